@@ -1,0 +1,44 @@
+# make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
+# make test    set up, build, lint, and run every test (C under sanitizers, then Python)
+# make lint    clang-format, ruff, mypy
+# make setup   .venv with everything that constraints.txt pins
+# make clean   remove what a build leaves behind
+PYTHON ?= python3
+BIN := .venv/bin
+CORE := $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch])
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+LOCK := mkdir -p build && flock build/.lock
+
+.PHONY: setup build train test lint clean ctest
+setup: .venv/.ready
+build: build/.built
+
+# torch comes first and pinned: anything that depends on a bare torch would pull another build of it.
+.venv/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP) install -c constraints.txt setuptools wheel torch==2.13.0
+	$(LOCK) $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+build/.built: .venv/.ready setup.py $(CORE)
+	$(LOCK) $(PIP) install --no-build-isolation --no-deps -e .
+	touch $@
+
+train: build
+	mkdir -p out
+	$(BIN)/python -m ringtile train configs/tiny_cpu.yaml --json out/train.json
+
+ctest:
+	$(MAKE) -C tests/c
+
+test: build lint ctest
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.[ch]' 'csrc/*.cpp' 'tests/*.[ch]')
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build out python/ringtile/*.so python/*.egg-info

@@ -1,0 +1,245 @@
+// The C API of ringtile's core: attention over a running softmax, sequence layouts, the ring's plan,
+// GLU and softmax cross entropy. It knows raw pointers, shapes and strides; it does not know PyTorch,
+// Python or processes.
+//
+// Conventions
+//   Shape letters  B batch, S global tokens, N local queries, K keys of this block, H query heads,
+//                  G kv heads (H is a multiple of G), D head dim, Dv value head dim, W ranks,
+//                  T tokens of a tile, F MLP intermediate size, V vocabulary, R runs.
+//   Strides        counted in elements; the last dim always has stride 1.
+//   Errors         every function that can fail returns an rt_status; rt_status_message() says what
+//                  was expected. Preconditions are checked once, at these functions.
+//   Memory         nothing here allocates, prints, aborts, or keeps state between calls. A function
+//                  that needs scratch takes a workspace and says its size in a *_bytes function.
+//   Determinism    the same inputs give the same bits for any number of workers.
+#ifndef RINGTILE_H
+#define RINGTILE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---- status ------------------------------------------------------------------------------------
+
+#define RT_STATUS_LIST(X)                                                                          \
+    X(RT_OK, "ok")                                                                                 \
+    X(RT_BAD_SHAPE, "a size is negative, or a size that must be at least 1 is 0")                  \
+    X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                \
+    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                \
+    X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                    \
+    X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "          \
+                    "label_smoothing in [0, 1]")                                                   \
+    X(RT_BAD_POINTER, "a required pointer is NULL")                                                \
+    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence, and its " \
+                  "local range inside the local tokens, which no other run may hold")                \
+    X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")         \
+    X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                             \
+    X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                \
+    X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                          \
+    X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                      \
+    X(RT_CAPACITY, "the output array is too small")                                                \
+    X(RT_WORKSPACE, "the workspace is NULL or smaller than the matching *_bytes function says")    \
+    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                 \
+    X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")
+
+typedef enum rt_status {
+#define RT_STATUS_ENUM(name, text) name,
+    RT_STATUS_LIST(RT_STATUS_ENUM)
+#undef RT_STATUS_ENUM
+} rt_status;
+
+// A static, NUL-terminated sentence for a status; never NULL.
+const char *rt_status_message(rt_status status);
+
+// ---- element types, threads, instruction sets --------------------------------------------------
+
+typedef enum rt_dtype { RT_F64, RT_F32, RT_BF16, RT_F16 } rt_dtype;
+
+// How the caller lends its threads. run() calls work(ctx, worker) for every worker in
+// [0, num_workers), in any order, concurrently or not, and returns when all have returned. A NULL
+// run means: one worker, the calling thread.
+typedef struct rt_parallel {
+    void (*run)(void *pool, int64_t num_workers, void (*work)(void *ctx, int64_t worker), void *ctx);
+    void *pool;
+    int64_t num_workers;
+} rt_parallel;
+
+typedef enum rt_isa { RT_ISA_GENERIC, RT_ISA_AVX2, RT_ISA_AVX512, RT_ISA_AVX512_BF16 } rt_isa;
+
+// The instruction set every kernel uses: the best this CPU has, or what RINGTILE_CPU_ISA names.
+// Chosen once, at the first call; thread-safe.
+//   RT_BAD_ISA, RT_ISA_MISSING   the environment variable is wrong; *isa is not written
+rt_status rt_cpu_isa(rt_isa *isa);
+const char *rt_isa_name(rt_isa isa);  // "generic", "avx2", "avx512", "avx512_bf16"
+
+// ---- sequence layouts --------------------------------------------------------------------------
+
+// Local tokens local_begin .. local_begin + length - 1 hold the global positions
+// global_begin, global_begin + stride, ...
+typedef struct rt_run {
+    int64_t global_begin, stride, local_begin, length;
+} rt_run;
+
+// Checks that every run is well formed and lies inside local_len local tokens.
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
+rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
+
+// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and that each rank's
+// local tokens are exactly filled.
+//   runs (R), rank after rank;  run_offsets (W + 1): rank r owns runs [run_offsets[r], run_offsets[r + 1])
+//   seen (S) bytes of scratch
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT
+rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks,
+                          int64_t seq_len, uint8_t *seen);
+
+// positions (local_len): the global position of each local token. RT_BAD_RUN also when a local token is in
+// no run or in two.
+rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len);
+
+// One strided copy between a global and a local tensor that differ only in the size of `dim`.
+//   sizes (ndim): of the local tensor, whose size in `dim` is the number of local tokens
+typedef struct rt_shard_params {
+    int64_t ndim, dim;             // ndim in 1..16, dim in [0, ndim)
+    int64_t element_bytes;         // any size >= 1
+    const int64_t *sizes;          // (ndim) local sizes
+    int64_t global_len;            // size of the global tensor in `dim`
+    const int64_t *global_strides; // (ndim) elements
+    const int64_t *local_strides;  // (ndim) elements
+    const rt_run *runs;
+    int64_t num_runs;
+} rt_shard_params;
+
+// local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens
+// that no run names keep their value. The runs must not share local tokens.
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN
+rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
+// global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions that no
+// run names keep their value. The runs must not share global positions.
+rt_status rt_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
+
+// ---- plan: who needs which keys of whom --------------------------------------------------------
+
+// An interval mask: query at global position i of row b attends the keys whose global position lies
+// in [begin[b, i], end[b, i]); end <= begin means no key.
+typedef struct rt_plan_params {
+    int64_t num_ranks, seq_len, mask_batch;
+    const rt_run *runs;         // (R) rank after rank
+    const int64_t *run_offsets; // (W + 1)
+    const int32_t *begin, *end; // (mask_batch, S) contiguous
+} rt_plan_params;
+
+// covered (S) bytes: 1 where some query of query_rank, in any row, attends that global position.
+// Bounds outside 0..S mean the same as the nearest bound inside.
+// scratch (S) int32.
+rt_status rt_plan_cover(const rt_plan_params *p, int64_t query_rank, uint8_t *covered, int32_t *scratch);
+
+// The keys of key_rank that query_rank needs, as few runs as possible in local order, and the number of
+// unmasked (query, key) pairs between the two, summed over the mask's rows.
+//   covered (S): from rt_plan_cover(query_rank);  needed (capacity), may be NULL when capacity is 0
+//   *num_needed is always the full count, also with RT_CAPACITY
+rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank,
+                       const uint8_t *covered, rt_run *needed, int64_t capacity, int64_t *num_needed,
+                       int64_t *num_pairs);
+
+// 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their
+// masks and layouts before they exchange keys.
+uint64_t rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed);
+
+// ---- attention ---------------------------------------------------------------------------------
+
+// One block of keys against all local queries. Forward and backward share the struct.
+typedef struct rt_attn_params {
+    rt_dtype dtype; // of q, k, v, dout. State and gradients are f32, or f64 when dtype is RT_F64.
+    int64_t batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, v_head_dim;
+    double scale;   // scores are scale * q.k
+    double softcap; // 0: off; else scores become softcap * tanh(scale * q.k / softcap)
+
+    const void *q;                                // (B, N, H, D)
+    const void *k;                                // (B, K, G, D)
+    const void *v;                                // (B, K, G, Dv)
+    int64_t q_stride[3], k_stride[3], v_stride[3]; // batch, token, head
+
+    const int32_t *begin, *end; // (B or 1, N): query attends global positions [begin, end)
+    int64_t mask_batch_stride;  // N, or 0 when one row serves every batch
+    const rt_run *k_runs;       // (R) global positions of the keys; keys in no run are not attended
+    int64_t num_k_runs;
+
+    // Forward: read and written. Backward: lse is read.
+    void *out; // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
+    void *lse; // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first
+    int64_t out_stride[3];
+
+    // Backward only.
+    const void *dout;  // (B, N, H, Dv) dtype
+    const void *delta; // (B, H, N) contiguous, state dtype: sum over Dv of dout * out, minus dlse
+    void *dq;          // (B, N, H, D)  state dtype, added to
+    void *dk;          // (B, K, G, D)  state dtype, added to
+    void *dv;          // (B, K, G, Dv) state dtype, added to
+    int64_t dout_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+
+    void *workspace; // 64-byte aligned
+    int64_t workspace_bytes;
+} rt_attn_params;
+
+// Bytes of workspace for p with that many workers; 0 when none is needed or p is malformed.
+int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
+int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
+
+// Merges the block into out and lse (online softmax; FlashAttention, arXiv:2205.14135, alg. 1, and the
+// ring merge of arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
+rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
+// Adds the block's gradients, given the final lse and delta (arXiv:2205.14135, alg. 4):
+//   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
+rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel);
+
+// The same two functions written as the formula, in f64, one query and one key at a time: the oracle
+// of the C tests. They need no workspace and run on the calling thread.
+rt_status rt_attn_fwd_reference(const rt_attn_params *p);
+rt_status rt_attn_bwd_reference(const rt_attn_params *p);
+
+// ---- gated MLP ---------------------------------------------------------------------------------
+
+typedef enum rt_glu_kind { RT_GLU_SILU, RT_GLU_GELU, RT_GLU_GELU_TANH, RT_GLU_RELU } rt_glu_kind;
+
+// Row-strided matrices of T rows and F columns.
+typedef struct rt_glu_params {
+    rt_dtype dtype;
+    rt_glu_kind kind;
+    int64_t num_rows, num_cols;
+    int64_t gate_stride, up_stride, prod_stride; // elements between rows
+} rt_glu_params;
+
+// prod = act(gate) * up                                (SwiGLU, GeGLU: arXiv:2002.05202)
+rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
+                     rt_parallel parallel);
+// In place, one pass: gate <- dprod * up * act'(gate), up <- dprod * act(gate), dprod <- act(gate) * up.
+// (The product is what the down projection's weight gradient needs next.)
+rt_status rt_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel);
+
+// ---- softmax cross entropy ---------------------------------------------------------------------
+
+// With x' = softcap * tanh(x / softcap) (x' = x when softcap is 0) and lse = log sum exp x':
+//   loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse^2
+// A token whose label is ignore_index has loss 0 and gradient 0, whatever its logits hold.
+typedef struct rt_cross_entropy_params {
+    rt_dtype dtype; // of logits; loss and lse are f32, f64 when dtype is RT_F64
+    int64_t num_tokens, vocab_size, logits_stride;
+    int64_t ignore_index;
+    double label_smoothing, softcap, z_loss;
+    bool want_grad; // false: logits keep their value
+} rt_cross_entropy_params;
+
+//   logits (T, V)  replaced by d loss[t] / d logits[t, :] (unit weight per token) if want_grad
+//   labels (T)     loss, lse (T)
+//   RT_BAD_LABEL is found before anything is written.
+rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
+                                   void *loss, void *lse, rt_parallel parallel);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // RINGTILE_H

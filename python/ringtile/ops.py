@@ -1,0 +1,347 @@
+"""The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and the checks of their arguments.
+
+Every op of the `ringtile` namespace that touches memory is here, with the shapes it takes; the functional
+`ringtile::ring_attention`, which also touches the network, is in ring.py. All kernels are differentiated by
+hand: only `shard_seq` has a registered autograd formula, the others are called inside autograd nodes.
+
+Shape letters: B batch, N local queries, K keys, H query heads, G kv heads, D head dim, Dv value head dim,
+T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ranks, R runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import BuildError, InputError
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+try:
+    from . import _C  # noqa: F401  loading it registers the ops
+except ImportError as error:
+    raise BuildError(
+        f"ringtile's compiled ops could not be loaded ({error}); "
+        f"build them for this torch ({torch.__version__}) with: pip install --no-build-isolation ."
+    ) from error
+
+_ops = torch.ops.ringtile
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
+GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+def cpu_isa() -> str:
+    """The instruction set the kernels use. BuildError: RINGTILE_CPU_ISA is not one, or this CPU lacks it."""
+    try:
+        return ISA_NAMES[_ops.cpu_isa()]
+    except RuntimeError as error:
+        raise BuildError(str(error).splitlines()[0]) from error
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What running outputs, log-sum-exps and gradients are kept in: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
+    """Refuses (InputError) what the attention kernels cannot take.
+
+    q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv): one dtype of FLOAT_DTYPES, one device, unit stride in the
+    last dim, head dims in 1..256, H a multiple of G. scale and softcap finite, softcap at least 0.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)}, expected 4 dimensions (batch, tokens, heads, head_dim); "
+                "transpose (batch, heads, tokens, head_dim) tensors with .transpose(1, 2)"
+            )
+        if x.dtype not in FLOAT_DTYPES:
+            raise InputError(f"{name} has dtype {x.dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
+        if x.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {x.dtype} but q has {q.dtype}; cast them to one dtype")
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+        if not 1 <= x.size(3) <= MAX_HEAD_DIM:
+            raise InputError(f"{name} has head dim {x.size(3)}, expected 1..{MAX_HEAD_DIM}")
+        if x.size(3) > 1 and x.stride(3) != 1:
+            raise InputError(f"{name} has stride {x.stride(3)} in its last dim, expected 1; call .contiguous()")
+    if k.size(0) != q.size(0) or v.size(0) != q.size(0):
+        raise InputError(f"batch sizes of q, k, v are {q.size(0)}, {k.size(0)}, {v.size(0)}; expected one")
+    if k.size(3) != q.size(3):
+        raise InputError(f"k has head dim {k.size(3)} but q has {q.size(3)}; they are multiplied, so must agree")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise InputError(
+            f"v has (tokens, heads) {tuple(v.shape[1:3])} but k has {tuple(k.shape[1:3])}; they must agree"
+        )
+    if k.size(2) == 0 or q.size(2) == 0 or q.size(2) % k.size(2):
+        raise InputError(
+            f"q has {q.size(2)} heads and k, v have {k.size(2)}; "
+            "the query heads must be a positive multiple of the kv heads"
+        )
+    if not math.isfinite(scale) or not math.isfinite(softcap) or softcap < 0:
+        raise InputError(f"scale {scale} and softcap {softcap} must be finite, softcap at least 0 (0: off)")
+
+
+# ---- attention: one block of keys ---------------------------------------------------------------
+
+
+def attn_fwd_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    k_runs: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Merges one block of keys into the running softmax of every query.
+
+    q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); begin, end int32 (B or 1, N): the query attends global
+    positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
+    local_begin is a row of k. out (B, N, H, Dv) and lse (B, H, N) of state_dtype are read and written; before
+    the first block they are 0 and -inf. Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
+    """
+    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap)
+
+
+def attn_bwd_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    k_runs: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
+
+    dout (B, N, H, Dv) has q's dtype; lse (B, H, N) is the final one over all blocks; delta (B, H, N) is the sum
+    over Dv of dout * out, minus the gradient of lse. FlashAttention (arXiv:2205.14135), algorithm 4.
+    """
+    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap)
+
+
+@torch.library.register_fake("ringtile::attn_fwd_")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    k_runs: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("ringtile::attn_bwd_")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    k_runs: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    softcap: float,
+) -> None:
+    return None
+
+
+# ---- sequence -----------------------------------------------------------------------------------
+
+
+def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
+    """Runs (global_begin, stride, local_begin, length) as the ops take them: int64 (R, 4) on the CPU."""
+    return torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
+
+
+def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
+    _ops.shard_seq_(x, runs, dim, y)
+
+
+def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
+    _ops.unshard_seq_(x, runs, dim, y)
+
+
+@torch.library.register_fake("ringtile::shard_seq_")
+def _(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("ringtile::unshard_seq_")
+def _(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("ringtile::shard_seq", mutates_args=())
+def _shard_seq(x: Tensor, runs: list[int], dim: int) -> Tensor:
+    y = _shard_seq_fake(x, runs, dim)
+    shard_seq_(x, runs_tensor([runs]), dim, y)
+    return y
+
+
+@_shard_seq.register_fake
+def _shard_seq_fake(x: Tensor, runs: list[int], dim: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], sum(runs[3::4]), *x.shape[dim + 1 :]])
+
+
+@torch.library.custom_op("ringtile::unshard_seq", mutates_args=())
+def _unshard_seq(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
+    """The adjoint of shard_seq: positions that no run names are 0."""
+    y = x.new_zeros([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
+    unshard_seq_(x, runs_tensor([runs]), dim, y)
+    return y
+
+
+@_unshard_seq.register_fake
+def _(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
+
+
+def _shard_seq_setup(ctx: FunctionCtx, inputs: tuple[Tensor, list[int], int], output: Tensor) -> None:
+    x, ctx.runs, ctx.dim = inputs  # type: ignore[attr-defined]
+    ctx.global_len = x.size(inputs[2])  # type: ignore[attr-defined]
+
+
+def _shard_seq_backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
+    return _unshard_seq(dy, ctx.runs, ctx.dim, ctx.global_len), None, None  # type: ignore[attr-defined]
+
+
+_shard_seq.register_autograd(_shard_seq_backward, setup_context=_shard_seq_setup)
+
+
+def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
+    """The tokens that one rank's runs name, along dim of a global tensor of any dtype; differentiable."""
+    if not -x.dim() <= dim < x.dim():
+        raise InputError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
+    result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim % x.dim())
+    return result
+
+
+def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
+    """RuntimeError unless the rows (rank, run) of layout (R, 5) hold each of 0..seq_len-1 exactly once."""
+    _ops.layout_check(layout, seq_len, world_size)
+
+
+def plan(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
+    """Who needs which keys of whom, for an interval mask over a layout.
+
+    begin, end int32 (B or 1, S), layout int64 (R, 5), all on the CPU. Returns needed int64 (M, 6): query rank,
+    key rank, global_begin, stride, local_begin, length, in that order of sorting; and pairs int64 (W, W): the
+    unmasked (query, key) pairs between two ranks, summed over the rows of the mask.
+    """
+    needed, pairs = _ops.plan(begin, end, layout)
+    return needed, pairs
+
+
+def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
+    """64 bits that two ranks share when, up to a collision, their masks and layouts are the same."""
+    return int(_ops.digest(begin, end, layout).item())
+
+
+@torch.library.register_fake("ringtile::layout_check")
+def _(layout: Tensor, seq_len: int, world_size: int) -> None:
+    return None
+
+
+@torch.library.register_fake("ringtile::plan")
+def _(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
+    num_needed = torch.library.get_ctx().new_dynamic_size()
+    world_size = torch.library.get_ctx().new_dynamic_size()
+    return layout.new_empty(num_needed, 6), layout.new_empty(world_size, world_size)
+
+
+@torch.library.register_fake("ringtile::digest")
+def _(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
+    return layout.new_empty(1)
+
+
+# ---- MLP and loss -------------------------------------------------------------------------------
+
+
+def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    """act(gate) * up for (T, F) matrices of any row stride; kind is a value of GLU_KINDS (arXiv:2002.05202)."""
+    result: Tensor = _ops.glu_fwd(gate, up, kind)
+    return result
+
+
+def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
+    """In place, in one pass over (T, F): gate, up become their gradients; dprod becomes act(gate) * up again."""
+    _ops.glu_bwd_(gate, up, dprod, kind)
+
+
+@torch.library.register_fake("ringtile::glu_fwd")
+def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("ringtile::glu_bwd_")
+def _(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
+    return None
+
+
+def cross_entropy_fwd_bwd_(
+    logits: Tensor,
+    labels: Tensor,
+    loss: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    want_grad: bool,
+) -> None:
+    """Per-token softmax cross entropy; logits (T, V) become their own gradient, one unit of weight per token.
+
+    labels int64 (T); loss, lse (T) of state_dtype. With x' = softcap * tanh(x / softcap) (softcap 0: x' = x):
+    loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2.
+    An ignored token has loss 0 and a gradient of exactly 0. want_grad False leaves the logits as they are.
+    """
+    _ops.cross_entropy_fwd_bwd_(
+        logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad
+    )
+
+
+@torch.library.register_fake("ringtile::cross_entropy_fwd_bwd_")
+def _(
+    logits: Tensor,
+    labels: Tensor,
+    loss: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    want_grad: bool,
+) -> None:
+    return None
