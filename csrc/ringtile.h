@@ -25,25 +25,25 @@ extern "C" {
 
 // ---- status ------------------------------------------------------------------------------------
 
-#define RT_STATUS_LIST(X)                                                                          \
-    X(RT_OK, "ok")                                                                                 \
-    X(RT_BAD_SHAPE, "a size is negative, or a size that must be at least 1 is 0")                  \
-    X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                \
-    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                \
-    X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                    \
-    X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "          \
-                    "label_smoothing in [0, 1]")                                                   \
-    X(RT_BAD_POINTER, "a required pointer is NULL")                                                \
-    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence, and its " \
-                  "local range inside the local tokens, which no other run may hold")                \
-    X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")         \
-    X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                             \
-    X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                \
-    X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                          \
-    X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                      \
-    X(RT_CAPACITY, "the output array is too small")                                                \
-    X(RT_WORKSPACE, "the workspace is NULL or smaller than the matching *_bytes function says")    \
-    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                 \
+#define RT_STATUS_LIST(X)                                                                                    \
+    X(RT_OK, "ok")                                                                                           \
+    X(RT_BAD_SHAPE, "a size is negative, or a size that must be at least 1 is 0")                            \
+    X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
+    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
+    X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
+    X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "                    \
+                    "label_smoothing in [0, 1]")                                                             \
+    X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \
+    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence, and its "     \
+                  "local range inside the local tokens, which no other run may hold")                        \
+    X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
+    X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
+    X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
+    X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
+    X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
+    X(RT_CAPACITY, "the output array is too small")                                                          \
+    X(RT_WORKSPACE, "the workspace is NULL or smaller than the matching *_bytes function says")              \
+    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                           \
     X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")
 
 typedef enum rt_status {
@@ -74,7 +74,7 @@ typedef enum rt_isa { RT_ISA_GENERIC, RT_ISA_AVX2, RT_ISA_AVX512, RT_ISA_AVX512_
 // Chosen once, at the first call; thread-safe.
 //   RT_BAD_ISA, RT_ISA_MISSING   the environment variable is wrong; *isa is not written
 rt_status rt_cpu_isa(rt_isa *isa);
-const char *rt_isa_name(rt_isa isa);  // "generic", "avx2", "avx512", "avx512_bf16"
+const char *rt_isa_name(rt_isa isa); // "generic", "avx2", "avx512", "avx512_bf16"
 
 // ---- sequence layouts --------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len)
 //   runs (R), rank after rank;  run_offsets (W + 1): rank r owns runs [run_offsets[r], run_offsets[r + 1])
 //   seen (S) bytes of scratch
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT
-rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks,
-                          int64_t seq_len, uint8_t *seen);
+rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
+                          uint8_t *seen);
 
 // positions (local_len): the global position of each local token. RT_BAD_RUN also when a local token is in
 // no run or in two.
@@ -141,9 +141,8 @@ rt_status rt_plan_cover(const rt_plan_params *p, int64_t query_rank, uint8_t *co
 // unmasked (query, key) pairs between the two, summed over the mask's rows.
 //   covered (S): from rt_plan_cover(query_rank);  needed (capacity), may be NULL when capacity is 0
 //   *num_needed is always the full count, also with RT_CAPACITY
-rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank,
-                       const uint8_t *covered, rt_run *needed, int64_t capacity, int64_t *num_needed,
-                       int64_t *num_pairs);
+rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank, const uint8_t *covered,
+                       rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs);
 
 // 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their
 // masks and layouts before they exchange keys.
@@ -158,9 +157,9 @@ typedef struct rt_attn_params {
     double scale;   // scores are scale * q.k
     double softcap; // 0: off; else scores become softcap * tanh(scale * q.k / softcap)
 
-    const void *q;                                // (B, N, H, D)
-    const void *k;                                // (B, K, G, D)
-    const void *v;                                // (B, K, G, Dv)
+    const void *q;                                 // (B, N, H, D)
+    const void *k;                                 // (B, K, G, D)
+    const void *v;                                 // (B, K, G, Dv)
     int64_t q_stride[3], k_stride[3], v_stride[3]; // batch, token, head
 
     const int32_t *begin, *end; // (B or 1, N): query attends global positions [begin, end)

@@ -1,0 +1,164 @@
+// Which keys a rank needs of another, and the digest by which ranks notice that they disagree.
+// Shapes: S global tokens, W ranks, R runs of all ranks; mask rows are (mask_batch, S).
+#include "runs.h"
+
+#include <string.h>
+
+typedef struct rank_runs {
+    const rt_run *runs;
+    int64_t num_runs;
+} rank_runs;
+
+static rt_status check_plan(const rt_plan_params *p) {
+    if (p->num_ranks < 1 || p->seq_len < 0 || p->seq_len > INT32_MAX || p->mask_batch < 0)
+        return RT_BAD_SHAPE;
+    if (p->run_offsets == NULL) return RT_BAD_POINTER;
+    if (p->seq_len > 0 && p->mask_batch > 0 && (p->begin == NULL || p->end == NULL)) return RT_BAD_POINTER;
+    return RT_OK;
+}
+
+static rt_status runs_of_rank(const rt_plan_params *p, int64_t rank, rank_runs *of_rank) {
+    if (rank < 0 || rank >= p->num_ranks) return RT_BAD_RANK;
+    const int64_t first = p->run_offsets[rank];
+    of_rank->num_runs = p->run_offsets[rank + 1] - first;
+    if (first < 0 || of_rank->num_runs < 0) return RT_BAD_LAYOUT;
+    of_rank->runs = of_rank->num_runs > 0 && p->runs != NULL ? p->runs + first : NULL;
+
+    int64_t local_len;
+    const rt_status status = rt_runs_local_len(of_rank->runs, of_rank->num_runs, p->seq_len, &local_len);
+    if (status != RT_OK) return status;
+    return rt_runs_check_inside(of_rank->runs, of_rank->num_runs, local_len, p->seq_len);
+}
+
+rt_status rt_plan_cover(const rt_plan_params *p, int64_t query_rank, uint8_t *covered, int32_t *scratch) {
+    rank_runs queries;
+    rt_status status = check_plan(p);
+    if (status == RT_OK) status = runs_of_rank(p, query_rank, &queries);
+    if (status != RT_OK) return status;
+    const int64_t seq_len = p->seq_len;
+    if (seq_len == 0) return RT_OK;
+    if (covered == NULL || scratch == NULL) return RT_BAD_POINTER;
+
+    // Pass 1: reach[g] is where the longest interval that begins at g ends.
+    int32_t *reach = scratch;
+    memset(reach, 0, (size_t)seq_len * sizeof(*reach));
+    for (int64_t b = 0; b < p->mask_batch; b++) {
+        const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
+        for (int64_t r = 0; r < queries.num_runs; r++) {
+            const rt_run run = queries.runs[r];
+            for (int64_t j = 0; j < run.length; j++) {
+                const int64_t i = run.global_begin + j * run.stride;
+                const int64_t first = begin[i] > 0 ? begin[i] : 0;
+                if (first < seq_len && end[i] > reach[first]) reach[first] = end[i];
+            }
+        }
+    }
+    // Pass 2: a position is covered while some interval begun at or before it has not ended.
+    int32_t open_until = 0;
+    for (int64_t g = 0; g < seq_len; g++) {
+        if (reach[g] > open_until) open_until = reach[g];
+        covered[g] = g < open_until;
+    }
+    return RT_OK;
+}
+
+// How many keys of a run have a global position below `position`.
+static int64_t keys_below(const rt_run *run, int64_t position) {
+    if (position <= run->global_begin) return 0;
+    const int64_t below = (position - run->global_begin + run->stride - 1) / run->stride;
+    return below < run->length ? below : run->length;
+}
+
+static int64_t count_pairs(const rt_plan_params *p, const rank_runs *queries, const rank_runs *keys) {
+    int64_t num_pairs = 0;
+    for (int64_t b = 0; b < p->mask_batch; b++) {
+        const int32_t *begin = p->begin + b * p->seq_len, *end = p->end + b * p->seq_len;
+        for (int64_t r = 0; r < queries->num_runs; r++) {
+            const rt_run run = queries->runs[r];
+            for (int64_t j = 0; j < run.length; j++) {
+                const int64_t i = run.global_begin + j * run.stride;
+                if (begin[i] >= end[i]) continue;
+                for (int64_t key_run = 0; key_run < keys->num_runs; key_run++)
+                    num_pairs +=
+                        keys_below(&keys->runs[key_run], end[i]) - keys_below(&keys->runs[key_run], begin[i]);
+            }
+        }
+    }
+    return num_pairs;
+}
+
+// The run that begins at a local token; NULL if there is none. The search starts at `guess`, which is right
+// at once when the runs are listed in local order.
+static const rt_run *run_at(const rank_runs *keys, int64_t local_begin, int64_t guess) {
+    for (int64_t tried = 0; tried < keys->num_runs; tried++) {
+        const rt_run *run = &keys->runs[(guess + tried) % keys->num_runs];
+        if (run->local_begin == local_begin) return run;
+    }
+    return NULL;
+}
+
+rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank, const uint8_t *covered,
+                       rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs) {
+    rank_runs queries, keys;
+    rt_status status = check_plan(p);
+    if (status == RT_OK) status = runs_of_rank(p, query_rank, &queries);
+    if (status == RT_OK) status = runs_of_rank(p, key_rank, &keys);
+    if (status != RT_OK) return status;
+    if (capacity < 0) return RT_BAD_SHAPE;
+    if (num_needed == NULL || num_pairs == NULL || (capacity > 0 && needed == NULL)) return RT_BAD_POINTER;
+    if (p->seq_len > 0 && covered == NULL) return RT_BAD_POINTER;
+
+    // Keys are met in local order. `piece` is the run being grown; a key that does not continue it (a key
+    // in between is not needed, or a run of the layout ended) closes it.
+    rt_run piece = {0, 1, 0, 0};
+    int64_t count = 0, local = 0;
+    for (int64_t r = 0; r < keys.num_runs; r++) {
+        const rt_run *run = run_at(&keys, local, r);
+        if (run == NULL) return RT_BAD_LAYOUT;
+        for (int64_t j = 0; j < run->length; j++, local++) {
+            const int64_t g = run->global_begin + j * run->stride;
+            if (!covered[g]) continue;
+            const bool continues = piece.length > 0 && piece.stride == run->stride &&
+                                   piece.local_begin + piece.length == local &&
+                                   piece.global_begin + piece.length * piece.stride == g;
+            if (!continues) {
+                piece = (rt_run){.global_begin = g, .stride = run->stride, .local_begin = local};
+                count++;
+            }
+            piece.length++;
+            if (count <= capacity) needed[count - 1] = piece;
+        }
+    }
+    *num_needed = count;
+    *num_pairs = count_pairs(p, &queries, &keys);
+    return count <= capacity ? RT_OK : RT_CAPACITY;
+}
+
+// Multiplication by an odd number and h ^ (h >> n) are both bijections of 64 bits: two arrays that differ in
+// one word never meet, and a word counts by its place because every later word multiplies it again.
+static uint64_t mix(uint64_t hash, uint64_t word) {
+    hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+    return hash ^ (hash >> 32);
+}
+
+uint64_t rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed) {
+    enum { LANES = 4, BLOCK = LANES * (int)sizeof(uint64_t) };
+    // Independent lanes, because one chain of multiplications would wait for itself.
+    uint64_t lane[LANES], word[LANES];
+    for (int i = 0; i < LANES; i++) lane[i] = mix(seed, (uint64_t)i + 1);
+
+    const char *at = bytes;
+    int64_t left = num_bytes;
+    for (; left >= BLOCK; left -= BLOCK, at += BLOCK) {
+        memcpy(word, at, BLOCK);
+        for (int i = 0; i < LANES; i++) lane[i] = mix(lane[i], word[i]);
+    }
+    if (left > 0) {
+        memset(word, 0, BLOCK);
+        memcpy(word, at, (size_t)left);
+        for (int i = 0; i < LANES; i++) lane[i] = mix(lane[i], word[i]);
+    }
+    uint64_t hash = mix(seed, (uint64_t)num_bytes); // tells a tail of zeros from no tail
+    for (int i = 0; i < LANES; i++) hash = mix(hash, lane[i]);
+    return mix(hash, hash >> 32);
+}

@@ -1,0 +1,250 @@
+// The plan against an oracle that asks every query about every key, and the digest.
+#include "layouts.h"
+
+typedef struct mask {
+    int64_t batch, seq_len;
+    int32_t *begin, *end; // (batch, S)
+} mask;
+
+// Causal, documents, windows, plain noise (bounds outside 0..S too), or nothing at all.
+static mask random_mask(uint64_t *state, int64_t seq_len) {
+    mask m = {.batch = random_int(state, 1, 3), .seq_len = seq_len};
+    const size_t num_bytes = (size_t)(m.batch * seq_len) * sizeof(int32_t);
+    m.begin = must_alloc(num_bytes);
+    m.end = must_alloc(num_bytes);
+    for (int64_t b = 0; b < m.batch; b++) {
+        const int64_t kind = random_int(state, 0, 4);
+        const int32_t window = (int32_t)random_int(state, 1, 8);
+        int32_t document = 0;
+        for (int32_t i = 0; i < seq_len; i++) {
+            int32_t *begin = &m.begin[b * seq_len + i], *end = &m.end[b * seq_len + i];
+            if (kind == 1 && random_int(state, 0, 9) == 0) document = i;
+            *begin = kind == 2 ? i - window : document;
+            *end = i + 1;
+            if (kind == 3) {
+                *begin = (int32_t)random_int(state, -5, seq_len + 5);
+                *end = (int32_t)random_int(state, -5, seq_len + 5);
+            }
+            if (kind == 4) *end = *begin;
+        }
+    }
+    return m;
+}
+
+static bool attends(const mask *m, int64_t b, int64_t query, int64_t key) {
+    return m->begin[b * m->seq_len + query] <= key && key < m->end[b * m->seq_len + query];
+}
+
+static int64_t *positions_of(const layout *l, int64_t rank) {
+    const int64_t local_len = local_len_of(l, rank);
+    int64_t *positions = must_alloc((size_t)local_len * sizeof(*positions));
+    const int64_t first = l->run_offsets[rank];
+    CHECK_STATUS(rt_runs_positions(l->runs + first, l->run_offsets[rank + 1] - first, positions, local_len),
+                 RT_OK);
+    return positions;
+}
+
+// The needed runs name exactly the covered keys, in local order, and no two of them could be one.
+static void check_needed(const rt_run *needed, int64_t num_needed, const int64_t *keys, int64_t num_keys,
+                         const uint8_t *covered) {
+    int64_t local = 0;
+    bool exact = true, maximal = true;
+    for (int64_t r = 0; r < num_needed; r++) {
+        const rt_run run = needed[r];
+        for (; local < run.local_begin; local++) exact &= !covered[keys[local]];
+        exact &= run.length >= 1 && run.stride >= 1 && run.local_begin + run.length <= num_keys;
+        for (int64_t j = 0; exact && j < run.length; j++, local++)
+            exact &= covered[keys[local]] && keys[local] == run.global_begin + j * run.stride;
+        if (r == 0) continue;
+        const rt_run before = needed[r - 1];
+        maximal &= before.stride != run.stride || before.local_begin + before.length != run.local_begin ||
+                   before.global_begin + before.length * before.stride != run.global_begin;
+    }
+    for (; local < num_keys; local++) exact &= !covered[keys[local]];
+    CHECK(exact);
+    CHECK(maximal);
+}
+
+static void check_plan(uint64_t *state, int64_t seq_len) {
+    const layout l = random_layout(state, seq_len);
+    const mask m = random_mask(state, seq_len);
+    const rt_plan_params p = {.num_ranks = l.num_ranks,
+                              .seq_len = seq_len,
+                              .mask_batch = m.batch,
+                              .runs = l.runs,
+                              .run_offsets = l.run_offsets,
+                              .begin = m.begin,
+                              .end = m.end};
+    uint8_t *covered = must_alloc((size_t)seq_len), *want_covered = must_alloc((size_t)seq_len);
+    int32_t *scratch = must_alloc((size_t)seq_len * sizeof(*scratch));
+    rt_run *needed = must_alloc((size_t)seq_len * sizeof(*needed));
+
+    for (int64_t query_rank = 0; query_rank < l.num_ranks; query_rank++) {
+        const int64_t num_queries = local_len_of(&l, query_rank);
+        int64_t *queries = positions_of(&l, query_rank);
+        memset(want_covered, 0, (size_t)seq_len);
+        for (int64_t key = 0; key < seq_len; key++)
+            for (int64_t b = 0; b < m.batch; b++)
+                for (int64_t i = 0; i < num_queries; i++)
+                    want_covered[key] |= attends(&m, b, queries[i], key);
+        CHECK_STATUS(rt_plan_cover(&p, query_rank, covered, scratch), RT_OK);
+        CHECK(memcmp(covered, want_covered, (size_t)seq_len) == 0);
+
+        for (int64_t key_rank = 0; key_rank < l.num_ranks; key_rank++) {
+            const int64_t num_keys = local_len_of(&l, key_rank);
+            int64_t *keys = positions_of(&l, key_rank);
+            int64_t want_pairs = 0, num_needed, num_pairs;
+            for (int64_t b = 0; b < m.batch; b++)
+                for (int64_t i = 0; i < num_queries; i++)
+                    for (int64_t j = 0; j < num_keys; j++) want_pairs += attends(&m, b, queries[i], keys[j]);
+            CHECK_STATUS(
+                rt_plan_pair(&p, query_rank, key_rank, covered, needed, seq_len, &num_needed, &num_pairs),
+                RT_OK);
+            CHECK_INT(num_pairs, want_pairs);
+            check_needed(needed, num_needed, keys, num_keys, covered);
+            int64_t counted = -1;
+            CHECK_STATUS(rt_plan_pair(&p, query_rank, key_rank, covered, NULL, 0, &counted, &num_pairs),
+                         num_needed > 0 ? RT_CAPACITY : RT_OK);
+            CHECK_INT(counted, num_needed);
+            free(keys);
+        }
+        free(queries);
+    }
+    free(m.begin);
+    free(m.end);
+    free(covered);
+    free(want_covered);
+    free(scratch);
+    free(needed);
+}
+
+static void test_random_plans_equal_the_oracle(void) {
+    uint64_t state = 3;
+    for (int round = 0; round < 400; round++) check_plan(&state, random_int(&state, 0, 50));
+    for (int round = 0; round < 10; round++) check_plan(&state, random_int(&state, 150, 250));
+}
+
+// Causal zigzag over two ranks: rank 0 holds 0-3 and 12-15, rank 1 holds 4-11.
+static void test_zigzag_needs_what_the_drawing_shows(void) {
+    const rt_run runs[] = {{0, 1, 0, 4}, {12, 1, 4, 4}, {4, 1, 0, 8}};
+    int32_t begin[16] = {0}, end[16];
+    for (int32_t i = 0; i < 16; i++) end[i] = i + 1;
+    const rt_plan_params p = {2, 16, 1, runs, (int64_t[]){0, 2, 3}, begin, end};
+    uint8_t covered[16];
+    int32_t scratch[16];
+    rt_run needed[2];
+    int64_t num_needed, num_pairs;
+
+    CHECK_STATUS(rt_plan_cover(&p, 1, covered, scratch), RT_OK);
+    for (int g = 0; g < 16; g++) CHECK_INT(covered[g], g < 12);
+    CHECK_STATUS(rt_plan_pair(&p, 1, 0, covered, needed, 2, &num_needed, &num_pairs), RT_OK);
+    CHECK_INT(num_needed, 1);
+    CHECK(memcmp(&needed[0], &(rt_run){0, 1, 0, 4}, sizeof(rt_run)) == 0);
+    CHECK_INT(num_pairs, 8 * 4);
+
+    CHECK_STATUS(rt_plan_cover(&p, 0, covered, scratch), RT_OK);
+    CHECK_STATUS(rt_plan_pair(&p, 0, 0, covered, needed, 2, &num_needed, &num_pairs), RT_OK);
+    CHECK_INT(num_needed, 2);
+    CHECK_INT(num_pairs, (1 + 2 + 3 + 4) + (13 + 14 + 15 + 16) - 4 * 8);
+}
+
+// Runs that continue each other, locally and globally, travel as one.
+static void test_runs_that_touch_are_merged(void) {
+    const rt_run runs[] = {{4, 2, 2, 2}, {0, 2, 0, 2}, {1, 2, 0, 4}};
+    const int32_t begin[8] = {0}, end[8] = {0, 8};
+    const rt_plan_params p = {2, 8, 1, runs, (int64_t[]){0, 2, 3}, begin, end};
+    uint8_t covered[8];
+    int32_t scratch[8];
+    rt_run needed;
+    int64_t num_needed, num_pairs;
+    CHECK_STATUS(rt_plan_cover(&p, 1, covered, scratch), RT_OK);
+    CHECK_STATUS(rt_plan_pair(&p, 1, 0, covered, &needed, 1, &num_needed, &num_pairs), RT_OK);
+    CHECK_INT(num_needed, 1);
+    CHECK(memcmp(&needed, &(rt_run){0, 2, 0, 4}, sizeof(rt_run)) == 0);
+    CHECK_INT(num_pairs, 4);
+}
+
+static void test_plan_refuses_malformed_params(void) {
+    const rt_run runs[] = {{0, 1, 0, 4}, {4, 1, 0, 4}};
+    const int32_t begin[8] = {0}, end[8] = {0};
+    const rt_plan_params good = {2, 8, 1, runs, (int64_t[]){0, 1, 2}, begin, end};
+    uint8_t covered[8] = {0};
+    int32_t scratch[8];
+    int64_t num_needed, num_pairs;
+    CHECK_STATUS(rt_plan_cover(&good, 1, covered, scratch), RT_OK);
+
+#define REFUSED(field, value, status)                                                                        \
+    do {                                                                                                     \
+        rt_plan_params bad = good;                                                                           \
+        bad.field = value;                                                                                   \
+        CHECK_STATUS(rt_plan_cover(&bad, 1, covered, scratch), status);                                      \
+        CHECK_STATUS(rt_plan_pair(&bad, 0, 1, covered, NULL, 0, &num_needed, &num_pairs), status);           \
+    } while (0)
+    REFUSED(num_ranks, 0, RT_BAD_SHAPE);
+    REFUSED(num_ranks, 1, RT_BAD_RANK);
+    REFUSED(seq_len, -1, RT_BAD_SHAPE);
+    REFUSED(seq_len, (int64_t)INT32_MAX + 1, RT_BAD_SHAPE);
+    REFUSED(seq_len, 3, RT_BAD_LAYOUT);
+    REFUSED(seq_len, 7, RT_BAD_RUN);
+    REFUSED(mask_batch, -1, RT_BAD_SHAPE);
+    REFUSED(runs, NULL, RT_BAD_POINTER);
+    REFUSED(begin, NULL, RT_BAD_POINTER);
+    REFUSED(end, NULL, RT_BAD_POINTER);
+    REFUSED(run_offsets, NULL, RT_BAD_POINTER);
+    REFUSED(run_offsets, ((const int64_t[]){0, 2, 1}), RT_BAD_LAYOUT);
+    REFUSED(runs, ((const rt_run[]){{0, 1, 0, 4}, {4, 0, 0, 4}}), RT_BAD_RUN);
+#undef REFUSED
+    CHECK_STATUS(rt_plan_cover(&good, -1, covered, scratch), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_cover(&good, 2, covered, scratch), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_cover(&good, 0, NULL, scratch), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_cover(&good, 0, covered, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_pair(&good, 0, 2, covered, NULL, 0, &num_needed, &num_pairs), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_pair(&good, 0, 1, NULL, NULL, 0, &num_needed, &num_pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, 1, &num_needed, &num_pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, 0, NULL, &num_pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, 0, &num_needed, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, -1, &num_needed, &num_pairs), RT_BAD_SHAPE);
+
+    // Two runs of one rank at the same local tokens: found when the keys are walked.
+    const rt_run overlap[] = {{0, 1, 0, 4}, {4, 1, 0, 2}, {6, 1, 0, 2}};
+    const rt_plan_params broken = {2, 8, 1, overlap, (int64_t[]){0, 1, 3}, begin, end};
+    CHECK_STATUS(rt_plan_pair(&broken, 0, 1, covered, NULL, 0, &num_needed, &num_pairs), RT_BAD_LAYOUT);
+}
+
+// Any one changed bit, two swapped words, one more zero byte and another seed all change the digest.
+static void test_digest_sees_every_change(void) {
+    uint8_t bytes[101];
+    uint64_t state = 4;
+    for (int64_t length = 0; length <= 100; length++) {
+        for (int64_t i = 0; i < length; i++) bytes[i] = (uint8_t)random_bits(&state);
+        const uint64_t digest = rt_digest(bytes, length, 7);
+        CHECK(digest == rt_digest(bytes, length, 7));
+        CHECK(digest != rt_digest(bytes, length, 8));
+        bytes[length] = 0;
+        CHECK(digest != rt_digest(bytes, length + 1, 7));
+        for (int64_t bit = 0; bit < 8 * length; bit++) {
+            bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
+            CHECK(digest != rt_digest(bytes, length, 7));
+            bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        }
+        for (int64_t other = 8; other + 8 <= length; other += 8) {
+            uint8_t swapped[100];
+            memcpy(swapped, bytes, (size_t)length);
+            memcpy(swapped, bytes + other, 8);
+            memcpy(swapped + other, bytes, 8);
+            CHECK(digest != rt_digest(swapped, length, 7));
+        }
+    }
+    const uint64_t first = rt_digest("ring", 4, 0), second = rt_digest("tile", 4, 0);
+    CHECK(rt_digest("tile", 4, first) != rt_digest("ring", 4, second));
+    CHECK(rt_digest(NULL, 0, 1) != rt_digest(NULL, 0, 2));
+}
+
+int main(void) {
+    test_random_plans_equal_the_oracle();
+    test_zigzag_needs_what_the_drawing_shows();
+    test_runs_that_touch_are_merged();
+    test_plan_refuses_malformed_params();
+    test_digest_sees_every_change();
+    return check_finish();
+}

@@ -1,0 +1,283 @@
+// Status messages, runs, layouts, shard and unshard. The oracle of the copies is one loop over every element.
+#include "layouts.h"
+
+static void test_status_messages_are_distinct(void) {
+    static const rt_status all[] = {
+#define ENTRY(name, text) name,
+        RT_STATUS_LIST(ENTRY)
+#undef ENTRY
+    };
+    const int num_statuses = (int)(sizeof(all) / sizeof(all[0]));
+    for (int i = 0; i < num_statuses; i++) {
+        CHECK(strlen(rt_status_message(all[i])) > 0);
+        for (int j = 0; j < i; j++) CHECK(strcmp(rt_status_message(all[i]), rt_status_message(all[j])) != 0);
+    }
+    CHECK(strcmp(rt_status_message((rt_status)num_statuses), "unknown status") == 0);
+}
+
+static void test_runs_check_refuses_each_malformed_run(void) {
+    const struct {
+        rt_run run;
+        rt_status want;
+    } cases[] = {
+        {{0, 1, 0, 8}, RT_OK},
+        {{5, 3, 2, 6}, RT_OK},
+        {{0, 1, 0, 0}, RT_BAD_RUN},
+        {{0, 1, 0, -1}, RT_BAD_RUN},
+        {{0, 0, 0, 1}, RT_BAD_RUN},
+        {{0, -1, 0, 4}, RT_BAD_RUN},
+        {{-1, 1, 0, 4}, RT_BAD_RUN},
+        {{0, 1, -1, 4}, RT_BAD_RUN},
+        {{0, 1, 0, 9}, RT_BAD_RUN},
+        {{0, 1, 8, 1}, RT_BAD_RUN},
+        {{0, 1, 1, 8}, RT_BAD_RUN},
+        {{0, 1, INT64_MAX, 4}, RT_BAD_RUN},
+        {{INT64_MAX - 2, 1, 0, 4}, RT_BAD_RUN},
+        {{0, INT64_MAX / 2, 0, 4}, RT_BAD_RUN},
+        {{INT64_MIN, INT64_MIN, INT64_MIN, INT64_MIN}, RT_BAD_RUN},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
+        CHECK_STATUS(rt_runs_check(&cases[i].run, 1, 8), cases[i].want);
+    CHECK_STATUS(rt_runs_check(NULL, 0, 0), RT_OK);
+    CHECK_STATUS(rt_runs_check(NULL, 1, 8), RT_BAD_POINTER);
+    CHECK_STATUS(rt_runs_check(NULL, -1, 8), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_runs_check(NULL, 0, -1), RT_BAD_SHAPE);
+}
+
+static void test_layout_check_accepts_the_named_layouts(void) {
+    uint8_t seen[16];
+    const rt_run contiguous[] = {{0, 1, 0, 8}, {8, 1, 0, 8}};
+    const rt_run zigzag[] = {{0, 1, 0, 4}, {12, 1, 4, 4}, {4, 1, 0, 4}, {8, 1, 4, 4}};
+    const rt_run striped[] = {{0, 2, 0, 8}, {1, 2, 0, 8}};
+    const rt_run listed_backwards[] = {{12, 1, 4, 4}, {0, 1, 0, 4}, {4, 1, 0, 8}};
+    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 1, 2}, 2, 16, seen), RT_OK);
+    CHECK_STATUS(rt_layout_check(zigzag, (int64_t[]){0, 2, 4}, 2, 16, seen), RT_OK);
+    CHECK_STATUS(rt_layout_check(striped, (int64_t[]){0, 1, 2}, 2, 16, seen), RT_OK);
+    CHECK_STATUS(rt_layout_check(listed_backwards, (int64_t[]){0, 2, 3}, 2, 16, seen), RT_OK);
+    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 0, 2}, 2, 16, seen),
+                 RT_BAD_LAYOUT); // local twice
+    CHECK_STATUS(rt_layout_check(NULL, (int64_t[]){0, 0, 0}, 2, 0, NULL), RT_OK);
+}
+
+static void test_layout_check_refuses_what_is_no_partition(void) {
+    uint8_t seen[16];
+    const rt_run missing[] = {{0, 1, 0, 8}, {8, 1, 0, 7}};
+    const rt_run twice[] = {{0, 1, 0, 8}, {7, 1, 0, 8}};
+    const rt_run too_many[] = {{0, 1, 0, 16}, {8, 1, 0, 8}};
+    const rt_run huge[] = {{0, 1, 0, INT64_MAX}, {8, 1, 0, INT64_MAX}};
+    const rt_run local_gap[] = {{0, 1, 1, 8}, {8, 1, 0, 8}};
+    const rt_run outside[] = {{0, 1, 0, 8}, {9, 1, 0, 8}};
+    const rt_run empty[] = {{0, 1, 0, 8}, {8, 1, 0, 0}};
+    const int64_t offsets[] = {0, 1, 2};
+    CHECK_STATUS(rt_layout_check(missing, offsets, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(too_many, offsets, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(huge, offsets, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(local_gap, offsets, 2, 16, seen), RT_BAD_RUN);
+    CHECK_STATUS(rt_layout_check(outside, offsets, 2, 16, seen), RT_BAD_RUN);
+    CHECK_STATUS(rt_layout_check(empty, offsets, 2, 16, seen), RT_BAD_RUN);
+    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){0, 2, 1}, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){1, 1, 2}, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(NULL, offsets, 2, 16, seen), RT_BAD_POINTER);
+    CHECK_STATUS(rt_layout_check(twice, NULL, 2, 16, seen), RT_BAD_POINTER);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 2, 16, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 0, 16, seen), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 2, -1, seen), RT_BAD_SHAPE);
+}
+
+static void test_positions_fill_every_local_token(void) {
+    int64_t positions[5];
+    const rt_run runs[] = {{10, 3, 2, 3}, {4, 1, 0, 2}};
+    const int64_t want[] = {4, 5, 10, 13, 16};
+    CHECK_STATUS(rt_runs_positions(runs, 2, positions, 5), RT_OK);
+    for (int i = 0; i < 5; i++) CHECK_INT(positions[i], want[i]);
+    CHECK_STATUS(rt_runs_positions(runs, 1, positions, 5), RT_BAD_RUN);
+    const rt_run twice[] = {{0, 1, 0, 3}, {8, 1, 2, 2}};
+    CHECK_STATUS(rt_runs_positions(twice, 2, positions, 5), RT_BAD_RUN);
+    CHECK_STATUS(rt_runs_positions(runs, 2, NULL, 5), RT_BAD_POINTER);
+    CHECK_STATUS(rt_runs_positions(NULL, 0, NULL, 0), RT_OK);
+}
+
+// Every position is held by one rank, and a layout with any one run moved by one is refused.
+static void test_random_layouts_check_and_break(void) {
+    uint64_t state = 1;
+    for (int round = 0; round < 200; round++) {
+        layout l = random_layout(&state, random_int(&state, 0, 60));
+        uint8_t *seen = must_alloc((size_t)l.seq_len);
+        CHECK_STATUS(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, seen), RT_OK);
+        const int64_t num_runs = l.run_offsets[l.num_ranks];
+        if (num_runs > 0) {
+            rt_run *run = &l.runs[random_int(&state, 0, num_runs - 1)];
+            if (random_int(&state, 0, 1))
+                run->global_begin++;
+            else
+                run->local_begin++;
+            CHECK(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, seen) != RT_OK);
+        }
+        free(seen);
+    }
+}
+
+// ---- shard -------------------------------------------------------------------------------------------------
+
+enum { MAX_NDIM = 5 };
+
+// A tensor whose dims lie in memory in a random order.
+typedef struct tensor {
+    int64_t sizes[MAX_NDIM], strides[MAX_NDIM], num_elements;
+    uint8_t *bytes;
+} tensor;
+
+static tensor random_tensor(uint64_t *state, const int64_t *sizes, int64_t ndim, int64_t element_bytes) {
+    tensor t = {.num_elements = 1};
+    int64_t order[MAX_NDIM];
+    for (int64_t d = 0; d < ndim; d++) order[d] = d;
+    for (int64_t d = ndim - 1; random_int(state, 0, 1) && d > 0; d--) {
+        const int64_t other = random_int(state, 0, d), kept = order[d];
+        order[d] = order[other];
+        order[other] = kept;
+    }
+    for (int64_t i = ndim - 1; i >= 0; i--) {
+        const int64_t d = order[i];
+        t.sizes[d] = sizes[d];
+        t.strides[d] = t.num_elements;
+        t.num_elements *= sizes[d];
+    }
+    t.bytes = must_alloc((size_t)(t.num_elements * element_bytes));
+    for (int64_t i = 0; i < t.num_elements * element_bytes; i++) t.bytes[i] = (uint8_t)random_bits(state);
+    return t;
+}
+
+// Compares every element of local with the element of global that it must equal.
+static bool local_equals_global(const rt_shard_params *p, const uint8_t *global, const uint8_t *local,
+                                const int64_t *positions) {
+    int64_t num_elements = 1;
+    for (int64_t d = 0; d < p->ndim; d++) num_elements *= p->sizes[d];
+    for (int64_t i = 0; i < num_elements; i++) {
+        int64_t index = i, global_at = 0, local_at = 0;
+        for (int64_t d = p->ndim - 1; d >= 0; d--) {
+            const int64_t at = index % p->sizes[d];
+            global_at += (d == p->dim ? positions[at] : at) * p->global_strides[d];
+            local_at += at * p->local_strides[d];
+            index /= p->sizes[d];
+        }
+        const size_t bytes = (size_t)p->element_bytes;
+        if (memcmp(global + (size_t)global_at * bytes, local + (size_t)local_at * bytes, bytes) != 0)
+            return false;
+    }
+    return true;
+}
+
+// Shards a random tensor to every rank and gathers the shards into a second tensor, which must be the first.
+static void check_shard(uint64_t *state, int64_t seq_len, int64_t max_size, rt_parallel parallel) {
+    const layout l = random_layout(state, seq_len);
+    const int64_t ndim = random_int(state, 1, MAX_NDIM), dim = random_int(state, 0, ndim - 1);
+    const int64_t element_bytes = random_int(state, 1, 17);
+    int64_t sizes[MAX_NDIM];
+    for (int64_t d = 0; d < ndim; d++) sizes[d] = d == dim ? seq_len : random_int(state, 1, max_size);
+    tensor global = random_tensor(state, sizes, ndim, element_bytes);
+    tensor gathered = random_tensor(state, sizes, ndim, element_bytes);
+    if (dim > 0 && random_int(state, 0, 2) == 0) global.strides[0] = 0; // an expanded source
+
+    for (int64_t rank = 0; rank < l.num_ranks; rank++) {
+        sizes[dim] = local_len_of(&l, rank);
+        tensor local = random_tensor(state, sizes, ndim, element_bytes);
+        int64_t *positions = must_alloc((size_t)sizes[dim] * sizeof(*positions));
+        rt_shard_params p = {
+            .ndim = ndim,
+            .dim = dim,
+            .element_bytes = element_bytes,
+            .sizes = local.sizes,
+            .global_len = seq_len,
+            .global_strides = global.strides,
+            .local_strides = local.strides,
+            .runs = l.runs + l.run_offsets[rank],
+            .num_runs = l.run_offsets[rank + 1] - l.run_offsets[rank],
+        };
+        CHECK_STATUS(rt_runs_positions(p.runs, p.num_runs, positions, sizes[dim]), RT_OK);
+        CHECK_STATUS(rt_shard(&p, global.bytes, local.bytes, parallel), RT_OK);
+        CHECK(local_equals_global(&p, global.bytes, local.bytes, positions));
+        p.global_strides = gathered.strides;
+        CHECK_STATUS(rt_unshard(&p, local.bytes, gathered.bytes, parallel), RT_OK);
+        CHECK(local_equals_global(&p, gathered.bytes, local.bytes, positions));
+        free(positions);
+        free(local.bytes);
+    }
+    // Every rank has written: gathered as a "local" tensor of the identity layout equals global.
+    if (seq_len > 0) {
+        int64_t *identity = must_alloc((size_t)seq_len * sizeof(*identity));
+        for (int64_t i = 0; i < seq_len; i++) identity[i] = i;
+        sizes[dim] = seq_len;
+        const rt_shard_params whole = {.ndim = ndim,
+                                       .dim = dim,
+                                       .element_bytes = element_bytes,
+                                       .sizes = sizes,
+                                       .global_strides = global.strides,
+                                       .local_strides = gathered.strides};
+        CHECK(local_equals_global(&whole, global.bytes, gathered.bytes, identity));
+        free(identity);
+    }
+    free(global.bytes);
+    free(gathered.bytes);
+}
+
+static void test_shard_and_unshard_any_tensor(void) {
+    uint64_t state = 2;
+    for (int round = 0; round < 150; round++) check_shard(&state, random_int(&state, 0, 40), 4, no_threads());
+    for (int round = 0; round < 12; round++)
+        check_shard(&state, random_int(&state, 900, 1100), 8, threads_of(4));
+}
+
+static void test_shard_refuses_malformed_params(void) {
+    const int64_t sizes[] = {2, 4}, global_strides[] = {8, 1}, local_strides[] = {4, 1};
+    const rt_run run = {0, 2, 0, 4};
+    const rt_shard_params good = {.ndim = 2,
+                                  .dim = 1,
+                                  .element_bytes = 1,
+                                  .sizes = sizes,
+                                  .global_len = 8,
+                                  .global_strides = global_strides,
+                                  .local_strides = local_strides,
+                                  .runs = &run,
+                                  .num_runs = 1};
+    const char global[17] = "abcdefghijklmnop";
+    char local[9] = "";
+    CHECK_STATUS(rt_shard(&good, global, local, no_threads()), RT_OK);
+    CHECK(strcmp(local, "acegikmo") == 0);
+
+#define REFUSED(field, value, status)                                                                        \
+    do {                                                                                                     \
+        rt_shard_params bad = good;                                                                          \
+        bad.field = value;                                                                                   \
+        CHECK_STATUS(rt_shard(&bad, global, local, no_threads()), status);                                   \
+    } while (0)
+    REFUSED(ndim, 0, RT_BAD_DIM);
+    REFUSED(ndim, 17, RT_BAD_DIM);
+    REFUSED(dim, 2, RT_BAD_DIM);
+    REFUSED(dim, -1, RT_BAD_DIM);
+    REFUSED(element_bytes, 0, RT_BAD_SHAPE);
+    REFUSED(global_len, -1, RT_BAD_SHAPE);
+    REFUSED(global_len, 6, RT_BAD_RUN);
+    REFUSED(sizes, ((const int64_t[]){2, 3}), RT_BAD_RUN);
+    REFUSED(sizes, ((const int64_t[]){-2, 4}), RT_BAD_SHAPE);
+    REFUSED(sizes, NULL, RT_BAD_POINTER);
+    REFUSED(global_strides, NULL, RT_BAD_POINTER);
+    REFUSED(local_strides, NULL, RT_BAD_POINTER);
+    REFUSED(runs, NULL, RT_BAD_POINTER);
+    REFUSED(num_runs, -1, RT_BAD_SHAPE);
+#undef REFUSED
+    CHECK_STATUS(rt_shard(&good, NULL, local, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(rt_unshard(&good, local, NULL, no_threads()), RT_BAD_POINTER);
+}
+
+int main(void) {
+    test_status_messages_are_distinct();
+    test_runs_check_refuses_each_malformed_run();
+    test_layout_check_accepts_the_named_layouts();
+    test_layout_check_refuses_what_is_no_partition();
+    test_positions_fill_every_local_token();
+    test_random_layouts_check_and_break();
+    test_shard_and_unshard_any_tensor();
+    test_shard_refuses_malformed_params();
+    return check_finish();
+}
