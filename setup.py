@@ -26,7 +26,9 @@ try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError:
-    refuse("torch is not installed. Install it first (pip install 'torch>=2.11'), then run pip with --no-build-isolation.")
+    refuse(
+        "torch is not installed. Install it first (pip install 'torch>=2.11'), then run pip with --no-build-isolation."
+    )
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
     refuse(f"torch {torch.__version__} is too old, expected >= {MIN_TORCH[0]}.{MIN_TORCH[1]}.")
 
@@ -34,10 +36,30 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
 def check_toolchain() -> None:
     """Tries a one-line C file, and a one-line C++ file with Python's header, before the real build does."""
     probes = (
-        ("CC", sysconfig.get_config_var("CC") or "cc", ".c", "int main(void) { return 0; }", "-std=c17", "a C17 compiler"),
-        ("CXX", sysconfig.get_config_var("CXX") or "c++", ".cpp", "int main() { return 0; }", "-std=c++20", "a C++20 compiler"),
-        ("CXX", sysconfig.get_config_var("CXX") or "c++", ".cpp", "#include <Python.h>\n", "-std=c++20",
-         "Python's headers (Python.h; on Debian and Ubuntu: apt-get install python3-dev)"),
+        (
+            "CC",
+            sysconfig.get_config_var("CC") or "cc",
+            ".c",
+            "int main(void) { return 0; }",
+            "-std=c17",
+            "a C17 compiler",
+        ),
+        (
+            "CXX",
+            sysconfig.get_config_var("CXX") or "c++",
+            ".cpp",
+            "int main() { return 0; }",
+            "-std=c++20",
+            "a C++20 compiler",
+        ),
+        (
+            "CXX",
+            sysconfig.get_config_var("CXX") or "c++",
+            ".cpp",
+            "#include <Python.h>\n",
+            "-std=c++20",
+            "Python's headers (Python.h; on Debian and Ubuntu: apt-get install python3-dev)",
+        ),
     )
     for variable, default, suffix, text, standard, what in probes:
         command = os.environ.get(variable, default).split()
@@ -47,26 +69,50 @@ def check_toolchain() -> None:
             source = pathlib.Path(folder, "probe" + suffix)
             source.write_text(text)
             include = "-I" + sysconfig.get_paths()["include"]
-            done = subprocess.run([*command, standard, include, "-c", source.name, "-o", "probe.o"], cwd=folder,
-                                  capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, standard, include, "-c", source.name, "-o", "probe.o"],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+            )
         if done.returncode != 0:
             reason = next(iter(done.stderr.strip().splitlines()), f"exit status {done.returncode}")
             refuse(f"{what} is needed; trying it gave: {reason}")
 
 
-if any(command in sys.argv for command in ("build", "build_ext", "build_clib", "bdist_wheel", "editable_wheel", "develop", "install")):
+if any(
+    command in sys.argv
+    for command in ("build", "build_ext", "build_clib", "bdist_wheel", "editable_wheel", "develop", "install")
+):
     check_toolchain()
 
-C_FLAGS = ["-std=c17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=hidden",
-           "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+C_FLAGS = [
+    "-std=c17",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wpedantic",
+    "-Werror",
+]
 core_sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.c"))
 core_headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
 
 setup(
-    libraries=[(
-        "ringtile_core",
-        {"sources": core_sources, "cflags": C_FLAGS, "include_dirs": ["csrc"], "obj_deps": {"": core_headers}},
-    )],
+    libraries=[
+        (
+            "ringtile_core",
+            {
+                "sources": core_sources,
+                "cflags": C_FLAGS,
+                "include_dirs": ["csrc"],
+                "obj_deps": {"": core_headers},
+            },
+        )
+    ],
     ext_modules=[
         CppExtension(
             "ringtile._C",
@@ -74,7 +120,14 @@ setup(
             include_dirs=[str(ROOT / "csrc")],
             depends=[*core_sources, *core_headers],
             define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION), ("Py_LIMITED_API", "0x030a0000")],
-            extra_compile_args=["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"],
+            extra_compile_args=[
+                "-O2",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                "-Wno-unused-parameter",
+            ],
             extra_link_args=["-Wl,--exclude-libs,ALL"],
             py_limited_api=True,
         )

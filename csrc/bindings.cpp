@@ -59,7 +59,8 @@ struct Arg {
     const Tensor &x;
 
     const Arg &on_cpu() const {
-        STD_TORCH_CHECK(x.is_cpu(), "ringtile.", op, ": ", name, " must be a CPU tensor; move it with .cpu()");
+        STD_TORCH_CHECK(x.is_cpu(), "ringtile.", op, ": ", name,
+                        " must be a CPU tensor; move it with .cpu()");
         return *this;
     }
     const Arg &dtype(ScalarType expected) const {
@@ -69,8 +70,8 @@ struct Arg {
         return *this;
     }
     const Arg &dim(int64_t expected) const {
-        STD_TORCH_CHECK(x.dim() == expected, "ringtile.", op, ": ", name, " has shape ", shape(x), ", expected ",
-                        expected, " dimensions");
+        STD_TORCH_CHECK(x.dim() == expected, "ringtile.", op, ": ", name, " has shape ", shape(x),
+                        ", expected ", expected, " dimensions");
         return *this;
     }
     const Arg &sizes(const std::vector<int64_t> &expected) const {
@@ -94,10 +95,14 @@ struct Arg {
 
 rt_dtype dtype_of(const Tensor &x, const char *op) {
     switch (x.scalar_type()) {
-    case ScalarType::Double: return RT_F64;
-    case ScalarType::Float: return RT_F32;
-    case ScalarType::BFloat16: return RT_BF16;
-    case ScalarType::Half: return RT_F16;
+    case ScalarType::Double:
+        return RT_F64;
+    case ScalarType::Float:
+        return RT_F32;
+    case ScalarType::BFloat16:
+        return RT_BF16;
+    case ScalarType::Half:
+        return RT_F16;
     default:
         STD_TORCH_CHECK(false, "ringtile.", op, ": dtype ", torch::headeronly::toString(x.scalar_type()),
                         " is not supported, expected float64, float32, bfloat16 or float16");
@@ -140,8 +145,9 @@ void set_strides(int64_t (&strides)[3], const Tensor &x) {
 }
 
 // The part of the params that forward and backward share, checked.
-rt_attn_params attn_params(const char *op, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin,
-                           const Tensor &end, const Tensor &k_runs, double scale, double softcap) {
+rt_attn_params attn_params(const char *op, const Tensor &q, const Tensor &k, const Tensor &v,
+                           const Tensor &begin, const Tensor &end, const Tensor &k_runs, double scale,
+                           double softcap) {
     Arg{op, "q", q}.on_cpu().dim(4).unit_last_stride();
     Arg{op, "k", k}.on_cpu().dtype(q.scalar_type()).dim(4).unit_last_stride();
     const int64_t B = q.size(0), N = q.size(1), K = k.size(1), G = k.size(2);
@@ -185,8 +191,8 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
 }
 
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
-               const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq, Tensor dk,
-               Tensor dv, double scale, double softcap) {
+               const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
+               Tensor dk, Tensor dv, double scale, double softcap) {
     const char *op = "attn_bwd_";
     rt_attn_params p = attn_params(op, q, k, v, begin, end, k_runs, scale, softcap);
     const ScalarType state = state_dtype(p.dtype);
@@ -219,11 +225,12 @@ struct ShardArgs {
     ShardArgs(const char *op, const Tensor &global, const Tensor &local, const Tensor &runs, int64_t dim) {
         Arg{op, "global tensor", global}.on_cpu();
         Arg{op, "local tensor", local}.on_cpu().dtype(global.scalar_type()).dim(global.dim());
-        STD_TORCH_CHECK(dim >= 0 && dim < global.dim(), "ringtile.", op, ": dim ", dim, " is not a dimension of shape ",
-                        shape(global));
+        STD_TORCH_CHECK(dim >= 0 && dim < global.dim(), "ringtile.", op, ": dim ", dim,
+                        " is not a dimension of shape ", shape(global));
         for (int64_t i = 0; i < global.dim(); ++i) {
             STD_TORCH_CHECK(i == dim || global.size(i) == local.size(i), "ringtile.", op, ": global shape ",
-                            shape(global), " and local shape ", shape(local), " may differ in dim ", dim, " only");
+                            shape(global), " and local shape ", shape(local), " may differ in dim ", dim,
+                            " only");
             sizes.push_back(local.size(i));
             global_strides.push_back(global.stride(i));
             local_strides.push_back(local.stride(i));
@@ -251,7 +258,8 @@ void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
                     " ranks, expected world_size ", world_size);
     STD_TORCH_CHECK(seq_len >= 0, "ringtile.layout_check: seq_len is ", seq_len, ", expected at least 0");
     std::vector<uint8_t> seen(static_cast<size_t>(seq_len));
-    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()), "layout_check");
+    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()),
+          "layout_check");
 }
 
 // needed (M, 6): query rank, key rank, then a run; pairs (W, W): [query rank][key rank].
@@ -308,7 +316,8 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     const Tensor *parts[] = {&begin, &end, &layout};
     for (const Tensor *part : parts) {
         Arg{"digest", "begin, end and layout", *part}.on_cpu().contiguous();
-        value = rt_digest(part->data_ptr(), part->numel() * static_cast<int64_t>(part->element_size()), value);
+        value =
+            rt_digest(part->data_ptr(), part->numel() * static_cast<int64_t>(part->element_size()), value);
     }
     Tensor result = torch::stable::empty({1}, ScalarType::Long, std::nullopt,
                                          torch::stable::Device(torch::headeronly::DeviceType::CPU));
@@ -318,13 +327,16 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
 
 // ---- MLP and loss ------------------------------------------------------------------------------
 
-rt_glu_params glu_params(const char *op, const Tensor &gate, const Tensor &up, const Tensor &prod, int64_t kind) {
+rt_glu_params glu_params(const char *op, const Tensor &gate, const Tensor &up, const Tensor &prod,
+                         int64_t kind) {
     Arg{op, "gate", gate}.on_cpu().dim(2).unit_last_stride();
     const std::vector<int64_t> expected = {gate.size(0), gate.size(1)};
     Arg{op, "up", up}.on_cpu().dtype(gate.scalar_type()).sizes(expected).unit_last_stride();
     Arg{op, "dprod", prod}.on_cpu().dtype(gate.scalar_type()).sizes(expected).unit_last_stride();
-    return {dtype_of(gate, op), static_cast<rt_glu_kind>(kind), gate.size(0), gate.size(1),
-            gate.stride(0),     up.stride(0),                   prod.stride(0)};
+    return {dtype_of(gate, op), static_cast<rt_glu_kind>(kind),
+            gate.size(0),       gate.size(1),
+            gate.stride(0),     up.stride(0),
+            prod.stride(0)};
 }
 
 Tensor glu_fwd(const Tensor &gate, const Tensor &up, int64_t kind) {
@@ -340,8 +352,9 @@ void glu_bwd_(Tensor gate, Tensor up, Tensor dprod, int64_t kind) {
     check(rt_glu_bwd(&p, gate.data_ptr(), up.data_ptr(), dprod.data_ptr(), torch_threads()), "glu_bwd_");
 }
 
-void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Tensor lse, int64_t ignore_index,
-                            double label_smoothing, double softcap, double z_loss, bool want_grad) {
+void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Tensor lse,
+                            int64_t ignore_index, double label_smoothing, double softcap, double z_loss,
+                            bool want_grad) {
     const char *op = "cross_entropy_fwd_bwd_";
     Arg{op, "logits", logits}.on_cpu().dim(2).unit_last_stride();
     const int64_t T = logits.size(0);
@@ -349,8 +362,9 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
     Arg{op, "labels", labels}.on_cpu().dtype(ScalarType::Long).contiguous().sizes({T});
     Arg{op, "loss", loss}.on_cpu().dtype(state_dtype(dtype)).contiguous().sizes({T});
     Arg{op, "lse", lse}.on_cpu().dtype(state_dtype(dtype)).contiguous().sizes({T});
-    const rt_cross_entropy_params p = {dtype,        T,      logits.size(1), logits.stride(0), ignore_index,
-                                       label_smoothing, softcap, z_loss,       want_grad};
+    const rt_cross_entropy_params p = {
+        dtype,           T,       logits.size(1), logits.stride(0), ignore_index,
+        label_smoothing, softcap, z_loss,         want_grad};
     check(rt_cross_entropy_fwd_bwd(&p, logits.data_ptr(), static_cast<const int64_t *>(labels.data_ptr()),
                                    loss.data_ptr(), lse.data_ptr(), torch_threads()),
           op);
@@ -401,6 +415,6 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&cpu_isa)); }
 
 // `import ringtile._C` loads the shared object, whose static initialisers register the ops above.
-static struct PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr,
-                                        nullptr};
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C(void) { return PyModule_Create(&module_def); }

@@ -90,6 +90,18 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
         raise InputError(f"scale {scale} and softcap {softcap} must be finite, softcap at least 0 (0: off)")
 
 
+# An op that only writes into its arguments has nothing to say about shapes.
+for _name in (
+    "attn_fwd_",
+    "attn_bwd_",
+    "shard_seq_",
+    "unshard_seq_",
+    "layout_check",
+    "glu_bwd_",
+    "cross_entropy_fwd_bwd_",
+):
+    torch.library.register_fake(f"ringtile::{_name}", lambda *arguments: None)
+
 # ---- attention: one block of keys ---------------------------------------------------------------
 
 
@@ -139,42 +151,6 @@ def attn_bwd_(
     _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap)
 
 
-@torch.library.register_fake("ringtile::attn_fwd_")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    k_runs: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float,
-) -> None:
-    return None
-
-
-@torch.library.register_fake("ringtile::attn_bwd_")
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    k_runs: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    scale: float,
-    softcap: float,
-) -> None:
-    return None
-
-
 # ---- sequence -----------------------------------------------------------------------------------
 
 
@@ -193,19 +169,9 @@ def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     _ops.unshard_seq_(x, runs, dim, y)
 
 
-@torch.library.register_fake("ringtile::shard_seq_")
-def _(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("ringtile::unshard_seq_")
-def _(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    return None
-
-
 @torch.library.custom_op("ringtile::shard_seq", mutates_args=())
 def _shard_seq(x: Tensor, runs: list[int], dim: int) -> Tensor:
-    y = _shard_seq_fake(x, runs, dim)
+    y: Tensor = _shard_seq_fake(x, runs, dim)
     shard_seq_(x, runs_tensor([runs]), dim, y)
     return y
 
@@ -269,21 +235,18 @@ def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
     return int(_ops.digest(begin, end, layout).item())
 
 
-@torch.library.register_fake("ringtile::layout_check")
-def _(layout: Tensor, seq_len: int, world_size: int) -> None:
-    return None
-
-
-@torch.library.register_fake("ringtile::plan")
-def _(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
+def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
     num_needed = torch.library.get_ctx().new_dynamic_size()
     world_size = torch.library.get_ctx().new_dynamic_size()
     return layout.new_empty(num_needed, 6), layout.new_empty(world_size, world_size)
 
 
-@torch.library.register_fake("ringtile::digest")
-def _(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
+def _digest_fake(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
     return layout.new_empty(1)
+
+
+torch.library.register_fake("ringtile::plan", _plan_fake)
+torch.library.register_fake("ringtile::digest", _digest_fake)
 
 
 # ---- MLP and loss -------------------------------------------------------------------------------
@@ -300,14 +263,7 @@ def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     _ops.glu_bwd_(gate, up, dprod, kind)
 
 
-@torch.library.register_fake("ringtile::glu_fwd")
-def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@torch.library.register_fake("ringtile::glu_bwd_")
-def _(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
-    return None
+torch.library.register_fake("ringtile::glu_fwd", lambda gate, up, kind: gate.new_empty(gate.shape))
 
 
 def cross_entropy_fwd_bwd_(
@@ -327,21 +283,4 @@ def cross_entropy_fwd_bwd_(
     loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2.
     An ignored token has loss 0 and a gradient of exactly 0. want_grad False leaves the logits as they are.
     """
-    _ops.cross_entropy_fwd_bwd_(
-        logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad
-    )
-
-
-@torch.library.register_fake("ringtile::cross_entropy_fwd_bwd_")
-def _(
-    logits: Tensor,
-    labels: Tensor,
-    loss: Tensor,
-    lse: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    want_grad: bool,
-) -> None:
-    return None
+    _ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad)
