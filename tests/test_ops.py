@@ -1,0 +1,164 @@
+"""Every kernel op under torch.library.opcheck, and what each of them refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ringtile import InputError, ops
+
+B, N, K, H, G, D, Dv = 2, 5, 7, 4, 2, 6, 3
+
+
+def attention_arguments(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """One block: 7 keys at positions 0..6, 5 queries that attend positions [0, 3)."""
+    state = ops.state_dtype(dtype)
+    return {
+        "q": torch.randn(B, N, H, D).to(dtype),
+        "k": torch.randn(B, K, G, D).to(dtype),
+        "v": torch.randn(B, K, G, Dv).to(dtype),
+        "begin": torch.zeros(1, N, dtype=torch.int32),
+        "end": torch.full((1, N), 3, dtype=torch.int32),
+        "k_runs": ops.runs_tensor([(0, 1, 0, K)]),
+        "out": torch.zeros(B, N, H, Dv, dtype=state),
+        "lse": torch.full((B, H, N), float("-inf"), dtype=state),
+        "dout": torch.randn(B, N, H, Dv).to(dtype),
+        "delta": torch.zeros(B, H, N, dtype=state),
+        "dq": torch.zeros(B, N, H, D, dtype=state),
+        "dk": torch.zeros(B, K, G, D, dtype=state),
+        "dv": torch.zeros(B, K, G, Dv, dtype=state),
+    }
+
+
+BLOCK = ("q", "k", "v", "begin", "end", "k_runs")
+FORWARD = (*BLOCK, "out", "lse")
+BACKWARD = (*BLOCK, "dout", "lse", "delta", "dq", "dk", "dv")
+
+
+def pick(arguments: dict[str, torch.Tensor], names: tuple[str, ...]) -> tuple[torch.Tensor | float, ...]:
+    return (*(arguments[name] for name in names), 0.5, 0.0)
+
+
+def causal(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.arange(seq_len, dtype=torch.int32)
+    return torch.zeros(1, seq_len, dtype=torch.int32), positions[None] + 1
+
+
+TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
+
+OPCHECK_CASES = {
+    "attn_fwd_": lambda: pick(attention_arguments(), FORWARD),
+    "attn_bwd_": lambda: pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD),
+    "shard_seq_": lambda: (torch.randn(2, 8, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 4, 3)),
+    "unshard_seq_": lambda: (torch.randn(2, 4, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 8, 3)),
+    "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1),
+    "unshard_seq": lambda: (torch.randn(2, 4, 3), [6, 1, 0, 2, 0, 1, 2, 2], 1, 8),
+    "layout_check": lambda: (TWO_HALVES, 8, 2),
+    "plan": lambda: (*causal(8), TWO_HALVES),
+    "digest": lambda: (*causal(8), TWO_HALVES),
+    "glu_fwd": lambda: (torch.randn(3, 5), torch.randn(3, 5), 0),
+    "glu_bwd_": lambda: (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), 0),
+    "cross_entropy_fwd_bwd_": lambda: (
+        torch.randn(3, 5), torch.tensor([0, 4, -100]), torch.zeros(3), torch.zeros(3), -100, 0.1, 0.0, 0.0, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OPCHECK_CASES))
+def test_op_passes_opcheck(name: str) -> None:
+    arguments = OPCHECK_CASES[name]()
+    torch.library.opcheck(getattr(torch.ops.ringtile, name).default, arguments)
+
+
+def test_every_op_is_opchecked() -> None:
+    """A new op without a case here, or in test_ring.py for those that need a ring, is found."""
+    schemas = torch._C._jit_get_all_schemas()
+    names = {schema.name.removeprefix("ringtile::") for schema in schemas if schema.name.startswith("ringtile::")}
+    assert names == {*OPCHECK_CASES, "cpu_isa", "ring_attention", "ring_attention_backward"}
+
+
+def test_cpu_isa_is_a_known_name() -> None:
+    assert ops.cpu_isa() in ops.ISA_NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda x: x[0], "q has shape"),
+        ("q", lambda x: x.int(), "Int is not supported"),
+        ("q", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "stride"),
+        ("k", lambda x: x.double(), "k has dtype"),
+        ("k", lambda x: x[:, :, :, :-1], "k has shape"),
+        ("v", lambda x: x[:, :-1], "v has shape"),
+        ("v", lambda x: x[:1], "v has shape"),
+        ("k_runs", lambda x: x.int(), "k_runs has dtype"),
+        ("k_runs", lambda x: x[:, :3].contiguous(), "k_runs has shape"),
+        ("k_runs", lambda x: x + 1, "a run needs"),
+        ("begin", lambda x: x.long(), "begin has dtype"),
+        ("begin", lambda x: x[:, :-1].contiguous(), "begin has shape"),
+        ("end", lambda x: x.expand(3, N).contiguous(), "end has shape"),
+        ("out", lambda x: x.half(), "out has dtype"),
+        ("out", lambda x: x[..., :-1], "out has shape"),
+        ("lse", lambda x: x.transpose(1, 2), "lse"),
+        ("q", lambda x: x[:, :, :3], "num_heads must be a multiple of num_kv_heads"),
+    ],
+)
+def test_attention_op_refuses_what_it_cannot_read(name: str, change: object, message: str) -> None:
+    arguments = attention_arguments()
+    arguments[name] = change(arguments[name])  # type: ignore[operator]
+    if name == "q":
+        arguments["out"] = arguments["out"][:, :, : arguments["q"].shape[-2]]
+        arguments["lse"] = arguments["lse"][:, : arguments["q"].shape[-2]].contiguous()
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ringtile.attn_fwd_(*pick(arguments, FORWARD))
+
+
+@pytest.mark.parametrize("name", ["dout", "delta", "dq", "dk", "dv"])
+def test_attention_backward_op_refuses_a_wrong_shape(name: str) -> None:
+    arguments = attention_arguments()
+    arguments[name] = arguments[name][:, :-1].contiguous()
+    with pytest.raises(RuntimeError, match=f"{name} has shape"):
+        torch.ops.ringtile.attn_bwd_(*pick(arguments, BACKWARD))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_attention_op_refuses_a_scale_that_is_not_finite(scale: float) -> None:
+    arguments = attention_arguments()
+    with pytest.raises(RuntimeError, match="scale and softcap must be finite"):
+        torch.ops.ringtile.attn_fwd_(*(arguments[name] for name in FORWARD), scale, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "message"),
+    [
+        (torch.tensor([[0, 0, 1, 0, 4], [1, 3, 1, 0, 4]]), 8, "exactly once"),
+        (torch.tensor([[1, 0, 1, 0, 4], [0, 4, 1, 0, 4]]), 8, "rank after rank"),
+        (torch.tensor([[0, 0, 1, 0, 8]]), 8, "expected world_size 2"),
+        (torch.tensor([[0, 0, 0, 0, 4], [1, 4, 1, 0, 4]]), 8, "a run needs"),
+        (torch.tensor([[0, 0, 1, 0, 2**62], [1, 4, 1, 0, 4]]), 8, "a run needs|exactly once"),
+    ],
+)
+def test_layout_check_refuses_what_is_no_partition(layout: torch.Tensor, seq_len: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ringtile.layout_check(layout, seq_len, 2)
+
+
+def test_shard_refuses_a_run_outside_the_sequence() -> None:
+    with pytest.raises(RuntimeError, match="a run needs"):
+        ops.shard_seq_(torch.zeros(2, 8), ops.runs_tensor([(5, 1, 0, 4)]), 1, torch.zeros(2, 4))
+    with pytest.raises(InputError, match="dim 2"):
+        ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4)], 2)
+
+
+def test_glu_and_cross_entropy_refuse_bad_kind_and_label() -> None:
+    with pytest.raises(RuntimeError, match="GLU kind"):
+        ops.glu_fwd(torch.zeros(2, 3), torch.zeros(2, 3), 99)
+    logits = torch.zeros(1, 3)
+    with pytest.raises(RuntimeError, match="label"):
+        ops.cross_entropy_fwd_bwd_(logits, torch.tensor([3]), torch.zeros(1), torch.zeros(1), -100, 0.0, 0.0, 0.0, True)
+    assert torch.equal(logits, torch.zeros(1, 3))
+
+
+def test_shard_is_the_adjoint_of_unshard() -> None:
+    """<shard(x), y> = <x, unshard(y)> for the double-precision pair, which is what its autograd formula claims."""
+    x = torch.randn(2, 8, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: ops.shard_seq(x, [(6, 1, 0, 2), (0, 2, 2, 3)], 1), x)
