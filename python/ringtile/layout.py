@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import ops
-from ringtile.errors import InputError, LayoutError
+from . import ops
+from .errors import InputError, LayoutError
 
 MAX_SEQ_LEN = 2**31 - 1  # masks hold positions in int32
 
@@ -150,7 +150,7 @@ class Layout:
         """
         if not -x.dim() <= dim < x.dim() or x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
-        return ops.shard_seq(x, [value for run in self.runs(rank) for value in run], dim % x.dim())
+        return ops.shard_seq(x, self.runs(rank), dim)
 
 
 def _chunk_bounds(name: str, seq_len: int, world_size: int, num_chunks: int) -> list[int]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile import ops
-from ringtile.layout import Layout
+from . import ops
+from .layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class _MaskAndLayout:
 
     def __init__(self, begin: Tensor, end: Tensor, layout: Tensor) -> None:
         self.begin, self.end, self.layout = begin, end, layout
-        self.digest = int(ops.digest(begin, end, layout))
+        self.digest = ops.digest(begin, end, layout)
 
     def __hash__(self) -> int:
         return self.digest
