@@ -1,0 +1,99 @@
+"""The configuration of ringtile: one frozen object, the same keys in Python, YAML and on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ringtile.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A mapping of a YAML file with known keys: frozen, and every complaint is a ConfigError that names the key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    prefix: ClassVar[str] = ""  # where the section is in the file, as its keys are named in errors: "data."
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(one, type(self)) for one in error.errors())) from None
+
+
+class Config(Section):
+    """What `ringtile.enable` switches on. Every key has a default that changes nothing.
+
+    Raises ConfigError naming the key when a key is unknown, has a wrong type or value, or contradicts another.
+    """
+
+    context_parallel_size: int = Field(default=1, ge=1)  # ranks that share one sequence; 1 = off
+    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
+    tiled_mlp: bool = False
+    tiled_mlp_num_shards: int | None = Field(default=None, ge=1)  # tiles per MLP call, instead of tile_tokens
+    tiled_mlp_use_original_mlp: bool = True  # False: refuse MLPs that another library has replaced
+    tile_tokens: int = Field(default=16384, ge=1)  # tokens in one tile of the MLP and of the loss
+    tiled_loss: bool = False
+    timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # a rank silent for longer is lost
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Config:
+        if self.tiled_mlp_num_shards is not None and not self.tiled_mlp:
+            raise ValueError(
+                f"tiled_mlp_num_shards is {self.tiled_mlp_num_shards} but tiled_mlp is false; "
+                f"set tiled_mlp: true or remove tiled_mlp_num_shards"
+            )
+        return self
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+        """A Config from itself, from a mapping, or from the path of a YAML file.
+
+        Raises ConfigError when the file is missing, is not YAML, or holds no mapping of known keys.
+        """
+        if isinstance(source, Config):
+            return source
+        if isinstance(source, Mapping):
+            return cls(**{str(key): value for key, value in source.items()})
+        path = Path(source)
+        try:
+            return cls.load(read_yaml(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """The mapping that a YAML file holds; ConfigError when there is none."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{error.strerror}; expected a readable YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"holds {type(values).__name__}; expected a mapping of keys to values")
+    return values
+
+
+def nearest_key(key: str, valid: list[str]) -> str:
+    """The words that follow an unknown key: what was probably meant, or else all that is possible."""
+    close = difflib.get_close_matches(key, valid, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(valid))}"
+
+
+def _explain(error: Any, section: type[Section]) -> str:
+    """One line for one pydantic error: the key, what was got, what was expected."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {section.prefix}{key}: {nearest_key(key, list(section.model_fields))}"
+    if error["type"] == "missing":
+        return f"{section.prefix}{key} is missing; expected a value for it"
+    if not key:
+        return str(error["ctx"]["error"])
+    return f"{section.prefix}{key} is {error['input']!r}; expected: {error['msg']}"

@@ -1,0 +1,142 @@
+"""What context parallelism cannot run exactly under a Trainer, refused by name before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from ringtile.config import Config
+from ringtile.errors import ConfigError, InputError, Refused
+
+# What ringtile replaces or relies on, and the arguments it passes. A Trainer without them is another version.
+_TRAINER_METHODS = {
+    "_prepare_context_parallel_inputs": ("model", "inputs"),
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "training_step": (),
+    "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "evaluation_loop": ("dataloader",),
+    "_get_num_items_in_batch": ("batch_samples", "device"),
+    "_track_num_input_tokens": ("inputs",),
+    "floating_point_ops": ("inputs",),
+    "get_cp_size": (),
+}
+_ACCELERATOR_METHODS = {"prepare_data_loader": ("data_loader",), "gather": ("tensor",), "_prepare_cp": ("args",)}
+# Whose versions of those methods are known to treat tokens alike wherever they are.
+_KNOWN_HOMES = ("transformers.trainer", "trl.trainer.sft_trainer")
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ENGINES = (DistributedDataParallel, FSDPModule)
+_ENGINE_NAMES = {"DeepSpeedEngine", "FullyShardedDataParallel"}  # by name: not to import them
+
+
+def check_trainer(trainer: Any, config: Config) -> None:
+    """Raises InputError, Refused or ConfigError when this Trainer's numbers would not be those of one process."""
+    if not isinstance(trainer, Trainer):
+        raise InputError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer")
+    _check_touch_points(trainer)
+    args, name = trainer.args, type(trainer).__name__
+    refused = {
+        "compute_loss_func": (trainer.compute_loss_func is not None, "it sees the logits of a shard only"),
+        "label_smoothing_factor": (args.label_smoothing_factor != 0, "transformers shifts its labels in each shard"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its noise depends on the length of a shard"),
+        "use_liger_kernel": (args.use_liger_kernel, "its loss has not been shown to use the global labels"),
+        "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
+        "eval_use_gather_object": (args.eval_use_gather_object, "copies of a batch are dropped tensor by tensor"),
+        "dispatch_batches": (trainer.accelerator.dispatch_batches is True, "each rank would get another batch"),
+    }
+    for setting, (is_set, reason) in refused.items():
+        if is_set:
+            raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
+    if not trainer.model_accepts_loss_kwargs:
+        raise Refused(
+            f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a model "
+            f"that takes it: a mean over each shard is not the mean over the sequence"
+        )
+    _check_parallelism(trainer, config)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises Refused for models that mix tokens elsewhere than in causal attention, or need the sequence whole."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    if LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is not ForCausalLMLoss:
+        raise Refused(f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model")
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        raise Refused(f"{name} is not a causal decoder; expected one")
+    layer_types = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if layer_types:
+        raise Refused(
+            f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
+            f"{', '.join(sorted(_KNOWN_LAYER_TYPES))}: other layers mix tokens without the ring"
+        )
+    convolutions = [path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    if convolutions:
+        raise Refused(f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only")
+    if getattr(config, "output_router_logits", False):
+        raise Refused(
+            f"{name} adds a load-balancing loss (config.output_router_logits is true), which is not linear in the tokens; "
+            f"set model.config.output_router_logits = False"
+        )
+
+
+def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
+    """Raises Refused for a model that would train without its gradients being averaged, or with dropout."""
+    inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not isinstance(inner, _ENGINES) and type(inner).__name__ not in _ENGINE_NAMES:
+        raise Refused(
+            f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the ranks; "
+            f"expected DistributedDataParallel, FSDP or DeepSpeed. accelerate {accelerate.__version__} leaves a model bare "
+            f"when evaluate() or predict() runs before train(): build a new Trainer, or use eval_on_start"
+        )
+    for path, module in base.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise Refused(f"{path} drops with p = {module.p}; expected 0: a shard does not draw what the sequence would")
+
+
+def _check_touch_points(trainer: Trainer) -> None:
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
+    )
+    for owner, methods in ((trainer, _TRAINER_METHODS), (trainer.accelerator, _ACCELERATOR_METHODS)):
+        for method, arguments in methods.items():
+            function = getattr(owner, method, None)
+            missing = set(arguments) - set(inspect.signature(function).parameters) if function else None
+            if missing is None or (missing and method != "training_step"):
+                raise Refused(
+                    f"{type(owner).__name__}.{method}({', '.join(arguments)}) is not there ({versions}); expected "
+                    f"transformers >= 5.17 and accelerate >= 1.15 as ringtile was tested with"
+                )
+    for method in _TRAINER_METHODS:
+        home = next(cls for cls in type(trainer).__mro__ if method in vars(cls))
+        if home.__module__ not in _KNOWN_HOMES or method in vars(trainer):
+            raise Refused(
+                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer or trl.SFTTrainer: "
+                f"ringtile cannot know that a replaced {method} treats shards as it treats sequences"
+            )
+
+
+def _check_parallelism(trainer: Trainer, config: Config) -> None:
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if trainer.args.n_gpu > 1:
+        raise Refused(f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); expected one process per GPU (torchrun)")
+    if trainer.get_tp_size() > 1:
+        raise Refused(f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: the two are not combined yet")
+    if parallelism is None or not parallelism.cp_enabled:
+        return
+    if parallelism.cp_size != config.context_parallel_size:
+        raise ConfigError(
+            f"context_parallel_size is {config.context_parallel_size} but ParallelismConfig.cp_size is "
+            f"{parallelism.cp_size}; set both alike, or leave cp_size at 1"
+        )
+    if not trainer.args.average_tokens_across_devices:
+        raise Refused(
+            "average_tokens_across_devices is false with ParallelismConfig.cp_size > 1, where transformers rounds the "
+            "number of tokens down; set it to true, or leave cp_size at 1"
+        )

@@ -1,0 +1,94 @@
+"""The context-parallel group of a rank: the ranks that share one sequence, and what they ask of each other."""
+
+from __future__ import annotations
+
+import datetime
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringtile.errors import ConfigError, RingMismatch
+
+_CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modulo 2^64
+
+
+class ContextParallelGroup:
+    """The block of `size` consecutive ranks that this rank belongs to: k * size .. (k + 1) * size - 1.
+
+    Every rank of the world must build it, because process groups are made by all. The data-parallel engine is told
+    nothing: it averages gradients over all ranks.
+    Raises ConfigError when the world does not consist of whole groups.
+    """
+
+    def __init__(self, size: int, timeout_seconds: float, device: torch.device) -> None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size % size:
+            raise ConfigError(
+                f"context_parallel_size is {size} but there are {world_size} ranks; expected a divisor of the number "
+                f"of ranks (start more of them with torchrun --nproc_per_node, or set context_parallel_size: 1)"
+            )
+        self.size = size
+        self.device = device
+        self.rank = dist.get_rank() % size
+        self.data_index = dist.get_rank() // size  # which of the data_size different batches this rank gets
+        self.data_size = world_size // size
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        blocks = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in blocks]
+        self.process_group: dist.ProcessGroup = groups[self.data_index]
+
+    def close(self) -> None:
+        """Frees the process group. Local: the other ranks of the group do the same at their own time."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self.process_group)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the group, the same bits on all of its ranks. A collective."""
+        total = value.detach().clone()
+        dist.all_reduce(total, group=self.process_group)
+        return total / self.size
+
+    def check_same_batch(self, inputs: Mapping[str, Any]) -> None:
+        """Raises RingMismatch, naming what differs and where, unless all ranks of the group hold the same batch.
+
+        One all-gather of a few integers. Different batches of equal shape would train without any other sign.
+        """
+        header = _fingerprint(inputs)
+        mine = torch.tensor(list(header.values()), dtype=torch.int64, device=self.device)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self.process_group)
+        values = torch.stack(gathered).tolist()
+        for rank in range(1, self.size):
+            for name, expected, got in zip(header, values[0], values[rank], strict=True):
+                if got != expected:
+                    first = self.data_index * self.size
+                    raise RingMismatch(
+                        f"ranks {first} and {first + rank} share a sequence but got different batches: {name} is "
+                        f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on every "
+                        f"rank of a context-parallel group (same seed and data, a sampler that does not look at the rank)"
+                    )
+
+
+def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int]:
+    """What must be equal on all ranks: a few readable numbers first, then checksums."""
+    tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
+    main = next((tensors[name] for name in ("input_ids", "inputs_embeds") if name in tensors), torch.empty(0, 0))
+    kinds = " ".join(f"{name}:{value.dtype}:{tuple(value.shape)}" for name, value in tensors.items())
+    header = {"the number of rows": main.size(0), "the number of tokens": main.size(1)}
+    header["the checksum of keys, dtypes and shapes"] = zlib.crc32(kinds.encode())
+    for name in ("input_ids", "labels"):
+        header[f"the checksum of {name}"] = _checksum(tensors.pop(name)) if name in tensors else 0
+    header["the checksum of the other tensors"] = sum(map(_checksum, tensors.values())) % 2**31
+    return header
+
+
+def _checksum(x: Tensor) -> int:
+    """A sum of the bits of all elements, each weighted by its position, modulo 2^31."""
+    if x.is_floating_point():
+        x = x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    weights = torch.arange(1, x.numel() + 1, device=x.device) * _CHECKSUM_FACTOR
+    return int((x.flatten().to(torch.int64) * weights).sum()) % 2**31

@@ -1,0 +1,144 @@
+"""The cut of a batch over the ranks of a context-parallel group: a pure function of the global batch.
+
+Labels are shifted and position ids made on the global sequence, the sequence is padded to what the layout needs, and
+every tensor is cut once. What the attention must know of the global sequence travels in a `Cut`.
+
+Shape letters: B batch, S global tokens, P padded global tokens, N local tokens, W ranks, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ringtile.errors import InputError, Refused
+from ringtile.hf.attention import CUT, cut_marker
+from ringtile.hf.masks import mask_of_batch
+from ringtile.layout import Layout
+from ringtile.mask import IntervalMask
+from ringtile.transport import Group
+
+IGNORE_INDEX = -100  # transformers' label of a position without a target
+
+# Tensors with one entry per token, and what a padding token holds. Position 0 is valid for every embedding table, and
+# leaves the largest position, which some RoPE variants read, as it is.
+_PADDING = {"input_ids": 0, "inputs_embeds": 0, "shift_labels": IGNORE_INDEX, "position_ids": 0}
+# Keys that describe the global sequence: used for the mask, then dropped.
+_CONSUMED = {"labels", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# Switches whose result would be computed from a shard as if it were the sequence.
+_REFUSED_SWITCHES = {
+    "output_router_logits": "the load-balancing loss is not linear in the tokens",
+    "output_attentions": "attention weights are never formed",
+    "logits_to_keep": "the last positions lie on one rank",
+    "past_key_values": "a cache holds whole sequences",
+}
+
+
+@dataclass(eq=False)
+class Cut:
+    """How one batch was cut. Attention layers receive it as the keyword argument `ringtile_cut`."""
+
+    seq_len: int  # S, before padding
+    layout: Layout  # of P tokens
+    group: Group
+    mask: IntervalMask  # over P tokens
+    max_position: int  # of the global position ids
+    num_targets: Tensor | None  # int64 (): targets of the global batch; None without labels
+    attention_calls: int = 0  # attention layers that used this Cut so far
+    loss_calls: int = 0  # loss functions that received this Cut so far
+    _masks: dict[int, IntervalMask] = field(default_factory=dict)
+
+    def mask_of(self, sliding_window: int | None) -> IntervalMask:
+        """The mask of a layer: a query sees its own position and the sliding_window - 1 before it."""
+        if sliding_window is None:
+            return self.mask
+        if sliding_window not in self._masks:
+            window = IntervalMask.sliding_window(self.layout.seq_len, sliding_window)
+            self._masks[sliding_window] = self.mask & window
+        return self._masks[sliding_window]
+
+    def join(self, local: Tensor) -> Tensor:
+        """The global tensor (B, S, ...) of local tensors (B, N, ...), the padding dropped. A collective."""
+        return self.layout.unshard(local, dim=1, group=self.group)[:, : self.seq_len]
+
+
+def cut_batch(
+    inputs: Mapping[str, Any], *, layout: str, group: Group, rank: int, world_size: int, makes_positions: bool
+) -> tuple[dict[str, Any], Cut]:
+    """The part of a global batch that `rank` works on, and its Cut (also in the batch, for the attention layers).
+
+    `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N);
+    `attention_mask` and the keys of packed batches become the mask. `makes_positions`: the model counts 0, 1, ... when
+    a batch has no position ids, and so do we.
+    Raises Refused for a batch whose result would not be that of one process, MaskNotExpressible, InputError.
+    """
+    main = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(main, Tensor) or main.dim() < 2:
+        raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
+    batch_size, seq_len = main.shape[:2]
+    _refuse(inputs)
+    mask = mask_of_batch(inputs, batch_size, seq_len)
+
+    per_token = {name: inputs[name] for name in _PADDING if inputs.get(name) is not None}
+    if "position_ids" not in per_token:
+        if not makes_positions:
+            raise Refused(
+                "the batch has no position_ids and this model has no rotary embedding; expected position_ids (B, S), "
+                "because a shard does not know its positions"
+            )
+        per_token["position_ids"] = torch.arange(seq_len, device=main.device)[None]
+    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len)
+    if "shift_labels" not in per_token and inputs.get("labels") is not None:
+        per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+
+    multiple = Layout.multiple(layout, world_size)
+    padding = -seq_len % multiple
+    cut = Cut(
+        seq_len=seq_len,
+        layout=Layout.named(layout, seq_len + padding, world_size),
+        group=group,
+        mask=_pad_mask(mask, padding),
+        max_position=int(per_token["position_ids"].max()),
+        num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
+    )
+    local = {name: value for name, value in inputs.items() if name not in _CONSUMED}
+    for name, tensor in per_token.items():
+        if tensor.shape[:2] != (batch_size, seq_len):
+            raise InputError(f"{name} is {tuple(tensor.shape)}; expected ({batch_size}, {seq_len}) as the batch")
+        width = (0, 0) * (tensor.dim() - 2) + (0, padding)
+        local[name] = cut.layout.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1, rank=rank)
+    if inputs.get("labels") is not None:
+        local["labels"] = local["shift_labels"]  # a model computes a loss when it sees labels, from shift_labels
+    local.update({"attention_mask": cut_marker(batch_size, main.device), "use_cache": False, CUT: cut})
+    return local, cut
+
+
+def _refuse(inputs: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED_SWITCHES.items():
+        if inputs.get(name):
+            raise Refused(f"the batch sets {name}; remove it under context parallelism: {reason}")
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in _PADDING and name not in _CONSUMED:
+            raise Refused(
+                f"the batch holds {name} {tuple(value.shape)}, and ringtile does not know how to cut it; expected "
+                f"only {', '.join(sorted({*_PADDING, *_CONSUMED}))}"
+            )
+
+
+def _rows(position_ids: Tensor, batch_size: int, seq_len: int) -> Tensor:
+    """(B, S) from (B, S) or from (1, S), which models accept for all rows."""
+    if position_ids.dim() != 2 or position_ids.size(0) not in (1, batch_size) or position_ids.size(1) != seq_len:
+        raise InputError(
+            f"position_ids are {tuple(position_ids.shape)}; expected ({batch_size}, {seq_len}) or (1, {seq_len})"
+        )
+    return position_ids.expand(batch_size, seq_len)
+
+
+def _pad_mask(mask: IntervalMask, padding: int) -> IntervalMask:
+    """Padding follows the sequence: its queries see nothing, and its keys lie beyond every interval."""
+    return IntervalMask(functional.pad(mask.begin, (0, padding)), functional.pad(mask.end, (0, padding)))
