@@ -6,6 +6,7 @@ Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Layout:
     def contiguous(cls, seq_len: int, world_size: int) -> Layout:
         """Rank r holds the r-th of W chunks. Causal work grows with r; a window needs only its halo."""
         bounds = _chunk_bounds("contiguous", seq_len, world_size, world_size)
-        return cls(seq_len, tuple((Run(b, 1, 0, e - b),) for b, e in zip(bounds, bounds[1:])))
+        return cls(seq_len, tuple((Run(b, 1, 0, e - b),) for b, e in itertools.pairwise(bounds)))
 
     @classmethod
     def zigzag(cls, seq_len: int, world_size: int) -> Layout:
@@ -93,13 +94,12 @@ class Layout:
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Layout:
         """The inverse of `Layout.tensor`: int64 (R, 5) rows of rank, global_begin, stride, local_begin, length."""
-        if tensor.dim() != 2 or tensor.size(1) != 5 or tensor.dtype != torch.int64:
-            raise InputError(f"layout is {tensor.dtype} {tuple(tensor.shape)}; expected int64 (R, 5)")
-        rows: list[list[int]] = tensor.tolist()
-        in_order = sorted({row[0] for row in rows}) == list(range(rows[-1][0] + 1)) if rows else False
-        if not in_order or any(row[0] > after[0] for row, after in zip(rows, rows[1:])):
-            raise LayoutError(f"ranks of the runs are {[row[0] for row in rows]}; expected 0, ..., W-1 in order")
-        return cls.from_runs([row[1:] for row in rows if row[0] == rank] for rank in range(rows[-1][0] + 1))
+        if tensor.dim() != 2 or tensor.size(1) != 5 or tensor.size(0) == 0 or tensor.dtype != torch.int64:
+            raise InputError(f"layout is {tensor.dtype} {tuple(tensor.shape)}; expected int64 (R, 5), not empty")
+        ranks, num_runs = (x.tolist() for x in torch.unique_consecutive(tensor[:, 0], return_counts=True))
+        if ranks != list(range(len(ranks))):
+            raise LayoutError(f"ranks of the runs are {ranks}; expected 0, ..., W-1, rank after rank")
+        return cls.from_runs(of_rank.tolist() for of_rank in torch.split(tensor[:, 1:], num_runs))
 
     @classmethod
     def named(cls, name: str, seq_len: int, world_size: int) -> Layout:

@@ -8,8 +8,10 @@ Shape letters: B batch, S global tokens.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,20 +116,21 @@ class IntervalMask:
 
         lengths: of the documents, one after another; or one such list per batch row, all of the same sum S.
         """
-        rows = [row for row in lengths if isinstance(row, Sequence)]
-        numbers = [length for length in lengths if not isinstance(length, Sequence)]
-        if rows and numbers:
-            raise InputError("lengths mixes numbers and lists; expected the lengths of one row, or a list per row")
-        per_row = [torch.tensor(row, dtype=torch.int64) for row in (rows or [numbers])]
-        sums = [int(row.sum()) for row in per_row]
-        if any(bool((row < 0).any()) for row in per_row) or min(sums) < 1 or len(set(sums)) > 1:
+        rows: list[Any] = [row for row in lengths if isinstance(row, Sequence)] or [lengths]
+        try:
+            per_row = [[operator.index(length) for length in row] for row in rows]
+        except TypeError:
             raise InputError(
-                f"the documents of the rows add up to {sums} tokens; expected lengths >= 0 and one sum >= 1 for all rows"
+                f"lengths is {lengths!r}; expected integers, the lengths of one row, or a list of them per row"
+            ) from None
+        sums = [sum(row) for row in per_row]
+        if any(length < 0 for row in per_row for length in row) or len(set(sums)) > 1:
+            raise InputError(
+                f"lengths is {lengths!r}, rows of {sums} tokens; expected lengths >= 0 and as many tokens in every row"
             )
         _check_seq_len(sums[0])
-        return cls._of_documents(
-            torch.stack([torch.repeat_interleave(torch.arange(len(row)), row) for row in per_row]), causal
-        )
+        document = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in per_row]
+        return cls._of_documents(torch.stack(document), causal)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, causal: bool = True) -> IntervalMask:
@@ -158,17 +161,21 @@ class IntervalMask:
         _check_integers("attention_mask", attention_mask, 2)
         document = attention_mask.cpu().long()
         if int(document.min()) < 0:
-            raise InputError(f"attention_mask holds {int(document.min())}; expected 0 for padding, numbers above for tokens")
+            raise InputError(
+                f"attention_mask holds {int(document.min())}; expected 0 for padding, numbers above for tokens"
+            )
         mask = cls._of_documents(document, causal)
-        # A number that comes again after another one: sorted by number, neighbours in a document are not
-        # neighbours in the sequence.
+        # Sorted by number, the tokens of a document must still be neighbours in the sequence.
         number, position = document.sort(dim=1, stable=True)
-        same = (number.diff(dim=1) == 0) & (number[:, 1:] > 0)
-        resumed = same & (position.diff(dim=1) != 1)
-        if bool(resumed.any()):
-            row, at = resumed.nonzero()[0].tolist()
-            keys = document[row] == number[row, at]
-            query = int(position[row, at + 1] if causal else position[row, 0])
+        resumes = (number.diff(dim=1) == 0) & (position.diff(dim=1) != 1) & (number[:, 1:] > 0)
+        if bool(resumes.any()):
+            row = int(resumes.any(dim=1).nonzero()[0])
+            queries = position[row, 1:][resumes[row]]  # tokens right after a hole of their document
+            if not causal:
+                queries = torch.isin(document[row], document[row, queries]).nonzero()
+            query = int(queries.min())
+            keys = document[row] == document[row, query]
+            keys[query + 1 :] &= not causal
             raise _not_expressible(row, query, keys)
         token = (document > 0).int()
         return cls(mask.begin * token, mask.end * token)
@@ -227,18 +234,16 @@ def _check_seq_len(seq_len: int) -> None:
 
 def _check_integers(name: str, x: Tensor, dim: int) -> None:
     if x.dim() != dim or x.numel() == 0 or x.is_floating_point() or x.is_complex():
-        raise InputError(
-            f"{name} is {x.dtype} {tuple(x.shape)}; expected integers of {dim} dimension(s), not empty"
-        )
+        raise InputError(f"{name} is {x.dtype} {tuple(x.shape)}; expected integers of {dim} dimension(s), not empty")
 
 
 def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressible:
     """keys bool (S,): what that query would attend."""
     steps = torch.nn.functional.pad(keys.int(), (1, 1)).diff()
-    pieces = list(zip((steps == 1).nonzero().flatten().tolist(), (steps == -1).nonzero().flatten().tolist()))
+    pieces = torch.stack(((steps == 1).nonzero().flatten(), (steps == -1).nonzero().flatten()), dim=1).tolist()
     shown = ", ".join(f"[{begin}, {end})" for begin, end in pieces[:_SHOWN_INTERVALS])
     more = ", ..." if len(pieces) > _SHOWN_INTERVALS else ""
     return MaskNotExpressible(
-        f"row {row}, query {query} needs the keys {shown}{more}: {len(pieces)} intervals; expected one interval of keys "
-        "for every query. Pack tokens so that a document has no hole, or run this model without ringtile's attention"
+        f"row {row}, query {query} needs the keys {shown}{more}: {len(pieces)} intervals; expected one interval for "
+        "every query. Pack tokens so that a document has no hole, or run this model without ringtile's attention"
     )

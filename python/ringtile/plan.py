@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .layout import Layout
+from .errors import InputError
+from .layout import Layout, Run
+from .mask import IntervalMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +26,9 @@ class Round:
     """What one rank does in one round. In round 0 both peers are the rank itself and nothing travels."""
 
     key_rank: int  # (rank - i) mod W: whose keys this rank works on
-    k_runs: Tensor  # int64 CPU (R, 4): positions of those keys; local_begin = row of the received k (round 0: of k itself)
+    k_runs: (
+        Tensor  # int64 CPU (R, 4): positions of those keys; local_begin = row of the received k (round 0: of k itself)
+    )
     num_keys: int  # rows received: the packed length of k_runs (round 0: keys needed of itself)
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
     query_rank: int  # (rank + i) mod W: whose queries need this rank's keys
@@ -79,14 +83,10 @@ def _rounds_of(key: _MaskAndLayout, rank: int) -> RankPlan:
     layout = Layout.from_tensor(key.layout)
     world_size = layout.world_size
     needed, pairs = ops.plan(key.begin, key.end, key.layout)
-
-    def runs_between(query_rank: int, key_rank: int) -> Tensor:
-        return needed[(needed[:, 0] == query_rank) & (needed[:, 1] == key_rank), 2:]
-
     rounds = []
     for i in range(world_size):
         key_rank, query_rank = (rank - i) % world_size, (rank + i) % world_size
-        k_runs, sent = runs_between(rank, key_rank), runs_between(query_rank, rank)
+        k_runs, sent = _runs_between(needed, rank, key_rank), _runs_between(needed, query_rank, rank)
         send_runs = torch.stack((sent[:, 2], torch.ones_like(sent[:, 2]), _packed(sent), sent[:, 3]), dim=1)
         if i > 0:
             k_runs = torch.stack((k_runs[:, 0], k_runs[:, 1], _packed(k_runs), k_runs[:, 3]), dim=1)
@@ -114,7 +114,177 @@ def _rounds_of(key: _MaskAndLayout, rank: int) -> RankPlan:
     )
 
 
+def _runs_between(needed: Tensor, query_rank: int, key_rank: int) -> Tensor:
+    """int64 (R, 4): the runs of key_rank's tokens that query_rank attends, from what `ops.plan` returned."""
+    return needed[(needed[:, 0] == query_rank) & (needed[:, 1] == key_rank), 2:]
+
+
 def _packed(runs: Tensor) -> Tensor:
     """(R,) first row of each run in a buffer that holds the runs one after another."""
     lengths = runs[:, 3]
     return lengths.cumsum(0) - lengths
+
+
+# ---- what it costs ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """One round of one rank."""
+
+    key_rank: int
+    runs: tuple[Run, ...]  # the keys needed: global positions, and rows of key_rank's local tokens
+    num_keys: int
+    num_pairs: int  # unmasked (query, key) pairs, summed over the batch
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What one rank does for one attention layer. Bytes are payload: keys, values and their gradients."""
+
+    rank: int
+    local_len: int
+    rounds: tuple[RoundCost, ...]
+    forward_bytes_sent: int
+    forward_bytes_received: int
+    backward_bytes_sent: int
+    backward_bytes_received: int
+    forward_flops: int  # 2 pairs H (D + Dv): Q K^T, P V
+    backward_flops: int  # 2 pairs H (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS^T Q, dS K
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one attention layer costs, rank by rank. `str(plan)` is a table."""
+
+    seq_len: int
+    ranks: tuple[RankCost, ...]
+
+    @property
+    def forward_bytes(self) -> int:
+        """Sent by all ranks together, which is also what they receive."""
+        return sum(cost.forward_bytes_sent for cost in self.ranks)
+
+    @property
+    def backward_bytes(self) -> int:
+        return sum(cost.backward_bytes_sent for cost in self.ranks)
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(cost.forward_flops for cost in self.ranks)
+
+    @property
+    def backward_flops(self) -> int:
+        return sum(cost.backward_flops for cost in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: 1 is perfect, W is one rank doing everything; 1 if there is none."""
+        busiest = max(cost.forward_flops for cost in self.ranks)
+        return busiest * len(self.ranks) / self.forward_flops if busiest else 1.0
+
+    def __str__(self) -> str:
+        header = (
+            "rank",
+            "tokens",
+            "rounds",
+            "keys",
+            "fwd MB out",
+            "fwd MB in",
+            "bwd MB out",
+            "bwd MB in",
+            "GFLOP fwd+bwd",
+        )
+        rows: list[tuple[str, ...]] = [header]
+        for cost in self.ranks:
+            received = [round.num_keys for round in cost.rounds[1:] if round.num_keys]
+            bytes_moved = (
+                cost.forward_bytes_sent,
+                cost.forward_bytes_received,
+                cost.backward_bytes_sent,
+                cost.backward_bytes_received,
+            )
+            rows.append(
+                (
+                    str(cost.rank),
+                    str(cost.local_len),
+                    str(len(received)),
+                    str(sum(received)),
+                    *(f"{count / 1e6:.3f}" for count in bytes_moved),
+                    f"{(cost.forward_flops + cost.backward_flops) / 1e9:.3f}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        flops = self.forward_flops + self.backward_flops
+        total = (
+            f"{self.seq_len} tokens over {len(self.ranks)} ranks: {self.forward_bytes / 1e6:.3f} MB forward, "
+            f"{self.backward_bytes / 1e6:.3f} MB backward, {flops / 1e9:.3f} GFLOP, busiest rank "
+            f"{self.imbalance:.2f} x the mean"
+        )
+        return "\n".join([*lines, total])
+
+
+def plan(
+    mask: IntervalMask,
+    layout: Layout,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype,
+    batch: int | None = None,
+) -> Plan:
+    """What one attention layer moves and computes, exactly, before anything runs.
+
+    num_heads H, num_kv_heads G, head_dim D, v_head_dim Dv (D if None); dtype of q, k, v; batch B (the rows of the
+    mask if None). n needed keys of another rank cost B n G (D + Dv) elements of dtype in the forward; in the backward
+    the same again, and as many elements of dk, dv in the state dtype the other way.
+    Raises InputError when mask, layout and numbers do not fit each other.
+    """
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    rows = mask.begin.size(0)
+    batch = rows if batch is None else batch
+    if mask.seq_len != layout.seq_len:
+        raise InputError(f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length")
+    if min(num_heads, num_kv_heads, head_dim, v_head_dim, batch) < 1 or num_heads % num_kv_heads:
+        raise InputError(
+            f"num_heads {num_heads}, num_kv_heads {num_kv_heads}, head_dim {head_dim}, v_head_dim {v_head_dim}, batch "
+            f"{batch}; expected at least 1 each and num_heads a multiple of num_kv_heads"
+        )
+    if rows not in (1, batch):
+        raise InputError(f"the mask has {rows} rows but batch is {batch}; expected {batch} or 1")
+    if dtype not in ops.FLOAT_DTYPES:
+        raise InputError(f"dtype is {dtype}; expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
+
+    needed, pairs = ops.plan(mask.begin, mask.end, layout.tensor)
+    world_size = layout.world_size
+
+    def round_cost(query_rank: int, key_rank: int) -> RoundCost:
+        runs = tuple(Run(*run) for run in _runs_between(needed, query_rank, key_rank).tolist())
+        num_pairs = int(pairs[query_rank, key_rank]) * (batch // rows)
+        return RoundCost(key_rank, runs, sum(run.length for run in runs), num_pairs)
+
+    rounds = [tuple(round_cost(rank, (rank - i) % world_size) for i in range(world_size)) for rank in range(world_size)]
+    elements = batch * num_kv_heads * (head_dim + v_head_dim)  # of one key and its value
+    key_bytes, grad_bytes = elements * dtype.itemsize, elements * ops.state_dtype(dtype).itemsize
+    ranks = []
+    for rank in range(world_size):
+        received = sum(rounds[rank][i].num_keys for i in range(1, world_size))
+        sent = sum(rounds[(rank + i) % world_size][i].num_keys for i in range(1, world_size))
+        num_pairs = sum(cost.num_pairs for cost in rounds[rank])
+        ranks.append(
+            RankCost(
+                rank=rank,
+                local_len=layout.local_len(rank),
+                rounds=rounds[rank],
+                forward_bytes_sent=sent * key_bytes,
+                forward_bytes_received=received * key_bytes,
+                backward_bytes_sent=sent * key_bytes + received * grad_bytes,
+                backward_bytes_received=received * key_bytes + sent * grad_bytes,
+                forward_flops=2 * num_pairs * num_heads * (head_dim + v_head_dim),
+                backward_flops=2 * num_pairs * num_heads * (3 * head_dim + 2 * v_head_dim),
+            )
+        )
+    return Plan(layout.seq_len, tuple(ranks))
