@@ -31,6 +31,7 @@ extern "C" {
     X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
     X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
+    X(RT_BAD_STRIDE, "the rows of a matrix that is written must not overlap: row stride >= row length") \
     X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "                    \
                     "label_smoothing in [0, 1]")                                                             \
     X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \
@@ -212,6 +213,9 @@ typedef struct rt_glu_params {
     int64_t gate_stride, up_stride, prod_stride; // elements between rows
 } rt_glu_params;
 
+// Both functions: RT_BAD_DTYPE, RT_BAD_KIND, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_POINTER. Arithmetic is f32 (f64
+// when dtype is RT_F64), rounded to dtype once.
+
 // prod = act(gate) * up                                (SwiGLU, GeGLU: arXiv:2002.05202)
 rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
                      rt_parallel parallel);
@@ -223,7 +227,8 @@ rt_status rt_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, 
 
 // With x' = softcap * tanh(x / softcap) (x' = x when softcap is 0) and lse = log sum exp x':
 //   loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse^2
-// A token whose label is ignore_index has loss 0 and gradient 0, whatever its logits hold.
+// Smoothing follows torch.nn.functional.cross_entropy. A token whose label is ignore_index has loss 0, lse 0
+// and gradient 0, whatever its logits hold. A logit of -inf has probability 0.
 typedef struct rt_cross_entropy_params {
     rt_dtype dtype; // of logits; loss and lse are f32, f64 when dtype is RT_F64
     int64_t num_tokens, vocab_size, logits_stride;
@@ -234,7 +239,7 @@ typedef struct rt_cross_entropy_params {
 
 //   logits (T, V)  replaced by d loss[t] / d logits[t, :] (unit weight per token) if want_grad
 //   labels (T)     loss, lse (T)
-//   RT_BAD_LABEL is found before anything is written.
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_POINTER, RT_BAD_LABEL; nothing is written then
 rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                    void *loss, void *lse, rt_parallel parallel);
 

@@ -1,0 +1,36 @@
+// Work sharing over the threads that the caller lends: tasks 0 .. num_tasks - 1 are started in order, each by the
+// first worker that is free. Results must not depend on which worker runs a task.
+#ifndef RINGTILE_PARALLEL_H
+#define RINGTILE_PARALLEL_H
+
+#include "ringtile.h"
+
+#include <stdatomic.h>
+
+typedef struct rt_task_queue {
+    _Atomic int64_t next_task;
+    int64_t num_tasks;
+    void (*run_task)(void *ctx, int64_t task);
+    void *ctx;
+} rt_task_queue;
+
+static inline void rt_drain_queue(void *queue_ptr, int64_t worker) {
+    (void)worker;
+    rt_task_queue *queue = queue_ptr;
+    for (;;) {
+        const int64_t task = atomic_fetch_add_explicit(&queue->next_task, 1, memory_order_relaxed);
+        if (task >= queue->num_tasks) return;
+        queue->run_task(queue->ctx, task);
+    }
+}
+
+// Calls run_task(ctx, task) for every task, and returns when all are done.
+static inline void rt_for_each(rt_parallel parallel, int64_t num_tasks,
+                               void (*run_task)(void *ctx, int64_t task), void *ctx) {
+    rt_task_queue queue = {.num_tasks = num_tasks, .run_task = run_task, .ctx = ctx};
+    const int64_t num_workers = num_tasks < parallel.num_workers ? num_tasks : parallel.num_workers;
+    if (parallel.run == NULL || num_workers < 2) rt_drain_queue(&queue, 0);
+    else parallel.run(parallel.pool, num_workers, rt_drain_queue, &queue);
+}
+
+#endif // RINGTILE_PARALLEL_H
