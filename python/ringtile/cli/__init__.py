@@ -1,0 +1,72 @@
+"""The command line: `ringtile train`, `plan`, `doctor`, also as `python -m ringtile` and under torchrun.
+
+A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit status: 0 done; 1 a check failed;
+2 refused (bad usage, bad input, a lost peer: one line on stderr, no traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ringtile import __version__
+from ringtile.errors import PeerLost, RingMismatch, RingtileError
+
+VERBS = {
+    "train": "train a model from a YAML file; torchrun it for several ranks",
+    "plan": "which keys travel between the ranks of a ring, and what that costs",
+    "doctor": "what is installed, what was built, what is chosen, what is patched",
+}
+
+
+class Outcome(NamedTuple):
+    """What a verb ends with: the exit status, and what --json writes."""
+
+    status: int
+    report: dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="ringtile", description="Exact context-parallel training.")
+    parser.add_argument("--version", action="version", version=f"ringtile {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(VERBS) + "}")
+    for name, summary in VERBS.items():
+        verb = verbs.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        importlib.import_module(f"ringtile.cli.{name}").add_arguments(verb)
+        verb.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON")
+    args = parser.parse_args(arguments)
+    try:
+        outcome: Outcome = importlib.import_module(f"ringtile.cli.{args.verb}").run(args)
+        if args.json and rank() == 0:
+            write_json(args.json, outcome.report)
+    except RingtileError as error:
+        # Every rank refuses a bad input alike, so one a machine says it; what a peer did, each rank tells for itself.
+        if isinstance(error, PeerLost | RingMismatch):
+            print(f"ringtile: error: rank {rank()}: {error}", file=sys.stderr)
+        elif int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            print(f"ringtile: error: {error}", file=sys.stderr)
+        return 2
+    return outcome.status
+
+
+def rank() -> int:
+    """This process's rank as torchrun gave it; 0 when it was started alone."""
+    return int(os.environ.get("RANK", 0))
+
+
+def write_json(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Writes a report, making its folder. RingtileError when the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise RingtileError(
+            f"--json: cannot write {path} ({error.strerror}); expected a path that can be written"
+        ) from error

@@ -1,0 +1,212 @@
+"""Files -> documents -> rows of tokens -> batches, for `ringtile train`.
+
+Files are read through `datasets`: .jsonl, .json and .parquet give one document a record, any other file is one
+document of UTF-8 text. A document is its tokens and one end-of-document token. Rows are either
+
+  packed   exactly seq_len tokens of the concatenated documents; position_ids restart at 0 where a document (or the
+           rest of one that began in the row before) starts, and the label there is -100: nothing predicts it.
+  padded   one document a row, cut at seq_len, padded on the right to the longest of its batch.
+"""
+
+from __future__ import annotations
+
+import glob
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import datasets  # type: ignore[import-untyped]
+import numpy as np
+import numpy.typing as npt
+import pydantic
+import torch
+
+from ringtile.config import Section
+from ringtile.errors import ConfigError
+
+IGNORE_INDEX = -100  # the label that no loss counts (torch.nn.functional.cross_entropy's default)
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # by suffix; every other file is text
+
+
+class DataConfig(Section):
+    """The `data:` section of a training file; docs/train.md says what each key means."""
+
+    prefix = "data."
+
+    files: list[str] = pydantic.Field(min_length=1)
+    eval_files: list[str] = pydantic.Field(default_factory=list)
+    seq_len: int = pydantic.Field(ge=2)
+    packing: bool = True
+    text_column: str = "text"
+    tokenizer: str | None = None
+
+
+class Encoder(Protocol):
+    """Turns the text of one document into token ids, the last of them the end-of-document token."""
+
+    vocab_size: int
+    pad_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class ByteEncoder:
+    """Tokens are the bytes of the UTF-8 text, 0..255, and 256 ends a document (and pads)."""
+
+    vocab_size = 257
+    pad_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode(), self.pad_id]
+
+
+class PretrainedEncoder:
+    """A tokenizer of transformers, by folder or hub name."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.tokenizer {name!r} cannot be loaded ({first_line(error)}); expected a "
+                "folder with tokenizer files, a hub name, or 'bytes'"
+            ) from error
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(f"data.tokenizer {name!r} has no eos_token, which must end every document; set one")
+        self.vocab_size = len(self.tokenizer)
+        pad_id = self.tokenizer.pad_token_id
+        self.pad_id = self.tokenizer.eos_token_id if pad_id is None else pad_id
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return tokens if tokens[-1:] == [end] else [*tokens, end]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def find_files(patterns: Sequence[str], key: str) -> list[str]:
+    """The files that paths and globs (`**` too) name: sorted within a pattern, each once."""
+    files: dict[str, None] = {}
+    for pattern in patterns:
+        found = sorted(path for path in glob.glob(pattern, recursive=True) if pathlib.Path(path).is_file())
+        if not found:
+            raise ConfigError(
+                f"{key}: {pattern} names no file; expected a path or glob of text, .jsonl, .json or .parquet files, "
+                "relative to the folder of the configuration file"
+            )
+        files |= dict.fromkeys(str(pathlib.Path(path).resolve()) for path in found)
+    return list(files)
+
+
+def load_documents(files: Sequence[str], text_column: str, key: str) -> datasets.Dataset:
+    """One row a document, its only column `text`; empty documents are left out."""
+    by_format: dict[str, list[str]] = {}
+    for file in files:
+        if pathlib.Path(file).stat().st_size:
+            by_format.setdefault(FORMATS.get(pathlib.Path(file).suffix, "text"), []).append(file)
+    parts = [read_texts(name, members, text_column, key) for name, members in by_format.items()]
+    if parts:
+        documents = datasets.concatenate_datasets(parts).filter(bool, input_columns="text")
+        if len(documents):
+            return documents
+    names = ", ".join(pathlib.Path(file).name for file in files)
+    raise ConfigError(f"{key}: no text in {names}; expected at least one document that is not empty")
+
+
+def read_texts(name: str, files: list[str], text_column: str, key: str) -> datasets.Dataset:
+    """Reads files of one format (`text`, `json`, `parquet`) into a dataset with the one column `text`."""
+    options = {"sample_by": "document"} if name == "text" else {}
+    try:
+        part = datasets.load_dataset(name, data_files=files, split="train", **options)
+    except datasets.exceptions.DatasetsError as error:
+        shown = ", ".join(pathlib.Path(file).name for file in files)
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(f"{key}: cannot read {shown} as {name} ({reason}); expected valid UTF-8 {name}") from error
+    column = "text" if name == "text" else text_column
+    if column not in part.column_names:
+        raise ConfigError(
+            f"data.text_column is {column!r}; expected a column of the files: {', '.join(part.column_names)}"
+        )
+    if part.features[column].dtype not in ("string", "large_string"):
+        raise ConfigError(f"data.text_column {column!r} holds {part.features[column].dtype}, expected strings")
+    part = part.select_columns([column])
+    part = part if column == "text" else part.rename_column(column, "text")
+    return part.cast(datasets.Features(text=datasets.Value("string")))
+
+
+class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Row i is tokens [i * seq_len, (i + 1) * seq_len) of all documents laid end to end; the remainder is dropped.
+
+    documents   columns input_ids and length, one row a document
+    """
+
+    def __init__(self, documents: datasets.Dataset, seq_len: int) -> None:
+        self.documents = documents.select_columns(["input_ids"]).with_format("numpy")
+        self.seq_len = seq_len
+        self.ends: npt.NDArray[np.int64] = np.cumsum(np.asarray(documents["length"], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) // self.seq_len
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        begin = index * self.seq_len
+        end = begin + self.seq_len
+        tokens, positions = [], []
+        document = int(np.searchsorted(self.ends, begin, side="right"))  # the first that ends after `begin`
+        while begin < end:
+            ids = self.documents[document]["input_ids"]
+            document_begin = int(self.ends[document]) - len(ids)
+            piece = ids[begin - document_begin : end - document_begin]
+            tokens.append(piece)
+            positions.append(np.arange(len(piece)))
+            begin += len(piece)
+            document += 1
+        return {
+            "input_ids": torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+            "position_ids": torch.from_numpy(np.concatenate(positions)),
+        }
+
+
+def make_rows(documents: datasets.Dataset, config: DataConfig, encoder: Encoder, key: str) -> Any:
+    """The rows a Trainer takes: PackedRows, or a dataset with the one column input_ids, at most seq_len tokens each."""
+    limit = None if config.packing else config.seq_len
+
+    def tokenize(text: str) -> dict[str, Any]:
+        tokens = encoder.encode(text)[:limit]
+        return {"input_ids": tokens, "length": len(tokens)}
+
+    tokens = documents.map(tokenize, input_columns="text", remove_columns="text")
+    if not config.packing:
+        return tokens.select_columns(["input_ids"])
+    rows = PackedRows(tokens, config.seq_len)
+    if not len(rows):
+        raise ConfigError(
+            f"{key}: got {int(rows.ends[-1])} tokens, expected at least data.seq_len = {config.seq_len} to pack one "
+            "row; give more text, lower data.seq_len, or set data.packing: false"
+        )
+    return rows
+
+
+def make_collator(pad_id: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Rows -> a batch of int64 (B, S): packed rows stacked, others padded on the right, with an attention_mask."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if "position_ids" in rows[0]:
+            input_ids = torch.stack([row["input_ids"] for row in rows])
+            position_ids = torch.stack([row["position_ids"] for row in rows])
+            labels = input_ids.masked_fill(position_ids == 0, IGNORE_INDEX)
+            return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+        ids = [torch.as_tensor(row["input_ids"]) for row in rows]
+        input_ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad_id)
+        lengths = torch.tensor([len(row) for row in ids])
+        attends = torch.arange(input_ids.shape[1]) < lengths[:, None]
+        labels = input_ids.masked_fill(~attends, IGNORE_INDEX)
+        return {"input_ids": input_ids, "attention_mask": attends.long(), "labels": labels}
+
+    return collate

@@ -1,0 +1,162 @@
+"""The YAML file of `ringtile train`: read, checked key by key, and turned into what a Trainer needs.
+
+Four parts: `model`, `data`, `training` (keys of transformers.TrainingArguments), and ringtile.Config's keys at the
+top level. docs/train.md describes every key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import pathlib
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pydantic
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder, first_line
+from ringtile.config import Config, nearest_key, read_yaml
+from ringtile.errors import ConfigError
+
+SECTIONS = ("model", "data", "training")
+TRAINING_DEFAULTS = {"output_dir": "out", "logging_steps": 1, "report_to": "none"}  # where ours are not transformers'
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One training run. Paths in it are absolute or relative to the working directory."""
+
+    model: str | dict[str, Any]  # folder or hub name; or the keys of a transformers config
+    data: DataConfig
+    training: dict[str, Any]  # keys of TrainingArguments, with TRAINING_DEFAULTS
+    ringtile: Config
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> Recipe:
+        """Reads a YAML file; relative paths in `model` and `data` start at its folder. ConfigError names the key."""
+        try:
+            mapping = read_yaml(path)
+            check_keys(mapping, {*SECTIONS, *Config.model_fields}, "")
+            return cls(
+                model=load_model_keys(mapping.get("model"), path.parent),
+                data=load_data_config(mapping.get("data"), path.parent),
+                training=load_training(mapping.get("training", {})),
+                ringtile=Config.load({key: value for key, value in mapping.items() if key not in SECTIONS}),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def alone(self, data_parallel_size: int, output_dir: str) -> Recipe:
+        """The same training in one plain process: no context parallelism, no tiles, the same rows in every step."""
+        rows = self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
+        changes = {"per_device_train_batch_size": rows * data_parallel_size, "output_dir": output_dir}
+        return dataclasses.replace(self, training=self.training | changes, ringtile=Config())
+
+    def mapping(self) -> dict[str, Any]:
+        """What `load` reads: plain types, ready for YAML or JSON."""
+        sections = {"model": self.model, "data": self.data.model_dump(), "training": self.training}
+        return sections | self.ringtile.model_dump(mode="json")
+
+
+def check_keys(given: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
+    """ConfigError for the first key that is not known, with the nearest one that is."""
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key {prefix}{key}: {nearest_key(str(key), list(known))}")
+
+
+def load_model_keys(given: Any, folder: pathlib.Path) -> str | dict[str, Any]:
+    """The `model` section; a relative folder starts at `folder`."""
+    if isinstance(given, str):
+        return str(folder / given) if (folder / given).is_dir() else given
+    if isinstance(given, dict) and isinstance(given.get("model_type"), str):
+        return given
+    raise ConfigError(f"model is {given!r}; expected a folder, a hub name, or keys of a config with model_type")
+
+
+def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
+    """The `data` section; relative files, and a tokenizer that is a folder, start at `folder`."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"data is {given!r}; expected keys like files and seq_len")
+    given = {str(key): value for key, value in given.items()}
+    given |= {key: [given[key]] for key in ("files", "eval_files") if isinstance(given.get(key), str)}
+    config = DataConfig(**given)
+    base = pathlib.Path(glob.escape(str(folder)))
+    places: dict[str, Any] = {
+        key: [str(base / pattern) for pattern in getattr(config, key)] for key in ("files", "eval_files")
+    }
+    if config.tokenizer and (folder / config.tokenizer).is_dir():
+        places["tokenizer"] = str(folder / config.tokenizer)
+    return config.model_copy(update=places)
+
+
+def training_fields() -> dict[str, Any]:
+    """The keys of TrainingArguments and their types."""
+    hints = typing.get_type_hints(TrainingArguments)
+    return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments) if field.init}
+
+
+def load_training(given: Any) -> dict[str, Any]:
+    """The `training` section: every value as its field's type (YAML reads 1e-3 as a string)."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"training is {given!r}; expected keys of transformers.TrainingArguments")
+    fields = training_fields()
+    check_keys(given, fields, "training.")
+    return TRAINING_DEFAULTS | {key: convert(key, value, fields[key]) for key, value in given.items()}
+
+
+def convert(key: str, value: Any, field_type: Any) -> Any:
+    """A value of the training section as its field's type."""
+    try:
+        return pydantic.TypeAdapter(field_type).validate_python(value)
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"training.{key} is {value!r}; expected: {error.errors()[0]['msg']}") from error
+
+
+def make_arguments(training: dict[str, Any]) -> TrainingArguments:
+    """TrainingArguments; this also starts the process group under torchrun."""
+    try:
+        return TrainingArguments(**training)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"training: {first_line(error)}") from error
+
+
+def make_encoder(recipe: Recipe) -> Encoder:
+    """data.tokenizer; when it is not given, a pretrained model's own, and bytes for a model built in place."""
+    name = recipe.data.tokenizer or (recipe.model if isinstance(recipe.model, str) else "bytes")
+    return ByteEncoder() if name == "bytes" else PretrainedEncoder(name)
+
+
+def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
+    """Loads the model, or builds it with random weights (seed it before). Its vocabulary must hold the encoder's."""
+    try:
+        if isinstance(recipe.model, str):
+            model = AutoModelForCausalLM.from_pretrained(recipe.model)
+        else:
+            config = make_model_config(recipe.model, recipe.data.seq_len, encoder)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model: {' '.join(str(error).split())}") from error
+    limits = {"vocab_size": encoder.vocab_size, "max_position_embeddings": recipe.data.seq_len}
+    for key, needed in limits.items():
+        if getattr(model.config, key, needed) < needed:
+            source = "data.tokenizer" if key == "vocab_size" else "data.seq_len"
+            raise ConfigError(f"model.{key} is {getattr(model.config, key)}; expected at least {needed}, for {source}")
+    return model
+
+
+def make_model_config(given: dict[str, Any], seq_len: int, encoder: Encoder) -> Any:
+    """A transformers config from its keys; vocab_size and max_position_embeddings, where left out, fit the data."""
+    model_type = given["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        known_types = list(CONFIG_MAPPING.keys())
+        raise ConfigError(f"unknown model.model_type {model_type}: {nearest_key(model_type, known_types)}")
+    config_class = CONFIG_MAPPING[model_type]
+    known = {field.name for field in dataclasses.fields(config_class)} | {*config_class.attribute_map, "model_type"}
+    check_keys(given, known, "model.")
+    fitting = {"vocab_size": encoder.vocab_size, "max_position_embeddings": seq_len}
+    keys = {key: value for key, value in fitting.items() if key in known} | given
+    return AutoConfig.for_model(**keys)

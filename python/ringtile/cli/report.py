@@ -1,0 +1,103 @@
+"""How a training run is told: numbers for JSON, a comparison of two runs, a plot of the losses, a summary."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ringtile.errors import RingtileError
+
+# What two runs of one training may differ by. Losses and norms are float32 sums of the same terms in another order:
+# an ulp is 1.2e-7 relative, a sum moves by a few, and every step starts from weights that moved as much.
+MAX_REL_LOSS_DIFF = 1e-6
+MAX_REL_GRAD_NORM_DIFF = 1e-5
+
+
+def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest |value - reference| / |reference|; NaN where a value is, infinite when the counts differ."""
+    if len(values) != len(reference):
+        return math.inf
+    diffs = [abs(a - b) / abs(b) if b else math.inf * abs(a) for a, b in zip(values, reference, strict=True)]
+    return math.nan if any(map(math.isnan, diffs)) else max(diffs, default=0.0)
+
+
+def compare(report: dict[str, Any], single: dict[str, Any]) -> list[str]:
+    """Adds the run in one process to the report; returns what is not as it must be, one line each."""
+    report["losses_single"] = single["losses"]
+    report["grad_norms_single"] = single["grad_norms"]
+    report["tokens_per_s_single"] = single["tokens_per_s"]
+    report["max_rel_loss_diff"] = max_rel_diff(report["losses"], single["losses"])
+    report["max_rel_grad_norm_diff"] = max_rel_diff(report["grad_norms"], single["grad_norms"])
+    limits = {"max_rel_loss_diff": MAX_REL_LOSS_DIFF, "max_rel_grad_norm_diff": MAX_REL_GRAD_NORM_DIFF}
+    failures = [
+        f"{name} is {report[name]:.2e}, expected at most {limit:.0e}"
+        for name, limit in limits.items()
+        if not report[name] <= limit  # also when it is NaN
+    ]
+    if report["bytes_moved"] != report["plan_bytes"]:
+        failures.append(f"bytes_moved is {report['bytes_moved']}, expected plan_bytes = {report['plan_bytes']}")
+    return failures
+
+
+def plot_losses(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Writes the loss curve as an image; with a comparison both curves, and their relative difference below."""
+    from matplotlib.figure import Figure  # slow to import, and used by this function only
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    single = report.get("losses_single")
+    rows = figure.subplots(
+        1 if single is None else 2, 1, sharex=True, squeeze=False, height_ratios=[3, 1][: 2 if single else 1]
+    )
+    top = rows[0][0]
+    name = f"{report['world_size']} ranks" if report["world_size"] > 1 else "one process"
+    top.plot(report["steps"], report["losses"], label=name)
+    top.set_ylabel("loss")
+    if single is not None:
+        top.plot(report["steps"], single, "--", label="one process")
+        diffs = [abs(a - b) / abs(b) for a, b in zip(report["losses"], single, strict=True)]
+        rows[1].plot(report["steps"], diffs, ".")
+        rows[1].axhline(MAX_REL_LOSS_DIFF, color="grey", linewidth=0.5)
+        rows[1].set_ylabel("relative difference")
+    top.legend()
+    rows[-1].set_xlabel("step")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise RingtileError(f"--plot: cannot write {path} ({error}); expected a path like loss.png") from error
+
+
+def print_summary(console: Console, report: dict[str, Any]) -> None:
+    """The numbers of a run as a table."""
+    table = Table("", "", title="ringtile train", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    for name, value in summary_rows(report).items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def summary_rows(report: dict[str, Any]) -> dict[str, str]:
+    """Name and text of every line of the summary."""
+    losses, tiles = report["losses"], report["tiles"]
+    rows = {}
+    if losses:
+        rows["loss"] = f"{losses[0]:.4f} at step {report['steps'][0]}, {losses[-1]:.4f} at step {report['steps'][-1]}"
+    if report["eval_losses"]:
+        rows["evaluation loss"] = f"{report['eval_losses'][-1]:.4f} at step {report['eval_steps'][-1]}"
+    rows["speed"] = f"{report['tokens_per_s']:,.0f} tokens/s in the median step, {report['world_size']} ranks"
+    rows["peak memory"] = ", ".join(f"{peak / 2**20:,.0f}" for peak in report["peak_bytes"]) + " MiB, by rank"
+    if report["last_plan"] is not None:
+        rows["ring, last batch"] = report["last_plan"]
+    rows["bytes between ranks"] = f"{report['bytes_moved']:,} sent, {report['plan_bytes']:,} planned"
+    rows["tiles of a batch"] = ", ".join(f"{count} of {what}" for what, count in tiles.items()) or "none"
+    rows["patched"] = ", ".join(report["patched"]) or "nothing"
+    if "losses_single" in report:
+        rows["against one process"] = (
+            f"largest relative difference of a loss {report['max_rel_loss_diff']:.1e}, "
+            f"of a gradient norm {report['max_rel_grad_norm_diff']:.1e}"
+        )
+    return rows

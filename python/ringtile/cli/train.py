@@ -1,0 +1,75 @@
+"""`ringtile train CONFIG.yaml`: trains with a Hugging Face Trainer; `--compare` proves the losses against one process.
+
+ringtile train run.yaml                                                one process
+torchrun --standalone --nproc-per-node 2 -m ringtile train run.yaml    two ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ringtile.cli import Outcome, rank, write_json
+from ringtile.errors import RingtileError
+
+# What torchrun tells its workers; the run in one process must not see it.
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="the run; docs/train.md has every key")
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="plot the losses into FILE (loss.png)")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="then train the same in one process without ringtile; status 1 unless losses and gradient norms agree",
+    )
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Trains; rank 0 compares, plots and prints."""
+    from ringtile.cli.recipe import Recipe
+    from ringtile.cli.report import compare, plot_losses, print_summary
+    from ringtile.cli.training import train
+
+    recipe = Recipe.load(args.config)
+    report = train(recipe)
+    failures: list[str] = []
+    if rank() == 0:
+        if args.compare:
+            failures = compare(report, train_alone(recipe, report["data_parallel_size"]))
+        if args.plot:
+            plot_losses(args.plot, report)
+        print_summary(Console(), report)
+        for failure in failures:
+            print(f"ringtile: comparison failed: {failure}", file=sys.stderr)
+    return Outcome(int(bool(failures)), report)
+
+
+def train_alone(recipe: Any, data_parallel_size: int) -> dict[str, Any]:
+    """The report of the same training in a process of its own, with the threads of all ranks of this machine."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
+    }
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        config, result = pathlib.Path(folder, "single.yaml"), pathlib.Path(folder, "single.json")
+        write_json(config, recipe.alone(data_parallel_size, folder).mapping())  # JSON is YAML
+        command = [sys.executable, "-m", "ringtile", "train", str(config), "--json", str(result)]
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise RingtileError(f"--compare: the run in one process ended with status {done.returncode}; see above")
+        report: dict[str, Any] = json.loads(result.read_text())
+    return report

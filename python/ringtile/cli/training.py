@@ -1,0 +1,106 @@
+"""One training run: from a recipe to a report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from transformers import ProgressCallback, Trainer, set_seed
+
+import ringtile
+from ringtile.cli.data import find_files, load_documents, make_collator, make_rows
+from ringtile.cli.doctor import owner_name, versions
+from ringtile.cli.meter import Meter, peak_bytes
+from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
+from ringtile.config import Config
+
+
+class LossBar(ProgressCallback):
+    """transformers' progress bar on rank 0 with the loss at its end, instead of a line for every step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}")
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Trains, and returns the report of the whole run, the same on every rank.
+
+    Raises ConfigError for what the recipe asks for, and whatever the ring raises.
+    """
+    files = {key: find_files(getattr(recipe.data, key), f"data.{key}") for key in ("files", "eval_files")}
+    encoder = make_encoder(recipe)
+    args = make_arguments(recipe.training)
+    with args.main_process_first(desc="reading the data"):  # the others then find it in the cache of `datasets`
+        rows = {
+            key: make_rows(load_documents(names, recipe.data.text_column, f"data.{key}"), recipe.data, encoder, key)
+            for key, names in files.items()
+            if names
+        }
+    set_seed(args.seed)
+    model = make_model(recipe, encoder)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows["files"],
+        eval_dataset=rows.get("eval_files"),
+        data_collator=make_collator(encoder.pad_id),
+    )
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(LossBar)
+    meter = Meter(model, args)
+    trainer.add_callback(meter)
+    ledger = None if recipe.ringtile == Config() else ringtile.enable(trainer, recipe.ringtile)
+    patched = [] if ledger is None else [f"{owner_name(owner)}.{name}" for owner, name in ledger.entries]
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if args.save_strategy != "no":
+        trainer.save_model()
+    report = make_report(recipe, trainer, meter, gather(meter))
+    report["patched"] = patched
+    ringtile.restore(trainer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return report
+
+
+def gather(meter: Meter) -> list[dict[str, Any]]:
+    """What every rank measured, by rank. A collective."""
+    mine = {
+        "tokens_per_s": meter.tokens_per_s(),
+        "moved_bytes": meter.moved_bytes,
+        "plan_bytes": meter.plan_bytes,
+        "peak_bytes": peak_bytes(),
+    }
+    if not dist.is_initialized():
+        return [mine]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def make_report(recipe: Recipe, trainer: Trainer, meter: Meter, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Everything that --json writes, before a comparison."""
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    evaluations = [log for log in trainer.state.log_history if "eval_loss" in log]
+    return {
+        "world_size": len(ranks),
+        "data_parallel_size": len(ranks) // recipe.ringtile.context_parallel_size,
+        "steps": [log["step"] for log in logs],
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [log["grad_norm"] for log in logs],
+        "eval_steps": [log["step"] for log in evaluations],
+        "eval_losses": [log["eval_loss"] for log in evaluations],
+        "tokens_per_s": sum(rank["tokens_per_s"] for rank in ranks),
+        "peak_bytes": [rank["peak_bytes"] for rank in ranks],
+        "bytes_moved": sum(rank["moved_bytes"] for rank in ranks),
+        "plan_bytes": sum(rank["plan_bytes"] for rank in ranks),
+        "last_plan": None if meter.last_plan is None else str(meter.last_plan),
+        "tiles": tiles(recipe.ringtile, meter.micro_batch_tokens),
+        "recipe": recipe.mapping(),
+        "versions": versions(),
+    }
+
+
+def tiles(config: Config, num_tokens: int) -> dict[str, int]:
+    """Tiles of an MLP and of the loss, for the num_tokens = B * N of a rank's last batch."""
+    return {}
