@@ -12,6 +12,7 @@
 
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -22,9 +23,16 @@ using torch::stable::Tensor;
 
 // ---- status, threads, workspace ----------------------------------------------------------------
 
-void check(rt_status status, const char *op) {
-    STD_TORCH_CHECK(status == RT_OK, "ringtile.", op, ": ", rt_status_message(status));
+// Throws std::runtime_error, a RuntimeError in Python, with one sentence put together from `parts`.
+template <class... Parts> void require(bool holds, const char *op, const Parts &...parts) {
+    if (holds) return;
+    std::ostringstream text;
+    text << "ringtile." << op << ": ";
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
 }
+
+void check(rt_status status, const char *op) { require(status == RT_OK, op, rt_status_message(status)); }
 
 // Runs the core's workers on torch's own thread pool, so torch.set_num_threads holds.
 void run_on_torch(void *, int64_t num_workers, void (*work)(void *, int64_t), void *ctx) {
@@ -45,13 +53,14 @@ Tensor bytes(int64_t count) {
 
 // ---- checks ------------------------------------------------------------------------------------
 
-std::string shape(const Tensor &x) {
-    std::ostringstream text;
-    text << "(";
-    for (int64_t i = 0; i < x.dim(); ++i) text << (i ? ", " : "") << x.size(i);
-    text << ")";
-    return text.str();
-}
+struct Shape {
+    const Tensor &x;
+    friend std::ostream &operator<<(std::ostream &text, const Shape &shape) {
+        text << "(";
+        for (int64_t i = 0; i < shape.x.dim(); ++i) text << (i ? ", " : "") << shape.x.size(i);
+        return text << ")";
+    }
+};
 
 // One named argument of one op; every check says op, argument, got and expected.
 struct Arg {
@@ -59,36 +68,34 @@ struct Arg {
     const Tensor &x;
 
     const Arg &on_cpu() const {
-        STD_TORCH_CHECK(x.is_cpu(), "ringtile.", op, ": ", name,
-                        " must be a CPU tensor; move it with .cpu()");
+        require(x.is_cpu(), op, name, " must be a CPU tensor; move it with .cpu()");
         return *this;
     }
     const Arg &dtype(ScalarType expected) const {
-        STD_TORCH_CHECK(x.scalar_type() == expected, "ringtile.", op, ": ", name, " has dtype ",
-                        torch::headeronly::toString(x.scalar_type()), ", expected ",
-                        torch::headeronly::toString(expected));
+        require(x.scalar_type() == expected, op, name, " has dtype ", x.scalar_type(), ", expected ",
+                expected);
         return *this;
     }
     const Arg &dim(int64_t expected) const {
-        STD_TORCH_CHECK(x.dim() == expected, "ringtile.", op, ": ", name, " has shape ", shape(x),
-                        ", expected ", expected, " dimensions");
+        require(x.dim() == expected, op, name, " has shape ", Shape{x}, ", expected ", expected,
+                " dimensions");
         return *this;
     }
     const Arg &sizes(const std::vector<int64_t> &expected) const {
         dim(static_cast<int64_t>(expected.size()));
         for (size_t i = 0; i < expected.size(); ++i)
-            STD_TORCH_CHECK(x.size(i) == expected[i], "ringtile.", op, ": ", name, " has shape ", shape(x),
-                            ", expected size ", expected[i], " in dim ", i);
+            require(x.size(i) == expected[i], op, name, " has shape ", Shape{x}, ", expected size ",
+                    expected[i], " in dim ", i);
         return *this;
     }
     const Arg &unit_last_stride() const {
         const int64_t last = x.dim() - 1;
-        STD_TORCH_CHECK(x.size(last) <= 1 || x.stride(last) == 1, "ringtile.", op, ": ", name, " has stride ",
-                        x.stride(last), " in its last dim, expected 1; call .contiguous()");
+        require(x.size(last) <= 1 || x.stride(last) == 1, op, name, " has stride ", x.stride(last),
+                " in its last dim, expected 1; call .contiguous()");
         return *this;
     }
     const Arg &contiguous() const {
-        STD_TORCH_CHECK(x.is_contiguous(), "ringtile.", op, ": ", name, " must be contiguous");
+        require(x.is_contiguous(), op, name, " must be contiguous");
         return *this;
     }
 };
@@ -104,9 +111,11 @@ rt_dtype dtype_of(const Tensor &x, const char *op) {
     case ScalarType::Half:
         return RT_F16;
     default:
-        STD_TORCH_CHECK(false, "ringtile.", op, ": dtype ", torch::headeronly::toString(x.scalar_type()),
-                        " is not supported, expected float64, float32, bfloat16 or float16");
+        break;
     }
+    require(false, op, "dtype ", x.scalar_type(),
+            " is not supported, expected float64, float32, bfloat16 or float16");
+    return RT_F32; // not reached
 }
 
 ScalarType state_dtype(rt_dtype dtype) { return dtype == RT_F64 ? ScalarType::Double : ScalarType::Float; }
@@ -128,8 +137,8 @@ struct LayoutArg {
         const auto *row = static_cast<const int64_t *>(layout.data_ptr());
         for (int64_t i = 0; i < layout.size(0); ++i, row += 5) {
             const auto last = static_cast<int64_t>(offsets.size()) - 1;
-            STD_TORCH_CHECK(row[0] == last || row[0] == last + 1, "ringtile.", op,
-                            ": layout rows must go rank after rank from 0; row ", i, " is of rank ", row[0]);
+            require(row[0] == last || row[0] == last + 1, op,
+                    "layout rows must go rank after rank from 0; row ", i, " is of rank ", row[0]);
             if (row[0] == last + 1) offsets.push_back(i);
             runs.push_back({row[1], row[2], row[3], row[4]});
         }
@@ -225,12 +234,11 @@ struct ShardArgs {
     ShardArgs(const char *op, const Tensor &global, const Tensor &local, const Tensor &runs, int64_t dim) {
         Arg{op, "global tensor", global}.on_cpu();
         Arg{op, "local tensor", local}.on_cpu().dtype(global.scalar_type()).dim(global.dim());
-        STD_TORCH_CHECK(dim >= 0 && dim < global.dim(), "ringtile.", op, ": dim ", dim,
-                        " is not a dimension of shape ", shape(global));
+        require(dim >= 0 && dim < global.dim(), op, "dim ", dim, " is not a dimension of shape ",
+                Shape{global});
         for (int64_t i = 0; i < global.dim(); ++i) {
-            STD_TORCH_CHECK(i == dim || global.size(i) == local.size(i), "ringtile.", op, ": global shape ",
-                            shape(global), " and local shape ", shape(local), " may differ in dim ", dim,
-                            " only");
+            require(i == dim || global.size(i) == local.size(i), op, "global shape ", Shape{global},
+                    " and local shape ", Shape{local}, " may differ in dim ", dim, " only");
             sizes.push_back(local.size(i));
             global_strides.push_back(global.stride(i));
             local_strides.push_back(local.stride(i));
@@ -253,13 +261,13 @@ void unshard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
 }
 
 void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
-    const LayoutArg arg(layout, "layout_check");
-    STD_TORCH_CHECK(arg.num_ranks() == world_size, "ringtile.layout_check: runs for ", arg.num_ranks(),
-                    " ranks, expected world_size ", world_size);
-    STD_TORCH_CHECK(seq_len >= 0, "ringtile.layout_check: seq_len is ", seq_len, ", expected at least 0");
+    const char *op = "layout_check";
+    const LayoutArg arg(layout, op);
+    require(arg.num_ranks() == world_size, op, "runs for ", arg.num_ranks(), " ranks, expected world_size ",
+            world_size);
+    require(seq_len >= 0, op, "seq_len is ", seq_len, ", expected at least 0");
     std::vector<uint8_t> seen(static_cast<size_t>(seq_len));
-    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()),
-          "layout_check");
+    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()), op);
 }
 
 // needed (M, 6): query rank, key rank, then a run; pairs (W, W): [query rank][key rank].

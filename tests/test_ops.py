@@ -84,7 +84,7 @@ def test_cpu_isa_is_a_known_name() -> None:
     ("name", "change", "message"),
     [
         ("q", lambda x: x[0], "q has shape"),
-        ("q", lambda x: x.int(), "Int is not supported"),
+        ("q", lambda x: x.int(), "k has dtype Float, expected Int"),
         ("q", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "stride"),
         ("k", lambda x: x.double(), "k has dtype"),
         ("k", lambda x: x[:, :, :, :-1], "k has shape"),
