@@ -116,7 +116,7 @@ class IntervalMask:
 
         lengths: of the documents, one after another; or one such list per batch row, all of the same sum S.
         """
-        rows: list[Any] = [row for row in lengths if isinstance(row, Sequence)] or [lengths]
+        rows: Any = lengths if any(isinstance(row, Sequence) for row in lengths) else [lengths]
         try:
             per_row = [[operator.index(length) for length in row] for row in rows]
         except TypeError:

@@ -1,0 +1,83 @@
+"""What hypothesis draws for several test files: any layout, any interval mask, and the mask written out."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import strategies as st
+from ringtile.layout import Layout, Run
+from ringtile.mask import IntervalMask
+from torch import Tensor
+
+
+def dense(mask: IntervalMask) -> Tensor:
+    """bool (B or 1, S, S), [query, key]: the definition of an interval mask."""
+    key = torch.arange(mask.seq_len)
+    return (mask.begin[:, :, None] <= key) & (key < mask.end[:, :, None])
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn, seq_len: int, world_size: int) -> Layout:
+    """Any layout that runs can say: the global sequence is cut at random, some pieces are combed into strides, and
+    the pieces are dealt to the ranks in any local order."""
+    cuts = (
+        draw(st.sets(st.integers(1, seq_len - 1), min_size=world_size - 1, max_size=world_size + 4))
+        if seq_len > 1
+        else set()
+    )
+    bounds = [0, *sorted(cuts), seq_len]
+    pieces = []  # (global_begin, stride, length)
+    for begin, end in itertools.pairwise(bounds):
+        stride = draw(st.integers(1, min(3, end - begin)))
+        pieces += [(first, stride, len(range(first, end, stride))) for first in range(begin, begin + stride)]
+    pieces = draw(st.permutations(pieces))
+    ranks: list[list[Run]] = [[] for _ in range(world_size)]
+    for i, (begin, stride, length) in enumerate(pieces):
+        of_rank = ranks[i] if i < world_size else ranks[draw(st.integers(0, world_size - 1))]
+        of_rank.append(Run(begin, stride, sum(run.length for run in of_rank), length))
+    return Layout.from_runs([draw(st.permutations(of_rank)) for of_rank in ranks])
+
+
+def layouts(seq_len: int, world_size: int) -> st.SearchStrategy[Layout]:
+    """Every named layout that seq_len is long enough for, or a random one."""
+    named = [name for name in ("contiguous", "zigzag", "striped") if Layout.multiple(name, world_size) <= seq_len]
+    return st.one_of(
+        st.sampled_from([Layout.named(name, seq_len, world_size) for name in named]),
+        random_layouts(seq_len, world_size),
+    )
+
+
+@st.composite
+def document_lengths(draw: st.DrawFn, seq_len: int) -> list[int]:
+    cuts = draw(st.sets(st.integers(0, seq_len), max_size=5)) | {0, seq_len}
+    bounds = sorted(cuts)
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
+@st.composite
+def masks(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
+    """Every constructor that takes numbers, intersections of two, and arbitrary intervals (rows without keys too)."""
+    size = st.integers(1, seq_len)
+    simple = st.one_of(
+        st.just(IntervalMask.full(seq_len)),
+        st.just(IntervalMask.causal(seq_len)),
+        st.builds(IntervalMask.sliding_window, st.just(seq_len), size),
+        st.builds(IntervalMask.prefix_lm, st.just(seq_len), st.integers(0, seq_len)),
+        st.builds(IntervalMask.chunked, st.just(seq_len), size),
+        st.builds(
+            IntervalMask.documents,
+            st.lists(document_lengths(seq_len), min_size=batch, max_size=batch),
+            st.booleans(),
+        ),
+        _any_intervals(batch, seq_len),
+    )
+    mask = draw(simple)
+    return mask & draw(simple) if draw(st.booleans()) else mask
+
+
+@st.composite
+def _any_intervals(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    bounds = torch.randint(0, seq_len + 1, (2, batch, seq_len), generator=generator, dtype=torch.int32)
+    return IntervalMask(bounds[0], bounds[1])
