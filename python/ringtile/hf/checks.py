@@ -57,8 +57,8 @@ def check_trainer(trainer: Any, config: Config) -> None:
             raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
     if not trainer.model_accepts_loss_kwargs:
         raise Refused(
-            f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a model "
-            f"that takes it: a mean over each shard is not the mean over the sequence"
+            f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a "
+            f"model that takes it: a mean over each shard is not the mean over the sequence"
         )
     _check_parallelism(trainer, config)
 
@@ -67,7 +67,9 @@ def check_model(model: PreTrainedModel) -> None:
     """Raises Refused for models that mix tokens elsewhere than in causal attention, or need the sequence whole."""
     config, name = model.config.get_text_config(), type(model).__name__
     if LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is not ForCausalLMLoss:
-        raise Refused(f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model")
+        raise Refused(
+            f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model"
+        )
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
         raise Refused(f"{name} is not a causal decoder; expected one")
     layer_types = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
@@ -81,8 +83,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise Refused(f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only")
     if getattr(config, "output_router_logits", False):
         raise Refused(
-            f"{name} adds a load-balancing loss (config.output_router_logits is true), which is not linear in the tokens; "
-            f"set model.config.output_router_logits = False"
+            f"{name} adds a load-balancing loss (config.output_router_logits is true), which is not linear in the "
+            f"tokens; set model.config.output_router_logits = False"
         )
 
 
@@ -91,13 +93,15 @@ def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(inner, _ENGINES) and type(inner).__name__ not in _ENGINE_NAMES:
         raise Refused(
-            f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the ranks; "
-            f"expected DistributedDataParallel, FSDP or DeepSpeed. accelerate {accelerate.__version__} leaves a model bare "
-            f"when evaluate() or predict() runs before train(): build a new Trainer, or use eval_on_start"
+            f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
+            f"ranks; expected DistributedDataParallel, FSDP or DeepSpeed. accelerate {accelerate.__version__} leaves a "
+            f"model bare when evaluate() or predict() runs before train(): build a new Trainer, or use eval_on_start"
         )
     for path, module in base.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            raise Refused(f"{path} drops with p = {module.p}; expected 0: a shard does not draw what the sequence would")
+            raise Refused(
+                f"{path} drops with p = {module.p}; expected 0: a shard does not draw what the sequence would"
+            )
 
 
 def _check_touch_points(trainer: Trainer) -> None:
@@ -108,7 +112,7 @@ def _check_touch_points(trainer: Trainer) -> None:
         for method, arguments in methods.items():
             function = getattr(owner, method, None)
             missing = set(arguments) - set(inspect.signature(function).parameters) if function else None
-            if missing is None or (missing and method != "training_step"):
+            if missing is None or missing:
                 raise Refused(
                     f"{type(owner).__name__}.{method}({', '.join(arguments)}) is not there ({versions}); expected "
                     f"transformers >= 5.17 and accelerate >= 1.15 as ringtile was tested with"
@@ -125,7 +129,9 @@ def _check_touch_points(trainer: Trainer) -> None:
 def _check_parallelism(trainer: Trainer, config: Config) -> None:
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if trainer.args.n_gpu > 1:
-        raise Refused(f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); expected one process per GPU (torchrun)")
+        raise Refused(
+            f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); expected one process per GPU (torchrun)"
+        )
     if trainer.get_tp_size() > 1:
         raise Refused(f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: the two are not combined yet")
     if parallelism is None or not parallelism.cp_enabled:

@@ -57,7 +57,7 @@ def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, da
     surplus = state.end_of_dataloader and state.remainder > 0
 
     def one_copy(rows: Tensor) -> Tensor:
-        rows = rows.unflatten(0, (group.data_size, group.size, -1))[:, 0].flatten(0, 1)
+        rows = rows.reshape(group.data_size, group.size, -1, *rows.shape[1:])[:, 0].flatten(0, 1)
         return rows[: state.remainder] if surplus else rows
 
     with torch.no_grad():

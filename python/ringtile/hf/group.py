@@ -68,8 +68,8 @@ class ContextParallelGroup:
                     first = self.data_index * self.size
                     raise RingMismatch(
                         f"ranks {first} and {first + rank} share a sequence but got different batches: {name} is "
-                        f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on every "
-                        f"rank of a context-parallel group (same seed and data, a sampler that does not look at the rank)"
+                        f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on "
+                        f"every rank of a context-parallel group (same seed and data, a sampler blind to the rank)"
                     )
 
 

@@ -82,7 +82,9 @@ def cut_batch(
         raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
     batch_size, seq_len = main.shape[:2]
     _refuse(inputs)
-    mask = mask_of_batch(inputs, batch_size, seq_len)
+    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
+        if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
+            raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
 
     per_token = {name: inputs[name] for name in _PADDING if inputs.get(name) is not None}
     if "position_ids" not in per_token:
@@ -102,14 +104,12 @@ def cut_batch(
         seq_len=seq_len,
         layout=Layout.named(layout, seq_len + padding, world_size),
         group=group,
-        mask=_pad_mask(mask, padding),
+        mask=_pad_mask(mask_of_batch(inputs, batch_size, seq_len), padding),
         max_position=int(per_token["position_ids"].max()),
         num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
     )
     local = {name: value for name, value in inputs.items() if name not in _CONSUMED}
     for name, tensor in per_token.items():
-        if tensor.shape[:2] != (batch_size, seq_len):
-            raise InputError(f"{name} is {tuple(tensor.shape)}; expected ({batch_size}, {seq_len}) as the batch")
         width = (0, 0) * (tensor.dim() - 2) + (0, padding)
         local[name] = cut.layout.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1, rank=rank)
     if inputs.get("labels") is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, MaskNotExpressible, Refused
+from ringtile.errors import InputError, Refused
 from ringtile.mask import IntervalMask
 
 
@@ -27,12 +27,14 @@ def mask_of_batch(inputs: Mapping[str, Any], batch_size: int, seq_len: int) -> I
     if attention_mask is not None:
         mask = mask & _of_attention_mask(attention_mask, position_ids, batch_size, seq_len)
     elif position_ids is not None:
-        mask = mask & IntervalMask.from_position_ids(position_ids.cpu())
+        mask = mask & IntervalMask.from_position_ids(position_ids)
     cu_seq_lens = _cu_seq_lens(inputs)
     if cu_seq_lens is not None:
-        mask = mask & _of_cu_seq_lens(cu_seq_lens, batch_size, seq_len)
+        if batch_size != 1:
+            raise InputError(f"cu_seq_lens with {batch_size} rows; expected one row that holds all documents")
+        mask = mask & IntervalMask.from_cu_seqlens(cu_seq_lens)
     if inputs.get("seq_idx") is not None:
-        mask = mask & IntervalMask.from_padding(inputs["seq_idx"].cpu() + 1)  # -1 is padding there
+        mask = mask & IntervalMask.from_padding(inputs["seq_idx"] + 1)  # documents 0, 1, ..., -1 is padding
     return _one_row_if_equal(mask)
 
 
@@ -56,26 +58,12 @@ def _of_attention_mask(
                 "whether these are documents. Remove attention_mask to pack documents, or give document ids 1, 2, ... "
                 "in attention_mask, or position_ids that continue"
             )
-    return IntervalMask.from_padding(ids) if bool((ids > 1).any()) else _without_padding_keys(ids)
-
-
-def _without_padding_keys(attention_mask: Tensor) -> IntervalMask:
-    """Every query, of padding too, sees the keys between the first and the last 1, as in transformers' own masks."""
-    attention_mask = attention_mask.ne(0).to(torch.int32)
-    seq_len = attention_mask.size(1)
-    first = attention_mask.argmax(dim=1, keepdim=True)
-    last = seq_len - attention_mask.flip(1).argmax(dim=1, keepdim=True)
-    count = attention_mask.sum(dim=1, keepdim=True)
-    holes = (count > 0) & (count != last - first)
-    if bool(holes.any()):
-        row = int(holes.flatten().nonzero()[0])
-        raise MaskNotExpressible(
-            f"attention_mask row {row} has zeros between its first 1 at {int(first[row])} and its last 1 at "
-            f"{int(last[row]) - 1}; expected padding on the left or right only"
-        )
-    begin = first.expand(-1, seq_len)
-    end = torch.where(count > 0, last, first).expand(-1, seq_len)
-    return IntervalMask(begin.to(torch.int32), end.to(torch.int32))
+    mask = IntervalMask.from_padding(ids)
+    if bool((ids > 1).any()):
+        return mask
+    # As in transformers' own masks, queries of padding see the tokens before them: the row's keys, cut to causal later.
+    begin, end = (bound.amax(dim=1, keepdim=True).expand_as(bound) for bound in (mask.begin, mask.end))
+    return IntervalMask(begin, end)
 
 
 def _cu_seq_lens(inputs: Mapping[str, Any]) -> Tensor | None:
@@ -83,17 +71,6 @@ def _cu_seq_lens(inputs: Mapping[str, Any]) -> Tensor | None:
     if q_lens is not None and k_lens is not None and not torch.equal(q_lens, k_lens):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; expected the same documents for queries and keys")
     return q_lens if q_lens is not None else k_lens
-
-
-def _of_cu_seq_lens(cu_seq_lens: Tensor, batch_size: int, seq_len: int) -> IntervalMask:
-    bounds = cu_seq_lens.flatten().tolist()
-    lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
-    if batch_size != 1 or not bounds or bounds[0] != 0 or bounds[-1] != seq_len or min(lengths, default=0) < 0:
-        raise InputError(
-            f"cu_seq_lens are {bounds} for a batch of ({batch_size}, {seq_len}); expected one row, and bounds that rise "
-            f"from 0 to {seq_len}"
-        )
-    return IntervalMask.documents([length for length in lengths if length > 0])
 
 
 def _one_row_if_equal(mask: IntervalMask) -> IntervalMask:

@@ -17,7 +17,7 @@ from ringtile.hf.inputs import Cut
 from ringtile.hf.patches import Ledger
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
+def base_model(model: nn.Module | None) -> PreTrainedModel:
     """The transformers model inside, adapters (PEFT) taken off. Raises Refused when there is none."""
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else model

@@ -71,8 +71,6 @@ class _Session:
 
     def install(self) -> None:
         self.base = model.base_model(self.trainer.model)
-        if self.config.context_parallel_size > 1:
-            self._install_context_parallel()
         if self.config.tiled_mlp:
             from ringtile.hf.mlp import install_tiled_mlp
 
@@ -81,6 +79,8 @@ class _Session:
             from ringtile.hf.loss import install_tiled_loss
 
             install_tiled_loss(self.trainer.model, self.config, self.ledger)
+        if self.config.context_parallel_size > 1:
+            self._install_context_parallel()
         self.ledger.set(self.trainer, _SESSION, self)
 
     def _install_context_parallel(self) -> None:
@@ -90,8 +90,8 @@ class _Session:
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         self.ledger.on_restore(self.group.close)
         self.makes_positions = model.makes_positions(self.base)
-        # SFTTrainer and the tiled loss compute the loss themselves, from shift_labels.
-        self.watches_loss = type(trainer).compute_loss is Trainer.compute_loss and not config.tiled_loss
+        # SFTTrainer computes the loss itself, from shift_labels.
+        self.watches_loss = type(trainer).compute_loss is Trainer.compute_loss
         self._replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
         self._replace(trainer, "compute_loss", self._compute_loss)
         self._replace(trainer, "prediction_step", self._prediction_step)
@@ -169,13 +169,13 @@ class _Session:
         name, num_layers = type(self.base).__name__, self.base.config.get_text_config().num_hidden_layers
         if cut.attention_calls == 0 or cut.attention_calls % num_layers:
             raise Refused(
-                f"{name} has {num_layers} layers but called ringtile's attention {cut.attention_calls} times in a forward "
-                f"pass; expected once per layer: the others would attend within a shard only"
+                f"{name} has {num_layers} layers but called ringtile's attention {cut.attention_calls} times in a "
+                f"forward pass; expected once per layer: the others would attend within a shard only"
             )
         if self.watches_loss and cut.num_targets is not None and cut.loss_calls == 0:
             raise Refused(
-                f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would shift "
-                f"the labels again, within each shard"
+                f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
+                f"shift the labels again, within each shard"
             )
 
     # ---- training and evaluation ----------------------------------------------------------------
@@ -229,8 +229,8 @@ class _Session:
     def _join(self, cut: Cut, output: Tensor) -> Tensor:
         if output.dim() < 2 or output.size(1) != cut.layout.local_len(self.group.rank):
             raise Refused(
-                f"{type(self.base).__name__} returns a tensor {tuple(output.shape)} whose second dimension is not that of "
-                f"the tokens; name its key in ignore_keys"
+                f"{type(self.base).__name__} returns a tensor {tuple(output.shape)} whose second dimension is not that "
+                f"of the tokens; name its key in ignore_keys"
             )
         return cut.join(output)
 

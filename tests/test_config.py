@@ -1,0 +1,70 @@
+"""The configuration: unknown keys are named with the nearest valid one, wrong values with what was expected."""
+
+import pydantic
+import pytest
+
+import ringtile
+from ringtile.config import Config
+
+
+def test_defaults_change_nothing():
+    config = Config()
+    assert config.context_parallel_size == 1
+    assert not config.tiled_mlp
+    assert not config.tiled_loss
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"context_paralel_size": 2}, ["context_paralel_size", "did you mean context_parallel_size?"]),
+        ({"zebra": 2}, ["zebra", "expected one of context_parallel_size"]),
+        ({"context_parallel_size": 0}, ["context_parallel_size", "0", "greater than or equal to 1"]),
+        ({"context_parallel_size": True}, ["context_parallel_size", "True", "integer"]),
+        ({"context_parallel_size": "2"}, ["context_parallel_size", "'2'", "integer"]),
+        ({"layout": "zigzak"}, ["layout", "'zigzak'", "'zigzag', 'contiguous' or 'striped'"]),
+        ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
+        ({"timeout_seconds": float("inf")}, ["timeout_seconds", "finite"]),
+        ({"tiled_mlp_num_shards": 4}, ["tiled_mlp_num_shards", "4", "set tiled_mlp: true"]),
+        ({"layout": "zag", "tile_tokens": "x"}, ["layout", "tile_tokens"]),
+    ],
+)
+def test_bad_key_or_value_is_named(values, words):
+    for construct in (lambda: Config(**values), lambda: Config.load(values)):
+        with pytest.raises(ringtile.ConfigError) as error:
+            construct()
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_config_is_frozen_and_compares_by_content():
+    config = Config(context_parallel_size=2)
+    assert config == Config.load({"context_parallel_size": 2})
+    assert Config.load(config) is config
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.layout = "striped"
+
+
+def test_yaml_file_is_read(tmp_path):
+    path = tmp_path / "ringtile.yaml"
+    path.write_text("context_parallel_size: 2\nlayout: striped\ntimeout_seconds: 30\n")
+    assert Config.load(path) == Config(context_parallel_size=2, layout="striped", timeout_seconds=30.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "expected a readable YAML file"),
+        ("- 1\n- 2\n", "holds list; expected a mapping"),
+        ("", "holds NoneType; expected a mapping"),
+        ("layout: [zigzag\n", "not YAML"),
+        ("context_parallel_sizes: 2\n", "did you mean context_parallel_size?"),
+    ],
+)
+def test_bad_yaml_file_is_named(tmp_path, text, words):
+    path = tmp_path / "ringtile.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ringtile.ConfigError, match="ringtile.yaml") as error:
+        Config.load(path)
+    assert words in str(error.value)

@@ -1,0 +1,211 @@
+"""The cut of a batch: every tensor once, in one piece again when joined, with transformers' own mask."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+import ringtile
+from ringtile.hf.inputs import cut_batch
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def _ids(batch_size, seq_len):
+    return torch.arange(batch_size * seq_len).reshape(batch_size, seq_len) + 1
+
+
+def _positions(*lengths):
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def _cuts(inputs, layout="zigzag", world_size=2, makes_positions=True):
+    """[(local batch, Cut)] of every rank. The group is used by the attention only."""
+    return [
+        cut_batch(inputs, layout=layout, group=None, rank=rank, world_size=world_size, makes_positions=makes_positions)
+        for rank in range(world_size)
+    ]
+
+
+def _dense(mask):
+    """(B or 1, S, S) bool, [query, key], True = attends."""
+    keys = torch.arange(mask.seq_len)
+    return (mask.begin[..., None] <= keys) & (keys < mask.end[..., None])
+
+
+def _join(cuts, name):
+    """The global padded tensor from those of all ranks."""
+    layout = cuts[0][1].layout
+    positions = torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
+    return torch.cat([local[name] for local, _ in cuts], dim=1)[:, positions.argsort()]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), list(itertools.product(LAYOUTS, (2, 3))))
+@pytest.mark.parametrize("seq_len", [12, 13, 3])
+def test_cut_is_a_partition_of_the_global_batch(layout, world_size, seq_len):
+    inputs = {"input_ids": _ids(2, seq_len), "labels": _ids(2, seq_len)}
+    cuts = _cuts(inputs, layout, world_size)
+    padding = cuts[0][1].layout.seq_len - seq_len
+    assert torch.equal(_join(cuts, "input_ids"), functional.pad(inputs["input_ids"], (0, padding)))
+    positions = torch.arange(seq_len).expand(2, -1)
+    assert torch.equal(_join(cuts, "position_ids"), functional.pad(positions, (0, padding)))
+    # Next-token labels, shifted before the cut: no rank loses the target of its last token.
+    shifted = functional.pad(inputs["labels"][:, 1:], (0, padding + 1), value=-100)
+    assert torch.equal(_join(cuts, "shift_labels"), shifted)
+    assert torch.equal(_join(cuts, "labels"), shifted)
+    sizes = {local["input_ids"].size(1) for local, _ in cuts}
+    assert len(sizes) == 1
+    assert all(cut.num_targets == 2 * (seq_len - 1) for _, cut in cuts)
+
+
+def test_cut_leaves_the_batch_as_it_was():
+    inputs = {"input_ids": _ids(1, 8), "labels": _ids(1, 8)}
+    before = {name: tensor.clone() for name, tensor in inputs.items()}
+    _cuts(inputs)
+    assert inputs.keys() == before.keys()
+    assert all(torch.equal(inputs[name], before[name]) for name in before)
+
+
+def test_given_shift_labels_win():
+    inputs = {"input_ids": _ids(1, 8), "labels": _ids(1, 8), "shift_labels": _ids(1, 8) + 50}
+    assert torch.equal(_join(_cuts(inputs), "shift_labels"), inputs["shift_labels"])
+
+
+def test_embeddings_are_cut_like_ids():
+    inputs = {"inputs_embeds": torch.randn(2, 9, 4)}
+    assert torch.equal(_join(_cuts(inputs), "inputs_embeds")[:, :9], inputs["inputs_embeds"])
+
+
+def test_position_ids_of_one_row_serve_all():
+    cuts = _cuts({"input_ids": _ids(3, 8), "position_ids": torch.arange(8)[None] + 5})
+    assert torch.equal(_join(cuts, "position_ids"), (torch.arange(8) + 5).expand(3, -1))
+    assert cuts[0][1].max_position == 12
+
+
+def test_no_mask_tensor_travels():
+    (local, cut), _ = _cuts({"input_ids": _ids(2, 8), "attention_mask": torch.ones(2, 8)})
+    assert local["attention_mask"].shape == (2, 1, 0, 0)
+    assert local["ringtile_cut"] is cut
+    assert local["use_cache"] is False
+
+
+# ---- the mask is that of transformers -----------------------------------------------------------
+
+RIGHT = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
+LEFT = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
+BOTH = torch.tensor([[0] * 3 + [1] * 5 + [0] * 4, [0] * 12])
+PACKED = torch.cat([_positions(5, 3, 4), _positions(12)])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {},
+        {"attention_mask": RIGHT},
+        {"attention_mask": LEFT},
+        {"attention_mask": BOTH},
+        {"position_ids": PACKED},
+        {"position_ids": torch.arange(12).expand(2, -1) + 3},
+        {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).clamp(min=0)},
+    ],
+    ids=["plain", "right", "left", "both", "packed", "offset", "left-positions"],
+)
+def test_mask_is_that_of_transformers(batch, window):
+    config = LlamaConfig(attn_implementation="sdpa", sliding_window=window)
+    create = create_causal_mask if window is None else create_sliding_window_causal_mask
+    positions = batch.get("position_ids", torch.arange(12)[None])
+    expected = create(config, torch.zeros(2, 12, 4), batch.get("attention_mask"), None, positions)
+    if expected is None:  # plain causal, which transformers leaves to the kernel
+        expected = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    _, cut = _cuts({"input_ids": _ids(2, 12), **batch})[0]
+    assert torch.equal(_dense(cut.mask_of(window)).expand(2, -1, -1), expected[:, 0].expand(2, -1, -1))
+
+
+def test_padding_to_the_layout_neither_sees_nor_is_seen():
+    _, cut = _cuts({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]}, world_size=2)[0]
+    dense = _dense(cut.mask)
+    assert dense.shape == (2, 12, 12)
+    assert not dense[:, 9:].any()
+    assert not dense[:, :, 9:].any()
+
+
+def test_equal_rows_of_a_mask_become_one():
+    _, cut = _cuts({"input_ids": _ids(4, 12), "attention_mask": torch.ones(4, 12)})[0]
+    assert cut.mask == ringtile.IntervalMask.causal(12)
+
+
+DOCUMENTS = ringtile.IntervalMask.documents([5, 3, 4])
+SAYING_DOCUMENTS = {
+    "position_ids": _positions(5, 3, 4),
+    "cu_seq_lens_q": torch.tensor([0, 5, 8, 12], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, 5, 8, 12], dtype=torch.int32),
+    "seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4], dtype=torch.int32),
+    "attention_mask": torch.tensor([[1] * 5 + [2] * 3 + [3] * 4]),
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in SAYING_DOCUMENTS), tuple(SAYING_DOCUMENTS)])
+def test_every_way_to_say_documents_gives_the_documents(names):
+    batch = {"input_ids": _ids(1, 12), **{name: SAYING_DOCUMENTS[name] for name in names}}
+    (local, cut), _ = _cuts(batch)
+    assert cut.mask == DOCUMENTS
+    assert not {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"} & local.keys()
+
+
+def test_document_ids_may_end_in_padding():
+    batch = {"input_ids": _ids(1, 12), "attention_mask": torch.tensor([[1] * 5 + [2] * 3 + [0] * 4])}
+    dense = _dense(_cuts(batch)[0][1].mask)
+    expected = _dense(DOCUMENTS).clone()
+    expected[:, 8:] = False
+    assert torch.equal(dense, expected)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "words"),
+    [
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, ringtile.Refused, "attention_mask is 4-D"),
+        ({"attention_mask": torch.ones(2, 7)}, ringtile.InputError, "attention_mask is (2, 7); expected (2, 8)"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]] * 2)}, ringtile.MaskNotExpressible, "row 0"),
+        (
+            {"attention_mask": torch.ones(2, 8), "position_ids": _positions(4, 4).expand(2, -1)},
+            ringtile.Refused,
+            "Remove attention_mask",
+        ),
+        ({"position_ids": torch.zeros(3, 2, 8, dtype=torch.long)}, ringtile.InputError, "position_ids"),
+        ({"position_ids": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "position_ids"),
+        ({"labels": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "labels is (2, 9)"),
+        ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.Refused, "pixel_values"),
+        ({"token_type_ids": torch.zeros(2, 8)}, ringtile.Refused, "token_type_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
+        ({"output_router_logits": True}, ringtile.Refused, "load-balancing"),
+        ({"logits_to_keep": 1}, ringtile.Refused, "logits_to_keep"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(extra, error, words):
+    with pytest.raises(error) as raised:
+        _cuts({"input_ids": _ids(2, 8), **extra})
+    assert words in str(raised.value)
+
+
+def test_cu_seq_lens_of_queries_and_keys_must_agree():
+    batch = {"input_ids": _ids(1, 8), "cu_seq_lens_q": torch.tensor([0, 8]), "cu_seq_lens_k": torch.tensor([0, 3, 8])}
+    with pytest.raises(ringtile.InputError, match="differ"):
+        _cuts(batch)
+
+
+def test_batch_without_tokens_is_named():
+    with pytest.raises(ringtile.InputError, match="expected input_ids"):
+        _cuts({"labels": _ids(1, 8)})
+
+
+def test_model_without_rotary_embedding_needs_position_ids():
+    with pytest.raises(ringtile.Refused, match="position_ids"):
+        _cuts({"input_ids": _ids(1, 8)}, makes_positions=False)
+    _cuts({"input_ids": _ids(1, 8), "position_ids": torch.arange(8)[None]}, makes_positions=False)
