@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from ringtile.layout import Layout, Run
 from ringtile.mask import IntervalMask
 from torch import Tensor
+
+# A busy machine makes single examples slow; pytest-timeout watches the whole test.
+settings.register_profile("ringtile", deadline=None)
+settings.load_profile("ringtile")
 
 
 def dense(mask: IntervalMask) -> Tensor:

@@ -1,0 +1,164 @@
+"""Layouts against the definition of a partition, and sharding against plain indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ringtile.errors import InputError, LayoutError
+from ringtile.layout import Layout, Run
+from strategies import layouts, random_layouts
+
+WORLDS = st.integers(1, 6)
+
+
+@given(WORLDS, st.integers(0, 30), st.data())
+def test_every_position_is_held_once(world_size: int, extra: int, data: st.DataObject) -> None:
+    layout = data.draw(layouts(world_size + extra, world_size))
+    held = torch.cat([layout.positions(rank) for rank in range(world_size)])
+    assert torch.equal(held.sort().values, torch.arange(layout.seq_len))
+    assert [layout.local_len(rank) for rank in range(world_size)] == [
+        layout.positions(rank).numel() for rank in range(world_size)
+    ]
+
+
+@given(WORLDS, st.integers(1, 5))
+def test_named_layouts_are_what_the_papers_say(world_size: int, chunk: int) -> None:
+    seq_len = 2 * world_size * chunk
+    halves = torch.arange(seq_len).view(2 * world_size, chunk)
+    for rank in range(world_size):
+        contiguous = Layout.contiguous(seq_len, world_size).positions(rank)
+        assert torch.equal(contiguous, torch.arange(seq_len).view(world_size, -1)[rank])
+        zigzag = Layout.zigzag(seq_len, world_size).positions(rank)
+        assert torch.equal(zigzag, torch.cat((halves[rank], halves[-1 - rank])))
+        striped = Layout.striped(seq_len, world_size).positions(rank)
+        assert torch.equal(striped, torch.arange(seq_len)[rank::world_size])
+
+
+@given(WORLDS, st.integers(0, 40), st.sampled_from(["contiguous", "zigzag", "striped"]))
+def test_lengths_that_do_not_divide_differ_by_one_per_chunk(world_size: int, extra: int, name: str) -> None:
+    multiple = Layout.multiple(name, world_size)
+    layout = Layout.named(name, multiple + extra, world_size)
+    chunks = [run.length for rank in range(world_size) for run in layout.runs(rank)]
+    assert max(chunks) - min(chunks) <= 1
+    if extra % multiple == 0:
+        assert len({layout.local_len(rank) for rank in range(world_size)}) == 1
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("contiguous", 4), ("zigzag", 8), ("striped", 4)])
+def test_multiple_is_the_shortest_sequence_too(name: str, multiple: int) -> None:
+    assert Layout.multiple(name, 4) == multiple
+    Layout.named(name, multiple, 4)
+    with pytest.raises(
+        LayoutError, match=f"a {name} layout of {multiple - 1} tokens over 4 ranks: expected {multiple}"
+    ):
+        Layout.named(name, multiple - 1, 4)
+
+
+@given(WORLDS, st.integers(0, 20), st.data())
+def test_equal_content_is_equal(world_size: int, extra: int, data: st.DataObject) -> None:
+    layout = data.draw(random_layouts(world_size + extra, world_size))
+    again = Layout.from_tensor(layout.tensor.clone())
+    assert again == layout
+    assert hash(again) == hash(layout)
+    assert Layout.from_runs([layout.runs(rank) for rank in range(world_size)]) == layout
+
+
+def test_different_layouts_differ() -> None:
+    assert Layout.contiguous(8, 2) != Layout.zigzag(8, 2)
+    assert Layout.contiguous(8, 2) != Layout.contiguous(9, 2)
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex128]
+
+
+@given(WORLDS, st.integers(0, 20), st.integers(-3, 2), st.sampled_from(DTYPES), st.booleans(), st.data())
+def test_shard_takes_the_tokens_of_the_rank(
+    world_size: int, extra: int, dim: int, dtype: torch.dtype, transposed: bool, data: st.DataObject
+) -> None:
+    layout = data.draw(layouts(world_size + extra, world_size))
+    shape = [3, 2, 4]
+    shape[dim] = layout.seq_len
+    x = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    if transposed:
+        x = x.transpose(0, 2).contiguous().transpose(0, 2)
+    for rank in range(world_size):
+        assert torch.equal(layout.shard(x, dim, rank), x.index_select(dim, layout.positions(rank)))
+
+
+@given(st.integers(1, 3), st.integers(0, 4), st.data())
+def test_shard_has_the_gradient_of_indexing(world_size: int, extra: int, data: st.DataObject) -> None:
+    layout = data.draw(layouts(world_size + extra, world_size))
+    rank = data.draw(st.integers(0, world_size - 1))
+    x = torch.randn(2, layout.seq_len, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layout.shard(x, 1, rank), (x,))
+    weight = torch.randn(2, layout.local_len(rank), dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((layout.shard(x, 1, rank) * weight).sum(), x)
+    (expected,) = torch.autograd.grad((x.index_select(1, layout.positions(rank)) * weight).sum(), x)
+    assert torch.equal(gradient, expected)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "no ranks": (lambda: Layout.contiguous(4, 0), "world_size is 0; expected at least 1"),
+    "no runs": (lambda: Layout.from_runs([]), "seq_len is 0; expected 1.."),
+    "idle rank": (lambda: Layout.from_runs([[(0, 1, 0, 4)], []]), "rank 1 holds no token; expected at least one"),
+    "held twice": (
+        lambda: Layout.from_runs([[(0, 1, 0, 4)], [(3, 1, 0, 4)]]),
+        "position 3 is held 2 times; expected every position exactly once",
+    ),
+    "held by none": (lambda: Layout.from_runs([[(0, 2, 0, 2)], [(2, 1, 0, 2)]]), "position 1 is held 0 times"),
+    "outside": (lambda: Layout.from_runs([[(1, 1, 0, 4)]]), r"global_begin=1.* positions in 0\.\.3"),
+    "stride 0": (lambda: Layout.from_runs([[(0, 0, 0, 2)]]), "stride=0.* expected length >= 1, stride >= 1"),
+    "length 0": (lambda: Layout.from_runs([[(0, 1, 0, 2), (2, 1, 2, 0)]]), "length=0.* expected length >= 1"),
+    "local hole": (lambda: Layout.from_runs([[(0, 1, 1, 4)]]), "local_begin=1.* expected local_begin 0"),
+    "local overlap": (lambda: Layout.from_runs([[(0, 1, 0, 2), (2, 1, 1, 2)]]), "expected local_begin 2"),
+    "negative": (lambda: Layout.from_runs([[(-1, 1, 0, 2)]]), r"the run \(-1, 1, 0, 2\); expected .* integers in 0"),
+    "too large": (lambda: Layout.from_runs([[(0, 1, 0, 2**40)]]), r"integers in 0\.\.2147483647"),
+    "not a number": (lambda: Layout.from_runs([[(0, 1, 0, 1.5)]]), "expected .* integers"),
+    "three numbers": (lambda: Layout.from_runs([[(0, 1, 2)]]), r"\(global_begin, stride, local_begin, length\)"),
+    "unknown name": (
+        lambda: Layout.named("zebra", 8, 2),
+        "layout is 'zebra'; expected one of contiguous, zigzag, striped",
+    ),
+    "unknown rank": (lambda: Layout.striped(8, 2).runs(2), r"rank is 2; expected 0\.\.1"),
+    "negative rank": (lambda: Layout.striped(8, 2).positions(-1), r"rank is -1; expected 0\.\.1"),
+    "tensor ranks": (
+        lambda: Layout.from_tensor(torch.tensor([[1, 0, 1, 0, 2], [0, 2, 1, 0, 2]])),
+        r"ranks of the runs are \[1, 0\]; expected 0, \.\.\., W-1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_layout_is_refused_by_name(case: str) -> None:
+    call, message = REFUSALS[case]
+    with pytest.raises(LayoutError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(0, 5).long()])
+def test_bad_layout_tensor_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"expected int64 \(R, 5\), not empty"):
+        Layout.from_tensor(tensor)
+
+
+@pytest.mark.parametrize("dim", [0, 2, -3])
+def test_shard_refuses_a_tensor_of_another_length(dim: int) -> None:
+    with pytest.raises(InputError, match=rf"x is \(3, 8\), dim {dim}; expected size 8 in dim"):
+        Layout.zigzag(8, 2).shard(torch.zeros(3, 8), dim, 0)
+
+
+def test_layout_is_immutable() -> None:
+    with pytest.raises(AttributeError):
+        Layout.zigzag(8, 2).seq_len = 9  # type: ignore[misc]
+
+
+def test_run_reads_as_a_tuple() -> None:
+    assert Layout.zigzag(8, 2).runs(0) == (Run(0, 1, 0, 2), (6, 1, 2, 2))

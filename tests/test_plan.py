@@ -1,0 +1,238 @@
+"""The plan against bool matrices over global positions; bytes and flops against counting them pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ringtile import ops
+from ringtile.errors import InputError, LayoutError
+from ringtile.layout import Layout
+from ringtile.mask import IntervalMask
+from ringtile.plan import Plan, plan, rounds_of
+from strategies import dense, layouts, masks
+from torch import Tensor
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[IntervalMask, Layout]:
+    world_size = draw(st.integers(1, 5))
+    seq_len = world_size + draw(st.integers(0, 20))
+    return draw(masks(draw(st.integers(1, 2)), seq_len)), draw(layouts(seq_len, world_size))
+
+
+def keys_needed(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int) -> Tensor:
+    """Global positions that key_rank holds, in its local order, and some query of query_rank attends in some row."""
+    keys = layout.positions(key_rank)
+    attends = dense(mask)[:, layout.positions(query_rank)][:, :, keys]
+    return keys[attends.any(1).any(0)]
+
+
+def num_pairs(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int) -> int:
+    attends = dense(mask)[:, layout.positions(query_rank)][:, :, layout.positions(key_rank)]
+    return int(attends.sum())
+
+
+@given(problems())
+def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMask, Layout]) -> None:
+    """Every rank packs its rows with send_runs; what arrives are the positions that k_runs of the receiver name."""
+    mask, layout = problem
+    world_size = layout.world_size
+    plans = [rounds_of(mask.begin, mask.end, layout.tensor, rank) for rank in range(world_size)]
+    for rank, of_rank in enumerate(plans):
+        assert torch.equal(of_rank.begin, mask.begin[:, layout.positions(rank)])
+        assert torch.equal(of_rank.end, mask.end[:, layout.positions(rank)])
+        assert [round.key_rank for round in of_rank.rounds] == [(rank - i) % world_size for i in range(world_size)]
+        assert [round.query_rank for round in of_rank.rounds] == [(rank + i) % world_size for i in range(world_size)]
+        for i, round in enumerate(of_rank.rounds):
+            owner = plans[round.key_rank].rounds[i]
+            needed = keys_needed(mask, layout, rank, round.key_rank)
+            assert round.num_pairs == num_pairs(mask, layout, rank, round.key_rank)
+            assert round.num_keys == owner.num_sent == needed.numel()
+
+            local = layout.positions(round.key_rank)  # stands for k: the row of a position is the position
+            received = torch.full((round.num_keys,), -1)
+            ops.shard_seq_(local, owner.send_runs, 0, received)
+            assert torch.equal(received, needed)
+
+            rows = local if i == 0 else received  # what k_runs' local_begin counts in
+            named = torch.full_like(rows, -1)
+            for global_begin, stride, local_begin, length in round.k_runs.tolist():
+                named[local_begin : local_begin + length] = global_begin + stride * torch.arange(length)
+            assert torch.equal(named[named >= 0], needed)
+            assert torch.equal(named[named >= 0], rows[named >= 0])
+
+
+@given(
+    problems(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_costs_are_counted_pair_by_pair(
+    problem: tuple[IntervalMask, Layout], group: int, kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+) -> None:
+    mask, layout = problem
+    batch, ranks = 2, range(layout.world_size)
+    cost = plan(
+        mask,
+        layout,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=dtype,
+        batch=batch,
+    )
+    copies = batch // mask.begin.size(0)
+
+    def key_elements(query_rank: int, key_rank: int) -> int:
+        if query_rank == key_rank:
+            return 0
+        return batch * keys_needed(mask, layout, query_rank, key_rank).numel() * kv_heads * (head_dim + v_head_dim)
+
+    gradient_bytes = 8 if dtype == torch.float64 else 4
+    for rank in ranks:
+        received = sum(key_elements(rank, other) for other in ranks)
+        sent = sum(key_elements(other, rank) for other in ranks)
+        of_rank = cost.ranks[rank]
+        assert of_rank.forward_bytes_received == received * dtype.itemsize
+        assert of_rank.forward_bytes_sent == sent * dtype.itemsize
+        assert of_rank.backward_bytes_received == received * dtype.itemsize + sent * gradient_bytes
+        assert of_rank.backward_bytes_sent == sent * dtype.itemsize + received * gradient_bytes
+        # A multiply-add of one score or one output element is 2 flops.
+        pairs = copies * sum(num_pairs(mask, layout, rank, other) for other in ranks) * group * kv_heads
+        scores, weighted_values = 2 * head_dim * pairs, 2 * v_head_dim * pairs
+        assert of_rank.forward_flops == scores + weighted_values
+        scores_again, dp, dv, dq, dk = scores, weighted_values, weighted_values, scores, scores
+        assert of_rank.backward_flops == scores_again + dp + dv + dq + dk
+    assert cost.forward_bytes == sum(of_rank.forward_bytes_received for of_rank in cost.ranks)
+    assert cost.backward_bytes == sum(of_rank.backward_bytes_received for of_rank in cost.ranks)
+    if cost.forward_flops:
+        work = [of_rank.forward_flops for of_rank in cost.ranks]
+        assert cost.imbalance == pytest.approx(max(work) / (sum(work) / len(work)))
+
+
+def causal_plan(layout: Layout, mask: IntervalMask | None = None) -> Plan:
+    mask = mask or IntervalMask.causal(layout.seq_len)
+    return plan(mask, layout, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_zigzag_balances_causal_work_and_moves_three_quarters(world_size: int) -> None:
+    """Chunk c of 2W is needed by the ranks that hold a later chunk. Head chunk r: all but r; tail chunk 2W-1-r: r."""
+    seq_len = 2 * world_size * 16
+    zigzag = causal_plan(Layout.zigzag(seq_len, world_size))
+    everything = world_size * (world_size - 1) * (seq_len // world_size) * 2 * (8 + 8) * 4
+    assert zigzag.imbalance == 1.0
+    assert zigzag.forward_bytes * 4 == everything * 3
+    assert causal_plan(Layout.contiguous(seq_len, world_size)).imbalance > 1.4
+
+
+def test_sliding_window_moves_a_halo() -> None:
+    window, world_size = 5, 4
+    cost = causal_plan(Layout.contiguous(64, world_size), IntervalMask.sliding_window(64, window))
+    assert [round.num_keys for round in cost.ranks[2].rounds] == [16, window - 1, 0, 0]
+    assert cost.forward_bytes == (world_size - 1) * (window - 1) * 2 * (8 + 8) * 4
+
+
+def test_documents_that_end_at_the_cuts_move_nothing() -> None:
+    cost = causal_plan(Layout.contiguous(64, 4), IntervalMask.documents([16, 16, 10, 6, 16]))
+    assert cost.forward_bytes == cost.backward_bytes == 0
+    straddling = causal_plan(Layout.contiguous(64, 4), IntervalMask.documents([16, 20, 28]))
+    assert [round.num_keys for round in straddling.ranks[2].rounds[1:]] == [16, 0, 0]
+
+
+def test_mask_that_attends_nothing_costs_nothing() -> None:
+    nothing = IntervalMask.from_padding(torch.zeros(1, 8, dtype=torch.int64))
+    cost = causal_plan(Layout.zigzag(8, 2), nothing)
+    assert (cost.forward_bytes, cost.backward_flops, cost.imbalance) == (0, 0, 1.0)
+
+
+def test_table_names_ranks_and_totals() -> None:
+    cost = causal_plan(Layout.zigzag(64, 2))
+    table = str(cost).splitlines()
+    assert table[0].startswith("rank  tokens  rounds  keys  fwd MB out  fwd MB in  bwd MB out  bwd MB in")
+    assert [line.split()[:4] for line in table[1:3]] == [["0", "32", "1", "32"], ["1", "32", "1", "16"]]
+    assert table[3].startswith("64 tokens over 2 ranks: 0.006 MB forward")
+
+
+# ---- the memory of rounds_of --------------------------------------------------------------------
+
+
+def test_rounds_are_remembered_by_content() -> None:
+    mask, layout = IntervalMask.causal(40), Layout.zigzag(40, 2)
+    first = rounds_of(mask.begin, mask.end, layout.tensor, 0)
+    assert rounds_of(mask.begin.clone(), mask.end.clone(), layout.tensor.clone(), 0) is first
+    assert rounds_of(mask.begin, mask.end, layout.tensor, 1) is not first
+
+
+def test_changed_tensors_are_planned_again() -> None:
+    layout = Layout.contiguous(40, 2).tensor
+    begin, end = torch.zeros(1, 40, dtype=torch.int32), torch.full((1, 40), 40, dtype=torch.int32)
+    assert rounds_of(begin, end, layout, 0).rounds[1].num_keys == 20
+    end.copy_(torch.arange(1, 41))
+    assert rounds_of(begin, end, layout, 0).rounds[1].num_keys == 0
+    assert rounds_of(begin, torch.full((1, 40), 40, dtype=torch.int32), layout, 0).rounds[1].num_keys == 20
+
+
+def test_equal_digests_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collision must not hand out another mask's rounds."""
+    monkeypatch.setattr(ops, "digest", lambda begin, end, layout: 0)
+    layout = Layout.contiguous(41, 2).tensor
+    full, causal = IntervalMask.full(41), IntervalMask.causal(41)
+    assert rounds_of(full.begin, full.end, layout, 0).rounds[1].num_keys == 21
+    assert rounds_of(causal.begin, causal.end, layout, 0).rounds[1].num_keys == 0
+
+
+def test_digest_tells_masks_and_layouts_apart() -> None:
+    mask, other_mask = IntervalMask.causal(40), IntervalMask.sliding_window(40, 39)
+    layout, other_layout = Layout.zigzag(40, 2), Layout.contiguous(40, 2)
+    digests = {
+        rounds_of(m.begin, m.end, one.tensor, 0).digest for m in (mask, other_mask) for one in (layout, other_layout)
+    }
+    assert len(digests) == 4
+
+
+def test_runs_that_are_no_partition_are_refused() -> None:
+    mask = IntervalMask.causal(4)
+    with pytest.raises(LayoutError, match="position 1 is held 2 times"):
+        rounds_of(mask.begin, mask.end, torch.tensor([[0, 0, 1, 0, 2], [1, 1, 1, 0, 2]]), 0)
+
+
+GOOD = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
+TWO_ROWS = IntervalMask.documents([[4, 4], [8]])
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "length": (
+        lambda: plan(IntervalMask.causal(9), Layout.zigzag(8, 2), **GOOD),
+        "the mask is of 9 tokens, the layout of 8",
+    ),
+    "heads": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_kv_heads": 3}),
+        "num_heads 4, num_kv_heads 3.* num_heads a multiple of num_kv_heads",
+    ),
+    "head dim": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), v_head_dim=0, **GOOD),
+        "v_head_dim 0.* expected at least 1 each",
+    ),
+    "batch": (
+        lambda: plan(TWO_ROWS, Layout.zigzag(8, 2), batch=3, **GOOD),
+        "the mask has 2 rows but batch is 3; expected 3 or 1",
+    ),
+    "dtype": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "dtype": torch.int64}),
+        "dtype is torch.int64; expected one of torch.float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_numbers_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    call, message = REFUSALS[case]
+    with pytest.raises(InputError, match=message):
+        call()
