@@ -34,16 +34,18 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="ringtile", description="Exact context-parallel training.")
     parser.add_argument("--version", action="version", version=f"ringtile {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(VERBS) + "}")
-    for name, summary in VERBS.items():
-        verb = verbs.add_parser(name, help=summary, description=summary.capitalize() + ".")
-        importlib.import_module(f"ringtile.cli.{name}").add_arguments(verb)
-        verb.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON")
-    args = parser.parse_args(arguments)
     try:
-        outcome: Outcome = importlib.import_module(f"ringtile.cli.{args.verb}").run(args)
+        for name, summary in VERBS.items():
+            verb = verbs.add_parser(name, help=summary, description=summary.capitalize() + ".")
+            verb.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON")
+            if name in arguments:  # the others stay unloaded: doctor must run where what train needs does not
+                verb_module(name).add_arguments(verb)
+        args = parser.parse_args(arguments)
+        outcome: Outcome = verb_module(args.verb).run(args)
         if args.json and rank() == 0:
             write_json(args.json, outcome.report)
     except RingtileError as error:
@@ -54,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"ringtile: error: {error}", file=sys.stderr)
         return 2
     return outcome.status
+
+
+def verb_module(name: str) -> Any:
+    """The module of a verb."""
+    return importlib.import_module(f"ringtile.cli.{name}")
 
 
 def rank() -> int:

@@ -124,7 +124,7 @@ def read_texts(name: str, files: list[str], text_column: str, key: str) -> datas
     options = {"sample_by": "document"} if name == "text" else {}
     try:
         part = datasets.load_dataset(name, data_files=files, split="train", **options)
-    except datasets.exceptions.DatasetsError as error:
+    except (datasets.exceptions.DatasetsError, ValueError) as error:  # pyarrow raises ValueErrors
         shown = ", ".join(pathlib.Path(file).name for file in files)
         reason = first_line(error.__cause__ or error)
         raise ConfigError(f"{key}: cannot read {shown} as {name} ({reason}); expected valid UTF-8 {name}") from error

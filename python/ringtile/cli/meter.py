@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-import ringtile
 from ringtile.hf.attention import CUT
 from ringtile.hf.inputs import Cut
+from ringtile.plan import Plan
+from ringtile.plan import plan as make_plan
 from ringtile.transport import transport_of
 
 PROC = pathlib.Path("/proc/self")  # Linux
@@ -32,7 +33,7 @@ class Meter(TrainerCallback):
         self.forward_passes = 2 if args.gradient_checkpointing else 1  # rings of a layer before its backward
         self.moved_bytes = self.plan_bytes = self.tokens = self.micro_batch_tokens = 0
         self.step_seconds: list[float] = []
-        self.last_plan: ringtile.Plan | None = None
+        self.last_plan: Plan | None = None
         self.group: Any = None
         self.in_step = False
         model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
@@ -71,10 +72,10 @@ class Meter(TrainerCallback):
             self.plan_bytes += self.forward_passes * mine.forward_bytes_sent + mine.backward_bytes_sent
             self.last_plan = plans[window]
 
-    def plan(self, cut: Cut, window: int | None, batch: int) -> ringtile.Plan:
+    def plan(self, cut: Cut, window: int | None, batch: int) -> Plan:
         """The ring of one layer for one batch."""
         num_heads = self.config.num_attention_heads
-        return ringtile.plan(
+        return make_plan(
             cut.mask_of(window),
             cut.layout,
             num_heads=num_heads,

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-import ringtile
 from ringtile.cli import Outcome
-from ringtile.errors import ConfigError
+from ringtile.errors import ConfigError, RingtileError
 from ringtile.layout import Layout
 from ringtile.mask import IntervalMask
+from ringtile.plan import plan as make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Prints the table of the plan."""
     masks = [parse_mask(text, args.seq_len) for text in args.mask or ["causal"]]
-    plan = ringtile.plan(
+    plan = make_plan(
         functools.reduce(operator.and_, masks),
         Layout.named(args.layout, args.seq_len, args.world_size),
         num_heads=args.num_heads,
@@ -73,7 +73,7 @@ def parse_mask(text: str, seq_len: int) -> IntervalMask:
     try:
         return MASKS[name](seq_len, [int(number) for number in numbers.split(",") if number])
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ringtile.RingtileError):
+        if isinstance(error, RingtileError):
             raise
         raise ConfigError(
             f"--mask is {text!r}; expected causal, full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS "

@@ -1,0 +1,92 @@
+"""`ringtile plan`: the numbers of ringtile.plan, from the command line; the verbs and their options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+
+import pytest
+from ringtile.cli import VERBS, main
+
+SMALL = ["plan", "--seq-len", "16", "--world-size", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
+
+
+def plan_json(tmp_path: pathlib.Path, *options: str) -> dict[str, object]:
+    assert main([*SMALL, *options, "--json", str(tmp_path / "plan.json")]) == 0
+    report: dict[str, object] = json.loads((tmp_path / "plan.json").read_text())
+    return report
+
+
+def test_command_line_is_what_users_script_against() -> None:
+    """A changed or dropped option breaks scripts: change this test only on purpose."""
+    options = {}
+    for verb in VERBS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"ringtile.cli.{verb}").add_arguments(parser)
+        options[verb] = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
+    assert options == {
+        "train": {"--compare", "--plot"},
+        "doctor": set(),
+        "plan": {
+            "--seq-len",
+            "--world-size",
+            "--layout",
+            "--mask",
+            "--num-heads",
+            "--num-kv-heads",
+            "--head-dim",
+            "--v-head-dim",
+            "--dtype",
+            "--batch",
+        },
+    }
+
+
+def test_causal_zigzag_moves_three_quarters(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks, chunks 0 3 and 1 2 of 4 tokens: rank 0 needs both of rank 1, which needs chunk 0 only: 12 of 16 keys.
+
+    A key and its value are 2 heads x (8 + 8) x 2 bytes = 64 bytes; in the backward the same, and twice that in float32.
+    """
+    report = plan_json(tmp_path)
+    assert report["forward_bytes"] == 12 * 64
+    assert report["backward_bytes"] == 12 * 64 * 3
+    assert "16 tokens over 2 ranks" in capsys.readouterr().out
+
+
+def test_masks_intersect_and_every_name_is_understood(tmp_path: pathlib.Path) -> None:
+    assert plan_json(tmp_path, "--mask", "documents:8,8", "--layout", "contiguous")["forward_bytes"] == 0
+    assert plan_json(tmp_path, "--mask", "full")["forward_bytes"] == 16 * 64
+    # Contiguous halves and a window of 3 tokens: queries 8 and 9 see keys 6, 7 and 7 of the other rank.
+    window = ["--mask", "causal", "--mask", "window:3", "--layout", "contiguous"]
+    assert plan_json(tmp_path, *window)["forward_bytes"] == 2 * 64
+    for mask in ("prefix:4", "chunked:4"):
+        plan_json(tmp_path, "--mask", mask)
+
+
+@pytest.mark.parametrize("mask", ["windw:3", "window", "window:x", "causal:3", "documents", ""])
+def test_unknown_mask_is_one_line_and_status_2(mask: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--mask", mask]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ringtile: error: ")
+    assert error.count("\n") == 1
+    assert "expected" in error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seq-len", "3"],
+        ["--world-size", "0"],
+        ["--num-kv-heads", "3"],
+        ["--num-kv-heads", "0"],
+        ["--batch", "0"],
+        ["--mask", "documents:8,9"],
+        ["--mask", "window:0"],
+        ["--json", "/dev/null/plan.json"],
+    ],
+)
+def test_impossible_numbers_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *options]) == 2
+    assert "expected" in capsys.readouterr().err
