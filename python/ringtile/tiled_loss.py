@@ -1,0 +1,215 @@
+"""Linear layer and softmax cross entropy in one: the logits exist for one tile of tokens only.
+
+With one number as the result, the gradients of hidden, weight and bias are computed in the forward, tile by
+tile, while the tile's logits are there; the backward multiplies all of them by what is only known then. With
+one loss per token (reduction "none") every token has its own factor, so the backward computes the logits
+again. Liger (arXiv:2410.10989) and cut cross entropy (arXiv:2411.09009) cut the problem along the same tokens.
+
+Shape letters: T tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from .errors import InputError
+from .tiles import add_products_, as_gradients, check_tile_tokens, compute_dtype, linear, new_totals, tiles
+
+LOGITS_BYTES = 64 * 2**20  # of one tile; products of fewer than MIN_TILE_TOKENS rows waste the machine
+MIN_TILE_TOKENS = 256
+
+
+def loss_tile_tokens(vocab_size: int, dtype: torch.dtype) -> int:
+    """Tokens whose logits take LOGITS_BYTES, at least MIN_TILE_TOKENS, for products computed in dtype."""
+    state = ops.state_dtype(dtype)
+    token_bytes = vocab_size * (state.itemsize + (0 if dtype == state else dtype.itemsize))
+    return max(MIN_TILE_TOKENS, LOGITS_BYTES // max(token_bytes, 1))
+
+
+# A graph break under torch.compile: the tiles are a Python loop over buffers that are written in place.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tiled_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+    tile_tokens: int | None = None,
+) -> Tensor:
+    """cross_entropy(hidden weight^T + bias, labels), never holding more logits than those of one tile.
+
+    hidden (..., E), weight (V, E), bias (V); labels int64 (...), already aligned: labels[t] is the class of
+    hidden[t], nothing is shifted here. With x the logits, x' = softcap * tanh(x / softcap) (softcap 0: x' = x)
+    and lse = log sum exp x', the loss of a token is
+
+        (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2
+
+    A token labelled ignore_index takes no part: loss 0, gradient 0, no product. reduction: "none" one loss per
+    token, shaped like labels; "sum"; "mean" the sum over num_items, or over the number of tokens that are not
+    ignored. With num_items, the number of labels over all ranks and accumulated batches, a shard without a
+    label returns exactly 0, with a graph; without it, the mean of nothing is nan, as it is in torch.
+
+    The result is float32 (float64 for float64 hidden), also for bfloat16. tile_tokens: None bounds the logits
+    of a tile to LOGITS_BYTES. Differentiable once, with respect to hidden, weight and bias.
+
+    InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
+    """
+    _check(hidden, weight, labels, bias, reduction)
+    if tile_tokens is not None:
+        check_tile_tokens(tile_tokens)
+    for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
+        if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
+            raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
+    labels_flat = labels.reshape(-1)
+    rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
+    labels_flat = labels_flat[rows]
+    if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < weight.size(0):
+        raise InputError(
+            f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{weight.size(0) - 1} "
+            f"or ignore_index {ignore_index}"
+        )
+    dtype = compute_dtype(hidden, weight)
+    job = _Job(
+        rows,
+        labels_flat,
+        dtype,
+        tile_tokens or loss_tile_tokens(weight.size(0), dtype),
+        (label_smoothing, softcap, z_loss),
+    )
+    hidden_rows = hidden.flatten(0, -2)
+    if reduction == "none":
+        per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+        return per_token.view(labels.shape)
+    denominator = 1.0 if reduction == "sum" else float(rows.numel())
+    if num_items is not None:
+        denominator = float(num_items)
+        if reduction != "mean" or not 0.0 < denominator < math.inf:
+            raise InputError(
+                f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
+                "it is what the sum of the losses is divided by"
+            )
+    total: Tensor = _Reduced.apply(job, denominator, torch.is_grad_enabled(), hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f'reduction is {reduction!r}, expected "mean", "sum" or "none"')
+    if hidden.dtype not in ops.FLOAT_DTYPES or hidden.dim() < 2:
+        raise InputError(f"hidden is {hidden.dtype} of shape {tuple(hidden.shape)}, expected floats (..., tokens, E)")
+    if weight.dim() != 2 or weight.size(1) != hidden.size(-1) or weight.size(0) == 0:
+        raise InputError(f"weight has shape {tuple(weight.shape)}, expected (vocab_size, {hidden.size(-1)})")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise InputError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected {weight.dtype} ({weight.size(0)},)")
+    if labels.dtype != torch.int64 or labels.shape != hidden.shape[:-1]:
+        raise InputError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, expected torch.int64 {tuple(hidden.shape[:-1])}"
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    rows: Tensor  # int64: the tokens that are not ignored
+    labels: Tensor  # int64: theirs
+    dtype: torch.dtype  # in which the products are computed
+    tile_tokens: int
+    options: tuple[float, float, float]  # label_smoothing, softcap, z_loss
+
+    def run(
+        self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss of every token (T), and gradients of the sum of factors * loss (None: factors of 1).
+
+        needed: whether hidden (T, E), weight (V, E), bias (V) need a gradient. hidden's has its dtype, the
+        other two are float32 (float64).
+        """
+        state = ops.state_dtype(self.dtype)
+        loss = hidden.new_zeros(hidden.size(0), dtype=state)
+        dhidden = torch.zeros_like(hidden) if needed[0] else None
+        weight_total, bias_total = new_totals((weight, bias), needed[1:])
+        weight_cast = weight.to(self.dtype)
+        bias_cast = None if bias is None else bias.to(self.dtype)
+        num_rows = min(self.tile_tokens, self.rows.numel())
+        product_buffer = hidden.new_empty((num_rows, weight.size(0)), dtype=self.dtype)
+        # bfloat16 logits are exact in float32, and their gradient is then not rounded before dW is summed.
+        state_buffer = None if self.dtype == state else torch.empty_like(product_buffer, dtype=state)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for tile in tiles(self.rows.numel(), self.tile_tokens):
+                rows, labels = self.rows[tile], self.labels[tile]
+                x = hidden[rows].to(self.dtype)  # (t, E)
+                product = linear(x, weight_cast, bias_cast, product_buffer[: x.size(0)])
+                logits = product if state_buffer is None else state_buffer[: x.size(0)].copy_(product)
+                tile_loss, lse = (loss.new_empty(x.size(0)) for _ in range(2))
+                # No row is ignored here: -1 is no label.
+                ops.cross_entropy_fwd_bwd_(logits, labels, tile_loss, lse, -1, *self.options, any(needed))
+                loss[rows] = tile_loss
+                if not any(needed):
+                    continue
+                dlogits = logits if factors is None else logits.mul_(factors[rows, None])
+                add_products_(weight_total, bias_total, dlogits, x)
+                if dhidden is not None:
+                    dhidden[rows] = torch.mm(product.copy_(dlogits), weight_cast).to(hidden.dtype)
+        return loss, [dhidden, weight_total, bias_total]
+
+
+class _PerToken(torch.autograd.Function):
+    """reduction "none": the backward computes the logits again, now that every token's factor is known."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.job = job
+        ctx.save_for_backward(hidden, weight, bias)
+        loss, _ = job.run((False, False, False), None, hidden, weight, bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss, *ctx.saved_tensors)
+        return None, *as_gradients(gradients, ctx.saved_tensors)
+
+
+class _Reduced(torch.autograd.Function):
+    """reduction "sum" and "mean": the gradients are made in the forward, their common factor is known later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        job: _Job,
+        denominator: float,
+        want_grad: bool,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.job, ctx.denominator = job, denominator
+        ctx.save_for_backward(hidden, weight, bias)
+        needed = ctx.needs_input_grad[3:] if want_grad else (False, False, False)
+        loss, ctx.gradients = job.run(needed, None, hidden, weight, bias)
+        return (loss.sum(dtype=torch.float64) / denominator).to(loss.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward only
+        if gradients is None:
+            _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *ctx.saved_tensors)
+        # The mean of no token has no gradient. Two dims: a factor without dims would be rounded to bfloat16.
+        factor = (dtotal / (ctx.denominator or 1.0)).view(1, 1)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.view(-1, gradient.size(-1)).mul_(factor)
+        return None, None, None, *as_gradients(gradients, ctx.saved_tensors)

@@ -1,0 +1,249 @@
+"""An MLP computed a tile of tokens at a time: its intermediates exist for one tile only, in both passes.
+
+The autograd graph of one tiled MLP is two nodes,
+
+    x, weights -> _Keep -> anchor -> _Run -> outputs
+
+_Keep saves the input and the weights; _Run computes the outputs and saves nothing. The backward of _Run hands
+the gradients of the outputs over to the backward of _Keep, which does all the work and returns the gradient
+of each weight once, so that hooks, DDP and FSDP see an ordinary parameter. Two nodes, because a non-reentrant
+checkpoint (torch.utils.checkpoint) stops its recomputation at the last tensor that was saved: it stops in
+_Keep, before the MLP is computed again. With 2 T*E*F flops a product, forward and backward together:
+
+    plain                    3 products + 6                            18 T*E*F
+    tiled GLU                3 + 2 (gate, up again) + 6                22 T*E*F, also inside a checkpoint
+    tiled, any module        3 + 3 (all again) + 6                     24 T*E*F, also inside a checkpoint
+
+Shape letters: B batch, N tokens, T = B*N tokens flattened, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from .errors import InputError, Refused
+from .glu import GluTiles, find_glu
+from .tiles import as_gradients, check_tile_tokens, new_totals, tiles
+
+Output = Tensor | tuple[Tensor | None, ...]
+
+
+def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_original_mlp: bool = False) -> Output:
+    """module(x), at most tile_tokens tokens at a time: the same output and gradients, the memory of one tile.
+
+    x (B, N, E) or (T, E), or any leading dims. The module must treat every token by itself, as MLPs and
+    mixtures of experts without a capacity do. Its output, or each tensor of a tuple, must have x's leading
+    dims or a flat (T, ...); all of them are differentiable. Dropout, autocast and frozen weights are honoured.
+
+    A module that is down(act(gate(x)) * up(x)) runs on ringtile's GLU kernels; any other, and every one with
+    use_original_mlp, by its own forward. Cutting an MLP along its tokens and computing it again in the
+    backward: Liu & Abbeel, arXiv:2305.19370; Chen et al., arXiv:1604.06174.
+
+    InputError: x has no token dim, or its dtype is not the weights', or tile_tokens is below 1.
+    Refused: the module normalizes over tokens, or an output is not one row per token.
+    """
+    outputs: Output = run_tiles(module, type(module).forward, x, tile_tokens, use_original_mlp)
+    return outputs
+
+
+# A graph break under torch.compile: the tiles are a Python loop over buffers that are written in place.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_tiles(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, tile_tokens: int, use_original_mlp: bool
+) -> Output:
+    """tiled_mlp, for a module whose own forward is forward(module, x)."""
+    check_tile_tokens(tile_tokens)
+    if x.dim() < 2 or not x.is_floating_point():
+        raise InputError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating point (..., tokens, hidden)")
+    glu = None if use_original_mlp else find_glu(module, forward)
+    work: _Work = ModuleTiles(module, forward, x, tile_tokens) if glu is None else GluTiles(glu, x, tile_tokens)
+    handover: list[Sequence[Tensor | None]] = []
+    anchor = _Keep.apply(work, handover, x, *work.weights)  # type: ignore[no-untyped-call]
+    outputs: Output = _Run.apply(anchor, handover, lambda: work.forward(x.detach(), *work.weights))  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Work(Protocol):
+    weights: tuple[Tensor | None, ...]
+
+    def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
+        """The module's outputs, without a graph."""
+
+    def backward(
+        self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """The gradient of x, and those of the weights in the dtype they were summed in; None if not needed."""
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, handover: list[Sequence[Tensor | None]], x: Tensor, *weights: Tensor | None
+    ) -> Tensor:
+        ctx.work, ctx.handover = work, handover
+        ctx.save_for_backward(x, *weights)
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, danchor: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        dx, totals = ctx.work.backward(ctx.handover.pop(), ctx.needs_input_grad[2:], x, *weights)
+        return None, None, dx, *as_gradients(totals, weights)
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, handover: list[Sequence[Tensor | None]], forward: Callable[[], Output]
+    ) -> Output:
+        outputs = forward()
+        ctx.handover = handover
+        ctx.set_materialize_grads(False)  # an output nobody used has no gradient
+        ctx.mark_non_differentiable(
+            *(out for out in _as_tuple(outputs) if out is not None and not out.is_floating_point())
+        )
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.handover.append(douts)
+        dout = next(dout for dout in douts if dout is not None)
+        return dout.new_zeros(()), None, None
+
+
+class ModuleTiles:
+    """Any module, tile by tile; the backward runs its own forward again, with the same random numbers."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor, tile_tokens: int) -> None:
+        for name, child in module.named_modules():
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                raise Refused(
+                    f"tiled MLP: {name or 'the module'} is a {type(child).__name__}, whose statistics mix tokens; "
+                    "expected a module that treats every token by itself"
+                )
+        self.call, self.tile_tokens = _Call(module, forward), tile_tokens
+        parameters = {name: p for name, p in self.call.named_parameters() if p.requires_grad}
+        self.names = tuple(parameters)
+        self.weights: tuple[Tensor | None, ...] = tuple(parameters.values())
+        device_type = x.device.type
+        self.cpu_random_state = torch.get_rng_state()
+        self.devices, self.device_random_states = get_device_states(x)
+        self.autocast: dict[str, Any] = {
+            "device_type": device_type,
+            "enabled": torch.is_autocast_enabled(device_type),
+            "dtype": torch.get_autocast_dtype(device_type),
+        }
+
+    def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
+        x_rows = x.flatten(0, -2)  # (T, E)
+        outputs: list[Any] = []
+        shapes: list[tuple[int, ...]] = []
+        result: Any = None
+        for tile in tiles(x_rows.size(0), self.tile_tokens):
+            x_tile = _like_input(x_rows[tile], x)
+            result = self.call(x_tile)
+            rows = _rows(result, x_tile)
+            if not outputs:
+                outputs = [None if r is None else r.new_empty((x_rows.size(0), *r.shape[1:])) for r in rows]
+                shapes = [_shape(out, x_tile, x) for out in _as_tuple(result)]
+            for out, tile_rows in zip(outputs, rows, strict=True):
+                if out is not None:
+                    out[tile] = tile_rows
+        outputs = [None if out is None else out.view(shape) for out, shape in zip(outputs, shapes, strict=True)]
+        return tuple(outputs) if isinstance(result, tuple) else outputs[0]
+
+    def backward(
+        self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        x_rows = x.flatten(0, -2)
+        dx = x.new_zeros(x_rows.shape) if needed[0] else None
+        totals: list[Any] = [None] * len(weights)  # stays None if no tile used the weight
+        # Leaves that share the weights' storage: hooks on the parameters must see the total, not every tile.
+        leaves = {name: w.detach().requires_grad_() for name, w in zip(self.names, weights, strict=True)}
+        with (
+            torch.random.fork_rng(self.devices, device_type=x.device.type),
+            torch.autocast(**self.autocast),
+            torch.enable_grad(),
+        ):
+            torch.set_rng_state(self.cpu_random_state)
+            set_device_states(self.devices, self.device_random_states, device_type=x.device.type)
+            for tile in tiles(x_rows.size(0), self.tile_tokens):
+                x_tile = _like_input(x_rows[tile].detach(), x).requires_grad_(needed[0])
+                rows = _rows(torch.func.functional_call(self.call, leaves, (x_tile,)), x_tile)
+                pairs = [
+                    (out, dout.reshape(x_rows.size(0), *out.shape[1:])[tile])
+                    for out, dout in zip(rows, douts, strict=True)
+                    if out is not None and dout is not None and out.requires_grad
+                ]
+                if not pairs:
+                    continue
+                inputs = [x_tile, *leaves.values()] if needed[0] else list(leaves.values())
+                tile_outputs, tile_douts = zip(*pairs, strict=True)
+                grads = list(torch.autograd.grad(tile_outputs, inputs, tile_douts, allow_unused=True))
+                if dx is not None and (dx_tile := grads.pop(0)) is not None:
+                    dx[tile] = dx_tile.view_as(x_rows[tile])
+                for index, grad in enumerate(grads):
+                    if grad is not None:
+                        if totals[index] is None:
+                            (totals[index],) = new_totals([weights[index]], [True])
+                        totals[index] += grad
+        return None if dx is None else dx.view(x.shape), totals
+
+
+class _Call(nn.Module):
+    """A module whose forward may have been replaced on the instance, called by the forward it had."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.own_forward = module, forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.own_forward(self.module, x)
+
+
+def _as_tuple(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _like_input(rows: Tensor, x: Tensor) -> Tensor:
+    """(T, E) as a batch of one sequence, with as many dims as x."""
+    return rows.view(*(1,) * (x.dim() - 2), *rows.shape)
+
+
+def _shape(out: Tensor | None, x_tile: Tensor, x: Tensor) -> tuple[int, ...]:
+    """The shape of a whole output, of which out is the first tile."""
+    num_leading = x.dim() - 1
+    if out is None:
+        return ()
+    if out.shape[:num_leading] == x_tile.shape[:-1]:
+        return (*x.shape[:-1], *out.shape[num_leading:])
+    return (x.shape[:-1].numel(), *out.shape[1:])
+
+
+def _rows(result: Any, x_tile: Tensor) -> list[Tensor | None]:
+    """The outputs for one tile with one row per token, (t, ...) each."""
+    num_tokens = x_tile.shape[:-1].numel()
+    rows: list[Tensor | None] = []
+    for index, out in enumerate(_as_tuple(result)):
+        if out is None:
+            rows.append(None)
+        elif not isinstance(out, Tensor):
+            raise Refused(f"tiled MLP: output {index} is a {type(out).__name__}, expected a tensor, or a tuple of them")
+        elif out.shape[: x_tile.dim() - 1] == x_tile.shape[:-1]:
+            rows.append(out.flatten(0, x_tile.dim() - 2))
+        elif out.dim() > 0 and out.size(0) == num_tokens:
+            rows.append(out)
+        else:
+            raise Refused(
+                f"tiled MLP: output {index} has shape {tuple(out.shape)} for a tile of {num_tokens} tokens, expected "
+                f"{tuple(x_tile.shape[:-1])} or ({num_tokens},) in front; a sum over tokens cannot be tiled"
+            )
+    return rows
