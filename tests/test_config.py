@@ -2,7 +2,6 @@
 
 import pydantic
 import pytest
-
 import ringtile
 from ringtile.config import Config
 

@@ -3,13 +3,12 @@
 import itertools
 
 import pytest
+import ringtile
 import torch
+from ringtile.hf.inputs import cut_batch
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-import ringtile
-from ringtile.hf.inputs import cut_batch
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 

@@ -1,0 +1,57 @@
+"""Tiny transformers models, made from a configuration, for the tests of ringtile.hf."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+FAMILIES = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-sliding": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "mistral-sliding": ("mistral", {"sliding_window": 6}),
+    "gemma2": ("gemma2", {"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "llama-dynamic": (
+        "llama",
+        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}),
+}
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A model with random weights in eval mode, the same for the same seed."""
+    model_type, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **settings, **overrides})
+    return AutoModelForCausalLM.from_config(config).eval()

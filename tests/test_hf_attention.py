@@ -1,0 +1,229 @@
+"""Attention and mask functions under transformers: equal to the whole model on one rank, or refused."""
+
+import copy
+import functools
+
+import pytest
+import ringtile
+import torch
+from hf_models import tiny_model
+from ringtile.hf import attention, model
+from ringtile.hf.inputs import cut_batch
+from ringtile.hf.patches import Ledger
+from ringtile.transport import LoopbackWorld, transport_of
+
+BATCH, SEQ_LEN = 2, 27
+LEFT_PADDED = torch.tensor([[0] * 4 + [1] * 23, [1] * 27])
+RIGHT_PADDED = torch.tensor([[1] * 27, [1] * 15 + [0] * 12])
+PACKED = torch.cat([torch.arange(11), torch.arange(9), torch.arange(7)])[None]
+
+
+def _ids():
+    return torch.randint(3, 96, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(7))
+
+
+def _tolerance(logits):
+    """fp32 rounding of two layers: each logit is a sum of H = 32 products that was reached by other additions, at most
+    one rounding per addition, 2^-24 of the largest logit each. A wrong mask or position is off by 1e-3 and more."""
+    return 32 * 2.0**-24 * logits.abs().max().item()
+
+
+def _on_ringtile(whole):
+    """A copy of the model that attends through ringtile, and the undoing of it."""
+    switched, ledger = copy.deepcopy(whole), Ledger()
+    model.switch_attention(switched, ledger)
+    return switched, ledger
+
+
+def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
+    """The logits of the whole batch (B, S, V), computed by `world_size` ranks in threads."""
+
+    def run(group):
+        own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
+        cuts = []
+        model.pin_rope_length(own, Ledger(), lambda: cuts[0])
+        local, cut = cut_batch(
+            batch,
+            layout=layout,
+            group=group,
+            rank=transport_of(group).rank,
+            world_size=world_size,
+            makes_positions=model.makes_positions(own),
+        )
+        cuts.append(cut)
+        with torch.no_grad():
+            return cut.join(own(**local).logits)
+
+    return LoopbackWorld(world_size).run(run)[0]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3-sliding",
+        "mistral-sliding",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "smollm3",
+        "gpt2",
+        "llama-dynamic",
+        "phi3-longrope",
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
+def test_logits_of_two_ranks_equal_the_whole_model(family, kind):
+    whole = tiny_model(family)
+    batch = {"input_ids": _ids()}
+    if kind in ("left", "right"):
+        batch["attention_mask"] = LEFT_PADDED if kind == "left" else RIGHT_PADDED
+    if kind == "packed":
+        batch["position_ids"] = PACKED.expand(BATCH, -1)
+    elif family == "gpt2":
+        batch["position_ids"] = torch.arange(SEQ_LEN)[None]
+    switched, _ = _on_ringtile(whole)
+    logits = _ring_logits(switched, batch)
+    whole.set_attn_implementation("eager")  # knows softcap, which sdpa leaves out
+    with torch.no_grad():
+        expected = whole(**batch, use_cache=False).logits  # as a Trainer does; a cache would hide packed documents
+    if "attention_mask" in batch:  # eager lets a query without keys attend everything; nobody reads its logits
+        seen = batch["attention_mask"].bool()
+        logits, expected = logits[seen], expected[seen]
+    assert (logits - expected).abs().max() <= _tolerance(expected)
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 2), ("striped", 3), ("zigzag", 3)])
+def test_logits_in_every_layout_equal_the_whole_model(layout, world_size):
+    whole = tiny_model("mistral-sliding")
+    batch = {"input_ids": _ids(), "attention_mask": LEFT_PADDED}
+    switched, _ = _on_ringtile(whole)
+    with torch.no_grad():
+        expected = whole(**batch, use_cache=False).logits  # as a Trainer does; a cache would hide packed documents
+    # sdpa gives queries of padding zeros, as we do: these logits are equal everywhere.
+    logits = _ring_logits(switched, batch, world_size, layout)
+    assert (logits - expected).abs().max() <= _tolerance(expected)
+
+
+# ---- without a cut, transformers' own functions run ----------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_uncut_batch_is_handed_to_transformers(family, padded):
+    whole = tiny_model(family)
+    switched, _ = _on_ringtile(whole)
+    whole.set_attn_implementation("eager" if family in ("gemma2", "gpt-oss") else "sdpa")
+    batch = {"input_ids": _ids()} | ({"attention_mask": LEFT_PADDED} if padded else {})
+    with torch.no_grad():
+        assert torch.equal(switched(**batch).logits, whole(**batch).logits)
+
+
+def test_generation_is_unchanged():
+    whole = tiny_model()
+    switched, _ = _on_ringtile(whole)
+    batch = {"input_ids": _ids(), "attention_mask": LEFT_PADDED}
+    expected = whole.generate(**batch, max_new_tokens=5, do_sample=False)
+    assert torch.equal(switched.generate(**batch, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_switching_is_undone():
+    switched, ledger = _on_ringtile(tiny_model())
+    assert switched.config._attn_implementation == "ringtile"
+    ledger.restore()
+    assert switched.config._attn_implementation == "sdpa"
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def _cut(whole, batch=None):
+    """The local batch of rank 0 of 2, for models that refuse before anything is sent."""
+    inputs = batch or {"input_ids": _ids()}
+    local, _ = cut_batch(inputs, layout="zigzag", group=None, rank=0, world_size=2, makes_positions=True)
+    return local
+
+
+def test_cut_that_does_not_arrive_is_refused():
+    switched, _ = _on_ringtile(tiny_model())
+    local = _cut(switched)
+    del local[attention.CUT]
+    with pytest.raises(ringtile.Refused, match="ringtile_cut"):
+        switched(**local)
+
+
+def test_cut_lost_on_the_way_is_refused():
+    switched, _ = _on_ringtile(tiny_model())
+    layer = switched.model.layers[1].self_attn
+    layer.forward = functools.partial(_forward_without_cut, layer.forward)
+    with pytest.raises(ringtile.Refused, match="ringtile_cut"):
+        LoopbackWorld(2).run(lambda group: _run_local(switched, group))
+
+
+def _forward_without_cut(original, *args, **kwargs):
+    kwargs.pop(attention.CUT)
+    return original(*args, **kwargs)
+
+
+def _run_local(switched, group):
+    rank = transport_of(group).rank
+    local, _ = cut_batch(
+        {"input_ids": _ids()}, layout="zigzag", group=group, rank=rank, world_size=2, makes_positions=True
+    )
+    return switched(**local)
+
+
+def test_attention_dropout_is_refused_in_training_only():
+    switched, _ = _on_ringtile(tiny_model("llama", attention_dropout=0.1))
+    with pytest.raises(ringtile.Refused, match=r"dropout 0\.1"):
+        switched.train()(**_cut(switched))
+
+
+def test_sinks_are_refused():
+    switched, _ = _on_ringtile(tiny_model("gpt-oss"))
+    with pytest.raises(ringtile.Refused, match="attention sinks"):
+        switched(**_cut(switched))
+
+
+def test_bidirectional_attention_is_refused():
+    switched, _ = _on_ringtile(tiny_model())
+    for layer in switched.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ringtile.Refused, match="bidirectional"):
+        switched(**_cut(switched))
+
+
+def test_mask_of_a_shard_is_refused():
+    switched, _ = _on_ringtile(tiny_model())
+    local = _cut(switched)
+    local["attention_mask"] = torch.zeros(BATCH, 1, 14, 14)
+    with pytest.raises(ringtile.Refused, match="attention mask of shape"):
+        switched(**local)
+
+
+# ---- gradients, under activation checkpointing too ------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_gradients_equal_the_whole_model(use_reentrant):
+    whole = tiny_model("qwen3-sliding").train()
+    batch = {"input_ids": _ids(), "labels": _ids(), "attention_mask": RIGHT_PADDED}
+    switched, _ = _on_ringtile(whole)
+    whole(**batch).loss.backward()
+
+    def run(group):
+        own = copy.deepcopy(switched)
+        if use_reentrant is not None:
+            own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        rank = transport_of(group).rank
+        local, cut = cut_batch(batch, layout="zigzag", group=group, rank=rank, world_size=2, makes_positions=True)
+        own(**local, num_items_in_batch=cut.num_targets).loss.backward()
+        return [parameter.grad for parameter in own.parameters()]
+
+    gradients = [sum(ranks) for ranks in zip(*LoopbackWorld(2).run(run), strict=True)]
+    for (name, parameter), gradient in zip(whole.named_parameters(), gradients, strict=True):
+        # B * S = 54 tokens are summed in another order, at most one rounding each
+        tolerance = 54 * 2.0**-24 * parameter.grad.abs().max().item()
+        assert (gradient - parameter.grad).abs().max() <= tolerance, name
