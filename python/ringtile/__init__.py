@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -35,6 +36,12 @@ _HOME = {
     "enable": "hf.trainer",
     "restore": "hf.trainer",
 }
+
+# Two functions are named like their modules. Importing them here, after the modules, makes the name the function for
+# good; elsewhere the first import of the module would take the name.
+with contextlib.suppress(BuildError):  # `ringtile doctor` must run where the ops are not built
+    from .plan import plan as plan
+    from .tiled_mlp import tiled_mlp as tiled_mlp
 
 
 def __getattr__(name: str) -> Any:
