@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import pathlib
 from collections.abc import Callable
 
 import pytest
@@ -160,6 +162,14 @@ def test_table_names_ranks_and_totals() -> None:
     assert table[0].startswith("rank  tokens  rounds  keys  fwd MB out  fwd MB in  bwd MB out  bwd MB in")
     assert [line.split()[:4] for line in table[1:3]] == [["0", "32", "1", "32"], ["1", "32", "1", "16"]]
     assert table[3].startswith("64 tokens over 2 ranks: 0.006 MB forward")
+
+
+@pytest.mark.parametrize("page", ["masks.md", "layouts.md"])
+def test_pages_show_what_the_code_prints(page: str) -> None:
+    path = pathlib.Path(__file__).parent.parent / "docs" / page
+    failed, tried = doctest.testfile(str(path), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert tried > 0
+    assert failed == 0
 
 
 # ---- the memory of rounds_of --------------------------------------------------------------------

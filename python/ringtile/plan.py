@@ -78,7 +78,7 @@ def rounds_of(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> RankPlan
     return _rounds_of(_MaskAndLayout(begin, end, layout), rank)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _rounds_of(key: _MaskAndLayout, rank: int) -> RankPlan:
     layout = Layout.from_tensor(key.layout)
     world_size = layout.world_size
