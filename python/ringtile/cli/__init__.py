@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringtile import __version__
-from ringtile.errors import PeerLost, RingMismatch, RingtileError
+from ringtile.errors import ConfigError, PeerLost, RingMismatch, RingtileError
 
 VERBS = {
     "train": "train a model from a YAML file; torchrun it for several ranks",
@@ -45,9 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in arguments:  # the others stay unloaded: doctor must run where what train needs does not
                 verb_module(name).add_arguments(verb)
         args = parser.parse_args(arguments)
+        if args.json and rank() == 0:
+            make_writable(args.json, "--json")
         outcome: Outcome = verb_module(args.verb).run(args)
         if args.json and rank() == 0:
             write_json(args.json, outcome.report)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("ringtile"):
+            raise
+        print(
+            f"ringtile: error: {error.name} is not installed; expected it: pip install 'ringtile[train]'",
+            file=sys.stderr,
+        )
+        return 2
     except RingtileError as error:
         # Every rank refuses a bad input alike, so one a machine says it; what a peer did, each rank tells for itself.
         if isinstance(error, PeerLost | RingMismatch):
@@ -68,12 +78,16 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def write_json(path: pathlib.Path, report: dict[str, Any]) -> None:
-    """Writes a report, making its folder. RingtileError when the file cannot be written."""
+def make_writable(path: pathlib.Path, option: str) -> None:
+    """Makes the folder of a result, before the work whose result it is. ConfigError when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        with path.open("a"):
+            pass
     except OSError as error:
-        raise RingtileError(
-            f"--json: cannot write {path} ({error.strerror}); expected a path that can be written"
-        ) from error
+        raise ConfigError(f"{option}: cannot write {path} ({error.strerror}); expected a path of a file") from error
+
+
+def write_json(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Writes a report."""
+    path.write_text(json.dumps(report, indent=1) + "\n")

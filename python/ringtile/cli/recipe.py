@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pydantic
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -138,7 +139,7 @@ def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
         else:
             config = make_model_config(recipe.model, recipe.data.seq_len, encoder)
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model: {' '.join(str(error).split())}") from error
     limits = {"vocab_size": encoder.vocab_size, "max_position_embeddings": recipe.data.seq_len}
     for key, needed in limits.items():

@@ -7,10 +7,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-
-from ringtile.errors import RingtileError
 
 # What two runs of one training may differ by. Losses and norms are float32 sums of the same terms in another order:
 # an ulp is 1.2e-7 relative, a sum moves by a few, and every step starts from weights that moved as much.
@@ -18,11 +17,22 @@ MAX_REL_LOSS_DIFF = 1e-6
 MAX_REL_GRAD_NORM_DIFF = 1e-5
 
 
+def rel_diffs(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """|value - reference| / |reference| of every pair."""
+
+    def rel_diff(value: float, expected: float) -> float:
+        if value == expected:
+            return 0.0
+        return abs(value - expected) / abs(expected) if expected else math.inf
+
+    return [rel_diff(*pair) for pair in zip(values, reference, strict=True)]
+
+
 def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest |value - reference| / |reference|; NaN where a value is, infinite when the counts differ."""
+    """The largest of rel_diffs; NaN where one is, infinite when the counts differ."""
     if len(values) != len(reference):
         return math.inf
-    diffs = [abs(a - b) / abs(b) if b else math.inf * abs(a) for a, b in zip(values, reference, strict=True)]
+    diffs = rel_diffs(values, reference)
     return math.nan if any(map(math.isnan, diffs)) else max(diffs, default=0.0)
 
 
@@ -46,30 +56,22 @@ def compare(report: dict[str, Any], single: dict[str, Any]) -> list[str]:
 
 def plot_losses(path: pathlib.Path, report: dict[str, Any]) -> None:
     """Writes the loss curve as an image; with a comparison both curves, and their relative difference below."""
-    from matplotlib.figure import Figure  # slow to import, and used by this function only
-
     figure = Figure(figsize=(7, 5), layout="constrained")
     single = report.get("losses_single")
-    rows = figure.subplots(
-        1 if single is None else 2, 1, sharex=True, squeeze=False, height_ratios=[3, 1][: 2 if single else 1]
-    )
-    top = rows[0][0]
+    heights = [3] if single is None else [3, 1]
+    rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    top = rows[0]
     name = f"{report['world_size']} ranks" if report["world_size"] > 1 else "one process"
     top.plot(report["steps"], report["losses"], label=name)
     top.set_ylabel("loss")
     if single is not None:
         top.plot(report["steps"], single, "--", label="one process")
-        diffs = [abs(a - b) / abs(b) for a, b in zip(report["losses"], single, strict=True)]
-        rows[1].plot(report["steps"], diffs, ".")
+        rows[1].plot(report["steps"], rel_diffs(report["losses"], single), ".")
         rows[1].axhline(MAX_REL_LOSS_DIFF, color="grey", linewidth=0.5)
         rows[1].set_ylabel("relative difference")
     top.legend()
     rows[-1].set_xlabel("step")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise RingtileError(f"--plot: cannot write {path} ({error}); expected a path like loss.png") from error
+    figure.savefig(path)
 
 
 def print_summary(console: Console, report: dict[str, Any]) -> None:

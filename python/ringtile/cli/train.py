@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ringtile.cli import Outcome, rank, write_json
-from ringtile.errors import RingtileError
+from ringtile.cli import Outcome, make_writable, rank, write_json
+from ringtile.errors import ConfigError, RingtileError
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # What torchrun tells its workers; the run in one process must not see it.
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -42,6 +43,10 @@ def run(args: argparse.Namespace) -> Outcome:
     from ringtile.cli.report import compare, plot_losses, print_summary
     from ringtile.cli.training import train
 
+    if args.plot and rank() == 0:
+        if args.plot.suffix not in PLOT_SUFFIXES:
+            raise ConfigError(f"--plot is {args.plot}; expected a file name ending in {', '.join(PLOT_SUFFIXES)}")
+        make_writable(args.plot, "--plot")
     recipe = Recipe.load(args.config)
     report = train(recipe)
     failures: list[str] = []

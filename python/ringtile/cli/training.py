@@ -33,7 +33,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
     args = make_arguments(recipe.training)
     with args.main_process_first(desc="reading the data"):  # the others then find it in the cache of `datasets`
         rows = {
-            key: make_rows(load_documents(names, recipe.data.text_column, f"data.{key}"), recipe.data, encoder, key)
+            key: make_rows(
+                load_documents(names, recipe.data.text_column, f"data.{key}"), recipe.data, encoder, f"data.{key}"
+            )
             for key, names in files.items()
             if names
         }

@@ -1,0 +1,288 @@
+"""`ringtile train`: the YAML file and its refusals, the losses it reports, the comparison that must be able to fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+import yaml
+from ringtile.cli import main
+from ringtile.cli.data import DataConfig
+from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
+from ringtile.cli.report import compare, max_rel_diff
+from ringtile.config import Config
+from ringtile.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).parent.parent
+TEXT = "Every rank holds a part of the sequence; the ring brings the keys. " * 8
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TRAINING = {
+    "use_cpu": True,
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "optim": "sgd",
+    "learning_rate": "1e-1",  # a string to YAML: the dot is missing
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+def write_config(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
+    """A run on TEXT; `changes` replace whole top-level keys."""
+    (folder / "text.txt").write_text(TEXT)
+    config = {"model": MODEL, "data": {"files": "text.txt", "seq_len": 64}, "training": TRAINING} | changes
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder / "run.yaml"
+
+
+def train(path: pathlib.Path, *options: str) -> dict[str, Any]:
+    result = path.parent / "result.json"
+    assert main(["train", str(path), *options, "--json", str(result)]) == 0
+    report: dict[str, Any] = json.loads(result.read_text())
+    return report
+
+
+# ---- what a run reports ---------------------------------------------------------------------------
+
+
+def test_losses_are_those_of_a_plain_loop(tmp_path: pathlib.Path) -> None:
+    """One packed row, seen again and again, against SGD written out over its two documents; nothing is rounded."""
+    texts = [TEXT[:70], TEXT[70:126]]
+    (tmp_path / "one.txt").write_text(texts[0])
+    (tmp_path / "two.jsonl").write_text(json.dumps({"text": texts[1]}) + "\n")
+    documents = [torch.tensor([[*text.encode(), 256]]) for text in texts]
+    seq_len = sum(tokens.numel() for tokens in documents)
+    report = train(write_config(tmp_path, data={"files": ["one.txt", "two.jsonl"], "seq_len": seq_len}))
+
+    transformers.set_seed(42)  # TrainingArguments' default
+    config = transformers.LlamaConfig(**MODEL, vocab_size=257, max_position_embeddings=seq_len)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    losses, norms = [], []
+    for _ in range(4):
+        predictions = torch.cat([model(input_ids=tokens).logits[0, :-1] for tokens in documents])
+        targets = torch.cat([tokens[0, 1:] for tokens in documents])
+        loss = torch.nn.functional.cross_entropy(predictions, targets)
+        model.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    # Both are float32 over the same sums, taken in another order: a few ulp of 1.2e-7.
+    assert report["losses"] == pytest.approx(losses, rel=1e-6)
+    assert report["grad_norms"] == pytest.approx(norms, rel=1e-5)
+    assert report["losses"][-1] < report["losses"][0]
+    assert report["steps"] == [1, 2, 3, 4]
+    assert report["bytes_moved"] == report["plan_bytes"] == 0
+    assert report["patched"] == []
+
+
+def test_evaluation_padding_and_plot(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"body": "held out"}\n{"body": "and another one"}\n')
+    data = {"files": "eval.jsonl", "eval_files": "eval.jsonl", "seq_len": 16, "packing": False, "text_column": "body"}
+    path = write_config(tmp_path, data=data, training=TRAINING | {"eval_strategy": "steps", "eval_steps": 2})
+    report = train(path, "--plot", str(tmp_path / "plots" / "loss.png"))
+    assert report["eval_steps"] == [2, 4]
+    assert report["eval_losses"][1] < report["eval_losses"][0]
+    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trained_model_and_its_folder_are_taken_as_model(tmp_path: pathlib.Path) -> None:
+    first = train(
+        write_config(tmp_path, training=TRAINING | {"save_strategy": "steps", "output_dir": str(tmp_path / "m")})
+    )
+    again = write_config(tmp_path, model="m", data={"files": "text.txt", "seq_len": 64, "tokenizer": "bytes"})
+    assert train(again)["losses"][0] < first["losses"][0]
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
+    """The path of `make train`, smaller: torchrun, ring, tiles, packed documents, the comparison."""
+    (tmp_path / "more.txt").write_text(TEXT[: len(TEXT) // 3])
+    path = write_config(
+        tmp_path,
+        data={"files": ["text.txt", "more.txt"], "seq_len": 96},
+        training=TRAINING | {"gradient_accumulation_steps": 2},
+        context_parallel_size=2,
+        tiled_mlp=True,
+        tile_tokens=40,
+        tiled_loss=True,
+    )
+    options = [
+        "--compare",
+        "--json",
+        str(tmp_path / "out" / "train.json"),
+        "--plot",
+        str(tmp_path / "out" / "loss.png"),
+    ]
+    done = torchrun(2, "train", str(path), *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert len(report["losses"]) == len(report["losses_single"]) == 4
+    assert report["max_rel_loss_diff"] <= 1e-6
+    assert report["max_rel_grad_norm_diff"] <= 1e-5
+    assert report["bytes_moved"] == report["plan_bytes"] > 0
+    assert len(report["peak_bytes"]) == 2
+    assert (tmp_path / "out" / "loss.png").exists()
+    assert done.stdout.count("against one process") == 1  # rank 0 alone prints
+
+
+def torchrun(world_size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE)}
+    return subprocess.run([*launcher, "-m", "ringtile", *arguments], env=environment, capture_output=True, text=True)
+
+
+# ---- the comparison -------------------------------------------------------------------------------
+
+
+def test_max_rel_diff_of_anything_odd_is_no_number() -> None:
+    assert max_rel_diff([2.0, 3.0], [2.0, 4.0]) == 0.25
+    assert max_rel_diff([1.0], [1.0, 2.0]) == math.inf
+    assert math.isnan(max_rel_diff([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+    assert max_rel_diff([0.0], [0.0]) == 0.0
+    assert max_rel_diff([1.0], [0.0]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        ({}, None),
+        ({"losses": [2.0, 1.0 + 2e-6]}, "max_rel_loss_diff"),
+        ({"losses": [2.0, math.nan]}, "max_rel_loss_diff"),
+        ({"losses": [2.0]}, "max_rel_loss_diff"),
+        ({"grad_norms": [0.5, 0.5 + 1e-4]}, "max_rel_grad_norm_diff"),
+        ({"bytes_moved": 8}, "bytes_moved"),
+    ],
+)
+def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -> None:
+    single = {"losses": [2.0, 1.0], "grad_norms": [0.5, 0.5], "tokens_per_s": 1.0}
+    failures = compare(single | {"bytes_moved": 4, "plan_bytes": 4} | change, single)
+    assert [line.split()[0] for line in failures] == ([] if failure is None else [failure])
+
+
+# ---- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_paralel_size": 2}, "unknown key context_paralel_size: did you mean context_parallel_size?"),
+        ({"modell": "x"}, "unknown key modell: did you mean model?"),
+        ({"layout": "zigzak"}, "layout is 'zigzak'"),
+        ({"model": None}, "model is None; expected a folder, a hub name, or keys"),
+        ({"model": {"hidden_size": 4}}, "expected a folder, a hub name, or keys"),
+        ({"model": MODEL | {"model_type": "lama"}}, "unknown model.model_type lama: did you mean llama?"),
+        ({"model": MODEL | {"hiden_size": 4}}, "unknown key model.hiden_size: did you mean hidden_size?"),
+        ({"model": MODEL | {"hidden_size": "wide"}}, "model: .*hidden_size"),
+        ({"model": MODEL | {"vocab_size": 100}}, "model.vocab_size is 100; expected at least 257"),
+        ({"model": MODEL | {"max_position_embeddings": 8}}, "model.max_position_embeddings is 8; expected at least 64"),
+        ({"model": "/no/such/model"}, "data.tokenizer '/no/such/model' cannot be loaded"),
+        ({"data": None}, "data is None; expected keys"),
+        ({"data": {"files": "text.txt"}}, "data.seq_len is missing"),
+        ({"data": {"files": "text.txt", "seq_len": 64, "file": "x"}}, "unknown key data.file: did you mean files?"),
+        ({"data": {"files": "text.txt", "seq_len": "long"}}, "data.seq_len is 'long'"),
+        ({"data": {"files": [], "seq_len": 64}}, "data.files is"),
+        ({"data": {"files": "missing.txt", "seq_len": 64}}, "data.files: .*missing.txt names no file"),
+        ({"data": {"files": "empty.txt", "seq_len": 64}}, "data.files: no text in empty.txt"),
+        ({"data": {"files": "text.txt", "seq_len": 4096}}, "data.files: got .* tokens, expected at least"),
+        ({"training": ["x"]}, "training is .*; expected keys"),
+        ({"training": {"lerning_rate": 1}}, "unknown key training.lerning_rate: did you mean learning_rate?"),
+        ({"training": TRAINING | {"learning_rate": "fast"}}, "training.learning_rate is 'fast'"),
+        ({"training": TRAINING | {"optim": "sgdd"}}, "training: .*sgdd"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2 but there are 1 ranks"),
+    ],
+)
+def test_bad_configuration_is_one_line_and_status_2(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert main(["train", str(write_config(tmp_path, **changes))]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ringtile: error: ")]
+    assert len(lines) == 1
+    assert re.search(message.replace("?", r"\?"), lines[0]), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), ("a: [1", "not YAML"), ("- 1", "holds list"), ("", "holds NoneType")],
+)
+def test_file_that_is_no_configuration_is_refused(tmp_path: pathlib.Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=f"run.yaml: {message}"):
+        Recipe.load(tmp_path / "run.yaml")
+
+
+@pytest.mark.timeout(120)
+def test_ranks_refuse_alike_and_one_says_it(tmp_path: pathlib.Path) -> None:
+    done = torchrun(2, "train", str(write_config(tmp_path, context_parallel_size=3)))
+    assert done.returncode != 0
+    assert done.stderr.count("ringtile: error: ") == 1
+    assert "context_parallel_size is 3 but there are 2 ranks" in done.stderr
+
+
+# ---- configurations and their documentation -------------------------------------------------------
+
+
+def test_paths_start_at_the_folder_of_the_file(tmp_path: pathlib.Path) -> None:
+    recipe = Recipe.load(write_config(tmp_path))
+    assert recipe.data.files == [str(tmp_path / "text.txt")]
+    assert recipe.training == TRAINING_DEFAULTS | TRAINING | {"learning_rate": 0.1}
+    (tmp_path / "again.yaml").write_text(json.dumps(recipe.mapping()))
+    assert Recipe.load(tmp_path / "again.yaml") == recipe
+
+
+def test_run_in_one_process_has_the_same_rows_and_no_ringtile(tmp_path: pathlib.Path) -> None:
+    recipe = Recipe.load(write_config(tmp_path, context_parallel_size=2, tiled_loss=True))
+    alone = recipe.alone(data_parallel_size=3, output_dir="elsewhere")
+    assert alone.ringtile == Config()
+    assert alone.training["per_device_train_batch_size"] == 2 * 3
+    assert (alone.model, alone.data) == (recipe.model, recipe.data)
+
+
+def test_documentation_has_every_key() -> None:
+    """The rows of docs/train.md between "## Keys" and the next heading, against the keys that exist."""
+    section = (ROOT / "docs" / "train.md").read_text().split("## Keys")[1].split("\n## ")[0]
+    documented = re.findall(r"^\| `([\w.*]+)` \|", section, flags=re.MULTILINE)
+    existing = [*Config.model_fields, "model", *(f"data.{key}" for key in DataConfig.model_fields), "training.*"]
+    assert sorted(documented) == sorted(existing)
+    assert set(SECTIONS) == {key.split(".")[0] for key in documented} - Config.model_fields.keys()
+
+
+def test_tiny_cpu_configuration_is_valid_and_explains_every_key() -> None:
+    path = ROOT / "configs" / "tiny_cpu.yaml"
+    recipe = Recipe.load(path)
+    assert recipe.training["max_steps"] == 30
+    assert recipe.ringtile.context_parallel_size == 2
+    assert recipe.ringtile.tiled_mlp
+    assert recipe.ringtile.tiled_loss
+    assert recipe.data.packing
+    lines = path.read_text().splitlines()
+    bare = [line for line in lines if re.match(r"\s*\w+:", line) and "#" not in line and not line.endswith(":")]
+    assert bare == []
