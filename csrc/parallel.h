@@ -29,8 +29,20 @@ static inline void rt_for_each(rt_parallel parallel, int64_t num_tasks,
                                void (*run_task)(void *ctx, int64_t task), void *ctx) {
     rt_task_queue queue = {.num_tasks = num_tasks, .run_task = run_task, .ctx = ctx};
     const int64_t num_workers = num_tasks < parallel.num_workers ? num_tasks : parallel.num_workers;
-    if (parallel.run == NULL || num_workers < 2) rt_drain_queue(&queue, 0);
-    else parallel.run(parallel.pool, num_workers, rt_drain_queue, &queue);
+    if (parallel.run == NULL || num_workers < 2)
+        rt_drain_queue(&queue, 0);
+    else
+        parallel.run(parallel.pool, num_workers, rt_drain_queue, &queue);
+}
+
+// How many rows make a task worth waking a worker for, when a row has row_len elements.
+static inline int64_t rt_rows_per_task(int64_t row_len) {
+    enum { TASK_ELEMENTS = 16 * 1024 };
+    return row_len < TASK_ELEMENTS ? TASK_ELEMENTS / (row_len > 0 ? row_len : 1) : 1;
+}
+
+static inline int64_t rt_num_tasks(int64_t num_rows, int64_t rows_per_task) {
+    return (num_rows + rows_per_task - 1) / rows_per_task;
 }
 
 #endif // RINGTILE_PARALLEL_H

@@ -31,7 +31,7 @@ extern "C" {
     X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
     X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
-    X(RT_BAD_STRIDE, "the rows of a matrix that is written must not overlap: row stride >= row length") \
+    X(RT_BAD_STRIDE, "the rows of a matrix that is written must not overlap: row stride >= row length")      \
     X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "                    \
                     "label_smoothing in [0, 1]")                                                             \
     X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \

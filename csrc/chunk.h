@@ -1,0 +1,61 @@
+// Chunks: a stretch of a row, widened to the math type in a buffer on the stack, so that the bodies know neither
+// dtypes nor tails. Included after vec.h.
+#ifndef RINGTILE_CHUNK_H
+#define RINGTILE_CHUNK_H
+
+#include "vec.h"
+
+enum { CHUNK = 512 }; // elements: three chunks of f32 are 6 KiB, a fraction of any L1 cache
+
+__extension__ typedef _Float16 half; // not ISO C, hence the keyword
+
+static inline float bf16_to_f32(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof(value));
+    return value;
+}
+
+// Rounds to nearest, ties to even; a NaN keeps its sign and becomes quiet.
+static inline uint16_t f32_to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | UINT32_C(1) << 22;
+    return (uint16_t)((value == value ? rounded : quiet) >> 16);
+}
+
+// to[0 .. num_elements - 1] from element `first` of an array of that dtype; then zeros to the end of a vec.
+static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, int64_t num_elements,
+                              real *to) {
+    for (int64_t i = num_elements; i % LANES != 0; i++) to[i] = 0;
+    const uint16_t *bf16 = array;
+    const half *f16 = array;
+    switch (dtype) {
+    case RT_BF16:
+        for (int64_t i = 0; i < num_elements; i++) to[i] = bf16_to_f32(bf16[first + i]);
+        break;
+    case RT_F16:
+        for (int64_t i = 0; i < num_elements; i++) to[i] = (real)f16[first + i];
+        break;
+    default:
+        memcpy(to, (const real *)array + first, (size_t)num_elements * sizeof(real));
+    }
+}
+
+static inline void store_chunk(rt_dtype dtype, void *array, int64_t first, int64_t num_elements,
+                               const real *from) {
+    uint16_t *bf16 = array;
+    half *f16 = array;
+    switch (dtype) {
+    case RT_BF16:
+        for (int64_t i = 0; i < num_elements; i++) bf16[first + i] = f32_to_bf16((float)from[i]);
+        break;
+    case RT_F16:
+        for (int64_t i = 0; i < num_elements; i++) f16[first + i] = (half)from[i];
+        break;
+    default:
+        memcpy((real *)array + first, from, (size_t)num_elements * sizeof(real));
+    }
+}
+
+#endif // RINGTILE_CHUNK_H

@@ -1,0 +1,29 @@
+// The bodies that exist once per instruction set, and the table that holds one compiled set of them.
+#ifndef RINGTILE_ISA_KERNELS_H
+#define RINGTILE_ISA_KERNELS_H
+
+#include "../ringtile.h"
+
+// Forward: dprod, dgate and dup are NULL. Backward: dgate, dup and prod are gate, up and dprod.
+typedef struct rt_glu_arrays {
+    const void *gate, *up, *dprod;
+    void *dgate, *dup, *prod;
+} rt_glu_arrays;
+
+typedef struct rt_kernels {
+    // Rows [first, last) of rt_glu_fwd or rt_glu_bwd.
+    void (*glu)(const rt_glu_params *p, const rt_glu_arrays *arrays, int64_t first, int64_t last);
+    // Tokens [first, last) of rt_cross_entropy_fwd_bwd; every label is known to be good.
+    void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
+                          void *lse, int64_t first, int64_t last);
+} rt_kernels;
+
+// The kernels for a dtype on this CPU.    RT_BAD_DTYPE, RT_BAD_ISA, RT_ISA_MISSING
+rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels);
+
+extern const rt_kernels rt_kernels_f64, rt_kernels_generic;
+#if defined(__x86_64__)
+extern const rt_kernels rt_kernels_avx2, rt_kernels_avx512;
+#endif
+
+#endif // RINGTILE_ISA_KERNELS_H

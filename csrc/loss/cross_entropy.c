@@ -1,0 +1,43 @@
+// The boundary of softmax cross entropy: checks, then tokens dealt to workers.
+#include "../isa/kernels.h"
+#include "../parallel.h"
+
+#include <math.h>
+
+typedef struct loss_job {
+    const rt_cross_entropy_params *p;
+    const rt_kernels *kernels;
+    void *logits, *loss, *lse;
+    const int64_t *labels;
+    int64_t tokens_per_task;
+} loss_job;
+
+static void run_task(void *ctx, int64_t task) {
+    const loss_job *job = ctx;
+    const int64_t first = task * job->tokens_per_task, last = first + job->tokens_per_task;
+    job->kernels->cross_entropy(job->p, job->logits, job->labels, job->loss, job->lse, first,
+                                last < job->p->num_tokens ? last : job->p->num_tokens);
+}
+
+rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
+                                   void *loss, void *lse, rt_parallel parallel) {
+    const rt_kernels *kernels;
+    const rt_status status = rt_kernels_for(p->dtype, &kernels);
+    if (status != RT_OK) return status;
+    if (p->num_tokens < 0 || p->vocab_size < 1) return RT_BAD_SHAPE;
+    if (p->want_grad && p->num_tokens > 1 && p->logits_stride < p->vocab_size) return RT_BAD_STRIDE;
+    // Written so that NaN fails.
+    const bool smoothing_ok = p->label_smoothing >= 0 && p->label_smoothing <= 1;
+    const bool softcap_ok = p->softcap >= 0 && isfinite(p->softcap),
+               z_loss_ok = p->z_loss >= 0 && isfinite(p->z_loss);
+    if (!smoothing_ok || !softcap_ok || !z_loss_ok) return RT_BAD_SCALE;
+    if (p->num_tokens == 0) return RT_OK;
+    if (logits == NULL || labels == NULL || loss == NULL || lse == NULL) return RT_BAD_POINTER;
+    for (int64_t t = 0; t < p->num_tokens; t++)
+        if (labels[t] != p->ignore_index && (labels[t] < 0 || labels[t] >= p->vocab_size))
+            return RT_BAD_LABEL;
+
+    loss_job job = {p, kernels, logits, loss, lse, labels, rt_rows_per_task(p->vocab_size)};
+    rt_for_each(parallel, rt_num_tasks(p->num_tokens, job.tokens_per_task), run_task, &job);
+    return RT_OK;
+}
