@@ -30,7 +30,7 @@ _HOME = {
     "ring_attention": "ring",
     "Plan": "plan",
     "plan": "plan",
-    "tile_mlps": "tiled_mlp",
+    "tile_mlps": "hf.mlp",
     "tiled_mlp": "tiled_mlp",
     "tiled_linear_cross_entropy": "tiled_loss",
     "enable": "hf.trainer",

@@ -74,11 +74,11 @@ class _Session:
         if self.config.tiled_mlp:
             from ringtile.hf.mlp import install_tiled_mlp
 
-            install_tiled_mlp(self.trainer.model, self.config, self.ledger)
+            install_tiled_mlp(self.base, self.config, self.ledger)
         if self.config.tiled_loss:
             from ringtile.hf.loss import install_tiled_loss
 
-            install_tiled_loss(self.trainer.model, self.config, self.ledger)
+            install_tiled_loss(self.base, self.config, self.ledger)
         if self.config.context_parallel_size > 1:
             self._install_context_parallel()
         self.ledger.set(self.trainer, _SESSION, self)

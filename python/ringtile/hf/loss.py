@@ -1,0 +1,158 @@
+"""The Trainer's `tiled_loss: true`: a causal language model that trains without ever holding its logits.
+
+In training, the output projection returns a TiledLogits, a promise of logits, and the model's loss function
+redeems it with `tiled_linear_cross_entropy`. In eval mode both do what they did before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ringtile.config import Config
+from ringtile.errors import ConfigError, Refused
+from ringtile.hf.mlp import from_liger
+from ringtile.hf.patches import Ledger
+from ringtile.tiled_loss import loss_tile_tokens, tiled_linear_cross_entropy
+from ringtile.tiles import compute_dtype
+
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "pow", "matmul", "rmatmul"),
+    *("iadd", "isub", "imul", "itruediv", "neg", "abs", "lt", "le", "gt", "ge"),
+    *("getitem", "setitem", "len", "iter", "bool", "array"),
+)
+
+
+class TiledLogits:
+    """Logits of shape (..., V) that are never computed: the hidden states (..., E), weight (V, E) and bias (V).
+
+    No tensor on purpose: DDP, FSDP and accelerate look through a model's outputs for tensors. The loss function
+    takes it apart; whatever else is done with it raises Refused, so that a model, a Trainer or a metric that
+    scales, caps or reads its logits cannot go wrong in silence.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.shape = torch.Size((*hidden.shape[:-1], weight.size(0)))
+        self.dtype, self.device = compute_dtype(hidden, weight), hidden.device
+
+    def float(self) -> TiledLogits:
+        """Itself: the loss is computed in float32 anyway."""
+        return self
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        raise _refused(getattr(function, "__name__", str(function)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python's own probing: copy, pickle, dataclasses
+        raise _refused(name)
+
+
+def _refused(operation: str) -> Refused:
+    return Refused(
+        f"tiled_loss: {operation!r} was applied to the logits, which do not exist in training; expected a model that "
+        "hands them to its loss function as they are. Set tiled_loss: false, or call model.eval() first to read logits"
+    )
+
+
+def _refusing(operation: str) -> Callable[..., Any]:
+    def method(self: TiledLogits, *args: Any) -> Any:
+        raise _refused(operation)
+
+    return method
+
+
+for _operator in _OPERATORS:
+    setattr(TiledLogits, f"__{_operator}__", _refusing(_operator))
+
+
+def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -> None:
+    """Replaces the output projection's forward and the model's loss function by tiled ones, for training.
+
+    A tile has config.tile_tokens tokens, or fewer where their logits would take more than the default tile of
+    `tiled_linear_cross_entropy`.
+    Refused: the loss is not transformers' causal one, or the projection is no plain torch.nn.Linear.
+    ConfigError: Liger has replaced the model's forward.
+    """
+    name = type(model).__name__
+    if from_liger(model):
+        raise ConfigError(f"tiled_loss: Liger has replaced the forward of {name}; use one of the two")
+    if model.loss_function is not ForCausalLMLoss:
+        raise Refused(f"tiled_loss: {name} computes its loss with {model.loss_function!r}, expected ForCausalLMLoss")
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        raise Refused(
+            f"tiled_loss: the output projection of {name} is a {type(head).__module__}.{type(head).__name__}"
+            f"{' with a replaced forward' if 'forward' in vars(head) else ''}, expected a plain torch.nn.Linear; "
+            "leave it out of the adapter's target_modules"
+        )
+    ledger.set(head, "forward", MethodType(_head_forward, head))
+    ledger.set(model, "_loss_function", functools.partial(_causal_lm_loss, config.tile_tokens))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor | TiledLogits:
+    if not head.training:
+        return nn.Linear.forward(head, hidden)
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        raise Refused(
+            "tiled_loss: the output projection has hooks, which would never see its logits; FSDP2 and ZeRO-3 free its "
+            "weight in one: shard it together with the root module, or set tiled_loss: false"
+        )
+    return TiledLogits(hidden, head.weight, head.bias)
+
+
+def _causal_lm_loss(
+    tile_tokens: int,
+    logits: Tensor | TiledLogits,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss: its arguments, its shift of the labels, its mean or sum over items."""
+    if not isinstance(logits, TiledLogits):
+        loss: Tensor = ForCausalLMLoss(
+            logits,
+            labels,
+            vocab_size,
+            num_items_in_batch,  # type: ignore[arg-type]
+            ignore_index,
+            shift_labels,
+            **kwargs,
+        )
+        return loss
+    hidden, weight = logits.hidden, logits.weight
+    if vocab_size != weight.size(0):
+        raise Refused(
+            f"tiled_loss: the config's vocab_size is {vocab_size}, the output projection has {weight.size(0)}"
+        )
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    tiled: Tensor = tiled_linear_cross_entropy(
+        hidden,
+        weight,
+        shift_labels.reshape(hidden.shape[:-1]).to(hidden.device),
+        logits.bias,
+        ignore_index=ignore_index,
+        num_items=num_items_in_batch,
+        tile_tokens=min(tile_tokens, loss_tile_tokens(vocab_size, logits.dtype)),
+    )
+    return tiled
