@@ -16,9 +16,9 @@ static void load_logits(const rt_cross_entropy_params *p, const void *logits, in
                         real tail, real *x, real *slope) {
     load_chunk(p->dtype, logits, first, count, x);
     if (p->softcap > 0) {
-        const real softcap = (real)p->softcap;
+        const real softcap = (real)p->softcap, inverse = (real)(1 / p->softcap);
         for (int64_t i = 0; i < count; i += LANES) {
-            const vec t = vec_tanh(vec_load(x + i) / softcap);
+            const vec t = vec_tanh(vec_load(x + i) * inverse);
             vec_store(x + i, t * softcap);
             if (slope != NULL) vec_store(slope + i, 1 - t * t);
         }
