@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import accelerate
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, Refused
+from ringtile.errors import ConfigError, Refused
 
 # What ringtile replaces or relies on, and the arguments it passes. A Trainer without them is another version.
 _TRAINER_METHODS = {
@@ -37,10 +36,8 @@ _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine", "FullyShardedDataParallel"}  # by name: not to import them
 
 
-def check_trainer(trainer: Any, config: Config) -> None:
-    """Raises InputError, Refused or ConfigError when this Trainer's numbers would not be those of one process."""
-    if not isinstance(trainer, Trainer):
-        raise InputError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer")
+def check_trainer(trainer: Trainer, config: Config) -> None:
+    """Raises Refused or ConfigError when this Trainer's numbers would not be those of one process."""
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
@@ -70,8 +67,9 @@ def check_model(model: PreTrainedModel) -> None:
         raise Refused(
             f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model"
         )
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        raise Refused(f"{name} is not a causal decoder; expected one")
+    bidirectional = [path for path, module in model.named_modules() if getattr(module, "is_causal", True) is False]
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
+        raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder")
     layer_types = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if layer_types:
         raise Refused(

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, Refused
+from ringtile.errors import ConfigError, InputError, Refused
 from ringtile.hf import checks, data, model
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import Cut, cut_batch
+from ringtile.hf.loss import install_tiled_loss
+from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.patches import Ledger
 
 _SESSION = "_ringtile_session"  # the attribute under which an enabled Trainer keeps its session
@@ -34,6 +36,8 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     enabling again with the same config changes nothing.
     Raises ConfigError (also for a second, different config), Refused for what would not be exact, InputError.
     """
+    if not isinstance(trainer, Trainer):
+        raise InputError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer")
     config = Config.load(config)
     enabled: _Session | None = vars(trainer).get(_SESSION)
     if enabled is not None:
@@ -72,12 +76,8 @@ class _Session:
     def install(self) -> None:
         self.base = model.base_model(self.trainer.model)
         if self.config.tiled_mlp:
-            from ringtile.hf.mlp import install_tiled_mlp
-
             install_tiled_mlp(self.base, self.config, self.ledger)
         if self.config.tiled_loss:
-            from ringtile.hf.loss import install_tiled_loss
-
             install_tiled_loss(self.base, self.config, self.ledger)
         if self.config.context_parallel_size > 1:
             self._install_context_parallel()

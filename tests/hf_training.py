@@ -1,0 +1,161 @@
+"""Short training, evaluation and prediction runs of a real Trainer, in one process or on each rank of a world."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ringtile
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from hf_models import tiny_model
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+
+def make_rows(num_rows: int, seed: int = 0, late_targets: bool = False) -> list[dict[str, Any]]:
+    """Rows of 8 to 22 tokens that ignore their first targets: some of the first half, or, with `late_targets`, three
+    quarters, so that the first of two ranks holds none in a contiguous layout with padding on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(num_rows):
+        length = int(torch.randint(8, 23, (), generator=generator))
+        ids = torch.randint(3, 96, (length,), generator=generator)
+        labels = ids.clone()
+        labels[
+            : 3 * length // 4 if late_targets else int(torch.randint(0, length // 2, (), generator=generator))
+        ] = -100
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A data collator that pads to the longest row, left or right, with an attention mask."""
+
+    side: str = "right"
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        length = max(len(row["input_ids"]) for row in rows)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        columns: dict[str, list[list[int]]] = {name: [] for name in fill}
+        for row in rows:
+            padding = length - len(row["input_ids"])
+            for name, values in {**row, "attention_mask": [1] * len(row["input_ids"])}.items():
+                pad = [fill[name]] * padding
+                columns[name].append(pad + values if self.side == "left" else values + pad)
+        return {name: torch.tensor(values) for name, values in columns.items() if values}
+
+
+def packed(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Documents one after another in one row; position ids start again with each."""
+    batch: dict[str, torch.Tensor] = DataCollatorWithFlattening()(rows)
+    return batch
+
+
+class Stream(IterableDataset):
+    """The rows as an iterable data set without a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@dataclass
+class Run:
+    """What a training run left behind."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    eval_loss: float = 0.0
+    predictions: torch.Tensor | None = None
+    label_ids: torch.Tensor | None = None
+    num_input_tokens: int = 0
+    total_flos: float = 0.0
+    epoch: float = 0.0
+    global_step: int = 0
+
+
+def enter_world() -> None:
+    """Makes transformers see the process group of this rank, or its absence, as if started for it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    transformers.logging.set_verbosity_error()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+
+
+def make_trainer(
+    family: str = "llama",
+    *,
+    collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
+    trainer_class: type[Trainer] = Trainer,
+    stream: bool = False,
+    late_targets: bool = False,
+    model: torch.nn.Module | None = None,
+    trainer_arguments: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Trainer:
+    """A Trainer on 22 training and 5 evaluation rows; plain SGD without clipping, so that weights show every gradient."""
+    enter_world()
+    train_rows = make_rows(22, late_targets=late_targets)
+    settings = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 0.3,
+        "optim": "sgd",
+        "max_grad_norm": 1e9,  # reports the norm and clips nothing: clipping would hide a wrong scale of the loss
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "include_num_input_tokens_seen": "all",
+        **arguments,
+    }
+    return trainer_class(
+        model or tiny_model(family).train(),
+        TrainingArguments(tempfile.mkdtemp(prefix="ringtile-test-"), **settings),
+        train_dataset=Stream(train_rows) if stream else train_rows,
+        eval_dataset=make_rows(5, seed=1),
+        data_collator=collator or Padded(),
+        **(trainer_arguments or {}),
+    )
+
+
+def train(config: dict[str, Any] | None, *, evaluate: bool = True, **options: Any) -> Run:
+    """Trains, evaluates and predicts; with `config`, under ringtile. Run it on every rank."""
+    trainer = make_trainer(**options)
+    run = Run()
+    if config is not None:
+        ringtile.enable(trainer, config)
+    trainer.train()
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            run.losses.append(entry["loss"])
+            run.grad_norms.append(float(entry.get("grad_norm", 0.0)))
+    run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    run.num_input_tokens = trainer.state.num_input_tokens_seen
+    run.total_flos, run.epoch, run.global_step = (
+        trainer.state.total_flos,
+        trainer.state.epoch,
+        trainer.state.global_step,
+    )
+    if evaluate:
+        run.eval_loss = trainer.evaluate()["eval_loss"]
+        output = trainer.predict(trainer.eval_dataset)
+        run.predictions, run.label_ids = torch.as_tensor(output.predictions), torch.as_tensor(output.label_ids)
+    if config is not None:
+        ringtile.restore(trainer)
+    return run
