@@ -18,6 +18,7 @@ import transformers
 import yaml
 from ringtile.cli import main
 from ringtile.cli.data import DataConfig
+from ringtile.cli.meter import layer_windows, peak_bytes, reset_peak_bytes
 from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
 from ringtile.cli.report import compare, max_rel_diff
 from ringtile.config import Config
@@ -158,6 +159,23 @@ def torchrun(world_size: int, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run([*launcher, "-m", "ringtile", *arguments], env=environment, capture_output=True, text=True)
 
 
+def test_each_layer_is_planned_with_its_own_window() -> None:
+    window = {"sliding_window": 8, "num_hidden_layers": 3}
+    assert layer_windows(transformers.MistralConfig(**window)) == [8, 8, 8]
+    assert layer_windows(transformers.LlamaConfig(num_hidden_layers=2)) == [None, None]
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert layer_windows(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == [None, 8, None]
+
+
+def test_peak_memory_starts_anew() -> None:
+    bytearray(b"x") * (256 << 20)
+    reset_peak_bytes()
+    before = peak_bytes()
+    held = bytearray(b"x") * (64 << 20)
+    # Resident pages, counted in KiB: all of the array, but for what the allocator had at hand.
+    assert 60 << 20 <= peak_bytes() - before <= len(held) + (8 << 20)
+
+
 # ---- the comparison -------------------------------------------------------------------------------
 
 
@@ -178,10 +196,11 @@ def test_max_rel_diff_of_anything_odd_is_no_number() -> None:
         ({"losses": [2.0]}, "max_rel_loss_diff"),
         ({"grad_norms": [0.5, 0.5 + 1e-4]}, "max_rel_grad_norm_diff"),
         ({"bytes_moved": 8}, "bytes_moved"),
+        ({"num_rows": 6}, "the"),  # data changed between the runs
     ],
 )
 def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -> None:
-    single = {"losses": [2.0, 1.0], "grad_norms": [0.5, 0.5], "tokens_per_s": 1.0}
+    single = {"losses": [2.0, 1.0], "grad_norms": [0.5, 0.5], "tokens_per_s": 1.0, "num_rows": 5}
     failures = compare(single | {"bytes_moved": 4, "plan_bytes": 4} | change, single)
     assert [line.split()[0] for line in failures] == ([] if failure is None else [failure])
 

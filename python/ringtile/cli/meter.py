@@ -31,7 +31,7 @@ class Meter(TrainerCallback):
         self.config = model.config.get_text_config()
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         self.forward_passes = 2 if args.gradient_checkpointing else 1  # rings of a layer before its backward
-        self.moved_bytes = self.plan_bytes = self.tokens = self.micro_batch_tokens = 0
+        self.moved_bytes = self.plan_bytes = self.tokens = self.batch_tokens = 0
         self.step_seconds: list[float] = []
         self.last_plan: Plan | None = None
         self.group: Any = None
@@ -61,8 +61,8 @@ class Meter(TrainerCallback):
         self.group = None if cut is None else cut.group
         if not self.in_step:
             return
-        self.micro_batch_tokens = kwargs["input_ids"].numel()
-        self.tokens += self.micro_batch_tokens
+        self.batch_tokens = kwargs["input_ids"].numel()
+        self.tokens += self.batch_tokens
         if cut is None:
             return
         batch = kwargs["input_ids"].size(0)

@@ -49,6 +49,8 @@ def compare(report: dict[str, Any], single: dict[str, Any]) -> list[str]:
         for name, limit in limits.items()
         if not report[name] <= limit  # also when it is NaN
     ]
+    if report["num_rows"] != single["num_rows"]:
+        failures.insert(0, f"the data changed between the runs: {report['num_rows']} rows, then {single['num_rows']}")
     if report["bytes_moved"] != report["plan_bytes"]:
         failures.append(f"bytes_moved is {report['bytes_moved']}, expected plan_bytes = {report['plan_bytes']}")
     return failures
@@ -75,16 +77,18 @@ def plot_losses(path: pathlib.Path, report: dict[str, Any]) -> None:
 
 
 def print_summary(console: Console, report: dict[str, Any]) -> None:
-    """The numbers of a run as a table."""
+    """The numbers of a run as a table, and the plan of its ring."""
     table = Table("", "", title="ringtile train", title_justify="left", show_header=False, box=None, padding=(0, 2))
     for name, value in summary_rows(report).items():
         table.add_row(name, value)
     console.print(table)
+    if report["last_plan"] is not None:
+        console.print("\nring of one layer, last batch", report["last_plan"], sep="\n", soft_wrap=True, highlight=False)
 
 
 def summary_rows(report: dict[str, Any]) -> dict[str, str]:
     """Name and text of every line of the summary."""
-    losses, tiles = report["losses"], report["tiles"]
+    losses = report["losses"]
     rows = {}
     if losses:
         rows["loss"] = f"{losses[0]:.4f} at step {report['steps'][0]}, {losses[-1]:.4f} at step {report['steps'][-1]}"
@@ -92,11 +96,11 @@ def summary_rows(report: dict[str, Any]) -> dict[str, str]:
         rows["evaluation loss"] = f"{report['eval_losses'][-1]:.4f} at step {report['eval_steps'][-1]}"
     rows["speed"] = f"{report['tokens_per_s']:,.0f} tokens/s in the median step, {report['world_size']} ranks"
     rows["peak memory"] = ", ".join(f"{peak / 2**20:,.0f}" for peak in report["peak_bytes"]) + " MiB, by rank"
-    if report["last_plan"] is not None:
-        rows["ring, last batch"] = report["last_plan"]
     rows["bytes between ranks"] = f"{report['bytes_moved']:,} sent, {report['plan_bytes']:,} planned"
-    rows["tiles of a batch"] = ", ".join(f"{count} of {what}" for what, count in tiles.items()) or "none"
-    rows["patched"] = ", ".join(report["patched"]) or "nothing"
+    for name, tokens in report["tile_tokens"].items():
+        rows[f"{name} tiles"] = f"{tokens:,} of the {report['batch_tokens']:,} tokens that a rank has of a batch"
+    owners = sorted({entry.split(".")[0] for entry in report["patched"]})
+    rows["patched"] = f"{len(report['patched'])} attributes of {', '.join(owners)}" if owners else "nothing"
     if "losses_single" in report:
         rows["against one process"] = (
             f"largest relative difference of a loss {report['max_rel_loss_diff']:.1e}, "

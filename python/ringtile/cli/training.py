@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
 import torch.distributed as dist
-from transformers import ProgressCallback, Trainer, set_seed
+from transformers import PreTrainedModel, ProgressCallback, Trainer, set_seed
 
 import ringtile
 from ringtile.cli.data import find_files, load_documents, make_collator, make_rows
@@ -13,6 +15,7 @@ from ringtile.cli.doctor import owner_name, versions
 from ringtile.cli.meter import Meter, peak_bytes
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
 from ringtile.config import Config
+from ringtile.tiled_loss import loss_tile_tokens
 
 
 class LossBar(ProgressCallback):
@@ -31,6 +34,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     files = {key: find_files(getattr(recipe.data, key), f"data.{key}") for key in ("files", "eval_files")}
     encoder = make_encoder(recipe)
     args = make_arguments(recipe.training)
+    if args.disable_tqdm or args.process_index > 0:
+        datasets.disable_progress_bars()
     with args.main_process_first(desc="reading the data"):  # the others then find it in the cache of `datasets`
         rows = {
             key: make_rows(
@@ -57,8 +62,11 @@ def train(recipe: Recipe) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.save_strategy != "no":
         trainer.save_model()
-    report = make_report(recipe, trainer, meter, gather(meter))
-    report["patched"] = patched
+    report = make_report(recipe, trainer.state.log_history, meter, gather(meter)) | {
+        "num_rows": len(rows["files"]),
+        "tile_tokens": tile_tokens(recipe.ringtile, model, meter.batch_tokens),
+        "patched": patched,
+    }
     ringtile.restore(trainer)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -80,10 +88,12 @@ def gather(meter: Meter) -> list[dict[str, Any]]:
     return ranks
 
 
-def make_report(recipe: Recipe, trainer: Trainer, meter: Meter, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything that --json writes, before a comparison."""
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    evaluations = [log for log in trainer.state.log_history if "eval_loss" in log]
+def make_report(
+    recipe: Recipe, log_history: list[dict[str, Any]], meter: Meter, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What was logged and measured; the same on every rank, but for the plan and the tokens of a rank's own batch."""
+    logs = [log for log in log_history if "loss" in log]
+    evaluations = [log for log in log_history if "eval_loss" in log]
     return {
         "world_size": len(ranks),
         "data_parallel_size": len(ranks) // recipe.ringtile.context_parallel_size,
@@ -97,12 +107,18 @@ def make_report(recipe: Recipe, trainer: Trainer, meter: Meter, ranks: list[dict
         "bytes_moved": sum(rank["moved_bytes"] for rank in ranks),
         "plan_bytes": sum(rank["plan_bytes"] for rank in ranks),
         "last_plan": None if meter.last_plan is None else str(meter.last_plan),
-        "tiles": tiles(recipe.ringtile, meter.micro_batch_tokens),
+        "batch_tokens": meter.batch_tokens,
         "recipe": recipe.mapping(),
         "versions": versions(),
     }
 
 
-def tiles(config: Config, num_tokens: int) -> dict[str, int]:
-    """Tiles of an MLP and of the loss, for the num_tokens = B * N of a rank's last batch."""
-    return {}
+def tile_tokens(config: Config, model: PreTrainedModel, num_tokens: int) -> dict[str, int]:
+    """Tokens in a tile of an MLP and of the loss, where they are tiled, for a batch of num_tokens on a rank."""
+    found = {}
+    if config.tiled_mlp:
+        shards = config.tiled_mlp_num_shards
+        found["mlp"] = config.tile_tokens if shards is None else math.ceil(num_tokens / shards)
+    if config.tiled_loss:
+        found["loss"] = min(config.tile_tokens, loss_tile_tokens(model.config.vocab_size, model.dtype))
+    return found
