@@ -25,8 +25,8 @@ build/.built: .venv/.ready setup.py $(CORE)
 	touch $@
 
 train: build
-	mkdir -p out
-	$(BIN)/python -m ringtile train configs/tiny_cpu.yaml --json out/train.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m ringtile train configs/tiny_cpu.yaml \
+		--compare --json out/train.json --plot out/loss.png
 
 ctest:
 	$(MAKE) -C tests/c

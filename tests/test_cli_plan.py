@@ -1,4 +1,4 @@
-"""`ringtile plan`: the numbers of ringtile.plan, from the command line; the verbs and their options."""
+"""The verbs, their options and how they end; `ringtile plan`: the numbers of ringtile.plan from the command line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pathlib
 
 import pytest
 from ringtile.cli import VERBS, main
+from ringtile.errors import ConfigError, PeerLost
 
 SMALL = ["plan", "--seq-len", "16", "--world-size", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
 
@@ -42,6 +43,30 @@ def test_command_line_is_what_users_script_against() -> None:
             "--batch",
         },
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "rank_0", "rank_1"),
+    [
+        (ConfigError("bad key"), "ringtile: error: bad key\n", ""),  # every rank finds the same
+        (PeerLost("rank 2 died"), "ringtile: error: rank 0: rank 2 died\n", "ringtile: error: rank 1: rank 2 died\n"),
+        (ModuleNotFoundError("no", name="datasets"), "ringtile: error: datasets is not installed; expected it: ", ""),
+    ],
+)
+def test_what_all_ranks_find_is_said_once(
+    error: Exception, rank_0: str, rank_1: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*unused: object, **also_unused: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ringtile.cli.plan.make_plan", refuse)
+    for rank, expected in enumerate((rank_0, rank_1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert main(SMALL) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(expected)
+        assert bool(printed) == bool(expected)
 
 
 def test_causal_zigzag_moves_three_quarters(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,19 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("ringtile"):
             raise
-        print(
-            f"ringtile: error: {error.name} is not installed; expected it: pip install 'ringtile[train]'",
-            file=sys.stderr,
-        )
-        return 2
+        return refuse(f"{error.name} is not installed; expected it: pip install 'ringtile[train]'")
+    except (PeerLost, RingMismatch) as error:
+        return refuse(f"rank {rank()}: {error}", every_rank=True)
     except RingtileError as error:
-        # Every rank refuses a bad input alike, so one a machine says it; what a peer did, each rank tells for itself.
-        if isinstance(error, PeerLost | RingMismatch):
-            print(f"ringtile: error: rank {rank()}: {error}", file=sys.stderr)
-        elif int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            print(f"ringtile: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(str(error))
     return outcome.status
+
+
+def refuse(message: str, every_rank: bool = False) -> int:
+    """Says why, on one line, and gives the exit status. Bad input is the same on all ranks: one a machine says it."""
+    if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"ringtile: error: {message}", file=sys.stderr)
+    return 2
 
 
 def verb_module(name: str) -> Any:
