@@ -71,10 +71,11 @@ static void cross_entropy_token(const rt_cross_entropy_params *p, void *logits, 
         if (smoothing > 0) add_total(&state, x, count);
         if (label >= col && label < col + count) label_logit = (double)x[label - col];
     }
+    // Differences from the maximum are taken first, so that logits far from 0 lose nothing.
     const real shift = shift_of(&state);
-    const double lse = (double)shift + log(state.sum);
-    double token_loss = (1 - smoothing) * (lse - label_logit) + z_loss * lse * lse;
-    if (smoothing > 0) token_loss += smoothing * (lse - state.total / (double)V); // a mean may be -inf
+    const double log_sum = log(state.sum), lse = (double)shift + log_sum, mean = state.total / (double)V;
+    const double token_loss = (1 - smoothing) * (log_sum + ((double)shift - label_logit)) +
+                              smoothing * (log_sum + ((double)shift - mean)) + z_loss * lse * lse;
     store_state(p->dtype, loss, token, token_loss);
     store_state(p->dtype, lse_out, token, lse);
     if (!p->want_grad) return;

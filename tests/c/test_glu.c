@@ -193,6 +193,24 @@ static void test_special_gates_give_what_the_formula_gives(void) {
     }
 }
 
+// relu(gate) * up of two bf16 or f16 numbers is exact in f32, so the one rounding to dtype must be to nearest even.
+static void test_results_are_rounded_to_nearest_even(void) {
+    enum { COLS = 5000 };
+    uint64_t state = 5;
+    for (int dtype = RT_BF16; dtype <= RT_F16; dtype++) {
+        uint16_t gate[COLS], up[COLS], got[COLS], want[COLS];
+        for (int i = 0; i < COLS; i++) {
+            store_element((rt_dtype)dtype, gate, i, 1 + fabs(random_unit(&state)));
+            store_element((rt_dtype)dtype, up, i, random_unit(&state));
+            store_element((rt_dtype)dtype, want, i,
+                          load_element((rt_dtype)dtype, gate, i) * load_element((rt_dtype)dtype, up, i));
+        }
+        const rt_glu_params p = {(rt_dtype)dtype, RT_GLU_RELU, 1, COLS, COLS, COLS, COLS};
+        CHECK_STATUS(rt_glu_fwd(&p, gate, up, got, no_threads()), RT_OK);
+        for (int i = 0; i < COLS; i++) CHECK_INT(got[i], want[i]);
+    }
+}
+
 // Enough elements for several tasks; equal bits are checked by running one worker and four on the same input.
 static void test_any_number_of_workers_gives_the_same_bits(void) {
     enum { ROWS = 37, COLS = 1500 };
@@ -244,6 +262,7 @@ int main(void) {
     test_every_tail_of_every_dtype_and_kind();
     test_small_and_large_gates();
     test_special_gates_give_what_the_formula_gives();
+    test_results_are_rounded_to_nearest_even();
     test_any_number_of_workers_gives_the_same_bits();
     test_malformed_params_are_refused();
     return check_finish();
