@@ -13,14 +13,12 @@ LOCK := mkdir -p build && flock build/.lock
 setup: .venv/.ready
 build: build/.built
 
-# torch comes first and pinned: anything that depends on a bare torch would pull another build of it.
-.venv/.ready: constraints.txt pyproject.toml
+.venv/.ready: constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) install -c constraints.txt setuptools wheel torch==2.13.0
-	$(LOCK) $(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -r constraints.txt
 	touch $@
 
-build/.built: .venv/.ready setup.py $(CORE)
+build/.built: .venv/.ready setup.py pyproject.toml $(CORE)
 	$(LOCK) $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 

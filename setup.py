@@ -89,6 +89,7 @@ if any(
 C_FLAGS = [
     "-std=c17",
     "-O3",
+    "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
@@ -119,7 +120,7 @@ setup(
             ["csrc/bindings.cpp"],
             include_dirs=[str(ROOT / "csrc")],
             depends=[*core_sources, *core_headers],
-            define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION), ("Py_LIMITED_API", "0x030a0000")],
+            define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
             extra_compile_args=[
                 "-O2",
                 "-fvisibility=hidden",

@@ -10,23 +10,22 @@
 typedef struct rt_task_queue {
     _Atomic int64_t next_task;
     int64_t num_tasks;
-    void (*run_task)(void *ctx, int64_t task);
+    void (*run_task)(void *ctx, int64_t task, int64_t worker);
     void *ctx;
 } rt_task_queue;
 
 static inline void rt_drain_queue(void *queue_ptr, int64_t worker) {
-    (void)worker;
     rt_task_queue *queue = queue_ptr;
     for (;;) {
         const int64_t task = atomic_fetch_add_explicit(&queue->next_task, 1, memory_order_relaxed);
         if (task >= queue->num_tasks) return;
-        queue->run_task(queue->ctx, task);
+        queue->run_task(queue->ctx, task, worker);
     }
 }
 
-// Calls run_task(ctx, task) for every task, and returns when all are done.
+// Calls run_task(ctx, task, worker) for every task, and returns when all are done; worker < parallel.num_workers.
 static inline void rt_for_each(rt_parallel parallel, int64_t num_tasks,
-                               void (*run_task)(void *ctx, int64_t task), void *ctx) {
+                               void (*run_task)(void *ctx, int64_t task, int64_t worker), void *ctx) {
     rt_task_queue queue = {.num_tasks = num_tasks, .run_task = run_task, .ctx = ctx};
     const int64_t num_workers = num_tasks < parallel.num_workers ? num_tasks : parallel.num_workers;
     if (parallel.run == NULL || num_workers < 2)

@@ -16,6 +16,13 @@ typedef struct rt_kernels {
     // Tokens [first, last) of rt_cross_entropy_fwd_bwd; every label is known to be good.
     void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
                           void *lse, int64_t first, int64_t last);
+    // One of attn_num_tasks(p) tasks of rt_attn_fwd or rt_attn_bwd. workspace: this worker's scratch, of so many bytes.
+    // progress (attn_num_tasks): zeros before the first task; how the tasks take turns (attn/backward.h).
+    int64_t (*attn_num_tasks)(const rt_attn_params *p);
+    int64_t (*attn_forward_scratch_bytes)(const rt_attn_params *p);
+    int64_t (*attn_backward_scratch_bytes)(const rt_attn_params *p);
+    void (*attn_forward)(const rt_attn_params *p, int64_t task, char *workspace);
+    void (*attn_backward)(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace);
 } rt_kernels;
 
 // The kernels for a dtype on this CPU.    RT_BAD_DTYPE, RT_BAD_ISA, RT_ISA_MISSING

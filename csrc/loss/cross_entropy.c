@@ -12,7 +12,8 @@ typedef struct loss_job {
     int64_t tokens_per_task;
 } loss_job;
 
-static void run_task(void *ctx, int64_t task) {
+static void run_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
     const loss_job *job = ctx;
     const int64_t first = task * job->tokens_per_task, last = first + job->tokens_per_task;
     job->kernels->cross_entropy(job->p, job->logits, job->labels, job->loss, job->lse, first,

@@ -9,7 +9,8 @@ typedef struct glu_job {
     int64_t rows_per_task;
 } glu_job;
 
-static void run_task(void *ctx, int64_t task) {
+static void run_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
     const glu_job *job = ctx;
     const int64_t first = task * job->rows_per_task, last = first + job->rows_per_task;
     job->kernels->glu(job->p, job->arrays, first, last < job->p->num_rows ? last : job->p->num_rows);

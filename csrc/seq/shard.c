@@ -112,7 +112,8 @@ static int64_t share(int64_t num_elements, int64_t task, int64_t num_tasks) {
 }
 
 // A task copies its share of every run.
-static void run_task(void *ctx, int64_t task) {
+static void run_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
     const shard_job *job = ctx;
     for (int64_t r = 0; r < job->p->num_runs; r++) {
         const strided_copy copy = copy_of_run(job, &job->p->runs[r]);

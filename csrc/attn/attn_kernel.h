@@ -1,0 +1,5 @@
+// The bodies of attention, included by each instruction set for its math type (vec.h).
+#include "backward.h"
+#include "forward.h"
+
+static int64_t attn_num_tasks(const rt_attn_params *p) { return grid_of(p).num_tasks; }

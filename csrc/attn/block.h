@@ -1,0 +1,219 @@
+// What forward and backward share: how the queries are cut into blocks, which keys a block attends, and packing.
+//
+// A block is a few panels of query rows that see the same keys: consecutive tokens of up to HEADS query heads of one
+// kv head, so that packed keys serve them all. Row r of a block is head r / num_tokens, token r % num_tokens. A panel
+// holds PANEL rows, one per vector lane: scores lie as (key, row), so that the softmax over keys never crosses lanes.
+// The cut depends on the shapes only, never on the number of workers.
+#ifndef RINGTILE_ATTN_BLOCK_H
+#define RINGTILE_ATTN_BLOCK_H
+
+#include "../chunk.h"
+#include "gemm.h"
+
+enum {
+    BLOCK_PANELS = 3,
+    BLOCK_ROWS = BLOCK_PANELS * PANEL,
+    TILE_KEYS = 128,
+    BLOCK_HEADS = 8, // of a group, at least, before its tokens fill the block
+};
+
+static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t round_up(int64_t n, int64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+// How the queries of one call are cut. Tasks go from the last tokens to the first, because causal work grows.
+typedef struct grid {
+    int64_t heads_per_block, tokens_per_block; // heads * tokens <= BLOCK_ROWS
+    int64_t head_blocks, token_blocks;         // per kv head
+    int64_t num_tasks;                         // batch * num_kv_heads * head_blocks * token_blocks
+} grid;
+
+static grid grid_of(const rt_attn_params *p) {
+    grid g = {0};
+    if (p->batch == 0 || p->num_queries == 0) return g;
+    const int64_t group = p->num_heads / p->num_kv_heads;
+    g.heads_per_block = min64(min64(group, BLOCK_ROWS), max64(BLOCK_HEADS, BLOCK_ROWS / p->num_queries));
+    g.tokens_per_block = min64(p->num_queries, BLOCK_ROWS / g.heads_per_block);
+    g.head_blocks = (group + g.heads_per_block - 1) / g.heads_per_block;
+    g.token_blocks = (p->num_queries + g.tokens_per_block - 1) / g.tokens_per_block;
+    g.num_tasks = p->batch * p->num_kv_heads * g.head_blocks * g.token_blocks;
+    return g;
+}
+
+// One task: its place in the tensors.
+typedef struct block {
+    int64_t batch, kv_head, first_head, num_heads, first_token, num_tokens;
+    int64_t num_rows, num_panels;
+    int64_t chain;    // index of its (batch, kv head)
+    int64_t position; // among the blocks of its chain, in the order of the tasks
+} block;
+
+static block block_of(const rt_attn_params *p, const grid *g, int64_t task) {
+    const int64_t group = p->num_heads / p->num_kv_heads, num_chains = p->batch * p->num_kv_heads;
+    block b = {.chain = task % num_chains, .position = task / num_chains};
+    const int64_t head_block = b.position % g->head_blocks;
+    const int64_t token_block = g->token_blocks - 1 - b.position / g->head_blocks;
+    b.batch = b.chain / p->num_kv_heads;
+    b.kv_head = b.chain % p->num_kv_heads;
+    b.first_head = b.kv_head * group + head_block * g->heads_per_block;
+    b.num_heads = min64(g->heads_per_block, group - head_block * g->heads_per_block);
+    b.first_token = token_block * g->tokens_per_block;
+    b.num_tokens = min64(g->tokens_per_block, p->num_queries - b.first_token);
+    b.num_rows = b.num_heads * b.num_tokens;
+    b.num_panels = (b.num_rows + PANEL - 1) / PANEL;
+    return b;
+}
+
+static inline int64_t row_head(const block *b, int64_t row) { return b->first_head + row / b->num_tokens; }
+static inline int64_t row_token(const block *b, int64_t row) { return b->first_token + row % b->num_tokens; }
+
+// ---- which keys of a run a block attends -------------------------------------------------------
+
+// Row r attends the keys [lo[r], hi[r]) of the current run, counted from its start; lo = hi = 0 if none, and for the
+// rows that only fill the last panel.
+typedef struct key_ranges {
+    real_bits lo[BLOCK_ROWS], hi[BLOCK_ROWS];
+    int64_t begin[BLOCK_PANELS], end[BLOCK_PANELS]; // per panel: keys that some row attends lie in here
+    int64_t full_begin[BLOCK_PANELS], full_end[BLOCK_PANELS]; // per panel: keys that every row attends
+    int64_t first, last;                                      // of the block
+} key_ranges;
+
+// First key of the run whose position is at least `bound`, in [0, length].
+static inline int64_t first_key_from(const rt_run *run, int64_t bound) {
+    if (bound <= run->global_begin) return 0;
+    const int64_t distance = bound - run->global_begin;
+    const int64_t key = run->stride == 1 ? distance : (distance + run->stride - 1) / run->stride;
+    return min64(key, run->length);
+}
+
+static void find_ranges(const rt_attn_params *p, const block *b, const rt_run *run, key_ranges *ranges) {
+    const int64_t mask_row = b->batch * p->mask_batch_stride + b->first_token;
+    for (int64_t token = 0; token < b->num_tokens; token++) {
+        int64_t lo = first_key_from(run, p->begin[mask_row + token]);
+        int64_t hi = first_key_from(run, p->end[mask_row + token]);
+        if (hi <= lo) lo = hi = 0;
+        for (int64_t row = token; row < b->num_rows; row += b->num_tokens) {
+            ranges->lo[row] = (real_bits)lo;
+            ranges->hi[row] = (real_bits)hi;
+        }
+    }
+    for (int64_t row = b->num_rows; row < b->num_panels * PANEL; row++) ranges->lo[row] = ranges->hi[row] = 0;
+
+    ranges->first = INT64_MAX;
+    ranges->last = 0;
+    for (int64_t panel = 0; panel < b->num_panels; panel++) {
+        int64_t begin = INT64_MAX, end = 0, full_begin = 0, full_end = INT64_MAX;
+        for (int64_t row = panel * PANEL; row < (panel + 1) * PANEL; row++) {
+            const int64_t lo = ranges->lo[row], hi = ranges->hi[row];
+            if (lo < hi) begin = min64(begin, lo);
+            end = max64(end, hi);
+            full_begin = max64(full_begin, lo);
+            full_end = min64(full_end, hi);
+        }
+        ranges->begin[panel] = begin;
+        ranges->end[panel] = end;
+        ranges->full_begin[panel] = full_begin;
+        ranges->full_end[panel] = full_end;
+        ranges->first = min64(ranges->first, begin);
+        ranges->last = max64(ranges->last, end);
+    }
+}
+
+// The part [*begin, *end) of the tile's keys that a panel has to look at; false if no row attends any of them.
+static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end,
+                       int64_t *begin, int64_t *end) {
+    *begin = max64(tile_begin, ranges->begin[panel]);
+    *end = min64(tile_end, ranges->end[panel]);
+    if (*begin >= *end) return false;
+    const real_bits *lo = ranges->lo + panel * PANEL, *hi = ranges->hi + panel * PANEL;
+    real_bits live = 0;
+    for (int64_t row = 0; row < PANEL; row++) live |= (lo[row] < *end) & (hi[row] > *begin);
+    return live;
+}
+
+static inline bool panel_is_full(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end) {
+    return begin >= ranges->full_begin[panel] && end <= ranges->full_end[panel];
+}
+
+// x (key, row) keeps its value where the row attends the key and becomes `masked` elsewhere; keys [begin, end).
+static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end, real masked,
+                       real *x) {
+    for (int64_t j = 0; j < PANEL; j += LANES) {
+        vec_bits lo, hi;
+        memcpy(&lo, ranges->lo + panel * PANEL + j, sizeof(lo));
+        memcpy(&hi, ranges->hi + panel * PANEL + j, sizeof(hi));
+        for (int64_t key = begin; key < end; key++) {
+            const vec_bits index = (real_bits)key - (vec_bits){0};
+            real *at = x + (key - begin) * PANEL + j;
+            vec_store(at, vec_select((lo <= index) & (index < hi), vec_load(at), vec_set(masked)));
+        }
+    }
+}
+
+// ---- packing -----------------------------------------------------------------------------------
+
+// to[i] = from[i], widened; then zeros up to padded. Returns whether all are finite.
+static bool pack_row(rt_dtype dtype, const void *array, int64_t offset, int64_t n, int64_t padded, real *to) {
+    load_chunk(dtype, array, offset, n, to);
+    vec zero = vec_set(0);
+    for (int64_t i = n; i < padded; i++) to[i] = 0;
+    for (int64_t i = 0; i < padded; i += LANES) zero += vec_load(to + i) * 0; // a NaN once one is not finite
+    return vec_reduce_sum(zero) == 0;
+}
+
+// Rows row0 .. row0 + n - 1 of one kv head of k or v, (n, padded) in `to`.
+static bool pack_keys(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
+                      int64_t dim, int64_t row0, int64_t n, real *to) {
+    const int64_t padded = round_up(dim, LANES);
+    const int64_t base = b->batch * stride[0] + b->kv_head * stride[2];
+    bool finite = true;
+    for (int64_t i = 0; i < n; i++)
+        finite &= pack_row(p->dtype, array, base + (row0 + i) * stride[1], dim, padded, to + i * padded);
+    return finite;
+}
+
+// The rows of a panel of q or dout: (PANEL, padded) in `rows`, zeros after the last row.
+static bool pack_queries(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
+                         int64_t dim, int64_t panel, real *rows) {
+    const int64_t padded = round_up(dim, LANES);
+    bool finite = true;
+    for (int64_t i = 0; i < PANEL; i++) {
+        const int64_t row = panel * PANEL + i;
+        real *to = rows + i * padded;
+        if (row >= b->num_rows) {
+            memset(to, 0, (size_t)padded * sizeof(real));
+            continue;
+        }
+        const int64_t offset =
+            b->batch * stride[0] + row_token(b, row) * stride[1] + row_head(b, row) * stride[2];
+        finite &= pack_row(p->dtype, array, offset, dim, padded, to);
+    }
+    return finite;
+}
+
+// to (dim, PANEL) = rows (PANEL, padded) transposed.
+static void transpose_panel(const real *rows, int64_t dim, real *to) {
+    const int64_t padded = round_up(dim, LANES);
+    for (int64_t d = 0; d < dim; d++)
+        for (int64_t i = 0; i < PANEL; i++) to[d * PANEL + i] = rows[i * padded + d];
+}
+
+// ---- scores ------------------------------------------------------------------------------------
+
+// scores = softcap * tanh(scores / softcap), over n keys of a panel.
+static void softcap_panel(real softcap, int64_t n, real *scores) {
+    const vec inverse = vec_set(1 / softcap);
+    for (int64_t i = 0; i < n * PANEL; i += LANES)
+        vec_store(scores + i, softcap * vec_tanh(vec_load(scores + i) * inverse));
+}
+
+// Workspace of one worker, cut into arrays of whole cache lines.
+static inline real *take(char **workspace, int64_t n) {
+    real *array = (real *)(void *)*workspace;
+    *workspace += round_up(n * (int64_t)sizeof(real), 64);
+    return array;
+}
+
+#endif // RINGTILE_ATTN_BLOCK_H

@@ -1,0 +1,152 @@
+// Forward: each task merges the block of keys into out and lse of its query rows (FlashAttention, arXiv:2205.14135).
+#ifndef RINGTILE_ATTN_FORWARD_H
+#define RINGTILE_ATTN_FORWARD_H
+
+#include "block.h"
+
+#include <tgmath.h>
+
+typedef struct forward_scratch {
+    key_ranges ranges;
+    real max[BLOCK_ROWS], sum[BLOCK_ROWS], rescale[BLOCK_ROWS]; // of each row's scores so far
+    real *q_panels;                                             // (BLOCK_PANELS, D, PANEL) scaled
+    real *out;     // (BLOCK_ROWS, Dv padded): sum of weights times values, relative to max
+    real *k, *v;   // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
+    real *weights; // (TILE_KEYS, PANEL): scores, then exp(scores - max)
+} forward_scratch;
+
+static int64_t forward_scratch_bytes(const rt_attn_params *p) {
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const int64_t reals = BLOCK_ROWS * d + BLOCK_ROWS * dv + TILE_KEYS * (d + dv + PANEL);
+    return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real) + 5 * 64;
+}
+
+static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *workspace) {
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    forward_scratch *s = (forward_scratch *)(void *)workspace;
+    workspace += round_up((int64_t)sizeof(*s), 64);
+    s->q_panels = take(&workspace, BLOCK_ROWS * d);
+    s->out = take(&workspace, BLOCK_ROWS * dv);
+    s->k = take(&workspace, TILE_KEYS * d);
+    s->v = take(&workspace, TILE_KEYS * dv);
+    s->weights = take(&workspace, TILE_KEYS * PANEL);
+    return s;
+}
+
+// One online-softmax step for LANES rows: weights (n keys, PANEL) holds scores and becomes exp(score - new max).
+static inline void softmax_step(real *weights, int64_t n, real *max, real *sum, real *rescale) {
+    vec top = vec_load(max);
+    for (int64_t k = 0; k < n; k++) top = vec_max(top, vec_load(weights + k * PANEL));
+    // A row that has seen no key yet, or only scores of -inf: any finite reference gives weights of 0.
+    const vec reference = vec_select(top == -(real)INFINITY, vec_set(0), top);
+    const vec factor = vec_exp(vec_load(max) - reference);
+    vec total[4] = {vec_set(0), vec_set(0), vec_set(0), vec_set(0)};
+    for (int64_t k = 0; k < n; k++) {
+        const vec weight = vec_exp(vec_load(weights + k * PANEL) - reference);
+        vec_store(weights + k * PANEL, weight);
+        total[k % 4] += weight;
+    }
+    vec_store(sum, vec_load(sum) * factor + ((total[0] + total[1]) + (total[2] + total[3])));
+    vec_store(max, top);
+    vec_store(rescale, factor);
+}
+
+static void scale_rows(const real *factors, int64_t num_rows, int64_t width, real *rows) {
+    for (int64_t i = 0; i < num_rows; i++) {
+        if (factors[i] == 1) continue;
+        for (int64_t j = 0; j < width; j += LANES)
+            vec_store(rows + i * width + j, vec_load(rows + i * width + j) * factors[i]);
+    }
+}
+
+// out[row] += weights[key, row] * v[key], only for keys that the row attends: where a masked value is not finite,
+// its weight of 0 would not silence it.
+static void add_values_within(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end,
+                              const real *weights, const real *v, int64_t width, real *out) {
+    for (int64_t row = 0; row < PANEL; row++) {
+        const int64_t lo = max64(begin, ranges->lo[panel * PANEL + row]),
+                      hi = min64(end, ranges->hi[panel * PANEL + row]);
+        for (int64_t key = lo; key < hi; key++)
+            for (int64_t j = 0; j < width; j++)
+                out[row * width + j] += weights[(key - begin) * PANEL + row] * v[(key - begin) * width + j];
+    }
+}
+
+static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *run, int64_t tile_begin,
+                         int64_t tile_end, forward_scratch *s) {
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    bool packed = false, v_finite = true;
+    for (int64_t panel = 0; panel < b->num_panels; panel++) {
+        int64_t begin, end;
+        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
+        if (!packed) {
+            const int64_t row0 = run->local_begin + tile_begin, n = tile_end - tile_begin;
+            pack_keys(p, b, p->k, p->k_stride, p->head_dim, row0, n, s->k);
+            v_finite = pack_keys(p, b, p->v, p->v_stride, p->v_head_dim, row0, n, s->v);
+            packed = true;
+        }
+        const bool full = panel_is_full(&s->ranges, panel, begin, end);
+        const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
+        real *out = s->out + panel * PANEL * dv;
+        const int64_t n = end - begin, rows = panel * PANEL;
+        // scores^T = k (scale q)^T
+        gemm(n, PANEL, p->head_dim, k, d, 1, s->q_panels + panel * PANEL * d, PANEL, s->weights, PANEL,
+             false);
+        if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
+        if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
+        for (int64_t j = 0; j < PANEL; j += LANES)
+            softmax_step(s->weights + j, n, s->max + rows + j, s->sum + rows + j, s->rescale + rows + j);
+        scale_rows(s->rescale + rows, PANEL, dv, out);
+        // out += weights v
+        if (full || v_finite)
+            gemm(PANEL, dv, n, s->weights, 1, PANEL, v, dv, out, dv, true);
+        else
+            add_values_within(&s->ranges, panel, begin, end, s->weights, v, dv, out);
+    }
+}
+
+// Merges the block's (out, lse) into the caller's: out -= sigmoid(lse_block - lse) (out - out_block).
+static void merge_row(const rt_attn_params *p, const block *b, int64_t row, const forward_scratch *s) {
+    const real top = s->max[row], sum = s->sum[row];
+    if (sum == 0) return; // saw no key
+    const int64_t head = row_head(b, row), token = row_token(b, row), dv = round_up(p->v_head_dim, LANES);
+    real *lse = (real *)p->lse + (b->batch * p->num_heads + head) * p->num_queries + token;
+    real *out =
+        (real *)p->out + b->batch * p->out_stride[0] + token * p->out_stride[1] + head * p->out_stride[2];
+    const real lse_block = top + log(sum), lse_before = *lse, inverse = 1 / sum;
+    const real *out_block = s->out + row * dv;
+    if (lse_before == -(real)INFINITY) {
+        for (int64_t j = 0; j < p->v_head_dim; j++) out[j] = out_block[j] * inverse;
+        *lse = lse_block;
+        return;
+    }
+    const real high = lse_before > lse_block ? lse_before : lse_block,
+               low = lse_before > lse_block ? lse_block : lse_before;
+    const real share = 1 / (1 + exp(lse_before - lse_block)); // sigmoid(lse_block - lse)
+    for (int64_t j = 0; j < p->v_head_dim; j++) out[j] -= share * (out[j] - out_block[j] * inverse);
+    *lse = high + log1p(exp(low - high));
+}
+
+static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace) {
+    const grid g = grid_of(p);
+    const block b = block_of(p, &g, task);
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    forward_scratch *s = forward_scratch_at(p, workspace);
+    for (int64_t panel = 0; panel < b.num_panels; panel++) {
+        pack_queries(p, &b, p->q, p->q_stride, p->head_dim, panel, s->k); // k is free until the first tile
+        for (int64_t i = 0; i < PANEL * d; i += LANES)
+            vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
+        transpose_panel(s->k, p->head_dim, s->q_panels + panel * PANEL * d);
+    }
+    for (int64_t row = 0; row < b.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
+    memset(s->out, 0, (size_t)(b.num_panels * PANEL * dv) * sizeof(real));
+    for (int64_t i = 0; i < p->num_k_runs; i++) {
+        const rt_run *run = &p->k_runs[i];
+        find_ranges(p, &b, run, &s->ranges);
+        for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
+            forward_tile(p, &b, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);
+    }
+    for (int64_t row = 0; row < b.num_rows; row++) merge_row(p, &b, row, s);
+}
+
+#endif // RINGTILE_ATTN_FORWARD_H
