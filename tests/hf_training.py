@@ -105,7 +105,7 @@ def make_trainer(
     trainer_arguments: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Trainer:
-    """A Trainer on 22 training and 5 evaluation rows; plain SGD without clipping, so that weights show every gradient."""
+    """A Trainer on 22 training and 5 evaluation rows; SGD without clipping, so that weights show every gradient."""
     enter_world()
     train_rows = make_rows(22, late_targets=late_targets)
     settings = {

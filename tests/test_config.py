@@ -64,6 +64,6 @@ def test_bad_yaml_file_is_named(tmp_path, text, words):
     path = tmp_path / "ringtile.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ringtile.ConfigError, match="ringtile.yaml") as error:
+    with pytest.raises(ringtile.ConfigError, match=r"ringtile\.yaml") as error:
         Config.load(path)
     assert words in str(error.value)

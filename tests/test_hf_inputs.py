@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+RIGHT = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
@@ -84,16 +85,17 @@ def test_position_ids_of_one_row_serve_all():
     assert cuts[0][1].max_position == 12
 
 
-def test_no_mask_tensor_travels():
-    (local, cut), _ = _cuts({"input_ids": _ids(2, 8), "attention_mask": torch.ones(2, 8)})
-    assert local["attention_mask"].shape == (2, 1, 0, 0)
+def test_attention_mask_is_cut_for_those_who_count_tokens():
+    cuts = _cuts({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]})
+    assert torch.equal(_join(cuts, "attention_mask"), functional.pad(RIGHT[:, :9], (0, 3)))
+    assert sum(local["attention_mask"].sum() for local, _ in _cuts({"input_ids": _ids(2, 9)})) == 18
+    (local, cut), _ = cuts
     assert local["ringtile_cut"] is cut
     assert local["use_cache"] is False
 
 
 # ---- the mask is that of transformers -----------------------------------------------------------
 
-RIGHT = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
 LEFT = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
 BOTH = torch.tensor([[0] * 3 + [1] * 5 + [0] * 4, [0] * 12])
 PACKED = torch.cat([_positions(5, 3, 4), _positions(12)])

@@ -1,9 +1,9 @@
 """The attention and mask functions that transformers calls under the name "ringtile".
 
 A batch that was cut over the ranks carries its `Cut` through the model as the keyword argument `ringtile_cut`; models
-hand unknown keyword arguments down to their attention function, under activation checkpointing too. The attention
-mask of such a batch is a 4-D tensor without elements: transformers returns 4-D masks as they are, so no S x S mask is
-built, and an attention function that sees it without a `Cut` knows that something on the way lost it.
+hand unknown keyword arguments down to their attention function, under activation checkpointing too. On the way into
+the model its attention mask becomes a 4-D tensor without elements: transformers returns 4-D masks as they are, so no
+S x S mask is built, and an attention function that sees it without a `Cut` knows that something on the way lost it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-def cut_marker(batch_size: int, device: torch.device) -> Tensor:
-    """The `attention_mask` of a cut batch: (B, 1, 0, 0), says nothing; the intervals of the Cut say it all."""
-    return torch.empty(batch_size, 1, 0, 0, dtype=torch.bool, device=device)
+def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of the model: the intervals of the Cut say it all, so the mask (B, 1, 0, 0) says nothing."""
+    if kwargs.get(CUT) is not None:
+        position_ids = kwargs["position_ids"]
+        nothing = torch.empty(position_ids.size(0), 1, 0, 0, dtype=torch.bool, device=position_ids.device)
+        kwargs = {**kwargs, "attention_mask": nothing}
+    return args, kwargs
 
 
 def attention_forward(

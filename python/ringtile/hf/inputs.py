@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile.errors import InputError, Refused
-from ringtile.hf.attention import CUT, cut_marker
+from ringtile.hf.attention import CUT
 from ringtile.hf.masks import mask_of_batch
 from ringtile.layout import Layout
 from ringtile.mask import IntervalMask
@@ -27,9 +27,15 @@ IGNORE_INDEX = -100  # transformers' label of a position without a target
 
 # Tensors with one entry per token, and what a padding token holds. Position 0 is valid for every embedding table, and
 # leaves the largest position, which some RoPE variants read, as it is.
-_PADDING = {"input_ids": 0, "inputs_embeds": 0, "shift_labels": IGNORE_INDEX, "position_ids": 0}
-# Keys that describe the global sequence: used for the mask, then dropped.
-_CONSUMED = {"labels", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_PADDING = {
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "shift_labels": IGNORE_INDEX,
+    "position_ids": 0,
+    "attention_mask": 0,
+}
+# Keys that describe the global sequence: used before the cut, then dropped.
+_CONSUMED = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Switches whose result would be computed from a shard as if it were the sequence.
 _REFUSED_SWITCHES = {
     "output_router_logits": "the load-balancing loss is not linear in the tokens",
@@ -72,9 +78,9 @@ def cut_batch(
 ) -> tuple[dict[str, Any], Cut]:
     """The part of a global batch that `rank` works on, and its Cut (also in the batch, for the attention layers).
 
-    `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N);
-    `attention_mask` and the keys of packed batches become the mask. `makes_positions`: the model counts 0, 1, ... when
-    a batch has no position ids, and so do we.
+    `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
+    `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is for
+    those who count tokens. `makes_positions`: the model counts 0, 1, ... when a batch has no position ids; so do we.
     Raises Refused for a batch whose result would not be that of one process, MaskNotExpressible, InputError.
     """
     main = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -95,16 +101,17 @@ def cut_batch(
             )
         per_token["position_ids"] = torch.arange(seq_len, device=main.device)[None]
     per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len)
+    per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
     if "shift_labels" not in per_token and inputs.get("labels") is not None:
         per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
 
-    multiple = Layout.multiple(layout, world_size)
-    padding = -seq_len % multiple
+    mask = mask_of_batch(inputs, batch_size, seq_len)
+    padding = -seq_len % Layout.multiple(layout, world_size)
     cut = Cut(
         seq_len=seq_len,
         layout=Layout.named(layout, seq_len + padding, world_size),
         group=group,
-        mask=_pad_mask(mask_of_batch(inputs, batch_size, seq_len), padding),
+        mask=_pad_mask(mask, padding),
         max_position=int(per_token["position_ids"].max()),
         num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
     )
@@ -114,7 +121,7 @@ def cut_batch(
         local[name] = cut.layout.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1, rank=rank)
     if inputs.get("labels") is not None:
         local["labels"] = local["shift_labels"]  # a model computes a loss when it sees labels, from shift_labels
-    local.update({"attention_mask": cut_marker(batch_size, main.device), "use_cache": False, CUT: cut})
+    local.update({"use_cache": False, CUT: cut})
     return local, cut
 
 

@@ -31,9 +31,12 @@ def makes_positions(model: PreTrainedModel) -> bool:
     return bool(_rotary_embeddings(model))
 
 
-def switch_attention(model: PreTrainedModel, ledger: Ledger) -> None:
-    """Makes every layer call ringtile's attention and mask functions."""
+def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
+    """Makes every layer call ringtile's attention and mask functions. wrapped: the model with its adapters."""
     attention.register()
+    # On the outermost module: adapters call the forward of the one inside, and not its hooks.
+    ledger.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
+    model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
     for name in model.config.sub_configs:
         sub_config = getattr(model.config, name)

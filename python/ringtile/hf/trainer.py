@@ -103,7 +103,7 @@ class _Session:
             self._replace(trainer, "get_cp_size", self._get_cp_size)
             self._replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
             self._replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
-        model.switch_attention(self.base, self.ledger)
+        model.switch_attention(trainer.model, self.ledger)
         model.pin_rope_length(self.base, self.ledger, lambda: self.active_cut)
         if self.watches_loss:
             model.watch_loss(self.base, self.ledger)
