@@ -17,7 +17,7 @@ import torch
 import transformers
 import yaml
 from ringtile.cli import main
-from ringtile.cli.data import DataConfig
+from ringtile.cli.data import DataConfig, find_files
 from ringtile.cli.meter import layer_windows, peak_bytes, reset_peak_bytes
 from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
 from ringtile.cli.report import compare, max_rel_diff
@@ -269,12 +269,15 @@ def test_ranks_refuse_alike_and_one_says_it(tmp_path: pathlib.Path) -> None:
 # ---- configurations and their documentation -------------------------------------------------------
 
 
-def test_paths_start_at_the_folder_of_the_file(tmp_path: pathlib.Path) -> None:
-    recipe = Recipe.load(write_config(tmp_path))
-    assert recipe.data.files == [str(tmp_path / "text.txt")]
+def test_paths_start_at_the_folder_of_the_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    path = write_config(tmp_path)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recipe = Recipe.load(pathlib.Path("..", path.name))
+    assert find_files(recipe.data.files, "data.files") == [str(tmp_path / "text.txt")]
     assert recipe.training == TRAINING_DEFAULTS | TRAINING | {"learning_rate": 0.1}
-    (tmp_path / "again.yaml").write_text(json.dumps(recipe.mapping()))
-    assert Recipe.load(tmp_path / "again.yaml") == recipe
+    (tmp_path / "elsewhere" / "again.yaml").write_text(json.dumps(recipe.mapping()))
+    assert Recipe.load(tmp_path / "elsewhere" / "again.yaml") == recipe
 
 
 def test_run_in_one_process_has_the_same_rows_and_no_ringtile(tmp_path: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ TRAINING_DEFAULTS = {"output_dir": "out", "logging_steps": 1, "report_to": "none
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One training run. Paths in it are absolute or relative to the working directory."""
+    """One training run. Paths that were relative to its file are absolute here."""
 
     model: str | dict[str, Any]  # folder or hub name; or the keys of a transformers config
     data: DataConfig
@@ -38,12 +38,13 @@ class Recipe:
     @classmethod
     def load(cls, path: pathlib.Path) -> Recipe:
         """Reads a YAML file; relative paths in `model` and `data` start at its folder. ConfigError names the key."""
+        folder = path.absolute().parent
         try:
             mapping = read_yaml(path)
             check_keys(mapping, {*SECTIONS, *Config.model_fields}, "")
             return cls(
-                model=load_model_keys(mapping.get("model"), path.parent),
-                data=load_data_config(mapping.get("data"), path.parent),
+                model=load_model_keys(mapping.get("model"), folder),
+                data=load_data_config(mapping.get("data"), folder),
                 training=load_training(mapping.get("training", {})),
                 ringtile=Config.load({key: value for key, value in mapping.items() if key not in SECTIONS}),
             )
