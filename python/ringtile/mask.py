@@ -197,8 +197,8 @@ class IntervalMask:
             )
         attend = attend.cpu()
         num_keys = attend.sum(2, dtype=torch.int32)
-        begin = attend.int().argmax(2).int()
-        end = (attend.size(2) - attend.flip(2).int().argmax(2)).int()
+        begin = attend.byte().argmax(2).int()
+        end = (attend.size(2) - attend.flip(2).byte().argmax(2)).int()
         wrong = (num_keys > 0) & (end - begin != num_keys)
         if bool(wrong.any()):
             row, query = wrong.nonzero()[0].tolist()
