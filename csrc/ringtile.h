@@ -85,7 +85,7 @@ typedef struct rt_run {
     int64_t global_begin, stride, local_begin, length;
 } rt_run;
 
-// Checks that every run is well formed and lies inside local_len local tokens.
+// Checks that every run is well formed, lies inside local_len local tokens and shares none with another run.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
 rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
 
@@ -115,7 +115,7 @@ typedef struct rt_shard_params {
 } rt_shard_params;
 
 // local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens
-// that no run names keep their value. The runs must not share local tokens.
+// that no run names keep their value.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN
 rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
 // global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions that no

@@ -87,14 +87,11 @@ static int64_t count_pairs(const rt_plan_params *p, const rank_runs *queries, co
     return num_pairs;
 }
 
-// The run that begins at a local token; NULL if there is none. The search starts at `guess`, which is right
-// at once when the runs are listed in local order.
+// The run that begins at a local token: there is one, because the runs fill the local tokens. The search starts at
+// `guess`, which is right at once when the runs are listed in local order.
 static const rt_run *run_at(const rank_runs *keys, int64_t local_begin, int64_t guess) {
-    for (int64_t tried = 0; tried < keys->num_runs; tried++) {
-        const rt_run *run = &keys->runs[(guess + tried) % keys->num_runs];
-        if (run->local_begin == local_begin) return run;
-    }
-    return NULL;
+    while (keys->runs[guess].local_begin != local_begin) guess = (guess + 1) % keys->num_runs;
+    return &keys->runs[guess];
 }
 
 rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank, const uint8_t *covered,
@@ -114,7 +111,6 @@ rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_
     int64_t count = 0, local = 0;
     for (int64_t r = 0; r < keys.num_runs; r++) {
         const rt_run *run = run_at(&keys, local, r);
-        if (run == NULL) return RT_BAD_LAYOUT;
         for (int64_t j = 0; j < run->length; j++, local++) {
             const int64_t g = run->global_begin + j * run->stride;
             if (!covered[g]) continue;

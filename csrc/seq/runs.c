@@ -9,6 +9,19 @@ static rt_status check_list(const rt_run *runs, int64_t num_runs) {
     return RT_OK;
 }
 
+// Lists in local order, the usual ones, take one look at each run.
+static bool share_local_tokens(const rt_run *runs, int64_t num_runs) {
+    int64_t filled_until = 0;
+    for (int64_t r = 0; r < num_runs; r++) {
+        const int64_t begin = runs[r].local_begin, end = begin + runs[r].length;
+        for (int64_t other = 0; begin < filled_until && other < r; other++)
+            if (begin < runs[other].local_begin + runs[other].length && runs[other].local_begin < end)
+                return true;
+        if (end > filled_until) filled_until = end;
+    }
+    return false;
+}
+
 rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
     const rt_status status = check_list(runs, num_runs);
     if (status != RT_OK) return status;
@@ -23,7 +36,7 @@ rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t loc
         if (run.local_begin < 0 || run.length > local_len || run.local_begin > local_len - run.length)
             return RT_BAD_RUN;
     }
-    return RT_OK;
+    return share_local_tokens(runs, num_runs) ? RT_BAD_RUN : RT_OK;
 }
 
 rt_status rt_runs_local_len(const rt_run *runs, int64_t num_runs, int64_t global_len, int64_t *local_len) {
@@ -42,23 +55,13 @@ rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len)
     return rt_runs_check_inside(runs, num_runs, local_len, INT64_MAX);
 }
 
-// Marks begin, begin + stride, ...; false when one of them was marked before.
-static bool mark(uint8_t *seen, int64_t begin, int64_t stride, int64_t length) {
-    for (int64_t j = 0; j < length; j++) {
-        uint8_t *at = &seen[begin + j * stride];
-        if (*at) return false;
-        *at = 1;
-    }
-    return true;
-}
-
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
                           uint8_t *seen) {
     if (num_ranks < 1 || seq_len < 0) return RT_BAD_SHAPE;
     if (run_offsets == NULL || (seq_len > 0 && seen == NULL)) return RT_BAD_POINTER;
     if (run_offsets[0] != 0) return RT_BAD_LAYOUT;
 
-    // Pass 1, rank by rank: the local ranges are disjoint, and as many tokens as the rank has.
+    // Pass 1, rank by rank: every run is inside the sequence, and the rank's local tokens are filled.
     int64_t total = 0;
     for (int64_t rank = 0; rank < num_ranks; rank++) {
         const int64_t num_runs = run_offsets[rank + 1] - run_offsets[rank];
@@ -68,34 +71,32 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
         rt_status status = rt_runs_local_len(rank_runs, num_runs, seq_len - total, &local_len);
         if (status == RT_OK) status = rt_runs_check_inside(rank_runs, num_runs, local_len, seq_len);
         if (status != RT_OK) return status;
-        if (local_len > 0) memset(seen, 0, (size_t)local_len);
-        for (int64_t r = 0; r < num_runs; r++)
-            if (!mark(seen, rank_runs[r].local_begin, 1, rank_runs[r].length)) return RT_BAD_LAYOUT;
         total += local_len;
     }
     if (total != seq_len) return RT_BAD_LAYOUT;
 
     // Pass 2, over all ranks: S positions, none of them twice, are all of 0..S-1.
     if (seq_len > 0) memset(seen, 0, (size_t)seq_len);
-    for (int64_t r = 0; r < run_offsets[num_ranks]; r++)
-        if (!mark(seen, runs[r].global_begin, runs[r].stride, runs[r].length)) return RT_BAD_LAYOUT;
+    for (int64_t r = 0; r < run_offsets[num_ranks]; r++) {
+        for (int64_t j = 0; j < runs[r].length; j++) {
+            uint8_t *at = &seen[runs[r].global_begin + j * runs[r].stride];
+            if (*at) return RT_BAD_LAYOUT;
+            *at = 1;
+        }
+    }
     return RT_OK;
 }
 
 rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len) {
     const rt_status status = rt_runs_check(runs, num_runs, local_len);
     if (status != RT_OK) return status;
+    int64_t filled = 0;
+    for (int64_t r = 0; r < num_runs; r++) filled += runs[r].length;
+    if (filled != local_len) return RT_BAD_RUN;
     if (local_len > 0 && positions == NULL) return RT_BAD_POINTER;
 
-    for (int64_t i = 0; i < local_len; i++) positions[i] = -1;
-    int64_t filled = 0;
-    for (int64_t r = 0; r < num_runs; r++) {
-        for (int64_t j = 0; j < runs[r].length; j++) {
-            int64_t *at = &positions[runs[r].local_begin + j];
-            if (*at >= 0) return RT_BAD_RUN;
-            *at = runs[r].global_begin + j * runs[r].stride;
-        }
-        filled += runs[r].length;
-    }
-    return filled == local_len ? RT_OK : RT_BAD_RUN;
+    for (int64_t r = 0; r < num_runs; r++)
+        for (int64_t j = 0; j < runs[r].length; j++)
+            positions[runs[r].local_begin + j] = runs[r].global_begin + j * runs[r].stride;
+    return RT_OK;
 }

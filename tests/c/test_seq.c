@@ -38,6 +38,11 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         CHECK_STATUS(rt_runs_check(&cases[i].run, 1, 8), cases[i].want);
+    // Listed in any order, but no local token twice.
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 2, 2}}, 3, 8), RT_OK);
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 1, 2}}, 3, 8),
+                 RT_BAD_RUN);
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 0, 8}, {8, 1, 2, 1}}, 2, 8), RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check(NULL, 0, 0), RT_OK);
     CHECK_STATUS(rt_runs_check(NULL, 1, 8), RT_BAD_POINTER);
     CHECK_STATUS(rt_runs_check(NULL, -1, 8), RT_BAD_SHAPE);
@@ -54,8 +59,7 @@ static void test_layout_check_accepts_the_named_layouts(void) {
     CHECK_STATUS(rt_layout_check(zigzag, (int64_t[]){0, 2, 4}, 2, 16, seen), RT_OK);
     CHECK_STATUS(rt_layout_check(striped, (int64_t[]){0, 1, 2}, 2, 16, seen), RT_OK);
     CHECK_STATUS(rt_layout_check(listed_backwards, (int64_t[]){0, 2, 3}, 2, 16, seen), RT_OK);
-    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 0, 2}, 2, 16, seen),
-                 RT_BAD_LAYOUT); // local twice
+    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 0, 2}, 2, 16, seen), RT_BAD_RUN); // local twice
     CHECK_STATUS(rt_layout_check(NULL, (int64_t[]){0, 0, 0}, 2, 0, NULL), RT_OK);
 }
 
@@ -76,7 +80,7 @@ static void test_layout_check_refuses_what_is_no_partition(void) {
     CHECK_STATUS(rt_layout_check(local_gap, offsets, 2, 16, seen), RT_BAD_RUN);
     CHECK_STATUS(rt_layout_check(outside, offsets, 2, 16, seen), RT_BAD_RUN);
     CHECK_STATUS(rt_layout_check(empty, offsets, 2, 16, seen), RT_BAD_RUN);
-    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){0, 2, 1}, 2, 16, seen), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){0, 1, 0}, 2, 16, seen), RT_BAD_LAYOUT);
     CHECK_STATUS(rt_layout_check(twice, (int64_t[]){1, 1, 2}, 2, 16, seen), RT_BAD_LAYOUT);
     CHECK_STATUS(rt_layout_check(NULL, offsets, 2, 16, seen), RT_BAD_POINTER);
     CHECK_STATUS(rt_layout_check(twice, NULL, 2, 16, seen), RT_BAD_POINTER);
@@ -264,6 +268,7 @@ static void test_shard_refuses_malformed_params(void) {
     REFUSED(global_strides, NULL, RT_BAD_POINTER);
     REFUSED(local_strides, NULL, RT_BAD_POINTER);
     REFUSED(runs, NULL, RT_BAD_POINTER);
+    REFUSED(runs, ((const rt_run[]){{0, 2, 1, 4}}), RT_BAD_RUN);
     REFUSED(num_runs, -1, RT_BAD_SHAPE);
 #undef REFUSED
     CHECK_STATUS(rt_shard(&good, NULL, local, no_threads()), RT_BAD_POINTER);
