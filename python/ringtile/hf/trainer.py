@@ -103,6 +103,7 @@ class _Session:
             self._replace(trainer, "get_cp_size", self._get_cp_size)
             self._replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
             self._replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        assert trainer.model is not None  # or base_model had refused it
         model.switch_attention(trainer.model, self.ledger)
         model.pin_rope_length(self.base, self.ledger, lambda: self.active_cut)
         if self.watches_loss:
