@@ -3,26 +3,10 @@
 #ifndef RINGTILE_CHUNK_H
 #define RINGTILE_CHUNK_H
 
+#include "half.h"
 #include "vec.h"
 
 enum { CHUNK = 512 }; // elements: three chunks of f32 are 6 KiB, a fraction of any L1 cache
-
-__extension__ typedef _Float16 half; // not ISO C, hence the keyword
-
-static inline float bf16_to_f32(uint16_t bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof(value));
-    return value;
-}
-
-// Rounds to nearest, ties to even; a NaN keeps its sign and becomes quiet.
-static inline uint16_t f32_to_bf16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof(bits));
-    const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | UINT32_C(1) << 22;
-    return (uint16_t)((value == value ? rounded : quiet) >> 16);
-}
 
 // to[0 .. num_elements - 1] from element `first` of an array of that dtype; then zeros to the end of a vec.
 static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, int64_t num_elements,

@@ -1,4 +1,6 @@
 // Attention's entry points: every precondition is checked here, once, then the tasks go to the caller's threads.
+#include "attn.h"
+
 #include "../isa/kernels.h"
 #include "../parallel.h"
 #include "../seq/runs.h"
@@ -24,13 +26,13 @@ static rt_status check(const rt_attn_params *p) {
     return rt_runs_check(p->k_runs, p->num_k_runs, p->num_keys);
 }
 
-static rt_status check_forward(const rt_attn_params *p) {
+rt_status rt_attn_check_fwd(const rt_attn_params *p) {
     const rt_status status = check(p);
     if (status != RT_OK) return status;
     return p->batch > 0 && p->num_queries > 0 && p->out == NULL ? RT_BAD_POINTER : RT_OK;
 }
 
-static rt_status check_backward(const rt_attn_params *p) {
+rt_status rt_attn_check_bwd(const rt_attn_params *p) {
     const rt_status status = check(p);
     if (status != RT_OK) return status;
     const bool queries = p->batch > 0 && p->num_queries > 0, keys = p->batch > 0 && p->num_keys > 0;
@@ -50,7 +52,8 @@ typedef struct job {
 
 int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
     const rt_kernels *kernels;
-    if (num_workers < 1 || check_forward(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
+    if (num_workers < 1 || rt_attn_check_fwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
+        return 0;
     return num_workers * round_up_64(kernels->attn_forward_scratch_bytes(p));
 }
 
@@ -61,7 +64,7 @@ static void forward_task(void *ctx, int64_t task, int64_t worker) {
 
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
     job j = {.p = p, .scratch = p->workspace};
-    rt_status status = check_forward(p);
+    rt_status status = rt_attn_check_fwd(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
     const int64_t num_workers = parallel.run == NULL ? 1 : parallel.num_workers;
@@ -80,7 +83,7 @@ static int64_t progress_bytes(const rt_attn_params *p, const rt_kernels *kernels
 
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
     const rt_kernels *kernels;
-    if (num_workers < 1 || check_backward(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
+    if (num_workers < 1 || rt_attn_check_bwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
     return progress_bytes(p, kernels) + num_workers * round_up_64(kernels->attn_backward_scratch_bytes(p));
 }
@@ -92,7 +95,7 @@ static void backward_task(void *ctx, int64_t task, int64_t worker) {
 
 rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     job j = {.p = p};
-    rt_status status = check_backward(p);
+    rt_status status = rt_attn_check_bwd(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
     const int64_t num_workers = parallel.run == NULL ? 1 : parallel.num_workers;

@@ -1,0 +1,163 @@
+// Attention as the formula says it, in f64, one query and one key at a time: the oracle of the C tests. It knows
+// neither tiles nor vectors, and looks only at keys that the query attends.
+#include "attn.h"
+
+#include "../half.h"
+
+#include <math.h>
+
+static double load(rt_dtype dtype, const void *array, int64_t i) {
+    switch (dtype) {
+    case RT_F64:
+        return ((const double *)array)[i];
+    case RT_F32:
+        return (double)((const float *)array)[i];
+    case RT_BF16:
+        return (double)bf16_to_f32(((const uint16_t *)array)[i]);
+    default:
+        return (double)((const half *)array)[i];
+    }
+}
+
+// State and gradients: f64 when the inputs are, else f32.
+static double load_state(const rt_attn_params *p, const void *array, int64_t i) {
+    return load(p->dtype == RT_F64 ? RT_F64 : RT_F32, array, i);
+}
+
+static void store_state(const rt_attn_params *p, void *array, int64_t i, double x) {
+    if (p->dtype == RT_F64)
+        ((double *)array)[i] = x;
+    else
+        ((float *)array)[i] = (float)x;
+}
+
+static int64_t offset(const int64_t stride[3], int64_t batch, int64_t token, int64_t head) {
+    return batch * stride[0] + token * stride[1] + head * stride[2];
+}
+
+typedef struct query {
+    int64_t batch, token, head, kv_head;
+} query;
+
+static bool attends(const rt_attn_params *p, const query *i, const rt_run *run, int64_t j) {
+    const int64_t at = i->batch * p->mask_batch_stride + i->token,
+                  position = run->global_begin + j * run->stride;
+    return position >= p->begin[at] && position < p->end[at];
+}
+
+// softcap * tanh(scale q.k / softcap), or scale q.k.
+static double score(const rt_attn_params *p, const query *i, int64_t row) {
+    const int64_t q = offset(p->q_stride, i->batch, i->token, i->head);
+    const int64_t k = offset(p->k_stride, i->batch, row, i->kv_head);
+    double dot = 0;
+    for (int64_t d = 0; d < p->head_dim; d++)
+        dot += load(p->dtype, p->q, q + d) * load(p->dtype, p->k, k + d);
+    const double scaled = p->scale * dot;
+    return p->softcap > 0 ? p->softcap * tanh(scaled / p->softcap) : scaled;
+}
+
+// Calls body(p, i, row of k, ctx) for every key that query i attends.
+typedef void (*pair_body)(const rt_attn_params *p, const query *i, int64_t row, void *ctx);
+
+static void for_attended_keys(const rt_attn_params *p, const query *i, pair_body body, void *ctx) {
+    for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; run++)
+        for (int64_t j = 0; j < run->length; j++)
+            if (attends(p, i, run, j)) body(p, i, run->local_begin + j, ctx);
+}
+
+static void for_queries(const rt_attn_params *p, void (*body)(const rt_attn_params *p, const query *i)) {
+    query i;
+    for (i.batch = 0; i.batch < p->batch; i.batch++)
+        for (i.head = 0; i.head < p->num_heads; i.head++)
+            for (i.token = 0; i.token < p->num_queries; i.token++) {
+                i.kv_head = i.head / (p->num_heads / p->num_kv_heads);
+                body(p, &i);
+            }
+}
+
+static int64_t state_row(const rt_attn_params *p, const query *i) {
+    return (i->batch * p->num_heads + i->head) * p->num_queries + i->token; // of lse and delta
+}
+
+// ---- forward -----------------------------------------------------------------------------------
+
+typedef struct softmax {
+    double top, sum;
+    double values[256]; // sum of exp(score - top) v
+} softmax;
+
+static void find_top(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
+    softmax *s = ctx;
+    s->top = fmax(s->top, score(p, i, row));
+}
+
+static void add_value(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
+    softmax *s = ctx;
+    const double weight = exp(score(p, i, row) - s->top);
+    const int64_t v = offset(p->v_stride, i->batch, row, i->kv_head);
+    s->sum += weight;
+    for (int64_t d = 0; d < p->v_head_dim; d++) s->values[d] += weight * load(p->dtype, p->v, v + d);
+}
+
+static void forward_query(const rt_attn_params *p, const query *i) {
+    softmax s = {.top = -INFINITY};
+    for_attended_keys(p, i, find_top, &s);
+    if (s.top == -INFINITY) s.top = 0; // no key, or only scores of -inf
+    for_attended_keys(p, i, add_value, &s);
+    if (s.sum == 0) return;
+    // One softmax over two sets of keys: each set's mean counts by its share exp(lse_set - lse).
+    const double before = load_state(p, p->lse, state_row(p, i)), block = s.top + log(s.sum);
+    const double top = fmax(before, block), lse = top + log(exp(before - top) + exp(block - top));
+    const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
+    for (int64_t d = 0; d < p->v_head_dim; d++) {
+        const double kept = exp(before - lse) * load_state(p, p->out, out + d);
+        store_state(p, p->out, out + d,
+                    (before == -INFINITY ? 0 : kept) + exp(block - lse) * s.values[d] / s.sum);
+    }
+    store_state(p, p->lse, state_row(p, i), lse);
+}
+
+rt_status rt_attn_fwd_reference(const rt_attn_params *p) {
+    const rt_status status = rt_attn_check_fwd(p);
+    if (status == RT_OK) for_queries(p, forward_query);
+    return status;
+}
+
+// ---- backward ----------------------------------------------------------------------------------
+
+static void add_to(const rt_attn_params *p, void *array, int64_t i, double x) {
+    store_state(p, array, i, load_state(p, array, i) + x);
+}
+
+static void backward_pair(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
+    (void)ctx;
+    const double s = score(p, i, row), weight = exp(s - load_state(p, p->lse, state_row(p, i)));
+    const int64_t dout = offset(p->dout_stride, i->batch, i->token, i->head);
+    const int64_t v = offset(p->v_stride, i->batch, row, i->kv_head);
+    const int64_t dv = offset(p->dv_stride, i->batch, row, i->kv_head);
+    double dweight = 0; // out = sum of weight v
+    for (int64_t d = 0; d < p->v_head_dim; d++) {
+        dweight += load(p->dtype, p->dout, dout + d) * load(p->dtype, p->v, v + d);
+        add_to(p, p->dv, dv + d, weight * load(p->dtype, p->dout, dout + d));
+    }
+    double dscore = weight * (dweight - load_state(p, p->delta, state_row(p, i)));
+    if (p->softcap > 0) dscore *= 1 - s / p->softcap * (s / p->softcap);
+    const int64_t q = offset(p->q_stride, i->batch, i->token, i->head);
+    const int64_t dq = offset(p->dq_stride, i->batch, i->token, i->head);
+    const int64_t k = offset(p->k_stride, i->batch, row, i->kv_head);
+    const int64_t dk = offset(p->dk_stride, i->batch, row, i->kv_head);
+    for (int64_t d = 0; d < p->head_dim; d++) { // score = scale q.k
+        add_to(p, p->dq, dq + d, p->scale * dscore * load(p->dtype, p->k, k + d));
+        add_to(p, p->dk, dk + d, p->scale * dscore * load(p->dtype, p->q, q + d));
+    }
+}
+
+static void backward_query(const rt_attn_params *p, const query *i) {
+    for_attended_keys(p, i, backward_pair, NULL);
+}
+
+rt_status rt_attn_bwd_reference(const rt_attn_params *p) {
+    const rt_status status = rt_attn_check_bwd(p);
+    if (status == RT_OK) for_queries(p, backward_query);
+    return status;
+}
