@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from ringtile.errors import InputError, LayoutError
+from ringtile.errors import InputError, LayoutError, RingMismatch
 from ringtile.layout import Layout, Run
+from ringtile.transport import LoopbackGroup, LoopbackWorld
 from strategies import layouts, random_layouts
+from torch import Tensor
 
 WORLDS = st.integers(1, 6)
 
@@ -103,6 +105,95 @@ def test_shard_has_the_gradient_of_indexing(world_size: int, extra: int, data: s
     assert torch.equal(gradient, expected)
 
 
+# ---- all ranks ----------------------------------------------------------------------------------
+
+
+def gather_and_differentiate(
+    group: LoopbackGroup, layout: Layout, x: Tensor, dim: int, weights: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """unshard(shard(x)) on one rank, and the gradient of its weighted sum in the local tokens."""
+    rank = group.transport.rank
+    local = x.index_select(dim, layout.positions(rank)).requires_grad_(x.is_floating_point())
+    full = layout.unshard(local, dim, group)
+    if x.is_floating_point():
+        (full * weights[rank]).sum().backward()
+    return full.detach(), local.grad if local.grad is not None else local
+
+
+@given(st.integers(1, 4), st.integers(0, 9), st.integers(-3, 2), st.sampled_from(DTYPES), st.data())
+@settings(max_examples=30)
+def test_unshard_puts_the_pieces_back(
+    world_size: int, extra: int, dim: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Integers up to 60 times weights up to 4 ranks * 3: every sum is exact in bfloat16's 8 bits or in float32."""
+    layout = data.draw(layouts(world_size + extra, world_size))
+    shape = [2, 1, 3]
+    shape[dim] = layout.seq_len
+    x = (torch.arange(torch.Size(shape).numel()) % 61).view(shape).to(dtype)
+    weights = [torch.randint(0, 4, shape).to(dtype) for _ in range(world_size)]
+    results = LoopbackWorld(world_size).run(lambda group: gather_and_differentiate(group, layout, x, dim, weights))
+    for rank, (full, gradient) in enumerate(results):
+        assert torch.equal(full, x)
+        if x.is_floating_point():
+            assert torch.equal(gradient, sum(weights).index_select(dim, layout.positions(rank)))
+
+
+def test_unshard_gradient_is_added_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16: adding four ranks' gradients there would lose all the ones."""
+    layout = Layout.contiguous(4, 4)
+
+    def gradient(group: LoopbackGroup) -> Tensor:
+        local = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+        full = layout.unshard(local, 0, group)
+        full.backward(torch.full((4,), 256.0 if group.transport.rank == 0 else 1.0, dtype=torch.bfloat16))
+        assert local.grad is not None
+        return local.grad
+
+    expected = torch.tensor([256.0 + 3]).bfloat16()  # 260: rounded once
+    assert [result.item() for result in LoopbackWorld(4).run(gradient)] == [expected.item()] * 4
+
+
+def test_unshard_can_be_differentiated_twice() -> None:
+    layout = Layout.zigzag(5, 1)
+    local = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: layout.unshard(x, 1) ** 2, (local,))
+
+
+def test_unshard_compiles_whole() -> None:
+    layout = Layout.zigzag(6, 1)
+    local = torch.randn(2, 6, requires_grad=True)
+    compiled = torch.compile(lambda x: layout.unshard(2 * x, -1), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(local), (2 * local).index_select(1, layout.positions(0).argsort()))
+
+
+@pytest.mark.parametrize("op", ["all_gather_seq", "reduce_scatter_seq"])
+def test_unshard_ops_keep_their_schemas(op: str) -> None:
+    x, layout = torch.randn(2, 4, requires_grad=True), Layout.striped(4, 1).tensor
+    torch.library.opcheck(getattr(torch.ops.ringtile, op).default, (x, layout, 1, 4, ""))
+
+
+def test_unshard_of_ranks_that_disagree_is_refused() -> None:
+    def gather(group: LoopbackGroup) -> Tensor:
+        layout = Layout.zigzag(8, 2) if group.transport.rank == 0 else Layout.contiguous(8, 2)
+        return layout.unshard(torch.zeros(4), 0, group)
+
+    with pytest.raises(RingMismatch, match="layout"):
+        LoopbackWorld(2).run(gather)
+
+
+@pytest.mark.parametrize(
+    ("local", "dim", "layout", "message"),
+    [
+        (torch.zeros(2, 7), 1, Layout.zigzag(8, 1), r"\(2, 7\) on cpu, dim 1; expected size 8 in dim on rank 0"),
+        (torch.zeros(2, 8), 2, Layout.zigzag(8, 1), r"local is \(2, 8\), dim 2; expected one of its dims"),
+        (torch.zeros(2, 4), 1, Layout.zigzag(8, 2), "the layout is for 2 ranks, the group has 1; expected as many"),
+    ],
+)
+def test_unshard_refuses_what_does_not_fit(local: Tensor, dim: int, layout: Layout, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        layout.unshard(local, dim)
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
@@ -144,7 +235,7 @@ def test_bad_layout_is_refused_by_name(case: str) -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 5), torch.zeros(0, 5).long()])
-def test_bad_layout_tensor_is_refused(tensor: torch.Tensor) -> None:
+def test_bad_layout_tensor_is_refused(tensor: Tensor) -> None:
     with pytest.raises(InputError, match=r"expected int64 \(R, 5\), not empty"):
         Layout.from_tensor(tensor)
 

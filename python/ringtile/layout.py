@@ -5,18 +5,23 @@ Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .errors import InputError, LayoutError
+from .transport import Group, Transport, group_name, transport_of
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
 
 MAX_SEQ_LEN = 2**31 - 1  # masks hold positions in int32
 
@@ -152,6 +157,18 @@ class Layout:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
         return ops.shard_seq(x, self.runs(rank), dim)
 
+    def unshard(self, local: Tensor, dim: int, group: Group | None = None) -> Tensor:
+        """The pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.
+
+        Every rank of the group calls it, and the backward of it. A rank's gradient is the sum of what all ranks
+        have for its tokens, added in rank order. Any dtype, any dim; group None is one rank.
+        Raises InputError when local has not N tokens in `dim` or W is not the group's; RingMismatch, PeerLost.
+        """
+        if not -local.dim() <= dim < local.dim():
+            raise InputError(f"local is {tuple(local.shape)}, dim {dim}; expected one of its dims")
+        full: Tensor = _all_gather_seq(local, self.tensor, dim % local.dim(), self.seq_len, group_name(group))
+        return full
+
 
 def _chunk_bounds(name: str, seq_len: int, world_size: int, num_chunks: int) -> list[int]:
     """Bounds of num_chunks chunks of 0..S-1 whose sizes differ by at most one."""
@@ -202,3 +219,107 @@ def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
         return None
     position = int(wrong[0])
     return f"global position {position} is held {int(held[position])} times; expected every position exactly once"
+
+
+# ---- all-gather and reduce-scatter, each the adjoint of the other ------------------------------
+
+
+def _partition(layout: Tensor, group_name: str) -> tuple[Layout, Transport]:
+    partition, transport = Layout.from_tensor(layout), transport_of(group_name)
+    if partition.world_size != transport.world_size:
+        raise InputError(
+            f"the layout is for {partition.world_size} ranks, the group has {transport.world_size}; expected as many"
+        )
+    return partition, transport
+
+
+def _call(
+    op: str, x: Tensor, dim: int, size: int, layout: Layout, transport: Transport
+) -> contextlib.AbstractContextManager[None]:
+    """Checks x on this rank, then against what every other rank is about to do."""
+    if x.size(dim) != size or x.device.type != "cpu":
+        raise InputError(
+            f"{op} of a tensor {tuple(x.shape)} on {x.device}, dim {dim}; expected size {size} in dim on rank "
+            f"{transport.rank}, on cpu"
+        )
+    no_mask = torch.empty(0, layout.seq_len, dtype=torch.int32)
+    return transport.call(
+        op,
+        {
+            "layout digest": ops.digest(no_mask, no_mask, layout.tensor),
+            "dtype": str(x.dtype),
+            "dim": dim,
+            "the other sizes": str([*x.shape[:dim], *x.shape[dim + 1 :]]),
+        },
+    )
+
+
+def _swap(op: str, transport: Transport, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+    """Sends and receives contiguous tensors, as bytes: gloo does not know every dtype."""
+    as_bytes = [{peer: x.view(torch.uint8) for peer, x in messages.items()} for messages in (sends, receives)]
+    transport.start(as_bytes[0], as_bytes[1], op).wait()
+
+
+@torch.library.custom_op("ringtile::all_gather_seq", mutates_args=())
+def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group_name: str) -> Tensor:
+    """The tokens of all ranks in global order."""
+    partition, transport = _partition(layout, group_name)
+    with _call("unshard", local, dim, partition.local_len(transport.rank), partition, transport):
+        pieces = {
+            peer: local.new_empty([*local.shape[:dim], partition.local_len(peer), *local.shape[dim + 1 :]])
+            for peer in range(partition.world_size)
+            if peer != transport.rank
+        }
+        local = local.contiguous()
+        _swap("unshard", transport, dict.fromkeys(pieces, local), pieces)
+    full: Tensor = _all_gather_seq_fake(local, layout, dim, seq_len, group_name)
+    for rank, piece in {**pieces, transport.rank: local}.items():
+        ops.unshard_seq_(piece, ops.runs_tensor(partition.runs(rank)), dim, full)
+    return full
+
+
+@torch.library.custom_op("ringtile::reduce_scatter_seq", mutates_args=())
+def _reduce_scatter_seq(x: Tensor, layout: Tensor, dim: int, local_len: int, group_name: str) -> Tensor:
+    """The tokens of this rank, summed over all ranks in rank order, in at least float32."""
+    partition, transport = _partition(layout, group_name)
+    with _call("gradient of unshard", x, dim, partition.seq_len, partition, transport):
+        own = partition.shard(x, dim, transport.rank)
+        sends = {peer: partition.shard(x, dim, peer) for peer in range(partition.world_size) if peer != transport.rank}
+        pieces = {peer: torch.empty_like(own) for peer in sends}
+        _swap("gradient of unshard", transport, sends, pieces)
+    total = torch.zeros_like(own, dtype=torch.promote_types(x.dtype, torch.float32))
+    for rank in range(partition.world_size):
+        total += pieces.get(rank, own)
+    return total.to(x.dtype)
+
+
+@_all_gather_seq.register_fake
+def _all_gather_seq_fake(local: Tensor, layout: Tensor, dim: int, seq_len: int, group_name: str) -> Tensor:
+    return local.new_empty([*local.shape[:dim], seq_len, *local.shape[dim + 1 :]])
+
+
+@_reduce_scatter_seq.register_fake
+def _(x: Tensor, layout: Tensor, dim: int, local_len: int, group_name: str) -> Tensor:
+    return x.new_empty([*x.shape[:dim], local_len, *x.shape[dim + 1 :]])
+
+
+def _setup(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, int, int, str], output: Tensor) -> None:
+    x, layout, ctx.dim, _, ctx.group_name = inputs  # type: ignore[attr-defined]
+    ctx.size = x.size(inputs[2])  # type: ignore[attr-defined]
+    ctx.save_for_backward(layout)
+
+
+def _all_gather_backward(ctx: FunctionCtx, dfull: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    dlocal: Tensor = _reduce_scatter_seq(dfull, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
+    return dlocal, None, None, None, None
+
+
+def _reduce_scatter_backward(ctx: FunctionCtx, dlocal: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    dx: Tensor = _all_gather_seq(dlocal, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
+    return dx, None, None, None, None
+
+
+_all_gather_seq.register_autograd(_all_gather_backward, setup_context=_setup)
+_reduce_scatter_seq.register_autograd(_reduce_scatter_backward, setup_context=_setup)
