@@ -53,16 +53,14 @@ def watch_loss(model: PreTrainedModel, ledger: Ledger) -> None:
 
     A model that computes its loss in another way would shift the shifted labels again, inside each shard.
     """
-    original = model.loss_function
+    ledger.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function))
 
-    @functools.wraps(original)
-    def loss_function(*args: Any, **kwargs: Any) -> Any:
-        cut: Cut | None = kwargs.pop(attention.CUT, None)
-        if cut is not None and kwargs.get("shift_labels") is not None:
-            cut.loss_calls += 1
-        return original(*args, **kwargs)
 
-    ledger.set(model, "_loss_function", loss_function)
+def _watched_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    cut: Cut | None = kwargs.pop(attention.CUT, None)
+    if cut is not None and kwargs.get("shift_labels") is not None:
+        cut.loss_calls += 1
+    return original(*args, **kwargs)
 
 
 def pin_rope_length(model: PreTrainedModel, ledger: Ledger, current_cut: Callable[[], Cut | None]) -> None:

@@ -98,7 +98,7 @@ class _Session:
         self._replace(trainer, "evaluation_loop", self._evaluation_loop)
         self._replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
         self._replace(trainer, "floating_point_ops", self._floating_point_ops)
-        self._replace(accelerator, "_prepare_cp", self._prepare_cp)
+        self.ledger.set(accelerator, "_prepare_cp", self._prepare_cp)
         if not self._accelerate_has_context_parallel():
             self._replace(trainer, "get_cp_size", self._get_cp_size)
             self._replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
@@ -141,9 +141,10 @@ class _Session:
         """transformers' own cut, made a no-op: `compute_loss` cuts, once, for training and evaluation alike."""
         return contextlib.nullcontext, inputs
 
-    def _prepare_cp(self, original: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """accelerate's own hooks on attention modules, left out; user code may still ask for its context."""
-        self.trainer.accelerator._cp_context = lambda **kwargs: contextlib.nullcontext()
+        if not self._stands_back():
+            self.ledger.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
         return args
 
     @contextlib.contextmanager
