@@ -56,7 +56,7 @@ static void softmax_gradient(real softcap, const real *lse, const real *delta, i
     for (int64_t j = 0; j < PANEL; j += LANES) {
         const vec lse_vec = vec_load(lse + j), delta_vec = vec_load(delta + j);
         for (int64_t i = j; i < n * PANEL; i += PANEL) {
-            const vec score = vec_load(weights + i), weight = vec_exp(score - lse_vec),
+            const vec score = vec_load(weights + i), weight = weight_exp(score - lse_vec),
                       tanh_vec = score * inverse_cap;
             vec_store(weights + i, weight);
             vec dscore = weight * (vec_load(dscores + i) - delta_vec);

@@ -11,8 +11,8 @@
 #include "gemm.h"
 
 enum {
-    BLOCK_PANELS = 3,
-    BLOCK_ROWS = BLOCK_PANELS * PANEL,
+    BLOCK_ROWS = 384,
+    BLOCK_PANELS = BLOCK_ROWS / PANEL,
     TILE_KEYS = 128,
     BLOCK_HEADS = 8, // of a group, at least, before its tokens fill the block
 };
@@ -154,12 +154,21 @@ static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, i
 
 // ---- packing -----------------------------------------------------------------------------------
 
-// to[i] = from[i], widened; then zeros up to padded. Returns whether all are finite.
+// to (padded) = from (n) widened, then zeros. Returns whether all are finite.
 static bool pack_row(rt_dtype dtype, const void *array, int64_t offset, int64_t n, int64_t padded, real *to) {
-    load_chunk(dtype, array, offset, n, to);
-    vec zero = vec_set(0);
-    for (int64_t i = n; i < padded; i++) to[i] = 0;
-    for (int64_t i = 0; i < padded; i += LANES) zero += vec_load(to + i) * 0; // a NaN once one is not finite
+    const bool direct = dtype == RT_F32 || dtype == RT_F64; // already of type real
+    const int64_t whole = direct ? n / LANES * LANES : 0;
+    vec zero = vec_set(0); // becomes NaN once a number is not finite
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const vec x = vec_load((const real *)array + offset + i);
+        vec_store(to + i, x);
+        zero += x * 0;
+    }
+    if (whole < padded) {
+        for (int64_t i = n; i < padded; i++) to[i] = 0;
+        load_chunk(dtype, array, offset + whole, n - whole, to + whole);
+        for (int64_t i = whole; i < padded; i += LANES) zero += vec_load(to + i) * 0;
+    }
     return vec_reduce_sum(zero) == 0;
 }
 
@@ -200,13 +209,33 @@ static void transpose_panel(const real *rows, int64_t dim, real *to) {
         for (int64_t i = 0; i < PANEL; i++) to[d * PANEL + i] = rows[i * padded + d];
 }
 
-// ---- scores ------------------------------------------------------------------------------------
+// ---- weights ------------------------------------------------------------------------------------
 
 // scores = softcap * tanh(scores / softcap), over n keys of a panel.
 static void softcap_panel(real softcap, int64_t n, real *scores) {
     const vec inverse = vec_set(1 / softcap);
     for (int64_t i = 0; i < n * PANEL; i += LANES)
         vec_store(scores + i, softcap * vec_tanh(vec_load(scores + i) * inverse));
+}
+
+// exp of a score minus the largest (or the log-sum-exp): of a number that is at most a rounding error above 0. Results
+// below the smallest normal number are 0. NaN gives NaN.
+static inline vec weight_exp(vec x) {
+#if RT_REAL_BITS == 64
+    return vec_exp(x);
+#else
+    const vec shift = vec_set(0x1.8p23f); // adding it rounds to an integer, in the low bits
+    const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
+    const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts
+    vec p = vec_set(1.39269266e-3f);
+    p = p * r + 8.36377387e-3f;
+    p = p * r + 4.16665501e-2f;
+    p = p * r + 1.66665734e-1f;
+    p = p * r + 0.5f;
+    p = p * (r * r) + r + 1;
+    const vec power = (vec)(((vec_bits)shifted << 23) + (127 << 23)); // 2^n
+    return vec_select(x < -87, vec_set(0), p * power);
+#endif
 }
 
 // Workspace of one worker, cut into arrays of whole cache lines.

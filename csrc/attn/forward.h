@@ -33,22 +33,34 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     return s;
 }
 
-// One online-softmax step for LANES rows: weights (n keys, PANEL) holds scores and becomes exp(score - new max).
-static inline void softmax_step(real *weights, int64_t n, real *max, real *sum, real *rescale) {
-    vec top = vec_load(max);
-    for (int64_t k = 0; k < n; k++) top = vec_max(top, vec_load(weights + k * PANEL));
-    // A row that has seen no key yet, or only scores of -inf: any finite reference gives weights of 0.
-    const vec reference = vec_select(top == -(real)INFINITY, vec_set(0), top);
-    const vec factor = vec_exp(vec_load(max) - reference);
-    vec total[4] = {vec_set(0), vec_set(0), vec_set(0), vec_set(0)};
-    for (int64_t k = 0; k < n; k++) {
-        const vec weight = vec_exp(vec_load(weights + k * PANEL) - reference);
-        vec_store(weights + k * PANEL, weight);
-        total[k % 4] += weight;
+// One online-softmax step for a panel: weights (n keys, PANEL) holds scores and becomes exp(score - new max).
+static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *rescale) {
+    vec top[PANEL_VECS], reference[PANEL_VECS], total[PANEL_VECS];
+#pragma GCC unroll 4
+    for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_load(max + j * LANES);
+    for (int64_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++)
+            top[j] = vec_max(top[j], vec_load(weights + k * PANEL + j * LANES));
+#pragma GCC unroll 4
+    for (int j = 0; j < PANEL_VECS; j++) {
+        // A row that has seen no key yet, or only scores of -inf: any finite reference gives weights of 0.
+        reference[j] = vec_select(top[j] == -(real)INFINITY, vec_set(0), top[j]);
+        const vec factor = weight_exp(vec_load(max + j * LANES) - reference[j]);
+        total[j] = vec_load(sum + j * LANES) * factor;
+        vec_store(max + j * LANES, top[j]);
+        vec_store(rescale + j * LANES, factor);
     }
-    vec_store(sum, vec_load(sum) * factor + ((total[0] + total[1]) + (total[2] + total[3])));
-    vec_store(max, top);
-    vec_store(rescale, factor);
+    for (int64_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            real *at = weights + k * PANEL + j * LANES;
+            const vec weight = weight_exp(vec_load(at) - reference[j]);
+            vec_store(at, weight);
+            total[j] += weight;
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < PANEL_VECS; j++) vec_store(sum + j * LANES, total[j]);
 }
 
 static void scale_rows(const real *factors, int64_t num_rows, int64_t width, real *rows) {
@@ -94,8 +106,7 @@ static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *
              false);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
-        for (int64_t j = 0; j < PANEL; j += LANES)
-            softmax_step(s->weights + j, n, s->max + rows + j, s->sum + rows + j, s->rescale + rows + j);
+        softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
         scale_rows(s->rescale + rows, PANEL, dv, out);
         // out += weights v
         if (full || v_finite)
