@@ -79,7 +79,7 @@ class _Session:
             install_tiled_mlp(self.base, self.config, self.ledger)
         if self.config.tiled_loss:
             install_tiled_loss(self.base, self.config, self.ledger)
-        if self.config.context_parallel_size > 1:
+        if self.config.context_parallel_size > 1 and not self._stands_back():
             self._install_context_parallel()
         self.ledger.set(self.trainer, _SESSION, self)
 
