@@ -154,59 +154,68 @@ static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, i
 
 // ---- packing -----------------------------------------------------------------------------------
 
-// to (padded) = from (n) widened, then zeros. Returns whether all are finite.
-static bool pack_row(rt_dtype dtype, const void *array, int64_t offset, int64_t n, int64_t padded, real *to) {
-    const bool direct = dtype == RT_F32 || dtype == RT_F64; // already of type real
-    const int64_t whole = direct ? n / LANES * LANES : 0;
-    vec zero = vec_set(0); // becomes NaN once a number is not finite
-    for (int64_t i = 0; i < whole; i += LANES) {
-        const vec x = vec_load((const real *)array + offset + i);
-        vec_store(to + i, x);
-        zero += x * 0;
+// to (padded) = elements [offset, offset + n) of array, widened; then zeros. *check becomes NaN once one is not finite.
+ALWAYS_INLINE void pack_row(rt_dtype dtype, const void *array, int64_t offset, int64_t n, int64_t padded,
+                            real *to, vec *check) {
+    int64_t whole = 0; // elements that need no conversion and fill vectors
+    if (dtype == RT_F32 || dtype == RT_F64) {
+        whole = n / LANES * LANES;
+        for (int64_t i = 0; i < whole; i += LANES) {
+            const vec x = vec_load((const real *)array + offset + i);
+            vec_store(to + i, x);
+            *check += x * 0;
+        }
     }
-    if (whole < padded) {
-        for (int64_t i = n; i < padded; i++) to[i] = 0;
-        load_chunk(dtype, array, offset + whole, n - whole, to + whole);
-        for (int64_t i = whole; i < padded; i += LANES) zero += vec_load(to + i) * 0;
-    }
-    return vec_reduce_sum(zero) == 0;
+    if (whole == padded) return;
+    for (int64_t i = n; i < padded; i++) to[i] = 0;
+    load_chunk(dtype, array, offset + whole, n - whole, to + whole);
+    for (int64_t i = whole; i < padded; i += LANES) *check += vec_load(to + i) * 0;
 }
 
-// Rows row0 .. row0 + n - 1 of one kv head of k or v, (n, padded) in `to`.
+static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
+
+// Rows row0 .. row0 + n - 1 of one kv head of k or v, (n, padded) in `to`. Returns whether all numbers are finite.
+// A row often begins a new page, which the hardware does not prefetch across.
 static bool pack_keys(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
                       int64_t dim, int64_t row0, int64_t n, real *to) {
-    const int64_t padded = round_up(dim, LANES);
-    const int64_t base = b->batch * stride[0] + b->kv_head * stride[2];
-    bool finite = true;
-    for (int64_t i = 0; i < n; i++)
-        finite &= pack_row(p->dtype, array, base + (row0 + i) * stride[1], dim, padded, to + i * padded);
-    return finite;
+    enum { ROWS_AHEAD = 6 };
+    const int64_t padded = round_up(dim, LANES), element_bytes = p->dtype == RT_F64   ? 8
+                                                                 : p->dtype == RT_F32 ? 4
+                                                                                      : 2;
+    const int64_t base = b->batch * stride[0] + b->kv_head * stride[2] + row0 * stride[1];
+    vec check = vec_set(0);
+    for (int64_t i = 0; i < n; i++) {
+        const char *ahead =
+            (const char *)array + (base + min64(i + ROWS_AHEAD, n - 1) * stride[1]) * element_bytes;
+        for (int64_t byte = 0; byte < dim * element_bytes; byte += 64) __builtin_prefetch(ahead + byte);
+        pack_row(p->dtype, array, base + i * stride[1], dim, padded, to + i * padded, &check);
+    }
+    return is_zero(check);
 }
 
-// The rows of a panel of q or dout: (PANEL, padded) in `rows`, zeros after the last row.
+// The rows of a panel of q or dout: (PANEL, padded) in `rows`, zeros after the last row. Returns whether all numbers
+// are finite.
 static bool pack_queries(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
                          int64_t dim, int64_t panel, real *rows) {
-    const int64_t padded = round_up(dim, LANES);
-    bool finite = true;
-    for (int64_t i = 0; i < PANEL; i++) {
+    const int64_t padded = round_up(dim, LANES), num_rows = min64(PANEL, b->num_rows - panel * PANEL);
+    vec check = vec_set(0);
+    for (int64_t i = 0; i < num_rows; i++) {
         const int64_t row = panel * PANEL + i;
-        real *to = rows + i * padded;
-        if (row >= b->num_rows) {
-            memset(to, 0, (size_t)padded * sizeof(real));
-            continue;
-        }
         const int64_t offset =
             b->batch * stride[0] + row_token(b, row) * stride[1] + row_head(b, row) * stride[2];
-        finite &= pack_row(p->dtype, array, offset, dim, padded, to);
+        pack_row(p->dtype, array, offset, dim, padded, rows + i * padded, &check);
     }
-    return finite;
+    memset(rows + num_rows * padded, 0, (size_t)((PANEL - num_rows) * padded) * sizeof(real));
+    return is_zero(check);
 }
 
-// to (dim, PANEL) = rows (PANEL, padded) transposed.
+// to (dim, PANEL) = rows (PANEL, padded) transposed, in squares that stay in the L1 cache.
 static void transpose_panel(const real *rows, int64_t dim, real *to) {
     const int64_t padded = round_up(dim, LANES);
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t i = 0; i < PANEL; i++) to[d * PANEL + i] = rows[i * padded + d];
+    for (int64_t d0 = 0; d0 < dim; d0 += LANES)
+        for (int64_t i0 = 0; i0 < PANEL; i0 += LANES)
+            for (int64_t d = d0; d < min64(d0 + LANES, dim); d++)
+                for (int64_t i = i0; i < i0 + LANES; i++) to[d * PANEL + i] = rows[i * padded + d];
 }
 
 // ---- weights ------------------------------------------------------------------------------------
