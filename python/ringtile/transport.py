@@ -1,0 +1,334 @@
+"""How the ranks of a ring talk: a header that all must agree on, then payloads straight from rank to rank.
+
+`ProcessGroupTransport` works over a torch.distributed process group, `LoopbackWorld` over threads of one process; the
+ring cannot tell them apart. A transport belongs to one group: it counts that group's calls and bytes, and one thread
+at a time may use it.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import json
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
+
+from .errors import InputError, PeerLost, RingMismatch, RingtileError
+
+HEADER_VERSION = 1
+# One size for ever: a receive of the wrong size is not survivable, so a header must fit whatever the peer's version.
+HEADER_BYTES = 1024
+# A group's user may send on it too (tags from 0 up); ours are the bytes "RT" and a number.
+HEADER_TAG, PAYLOAD_TAG = 0x5254_0000, 0x5254_0001
+
+HeaderValue = int | float | str
+Result = TypeVar("Result")
+
+
+class Message(Protocol):
+    """A message on its way, sent or to be received. wait() raises RuntimeError when the peer is gone."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages on their way; their tensors stay untouched until `wait` returns."""
+
+    messages: list[tuple[int, Message]]  # (peer, message)
+    transport: Transport
+    what: str
+
+    def wait(self) -> None:
+        """Returns when all of them have arrived. Raises PeerLost."""
+        for peer, message in self.messages:
+            with self.transport.naming(peer, self.what):
+                message.wait()
+
+
+class Transport(abc.ABC):
+    """One rank's end of a group of ranks.
+
+    rank, world_size: of this group. bytes_sent: payload sent so far, in bytes, headers not counted.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.bytes_sent = 0
+        self._call = 0
+        self._op = ""
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def call(self, op: str, fields: Mapping[str, HeaderValue]) -> Iterator[None]:
+        """One operation that all ranks take part in: agree on op and fields, then exchange payloads in the body.
+
+        Every rank tells every other its header before any payload travels. If any two differ, every rank meets one
+        that differs from its own: all raise RingMismatch, and the group stays usable. Any other failure leaves
+        messages under way, so later calls are refused with PeerLost.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise PeerLost(
+                    f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
+                ) from self._failure
+            self._call += 1
+            self._op = op
+            try:
+                if self.world_size > 1:
+                    self._agree({"version": HEADER_VERSION, "call": self._call, "op": op, **fields})
+                yield
+            except RingMismatch:
+                raise
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
+        """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLost.
+
+        Both sides must post messages between them in the same order. An empty tensor does not travel. `what` says
+        in errors where this is, as in "round 2".
+        """
+        self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
+        return self._post(sends, receives, PAYLOAD_TAG, what)
+
+    def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
+        messages: list[tuple[int, Message]] = []
+        for post, tensors in ((self._receive, receives), (self._send, sends)):
+            for peer, tensor in tensors.items():
+                if tensor.numel() > 0:
+                    with self.naming(peer, what):
+                        messages.append((peer, post(tensor, peer, tag)))
+        return Exchange(messages, self, what)
+
+    def _agree(self, header: dict[str, HeaderValue]) -> None:
+        mine = _encode(header)
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        theirs = {peer: torch.zeros_like(mine) for peer in peers}
+        self._post(dict.fromkeys(peers, mine), theirs, HEADER_TAG, "the header").wait()
+        for peer in peers:
+            if not torch.equal(theirs[peer], mine):
+                self._disagree(header, _decode(theirs[peer]), peer)
+
+    def _disagree(self, mine: dict[str, HeaderValue], theirs: dict[str, HeaderValue], peer: int) -> None:
+        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        field = names[0] if names else "header"
+        raise RingMismatch(
+            f"ranks disagree on {field} in call {self._call} ({self._op}): rank {self.rank} has "
+            f"{mine.get(field, 'none')}, rank {peer} has {theirs.get(field, 'none')}; all ranks of a group must make "
+            f"the same calls in the same order, with the same global sequence"
+        )
+
+    @contextlib.contextmanager
+    def naming(self, peer: int, what: str) -> Iterator[None]:
+        """Turns the RuntimeError of a message into a PeerLost that says whose and when."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RingtileError):
+                raise
+            reason = str(error).splitlines()[0].split("] ", 1)[-1]  # gloo begins with [file:line]
+            raise PeerLost(
+                f"rank {peer} was lost in {what} of call {self._call} ({self._op}) of rank {self.rank}: {reason}; look "
+                f"at rank {peer}'s own output for the cause"
+            ) from error
+
+    @abc.abstractmethod
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
+
+    @abc.abstractmethod
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
+
+
+def _encode(header: Mapping[str, HeaderValue]) -> Tensor:
+    """uint8 (HEADER_BYTES,): the header as JSON, padded with spaces. Python writes floats so that they read back."""
+    text = json.dumps(header).encode("ascii")
+    if len(text) > HEADER_BYTES:
+        raise InputError(f"a header of {len(text)} bytes; expected at most {HEADER_BYTES}")
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def _decode(header: Tensor) -> dict[str, HeaderValue]:
+    try:
+        fields = json.loads(bytes(header.tolist()))
+    except ValueError:
+        fields = None
+    return fields if isinstance(fields, dict) else {"version": "no ringtile header"}
+
+
+# ---- processes ----------------------------------------------------------------------------------
+
+
+class ProcessGroupTransport(Transport):
+    """Point-to-point messages of a process group. Ranks are ranks within the group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        return self._posted(dist.isend(tensor, group=self._group(), group_dst=peer, tag=tag))
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        return self._posted(dist.irecv(tensor, group=self._group(), group_src=peer, tag=tag))
+
+    def _posted(self, work: dist.Work | None) -> Message:
+        if work is None:
+            raise InputError("this process is not a rank of the group; pass a group that it belongs to")
+        return work
+
+
+# ---- virtual ranks in one process ---------------------------------------------------------------
+
+
+class _Arrival:
+    """A message to a virtual rank."""
+
+    def __init__(self, tensor: Tensor, mailbox: queue.Queue[Tensor | None], timeout_seconds: float) -> None:
+        self.tensor, self.mailbox, self.timeout_seconds = tensor, mailbox, timeout_seconds
+
+    def wait(self) -> None:
+        try:
+            sent = self.mailbox.get(timeout=self.timeout_seconds)
+        except queue.Empty:
+            raise RuntimeError(f"nothing came for {self.timeout_seconds} s") from None
+        if sent is None:
+            self.mailbox.put(None)
+            raise RuntimeError("it has ended")
+        self.tensor.copy_(sent)
+
+
+class _Sent:
+    """A message that its receiver may take whenever it likes."""
+
+    def wait(self) -> None:
+        pass
+
+
+class LoopbackTransport(Transport):
+    """Messages between the threads of one LoopbackWorld."""
+
+    def __init__(self, rank: int, world: LoopbackWorld) -> None:
+        super().__init__(rank, world.world_size)
+        self._world = world
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        self._world.mailbox(self.rank, peer, tag).put(tensor.clone())
+        return _Sent()
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        return _Arrival(tensor, self._world.mailbox(peer, self.rank, tag), self._world.timeout_seconds)
+
+
+class LoopbackGroup:
+    """One virtual rank's handle of its world; goes wherever a process group goes."""
+
+    def __init__(self, rank: int, world: LoopbackWorld) -> None:
+        self.transport = LoopbackTransport(rank, world)
+        self.group_name = f"loopback-{next(_serial)}"
+        _loopback_groups[self.group_name] = self
+
+
+class LoopbackWorld:
+    """W virtual ranks as threads of this process, for tests and for many ranks on one device.
+
+    outputs = LoopbackWorld(4).run(lambda group: ring_attention(..., group=group))
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
+        if world_size < 1:
+            raise InputError(f"world_size is {world_size}; expected at least 1")
+        self.world_size = world_size
+        self.timeout_seconds = timeout_seconds
+        self._mailboxes: dict[tuple[int, int, int], queue.Queue[Tensor | None]] = {
+            (source, target, tag): queue.Queue()
+            for source, target in itertools.permutations(range(world_size), 2)
+            for tag in (HEADER_TAG, PAYLOAD_TAG)
+        }
+        self.groups = [LoopbackGroup(rank, self) for rank in range(world_size)]
+
+    def mailbox(self, source: int, target: int, tag: int) -> queue.Queue[Tensor | None]:
+        """Messages in the order they were sent; None: the sender has ended."""
+        return self._mailboxes[source, target, tag]
+
+    def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
+        """Calls function(group) on every rank, once per world, and returns the results by rank.
+
+        A rank that returns or raises leaves the ring: peers that still wait for it get PeerLost. When ranks raised,
+        the cause is raised here rather than the PeerLost it made elsewhere.
+        """
+        results: dict[int, Result] = {}
+        errors: list[BaseException] = []
+
+        def run_rank(rank: int) -> None:
+            try:
+                results[rank] = function(self.groups[rank])
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                for (source, _, _), mailbox in self._mailboxes.items():
+                    if source == rank:
+                        mailbox.put(None)
+
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, PeerLost))
+        return [results[rank] for rank in range(self.world_size)]
+
+
+# ---- from a group to its transport --------------------------------------------------------------
+
+Group = dist.ProcessGroup | LoopbackGroup | str
+
+# Weak: they say which transport belongs to a living group, and keep nothing alive.
+_serial = itertools.count()
+_loopback_groups: weakref.WeakValueDictionary[str, LoopbackGroup] = weakref.WeakValueDictionary()
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+_transports_lock = threading.Lock()
+
+
+def group_name(group: Group | None) -> str:
+    """The name by which an op, whose arguments are tensors, numbers and strings, refers to a group; "" for None."""
+    if group is None:
+        return ""
+    return group if isinstance(group, str) else str(group.group_name)
+
+
+def transport_of(group: Group | None) -> Transport:
+    """This rank's end of a group, or of the group with that name; of a world of one rank for None and "".
+
+    Raises InputError when no group of that name is alive.
+    """
+    if group is None or group == "":
+        return LoopbackTransport(0, LoopbackWorld(1))
+    if isinstance(group, str):
+        if group in _loopback_groups:
+            return _loopback_groups[group].transport
+        try:
+            group = _resolve_process_group(GroupName(group))
+        except RuntimeError as error:
+            raise InputError(f"there is no process group named {group!r}: {str(error).splitlines()[0]}") from None
+    if isinstance(group, LoopbackGroup):
+        return group.transport
+    with _transports_lock:
+        if group not in _transports:
+            _transports[group] = ProcessGroupTransport(group)
+        return _transports[group]
