@@ -1,0 +1,138 @@
+"""Gloo ranks for tests: processes that are started once per session and run one test's function after another."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+GRACE_SECONDS = 10.0  # once a rank has failed, for the others to notice
+
+
+class Pool:
+    """W processes that form a gloo world."""
+
+    def __init__(self, world_size: int, group_timeout: float = 60.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "ringtile.ring"])  # imported once for all ranks
+        self._folder = tempfile.TemporaryDirectory()
+        self._connections: list[Connection] = []
+        self.processes = []
+        self.broken = False
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, world_size, str(Path(self._folder.name) / "store"), group_timeout),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Result], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Result]:
+        """The results of function(*args, **kwargs) by rank; raises the error of the first rank to fail."""
+        outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
+        if self.first_error is not None:
+            raise self.first_error
+        return outcomes
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """As `run`, but an exception is a result too; EOFError: the process died; TimeoutError: it did not answer.
+
+        function is importable: a top-level function of a test file.
+        """
+        for connection in self._connections:
+            connection.send((function, args, kwargs))
+        self.first_error: BaseException | None = None
+        outcomes: list[Any] = [TimeoutError(f"{function.__name__}: no answer in time")] * len(self._connections)
+        waiting = dict(zip(self._connections, range(len(outcomes)), strict=True))
+        deadline = time.monotonic() + timeout
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                outcomes[rank] = outcome = _receive(connection, rank)
+                if isinstance(outcome, BaseException) and self.first_error is None:
+                    self.first_error = outcome
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if waiting and self.first_error is None:
+            self.first_error = outcomes[next(iter(waiting.values()))]
+        self.broken = self.broken or bool(waiting) or any(isinstance(outcome, EOFError) for outcome in outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+
+def _serve(connection: Connection, rank: int, world_size: int, store: str, group_timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=group_timeout)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    while True:
+        function, args, kwargs = connection.recv()
+        text = ""
+        try:
+            outcome = function(*args, **kwargs)
+        except Exception as error:
+            outcome, text = error, f"rank {rank}:\n{traceback.format_exc()}"
+        try:
+            connection.send((outcome, text))
+        except (pickle.PicklingError, TypeError, AttributeError):
+            connection.send((RuntimeError(f"rank {rank} returned what cannot be pickled, {outcome!r}"), text))
+
+
+def _receive(connection: Connection, rank: int) -> Any:
+    try:
+        outcome, text = connection.recv()
+    except (EOFError, ConnectionResetError):
+        return EOFError(f"rank {rank} died")
+    if isinstance(outcome, BaseException):
+        outcome.__cause__ = RuntimeError(text)
+    return outcome
+
+
+@functools.cache
+def _pools() -> dict[int, Pool]:
+    return {}
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Result], *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Result]:
+    """`Pool.run` on the session's pool of that size. A pool that lost a rank, or an answer, is replaced."""
+    pools = _pools()
+    if world_size in pools and pools[world_size].broken:
+        pools.pop(world_size).close()
+    if world_size not in pools:
+        pools[world_size] = Pool(world_size)
+    pool = pools[world_size]
+    try:
+        return pool.run(function, *args, timeout=timeout, **kwargs)
+    except BaseException:
+        pool.broken = True  # messages may still be under way in it
+        raise
+
+
+def close_pools() -> None:
+    for pool in _pools().values():
+        pool.close()
+    _pools().clear()
