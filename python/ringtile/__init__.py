@@ -1,11 +1,13 @@
-"""ringtile: train on sequences that do not fit one device; the loss curve does not change."""
+"""ringtile: train on sequences that do not fit one device; the loss curve does not change.
+
+The Trainer layer (`enable`, `restore`) needs transformers and is loaded when it is first asked for.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .config import Config
 from .errors import (
     BuildError,
     ConfigError,
@@ -18,46 +20,56 @@ from .errors import (
     RingtileError,
 )
 
+_build_error: BuildError | None = None
+try:
+    from .hf.mlp import tile_mlps
+    from .layout import Layout, Run
+    from .mask import IntervalMask
+    from .plan import Plan, plan
+    from .ring import attention, ring_attention
+    from .tiled_loss import tiled_linear_cross_entropy
+    from .tiled_mlp import tiled_mlp
+    from .transport import LoopbackWorld
+except BuildError as error:  # `ringtile doctor` must run where the compiled ops do not load, and say why
+    _build_error = error
+
+if TYPE_CHECKING:
+    from .hf.trainer import enable, restore
+
 __version__ = "0.1.0"
-
-_HOME = {
-    "Config": "config",
-    "IntervalMask": "mask",
-    "Layout": "layout",
-    "Run": "layout",
-    "LoopbackWorld": "transport",
-    "attention": "ring",
-    "ring_attention": "ring",
-    "Plan": "plan",
-    "plan": "plan",
-    "tile_mlps": "hf.mlp",
-    "tiled_mlp": "tiled_mlp",
-    "tiled_linear_cross_entropy": "tiled_loss",
-    "enable": "hf.trainer",
-    "restore": "hf.trainer",
-}
-
-# Two functions are named like their modules. Importing them here, after the modules, makes the name the function for
-# good; elsewhere the first import of the module would take the name.
-with contextlib.suppress(BuildError):  # `ringtile doctor` must run where the ops are not built
-    from .plan import plan as plan
-    from .tiled_mlp import tiled_mlp as tiled_mlp
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"ringtile.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'ringtile' has no attribute {name!r}")
-
 
 __all__ = [
     "BuildError",
+    "Config",
     "ConfigError",
     "InputError",
+    "IntervalMask",
+    "Layout",
     "LayoutError",
+    "LoopbackWorld",
     "MaskNotExpressible",
     "PeerLost",
+    "Plan",
     "Refused",
     "RingMismatch",
     "RingtileError",
+    "Run",
+    "attention",
+    "enable",
+    "plan",
+    "restore",
+    "ring_attention",
+    "tile_mlps",
+    "tiled_linear_cross_entropy",
+    "tiled_mlp",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__ and _build_error is not None:
+        raise _build_error
+    if name in ("enable", "restore"):
+        from .hf import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module 'ringtile' has no attribute {name!r}")

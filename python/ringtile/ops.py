@@ -10,6 +10,7 @@ T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ra
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 try:
-    from . import _C  # noqa: F401  loading it registers the ops
+    importlib.import_module("ringtile._C")  # loading it registers the ops
 except ImportError as error:
     raise BuildError(
         f"ringtile's compiled ops could not be loaded ({error}); "
