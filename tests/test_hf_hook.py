@@ -1,0 +1,289 @@
+"""What `enable` replaces: it cuts each batch once, stands back for DeepSpeed, and is undone without a trace."""
+
+import contextlib
+import functools
+import os
+import types
+from collections import Counter
+from unittest import mock
+
+import pytest
+import ringtile
+import torch
+from accelerate import Accelerator
+from hf_training import make_trainer
+from pool import run_ranks
+from ringtile.hf.patches import Ledger
+from ringtile.layout import Layout
+from transformers import Trainer, TrainerCallback
+
+CONFIG = {"context_parallel_size": 2}
+# An accelerate ParallelismConfig under which DeepSpeed cuts the sequence (ALST / Ulysses).
+DEEPSPEED = types.SimpleNamespace(sp_enabled=True, sp_backend="deepspeed", cp_enabled=False, cp_backend="torch")
+
+
+def _owners(trainer):
+    """Everything that `enable` may touch, by name."""
+    modules = {f"model.{path}": module for path, module in trainer.model.named_modules()}
+    return {
+        "trainer": trainer,
+        "accelerator": trainer.accelerator,
+        "config": trainer.model.config,
+        "Trainer": Trainer,
+        "Accelerator": Accelerator,
+        **modules,
+    }
+
+
+def _snapshot(trainer):
+    return {name: dict(vars(owner)) for name, owner in _owners(trainer).items()}
+
+
+def _differences(before, after):
+    return sorted(
+        f"{owner}.{name}"
+        for owner in before
+        for name in before[owner].keys() | after[owner].keys()
+        if before[owner].get(name, _differences) is not after[owner].get(name, _differences)
+    )
+
+
+# ---- the ledger ---------------------------------------------------------------------------------
+
+
+def test_ledger_restores_identical_objects():
+    owner = types.SimpleNamespace(held=object())
+    held = owner.held
+    ledger = Ledger()
+    ledger.set(owner, "held", 1)
+    ledger.set(owner, "held", 2)
+    ledger.set(owner, "new", 3)
+    assert [name for _, name in ledger.entries] == ["held", "held", "new"]
+    ledger.restore()
+    ledger.restore()
+    assert owner.held is held
+    assert vars(owner) == {"held": held}
+    assert ledger.entries == ()
+
+
+def test_ledger_restores_child_modules():
+    parent = torch.nn.Sequential(torch.nn.Identity())
+    child = parent[0]
+    ledger = Ledger()
+    ledger.set(parent, "0", torch.nn.Linear(2, 2))
+    ledger.restore()
+    assert parent[0] is child
+
+
+# ---- enable and restore -------------------------------------------------------------------------
+
+
+def _enable_and_restore():
+    trainer = make_trainer("llama-dynamic")
+    before = _snapshot(trainer)
+    ledger = ringtile.enable(trainer, CONFIG)
+    entries = ledger.entries
+    again = ringtile.enable(trainer, CONFIG)
+    changed = _differences(before, _snapshot(trainer))
+    try:
+        ringtile.enable(trainer, {**CONFIG, "layout": "striped"})
+    except ringtile.ConfigError as error:
+        refusal = str(error)
+    enabled_entries = ledger.entries
+    ringtile.restore(trainer)
+    ringtile.restore(trainer)
+    left = _differences(before, _snapshot(trainer))
+    return again is ledger and enabled_entries == entries, changed, refusal, left, _num_hooks(trainer.model)
+
+
+def test_enable_is_idempotent_and_restore_leaves_identical_objects():
+    for idempotent, changed, refusal, left, num_hooks in run_ranks(2, _enable_and_restore):
+        assert idempotent
+        assert changed == [
+            "accelerator._prepare_cp",
+            "accelerator.prepare_data_loader",
+            "config._attn_implementation_internal",
+            "model.._loss_function",
+            "model.model.rotary_emb.forward",
+            "trainer._get_num_items_in_batch",
+            "trainer._prepare_context_parallel_inputs",
+            "trainer._ringtile_session",
+            "trainer._track_num_input_tokens",
+            "trainer.compute_loss",
+            "trainer.evaluation_loop",
+            "trainer.floating_point_ops",
+            "trainer.get_cp_size",
+            "trainer.prediction_step",
+        ]
+        assert "call ringtile.restore(trainer) first" in refusal
+        assert left == []
+        assert num_hooks == 0
+
+
+def _fail_half_way():
+    trainer = make_trainer()
+    before = _snapshot(trainer)
+    with mock.patch("ringtile.hf.model.watch_loss", side_effect=KeyError), contextlib.suppress(KeyError):
+        ringtile.enable(trainer, CONFIG)  # the loss is watched last
+    return _differences(before, _snapshot(trainer))
+
+
+def test_failed_enable_leaves_nothing_behind():
+    assert run_ranks(2, _fail_half_way) == [[], []]
+
+
+def test_nothing_is_patched_by_import_or_with_size_one():
+    trainer = make_trainer()
+    before = _snapshot(trainer)
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    assert _differences(before, _snapshot(trainer)) == ["trainer._ringtile_session"]
+    ringtile.restore(trainer)
+    assert _differences(before, _snapshot(trainer)) == []
+
+
+def test_nothing_is_patched_where_deepspeed_cuts_the_sequence():
+    trainer = make_trainer()
+    trainer.accelerator.state.parallelism_config = DEEPSPEED
+    before = _snapshot(trainer)
+    ringtile.enable(trainer, CONFIG)
+    assert _differences(before, _snapshot(trainer)) == ["trainer._ringtile_session"]
+    ringtile.restore(trainer)
+
+
+# ---- the hook -----------------------------------------------------------------------------------
+
+
+def _num_hooks(model):
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+def _call_hook(parallelism):
+    """What the hook and `_prepare_cp` return under an accelerate ParallelismConfig that says `parallelism`."""
+    trainer = make_trainer()
+    calls = []
+    original_result = (object(), object())
+    class_hook = Trainer._prepare_context_parallel_inputs
+
+    @functools.wraps(class_hook)
+    def recording_hook(self, *args):
+        calls.append(args)
+        return original_result
+
+    Trainer._prepare_context_parallel_inputs = recording_hook
+    try:
+        ringtile.enable(trainer, CONFIG)
+        trainer.accelerator.state.parallelism_config = parallelism
+        model, inputs = trainer.model, {"input_ids": torch.zeros(1, 8)}
+        result = trainer._prepare_context_parallel_inputs(model, inputs)
+        hooks = _num_hooks(model)
+        prepared = trainer.accelerator._prepare_cp(model)
+        return {
+            "no-op": result[0] is contextlib.nullcontext and result[1] is inputs,
+            "original": result is original_result,
+            "arguments": len(calls) == 1 and calls[0][0] is model and calls[0][1] is inputs,
+            "prepared": prepared[0] is model and len(prepared) == 1,
+            "context": type(trainer.accelerator._cp_context(buffers=[])).__name__ if parallelism is None else None,
+            "context set": "_cp_context" in vars(trainer.accelerator),
+            "hooks": _num_hooks(model) - hooks,
+        }
+    finally:
+        trainer.accelerator.state.parallelism_config = None
+        ringtile.restore(trainer)
+        assert "_cp_context" not in vars(trainer.accelerator)
+        Trainer._prepare_context_parallel_inputs = class_hook
+
+
+def test_hook_leaves_inputs_alone():
+    for result in run_ranks(2, _call_hook, None):
+        assert result == {
+            "no-op": True,
+            "original": False,
+            "arguments": False,
+            "prepared": True,
+            "context": "nullcontext",
+            "context set": True,
+            "hooks": 0,
+        }
+
+
+def test_hook_stands_back_for_deepspeed():
+    for result in run_ranks(2, _call_hook, DEEPSPEED):
+        assert result == {
+            "no-op": False,
+            "original": True,
+            "arguments": True,
+            "prepared": True,
+            "context": None,
+            "context set": False,
+            "hooks": 0,
+        }
+
+
+def _count_cuts():
+    """How often each tensor was cut, by phase, step, dtype and content."""
+    trainer = make_trainer(max_steps=2)
+    cuts, phase, step = Counter(), "train", 0
+    shard = Layout.shard
+
+    def counting_shard(self, x, dim, rank):
+        cuts[phase, step, str(x.dtype), tuple(x.flatten().tolist())] += 1
+        return shard(self, x, dim, rank)
+
+    class Steps(TrainerCallback):
+        def on_substep_end(self, *args, **kwargs):
+            nonlocal step
+            step += 1
+
+        on_step_end = on_prediction_step = on_substep_end
+
+    with mock.patch.object(Layout, "shard", counting_shard):
+        ringtile.enable(trainer, CONFIG)
+        trainer.add_callback(Steps)
+        trainer.train()
+        phase = "evaluate"
+        trainer.evaluate()
+        phase = "predict"
+        trainer.predict([{"input_ids": row["input_ids"]} for row in trainer.eval_dataset])
+        ringtile.restore(trainer)
+    return cuts
+
+
+def test_every_tensor_is_cut_once_per_step():
+    for cuts in run_ranks(2, _count_cuts):
+        assert set(cuts.values()) == {1}
+        per_step = Counter((phase, step) for phase, step, _, _ in cuts)
+        # Ids, labels, positions, padding: 2 x 2 micro-steps, 3 batches to evaluate, 3 to predict without labels.
+        steps = [("train", 4)] * 4 + [("evaluate", 4)] * 3 + [("predict", 3)] * 3
+        assert per_step == {(phase, step): count for step, (phase, count) in enumerate(steps)}
+
+
+# ---- ringtile.auto ------------------------------------------------------------------------------
+
+
+def _auto(path):
+    construct = Trainer.__init__
+    os.environ["RINGTILE_CONFIG"] = path
+    import ringtile.auto
+
+    try:
+        trainer = make_trainer()
+        enabled = trainer._ringtile_session.config
+        ringtile.restore(trainer)
+    finally:
+        ringtile.auto.restore()
+        del os.environ["RINGTILE_CONFIG"]
+    return enabled.context_parallel_size, Trainer.__init__ is construct, "_ringtile_session" in vars(make_trainer())
+
+
+def test_auto_enables_trainers_built_afterwards(tmp_path):
+    path = tmp_path / "ringtile.yaml"
+    path.write_text("context_parallel_size: 2\n")
+    assert run_ranks(2, _auto, str(path)) == [(2, True, False)] * 2
+
+
+def test_auto_without_the_variable_says_so(monkeypatch):
+    from ringtile.hf.auto import install
+
+    monkeypatch.delenv("RINGTILE_CONFIG", raising=False)
+    with pytest.raises(ringtile.ConfigError, match="RINGTILE_CONFIG is not set"):
+        install()

@@ -1,0 +1,265 @@
+"""What a Trainer cannot do exactly under context parallelism is refused by name, before it trains."""
+
+import functools
+import types
+from unittest import mock
+
+import pytest
+import ringtile
+import torch
+from hf_models import tiny_model
+from hf_training import Padded, Stream, make_rows, make_trainer
+from pool import run_ranks
+from torch import nn
+from transformers import LlamaForSequenceClassification, Trainer
+from transformers.modeling_outputs import CausalLMOutput
+
+CONFIG = {"context_parallel_size": 2}
+
+
+def _refusal(trainer, config=CONFIG):
+    before = dict(vars(trainer))
+    with pytest.raises(ringtile.RingtileError) as raised:
+        ringtile.enable(trainer, config)
+    assert vars(trainer) == before
+    return raised.value
+
+
+# ---- refused by enable, whatever the world -------------------------------------------------------
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trainer_arguments": {"compute_loss_func": lambda *args, **kwargs: None}}, "compute_loss_func"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"trainer_class": OwnLoss}, "OwnLoss.compute_loss replaces that of transformers.Trainer"),
+    ],
+)
+def test_trainer_setting_is_refused(options, words):
+    error = _refusal(make_trainer(**options))
+    assert isinstance(error, ringtile.Refused)
+    assert words in str(error)
+
+
+def test_model_init_is_refused():
+    trainer = make_trainer()
+    trainer.model_init = tiny_model
+    assert "model_init" in str(_refusal(trainer))
+
+
+def test_liger_is_refused():
+    trainer = make_trainer()
+    trainer.args.use_liger_kernel = True
+    assert "use_liger_kernel" in str(_refusal(trainer))
+
+
+def test_method_replaced_on_the_instance_is_refused():
+    trainer = make_trainer()
+    trainer.training_step = lambda *args: None
+    assert "training_step" in str(_refusal(trainer))
+
+
+def test_missing_touch_point_is_refused_with_versions():
+    def other_version(self, batches):
+        return None
+
+    with mock.patch.object(Trainer, "_get_num_items_in_batch", other_version):
+        error = str(_refusal(make_trainer()))
+    assert "_get_num_items_in_batch(batch_samples, device) is not there" in error
+    assert torch.__version__ in error
+
+
+def test_tensor_parallelism_is_refused():
+    trainer = make_trainer()
+    trainer.model._tp_size = 2
+    assert "tensor parallelism of size 2" in str(_refusal(trainer))
+
+
+def test_other_size_in_parallelism_config_is_named():
+    trainer = make_trainer()
+    parallelism = types.SimpleNamespace(
+        cp_enabled=True, cp_size=4, tp_size=1, sp_size=1, sp_enabled=False, sp_backend="deepspeed", tp_enabled=False
+    )
+    trainer.accelerator.state.parallelism_config = parallelism
+    error = _refusal(trainer)
+    assert isinstance(error, ringtile.ConfigError)
+    assert "ParallelismConfig.cp_size is 4" in str(error)
+
+
+def test_something_else_than_a_trainer_is_named():
+    model = types.SimpleNamespace(model=tiny_model())
+    with pytest.raises(ringtile.InputError, match=r"expected a transformers\.Trainer"):
+        ringtile.enable(model, CONFIG)
+
+
+def test_world_that_is_no_multiple_is_named():
+    error = _refusal(make_trainer())
+    assert isinstance(error, ringtile.ConfigError)
+    assert "context_parallel_size is 2 but there are 1 ranks" in str(error)
+
+
+def test_unknown_key_is_named():
+    assert "did you mean layout?" in str(_refusal(make_trainer(), {"layouts": "zigzag"}))
+
+
+def _with(model, module):
+    model.model.extra = module
+    return model
+
+
+class OwnModel(nn.Module):
+    def forward(self, input_ids, **kwargs):
+        return CausalLMOutput(loss=input_ids.sum())
+
+
+class NoLossArguments(type(tiny_model())):
+    accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
+        (lambda: LlamaForSequenceClassification(tiny_model().config), "expected a ...ForCausalLM model"),
+        (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
+        (lambda: tiny_model("llama4", attention_chunk_size=4), "chunked_attention"),
+        (lambda: tiny_model("lfm2"), "layers of type conv"),
+        (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
+        (lambda: tiny_model("mixtral", output_router_logits=True), "output_router_logits"),
+        (lambda: NoLossArguments(tiny_model().config), "num_items_in_batch"),
+    ],
+)
+def test_model_is_refused(model, words):
+    assert words in str(_refusal(make_trainer(model=model())))
+
+
+# ---- refused while running ----------------------------------------------------------------------
+
+
+def _first_refusal(*, use, prepare=lambda trainer: None, config=None, **options):
+    """The message of the RingtileError that stops `use(trainer)` on an enabled Trainer."""
+    trainer = make_trainer(**options)
+    prepare(trainer)
+    ringtile.enable(trainer, {**CONFIG, **(config or {})})
+    try:
+        use(trainer)
+    except ringtile.RingtileError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ringtile.restore(trainer)
+
+
+def _evaluate_then_train(trainer):
+    trainer.evaluate()
+    trainer.train()
+
+
+def test_model_left_bare_by_evaluation_is_refused():
+    for message in run_ranks(2, _first_refusal, use=_evaluate_then_train):
+        assert message.startswith("Refused: the model in training is a bare LlamaForCausalLM")
+        assert "evaluate()" in message
+
+
+def _rank_dependent_rows(trainer):
+    trainer.train_dataset = make_rows(22, seed=trainer.args.process_index)
+
+
+def test_different_batches_in_a_group_are_named():
+    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_rank_dependent_rows):
+        assert message.startswith("RingMismatch: ranks 0 and 1 share a sequence but got different batches")
+
+
+def _rank_dependent_labels(trainer):
+    for row in trainer.train_dataset:
+        row["labels"][-1] += trainer.args.process_index
+
+
+def test_different_batches_of_equal_shape_are_named():
+    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_rank_dependent_labels):
+        assert "the checksum of labels is" in message
+
+
+def _dispatching_loader(trainer):
+    accelerator = trainer.accelerator
+    loader = torch.utils.data.DataLoader(Stream(make_rows(8)), batch_size=2, collate_fn=Padded())
+    accelerator.dataloader_config.dispatch_batches = True
+    dispatching = type(accelerator).prepare_data_loader(accelerator, loader)
+    accelerator.dataloader_config.dispatch_batches = None
+    accelerator.prepare_data_loader(dispatching)
+
+
+def test_dispatching_loader_is_refused():
+    for message in run_ranks(2, _first_refusal, use=_dispatching_loader):
+        assert "the data loader dispatches batches from rank 0" in message
+
+
+def _with_dropout(trainer):
+    trainer.model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+
+
+def test_dropout_module_is_refused_in_training():
+    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_with_dropout):
+        assert "model.layers.1.mlp.act_fn.1 drops with p = 0.1" in message
+
+
+def _without_ring(trainer):
+    """A layer that attends without transformers' attention interface."""
+    trainer.model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+
+
+def test_layer_without_the_ring_is_refused():
+    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_without_ring):
+        assert "has 2 layers but called ringtile's attention 1 times" in message
+
+
+def _own_loss(trainer):
+    """A model that shifts and averages on its own."""
+    model = trainer.model
+    forward, loss_function = model.forward, model.loss_function
+
+    @functools.wraps(forward)
+    def own_forward(*args, labels=None, **kwargs):
+        output = forward(*args, **kwargs)
+        output["loss"] = loss_function(output.logits, labels, model.config.vocab_size)
+        return output
+
+    model.forward = own_forward
+
+
+def test_model_with_a_loss_of_its_own_is_refused():
+    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_own_loss):
+        assert "does not hand shift_labels to self.loss_function" in message
+
+
+def _with_hole(trainer):
+    hole = torch.ones(1, 8, dtype=torch.long)
+    hole[0, 3] = 0
+    model = trainer.accelerator.prepare(trainer.model)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    trainer.compute_loss(model, {"input_ids": ids, "labels": ids, "attention_mask": hole})
+
+
+def test_attention_mask_with_a_hole_is_refused():
+    for message in run_ranks(2, _first_refusal, use=_with_hole):
+        assert message.startswith("MaskNotExpressible")
+
+
+def _enable_with_size(size):
+    with pytest.raises(ringtile.ConfigError) as raised:
+        ringtile.enable(make_trainer(), {"context_parallel_size": size})
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_size_that_does_not_divide_the_world_is_named(size):
+    for message in run_ranks(2, _enable_with_size, size):
+        assert f"context_parallel_size is {size} but there are 2 ranks" in message
