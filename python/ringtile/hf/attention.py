@@ -89,7 +89,7 @@ def attention_forward(
         scale=scaling,
         softcap=softcap or 0.0,
     )
-    return cast(Tensor, out), None
+    return out, None
 
 
 def attention_mask(**kwargs: Any) -> Tensor | None:
