@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 try:
-    importlib.import_module("ringtile._C")  # loading it registers the ops
+    _C = importlib.import_module("ringtile._C")  # loading it registers the ops
 except ImportError as error:
     raise BuildError(
         f"ringtile's compiled ops could not be loaded ({error}); "

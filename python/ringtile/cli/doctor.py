@@ -82,7 +82,7 @@ def kernels() -> dict[str, Any]:
     try:
         from ringtile import ops
 
-        found["binary"] = ops._C.__file__  # type: ignore[attr-defined]
+        found["binary"] = ops._C.__file__
         found["isa"] = found["best_isa"] = ops.cpu_isa()
     except BuildError as error:
         found["error"] = str(error)
