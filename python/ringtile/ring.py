@@ -229,6 +229,11 @@ def _open_ring(
     world_size = int(layout[-1, 0]) + 1
     if world_size != transport.world_size:
         raise InputError(f"the layout is for {world_size} ranks, the group has {transport.world_size}; must agree")
+    if begin.shape != end.shape or begin.size(-1) != int(layout[:, 4].sum()):
+        raise InputError(
+            f"the mask has begin {tuple(begin.shape)} and end {tuple(end.shape)}; expected the "
+            f"{int(layout[:, 4].sum())} tokens of the layout in both"
+        )
     plan = rounds_of(begin, end, layout, transport.rank)
     if q.size(1) != plan.local_len or k.size(1) != plan.local_len:
         raise InputError(
@@ -343,6 +348,7 @@ def _(
     softcap: float,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
+    ops.check_attention(q, k, v, scale, softcap)
     return _empty_outputs(q, v, q.dtype)
 
 

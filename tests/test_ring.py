@@ -1,0 +1,399 @@
+"""The ring over virtual ranks against attention from its definition, and against itself on one rank.
+
+Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
+W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from oracle import Attention, dense_attention, dense_gradients
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, attention, ops, ring_attention
+from ringtile.transport import LoopbackGroup
+from strategies import dense, layouts, masks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class Problem(NamedTuple):
+    """Global inputs and cotangents."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def problem(
+    batch: int = 1,
+    seq_len: int = 48,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    v_head_dim: int = 8,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Problem:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tokens = (batch, seq_len)
+    tensors = (
+        normal(*tokens, num_heads, head_dim),
+        normal(*tokens, num_kv_heads, head_dim),
+        normal(*tokens, num_kv_heads, v_head_dim),
+        normal(*tokens, num_heads, v_head_dim),
+    )
+    dlse = normal(batch, num_heads, seq_len).to(ops.state_dtype(dtype))
+    return Problem(*(x.to(dtype) for x in tensors), dlse)
+
+
+def run_ring(
+    p: Problem, mask: IntervalMask, layout: Layout, scale: float | None = None, softcap: float = 0.0
+) -> Attention:
+    """The ring on W virtual ranks, forward and backward, put together to global tensors."""
+
+    def on_rank(group: LoopbackGroup) -> Attention:
+        rank = group.transport.rank
+        q, k, v = (layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v))
+        out, lse = ring_attention(
+            q, k, v, mask=mask, layout=layout, group=group, scale=scale, softcap=softcap, return_lse=True
+        )
+        cotangents = [layout.shard(p.dout, 1, rank), layout.shard(p.dlse, 2, rank)]
+        return Attention(out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [q, k, v], cotangents))
+
+    return assemble(LoopbackWorld(layout.world_size).run(on_rank), layout)
+
+
+def assemble(of_ranks: list[Attention], layout: Layout) -> Attention:
+    order = torch.argsort(torch.cat([layout.positions(rank) for rank in range(layout.world_size)]))
+    return Attention(
+        *(
+            torch.cat(pieces, dim=2 if name == "lse" else 1).index_select(2 if name == "lse" else 1, order)
+            for name, pieces in zip(Attention._fields, zip(*of_ranks, strict=True), strict=True)
+        )
+    )
+
+
+def assert_close(got: Attention, expected: Attention, tolerance: float) -> None:
+    """Relative to the largest magnitude of each tensor; -inf only where expected."""
+    for name, x, y in zip(Attention._fields, got, expected, strict=True):
+        finite = y.isfinite()
+        assert torch.equal(x.isfinite(), finite), name
+        y, x = y[finite], x.double()[finite]
+        error = (x - y).abs().max().item() if y.numel() else 0.0
+        assert error <= tolerance * max(1.0, y.abs().max().item() if y.numel() else 0.0), (name, error)
+
+
+# float64 state: every number is a sum of at most S <= 40 keys (dk: S queries x H / G heads) of products of at most
+# D <= 24 terms, so rounding stays below some S D eps = 1e-13 of the largest magnitude; exp and tanh of the kernel are
+# good to a few eps of their argument.
+FLOAT64_TOLERANCE = 1e-12
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, float | None, float]:
+    world_size = draw(st.integers(1, 8))
+    batch, seq_len = draw(st.integers(1, 2)), draw(st.integers(world_size, 40))
+    num_kv_heads = draw(st.integers(1, 3))
+    p = problem(
+        batch,
+        seq_len,
+        num_kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads,
+        draw(st.integers(1, 24)),
+        draw(st.integers(1, 24)),
+        seed=draw(st.integers(0, 1000)),
+    )
+    scale = draw(st.sampled_from([None, 0.3]))
+    softcap = draw(st.sampled_from([0.0, 2.0]))
+    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scale, softcap
+
+
+@settings(max_examples=60)
+@given(cases())
+@example((problem(seq_len=8), IntervalMask.causal(8), Layout.striped(8, 8), None, 0.0))  # one token a rank
+def test_ring_equals_the_definition(case: tuple[Problem, IntervalMask, Layout, float | None, float]) -> None:
+    p, mask, layout, scale, softcap = case
+    expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout, p.dlse, scale, softcap)
+    assert_close(run_ring(p, mask, layout, scale, softcap), expected, FLOAT64_TOLERANCE)
+
+
+MASKS = {
+    "full": IntervalMask.full(48),
+    "causal": IntervalMask.causal(48),
+    "documents": IntervalMask.documents([13, 1, 20, 14]),
+    "documents-bidirectional": IntervalMask.documents([13, 1, 20, 14], causal=False),
+    "window": IntervalMask.sliding_window(48, 7),
+    "prefix": IntervalMask.prefix_lm(48, 11),
+    "chunked": IntervalMask.chunked(48, 10),
+    "padding": IntervalMask.from_padding(torch.tensor([[0] * 5 + [1] * 43])),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_ring_does_not_depend_on_the_world_size(name: str, layout: str) -> None:
+    """float32: W = 2, 3, 4, 8 against W = 1, within 8 ulp of the largest magnitude in the row.
+
+    A row of out is what one query and head has. Gradients are sums over S terms that cancel, so a row's own magnitude
+    says nothing of its rounding; their row, like that of lse, is one head of one sequence.
+    """
+    p = problem(dtype=torch.float32)
+    single = run_ring(p, MASKS[name], Layout.contiguous(48, 1))
+    row_dims = {"out": -1, "lse": -1, "dq": (1, 3), "dk": (1, 3), "dv": (1, 3)}
+    for world_size in (2, 3, 4, 8):
+        ring = run_ring(p, MASKS[name], Layout.named(layout, 48, world_size))
+        for field, x, y in zip(Attention._fields, ring, single, strict=True):
+            finite = y.isfinite()
+            assert torch.equal(finite, x.isfinite())
+            x, y = x.where(finite, 0.0), y.where(finite, 0.0)
+            ulp = torch.finfo(torch.float32).eps * y.abs().amax(row_dims[field], keepdim=True)
+            assert ((x - y).abs() <= 8 * ulp).all(), (field, world_size, ((x - y).abs() / ulp).max())
+
+
+class WholeRing(torch.autograd.Function):
+    """A ring of two as one function of global tensors: backward runs the ranks' own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, layout: Layout) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        ctx.mask, ctx.layout = mask, layout
+        out_like = v.new_zeros(*q.shape[:3], v.size(3))
+        result = run_ring(Problem(q, k, v, out_like, q.new_zeros(q.size(0), q.size(2), q.size(1))), mask, layout)
+        return result.out, result.lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        result = run_ring(Problem(*(x.detach() for x in ctx.saved_tensors), dout, dlse), ctx.mask, ctx.layout)
+        return result.dq, result.dk, result.dv, None, None
+
+
+def test_ring_of_two_passes_gradcheck() -> None:
+    p = problem(seq_len=8, num_heads=2, num_kv_heads=1, head_dim=3, v_head_dim=2)
+    leaves = [x.requires_grad_() for x in (p.q, p.k, p.v)]
+    mask = IntervalMask.documents([3, 5])  # the second document straddles the cut; no lse is -inf
+    assert torch.autograd.gradcheck(WholeRing.apply, (*leaves, mask, Layout.zigzag(8, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["full", "causal", "documents", "window"])
+def test_ring_is_not_less_exact_than_torch(dtype: torch.dtype, name: str) -> None:
+    """max |ours - float64| <= max |torch's attention in the same dtype - float64|, for out, dq, dk, dv."""
+    p = problem(batch=2, num_heads=4, num_kv_heads=4, head_dim=32, v_head_dim=32, dtype=dtype)
+    attend = dense(MASKS[name])
+    exact = dense_gradients(p.q, p.k, p.v, attend, p.dout)
+    ours = run_ring(p._replace(dlse=torch.zeros_like(p.dlse)), MASKS[name], Layout.zigzag(48, 2))
+    leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=attend[:, None])
+    torchs = (out, *torch.autograd.grad(out, leaves, p.dout.transpose(1, 2)))
+    for field, theirs in zip(("out", "dq", "dk", "dv"), torchs, strict=True):
+        expected = getattr(exact, field)
+        our_error = (getattr(ours, field).double() - expected).abs().max()
+        torch_error = (theirs.detach().transpose(1, 2).double() - expected).abs().max()
+        assert our_error <= torch_error, (field, our_error, torch_error)
+
+
+# ---- corners of the numbers ---------------------------------------------------------------------
+
+
+def test_queries_without_keys_give_zeros() -> None:
+    p = problem(batch=2)
+    left_and_right = IntervalMask.from_padding(torch.tensor([[0] * 9 + [1] * 39, [1] * 30 + [0] * 18]))
+    ring = run_ring(p, left_and_right, Layout.zigzag(48, 4))
+    for row, padding in ((0, slice(0, 9)), (1, slice(30, 48))):
+        assert torch.all(ring.lse[row, :, padding] == -torch.inf)
+        for x in (ring.out, ring.dq, ring.dk, ring.dv):
+            assert torch.all(x[row, padding] == 0)
+    assert all(torch.isfinite(x).all() for x in (ring.out, ring.dq, ring.dk, ring.dv))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_nan_and_inf_stay_where_the_definition_puts_them(poison: float) -> None:
+    p = problem()
+    p.v[0, 20, 0, 3] = poison
+    mask = IntervalMask.documents([13, 20, 15])
+    ring = run_ring(p, mask, Layout.zigzag(48, 3))
+    expected, _ = dense_attention(p.q, p.k, p.v, dense(mask))
+    # The definition multiplies the poison by the exact zeros of the mask; a key that is not attended has no say.
+    reached = torch.zeros(48, dtype=torch.bool)
+    reached[20:33] = True
+    assert torch.equal(ring.out[0].isfinite().all(-1).all(-1), ~reached)
+    assert torch.equal(ring.out[0, 20:33].isfinite(), expected[0, 20:33].isfinite())
+
+
+def test_bits_are_the_same_every_time_and_for_any_number_of_threads() -> None:
+    p = problem(batch=2, dtype=torch.float32)
+    runs = []
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 1, 2):
+            torch.set_num_threads(num_threads)
+            runs.append(run_ring(p, MASKS["causal"], Layout.zigzag(48, 3)))
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+
+
+def test_strided_views_go_in_as_they_are() -> None:
+    """(B, H, S, D) tensors transposed, as transformers hands them over, and a slice of a fused projection."""
+    p = problem(batch=2)
+    expected = run_ring(p, MASKS["causal"], Layout.zigzag(48, 2))
+    fused = torch.cat([p.q.flatten(2), p.k.flatten(2)], dim=2)
+    q, k = fused[:, :, : 4 * 16].unflatten(2, (4, 16)), fused[:, :, 4 * 16 :].unflatten(2, (2, 16))
+    v = p.v.transpose(1, 2).contiguous().transpose(1, 2)
+    layout = Layout.zigzag(48, 2)
+
+    def on_rank(group: LoopbackGroup) -> Tensor:
+        local = [x[:, layout.positions(group.transport.rank)[0] :][:, :12] for x in (q, k, v)]
+        head, tail = Layout.from_runs([[(0, 1, 0, 12)], [(12, 1, 0, 12)]]), IntervalMask.causal(24)
+        return ring_attention(*local, mask=tail, layout=head, group=group)
+
+    assert q.stride(1) != 4 * 16
+    assert v.stride(1) == 8
+    half = torch.cat(LoopbackWorld(2).run(on_rank), dim=1)
+    torch.testing.assert_close(half, expected.out[:, :24], rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+# ---- autograd around the ring -------------------------------------------------------------------
+
+
+def ring_gradients(use: Callable[[Tensor, Tensor, Tensor, LoopbackGroup], Tensor], layout: Layout) -> list[Any]:
+    """Gradients of q, k, v by rank, of sum(use(q, k, v, group))."""
+    p = problem()
+
+    def on_rank(group: LoopbackGroup) -> list[Tensor | None]:
+        leaves = [layout.shard(x, 1, group.transport.rank).requires_grad_() for x in (p.q, p.k, p.v)]
+        use(*leaves, group).sum().backward()  # reentrant checkpoints know no torch.autograd.grad
+        return [leaf.grad for leaf in leaves]
+
+    return LoopbackWorld(layout.world_size).run(on_rank)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_ring_under_checkpointing_has_the_same_gradients(use_reentrant: bool) -> None:
+    layout = Layout.zigzag(48, 2)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, group: LoopbackGroup) -> Tensor:
+        return ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group).sin()
+
+    def checkpointed(q: Tensor, k: Tensor, v: Tensor, group: LoopbackGroup) -> Tensor:
+        out = checkpoint(plain, q, k, v, group, use_reentrant=use_reentrant)
+        assert isinstance(out, Tensor)
+        return out
+
+    for got, expected in zip(ring_gradients(checkpointed, layout), ring_gradients(plain, layout), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_ring_used_twice_in_one_graph() -> None:
+    """Two masks and two layouts of one sequence, one after the other: gradients add up."""
+    layout = Layout.zigzag(48, 2)
+
+    def once(name: str) -> Callable[[Tensor, Tensor, Tensor, LoopbackGroup], Tensor]:
+        return lambda q, k, v, group: ring_attention(q, k, v, mask=MASKS[name], layout=layout, group=group)
+
+    def twice(q: Tensor, k: Tensor, v: Tensor, group: LoopbackGroup) -> Tensor:
+        return once("causal")(q, k, v, group) + once("window")(q, k, v, group)
+
+    causal, window = ring_gradients(once("causal"), layout), ring_gradients(once("window"), layout)
+    for rank, got in enumerate(ring_gradients(twice, layout)):
+        for x, y, z in zip(got, causal[rank], window[rank], strict=True):
+            torch.testing.assert_close(x, y + z, rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+def test_two_worlds_at_once_do_not_meet() -> None:
+    """Two models in two threads, each with ranks, mask and layout of its own."""
+    p = problem()
+    jobs = [("causal", Layout.zigzag(48, 2)), ("window", Layout.striped(48, 3))]
+    with ThreadPoolExecutor(2) as pool:
+        rings = list(pool.map(lambda job: [run_ring(p, MASKS[job[0]], job[1]) for _ in range(5)], jobs))
+    for (name, layout), results in zip(jobs, rings, strict=True):
+        expected = run_ring(p, MASKS[name], layout)
+        for result in results:
+            assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+def test_attention_is_the_ring_of_one() -> None:
+    p = problem()
+    leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    out, lse = attention(*leaves, mask=MASKS["causal"], return_lse=True)
+    gradients = torch.autograd.grad([out, lse], leaves, [p.dout, p.dlse])
+    expected = run_ring(p, MASKS["causal"], Layout.contiguous(48, 1))
+    assert all(torch.equal(x, y) for x, y in zip((out, lse, *gradients), expected, strict=True))
+
+
+# ---- the op -------------------------------------------------------------------------------------
+
+
+def op_arguments() -> tuple[Any, ...]:
+    p = problem(batch=2, seq_len=6, head_dim=4, v_head_dim=3)
+    mask, layout = IntervalMask.causal(6), Layout.contiguous(6, 1)
+    q, k, v = (x.requires_grad_() for x in (p.q, p.k, p.v))
+    return q, k, v, mask.begin, mask.end, layout.tensor, 0.5, 0.0, ""
+
+
+def test_op_passes_opcheck() -> None:
+    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, op_arguments())
+
+
+def test_backward_op_passes_opcheck() -> None:
+    q, k, v, *others = (x.detach() if isinstance(x, Tensor) else x for x in op_arguments())
+    out, lse = torch.ops.ringtile.ring_attention(q, k, v, *others)
+    arguments = (torch.ones_like(out), torch.zeros_like(lse), q, k, v, out, lse, *others)
+    torch.library.opcheck(torch.ops.ringtile.ring_attention_backward.default, arguments)
+
+
+def test_ring_compiles_into_one_graph() -> None:
+    p = problem()
+    mask, layout = MASKS["documents"], Layout.contiguous(48, 1)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q * 2, k, v, mask=mask, layout=layout).sin()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (layer, compiled):
+        leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+        out = function(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, p.dout)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+# ---- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 48, 4)}, "q has shape"),
+        ({"k": torch.zeros(1, 48, 2, 16)}, "k has dtype torch.float32 but q has torch.float64"),
+        ({"v": torch.zeros(1, 48, 2, 8, dtype=torch.float64, device="meta")}, "v is on meta but q is on cpu"),
+        ({"q": torch.zeros(1, 48, 3, 16, dtype=torch.float64)}, "multiple of the kv heads"),
+        ({"q": torch.zeros(1, 48, 16, 4, dtype=torch.float64).transpose(2, 3)}, "stride 4 in its last dim"),
+        ({"q": torch.zeros(1, 47, 4, 16, dtype=torch.float64)}, "q has 47 tokens.*rank 0 48 of 48"),
+        ({"mask": IntervalMask.causal(40)}, r"begin \(1, 40\).*expected the 48 tokens"),
+        ({"mask": IntervalMask(*torch.zeros(2, 3, 48, dtype=torch.int32))}, "mask has 3 rows, the batch 1"),
+        ({"layout": Layout.zigzag(48, 2)}, "layout is for 2 ranks, the group has 1"),
+        ({"scale": torch.nan}, "scale nan"),
+        ({"softcap": -1.0}, "softcap -1"),
+        ({"group": "no such group"}, "no process group named 'no such group'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    p = problem()
+    arguments = {"q": p.q, "k": p.k, "v": p.v, "mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), **change}
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    with pytest.raises(InputError, match=message):
+        ring_attention(q, k, v, **arguments)
