@@ -33,9 +33,24 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     return s;
 }
 
+// weights (n keys, PANEL): scores become exp(score - reference); sum (PANEL) gets the sum over the keys added.
+ALWAYS_INLINE void exponentiate(int64_t n, const vec *reference, real *weights, real *sum) {
+    vec total[PANEL_VECS] = {{0}};
+    for (int64_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            real *at = weights + k * PANEL + j * LANES;
+            const vec weight = weight_exp(vec_load(at) - reference[j]);
+            vec_store(at, weight);
+            total[j] += weight;
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < PANEL_VECS; j++) vec_store(sum + j * LANES, vec_load(sum + j * LANES) + total[j]);
+}
+
 // One online-softmax step for a panel: weights (n keys, PANEL) holds scores and becomes exp(score - new max).
 static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *rescale) {
-    vec top[PANEL_VECS], reference[PANEL_VECS], total[PANEL_VECS];
+    vec top[PANEL_VECS], reference[PANEL_VECS];
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_load(max + j * LANES);
     for (int64_t k = 0; k < n; k++)
@@ -47,20 +62,12 @@ static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *r
         // A row that has seen no key yet, or only scores of -inf: any finite reference gives weights of 0.
         reference[j] = vec_select(top[j] == -(real)INFINITY, vec_set(0), top[j]);
         const vec factor = weight_exp(vec_load(max + j * LANES) - reference[j]);
-        total[j] = vec_load(sum + j * LANES) * factor;
         vec_store(max + j * LANES, top[j]);
+        vec_store(sum + j * LANES, vec_load(sum + j * LANES) * factor);
         vec_store(rescale + j * LANES, factor);
     }
-    for (int64_t k = 0; k < n; k++)
-#pragma GCC unroll 4
-        for (int j = 0; j < PANEL_VECS; j++) {
-            real *at = weights + k * PANEL + j * LANES;
-            const vec weight = weight_exp(vec_load(at) - reference[j]);
-            vec_store(at, weight);
-            total[j] += weight;
-        }
-#pragma GCC unroll 4
-    for (int j = 0; j < PANEL_VECS; j++) vec_store(sum + j * LANES, total[j]);
+    for (int64_t k = 0; k < n; k += SUM_LEN)
+        exponentiate(min64(n - k, SUM_LEN), reference, weights + k * PANEL, sum);
 }
 
 static void scale_rows(const real *factors, int64_t num_rows, int64_t width, real *rows) {
@@ -100,17 +107,17 @@ static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *
         const bool full = panel_is_full(&s->ranges, panel, begin, end);
         const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
-        const int64_t n = end - begin, rows = panel * PANEL;
+        const int64_t n = end - begin, rows = panel * PANEL, num_rows = panel_rows(b, panel);
         // scores^T = k (scale q)^T
-        gemm(n, PANEL, p->head_dim, k, d, 1, s->q_panels + panel * PANEL * d, PANEL, s->weights, PANEL,
-             false);
+        gemm(n, round_up(num_rows, LANES), p->head_dim, k, d, 1, s->q_panels + panel * PANEL * d, PANEL,
+             s->weights, PANEL, false);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
         softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
         scale_rows(s->rescale + rows, PANEL, dv, out);
         // out += weights v
         if (full || v_finite)
-            gemm(PANEL, dv, n, s->weights, 1, PANEL, v, dv, out, dv, true);
+            gemm(num_rows, dv, n, s->weights, 1, PANEL, v, dv, out, dv, true);
         else
             add_values_within(&s->ranges, panel, begin, end, s->weights, v, dv, out);
     }
