@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import datetime
 import itertools
 import json
 import queue
@@ -30,7 +31,7 @@ HEADER_VERSION = 1
 # One size for ever: a receive of the wrong size is not survivable, so a header must fit whatever the peer's version.
 HEADER_BYTES = 1024
 # A group's user may send on it too (tags from 0 up); ours are the bytes "RT" and a number.
-HEADER_TAG, PAYLOAD_TAG = 0x5254_0000, 0x5254_0001
+HEADER_TAG, PAYLOAD_TAG, HANG_UP_TAG = 0x5254_0000, 0x5254_0001, 0x5254_0002
 
 HeaderValue = int | float | str
 Result = TypeVar("Result")
@@ -78,7 +79,7 @@ class Transport(abc.ABC):
 
         Every rank tells every other its header before any payload travels. If any two differ, every rank meets one
         that differs from its own: all raise RingMismatch, and the group stays usable. Any other failure leaves
-        messages under way, so later calls are refused with PeerLost.
+        messages under way: this rank hangs up, so that no peer waits for it, and refuses later calls with PeerLost.
         """
         with self._lock:
             if self._failure is not None:
@@ -95,6 +96,7 @@ class Transport(abc.ABC):
                 raise
             except BaseException as error:
                 self._failure = error
+                self.hang_up()
                 raise
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
@@ -148,6 +150,10 @@ class Transport(abc.ABC):
             ) from error
 
     @abc.abstractmethod
+    def hang_up(self) -> None:
+        """Ends this rank's messages for good: a peer that waits for one gets PeerLost."""
+
+    @abc.abstractmethod
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
 
     @abc.abstractmethod
@@ -186,7 +192,17 @@ class ProcessGroupTransport(Transport):
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         return self._posted(dist.irecv(tensor, group=self._group(), group_src=peer, tag=tag))
 
-    def _posted(self, work: dist.Work | None) -> Message:
+    def hang_up(self) -> None:
+        # gloo closes a connection on which a receive timed out, and has no other way to close one.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    never = self._posted(
+                        dist.irecv(torch.empty(1), group=self._group(), group_src=peer, tag=HANG_UP_TAG)
+                    )
+                    never.wait(datetime.timedelta(milliseconds=1))
+
+    def _posted(self, work: dist.Work | None) -> dist.Work:
         if work is None:
             raise InputError("this process is not a rank of the group; pass a group that it belongs to")
         return work
@@ -195,11 +211,17 @@ class ProcessGroupTransport(Transport):
 # ---- virtual ranks in one process ---------------------------------------------------------------
 
 
+# By (sender, receiver, tag), in the order of sending; None: the sender has hung up.
+Mailboxes = dict[tuple[int, int, int], queue.Queue[Tensor | None]]
+
+
+@dataclass(frozen=True)
 class _Arrival:
     """A message to a virtual rank."""
 
-    def __init__(self, tensor: Tensor, mailbox: queue.Queue[Tensor | None], timeout_seconds: float) -> None:
-        self.tensor, self.mailbox, self.timeout_seconds = tensor, mailbox, timeout_seconds
+    tensor: Tensor
+    mailbox: queue.Queue[Tensor | None]
+    timeout_seconds: float
 
     def wait(self) -> None:
         try:
@@ -208,7 +230,7 @@ class _Arrival:
             raise RuntimeError(f"nothing came for {self.timeout_seconds} s") from None
         if sent is None:
             self.mailbox.put(None)
-            raise RuntimeError("it has ended")
+            raise RuntimeError("it has hung up")
         self.tensor.copy_(sent)
 
 
@@ -222,23 +244,29 @@ class _Sent:
 class LoopbackTransport(Transport):
     """Messages between the threads of one LoopbackWorld."""
 
-    def __init__(self, rank: int, world: LoopbackWorld) -> None:
-        super().__init__(rank, world.world_size)
-        self._world = world
+    def __init__(self, rank: int, world_size: int, mailboxes: Mailboxes, timeout_seconds: float) -> None:
+        super().__init__(rank, world_size)
+        self._mailboxes = mailboxes
+        self._timeout_seconds = timeout_seconds
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        self._world.mailbox(self.rank, peer, tag).put(tensor.clone())
+        self._mailboxes[self.rank, peer, tag].put(tensor.clone())
         return _Sent()
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return _Arrival(tensor, self._world.mailbox(peer, self.rank, tag), self._world.timeout_seconds)
+        return _Arrival(tensor, self._mailboxes[peer, self.rank, tag], self._timeout_seconds)
+
+    def hang_up(self) -> None:
+        for (sender, _, _), mailbox in self._mailboxes.items():
+            if sender == self.rank:
+                mailbox.put(None)
 
 
 class LoopbackGroup:
     """One virtual rank's handle of its world; goes wherever a process group goes."""
 
-    def __init__(self, rank: int, world: LoopbackWorld) -> None:
-        self.transport = LoopbackTransport(rank, world)
+    def __init__(self, transport: LoopbackTransport) -> None:
+        self.transport = transport
         self.group_name = f"loopback-{next(_serial)}"
         _loopback_groups[self.group_name] = self
 
@@ -252,18 +280,14 @@ class LoopbackWorld:
     def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
         if world_size < 1:
             raise InputError(f"world_size is {world_size}; expected at least 1")
-        self.world_size = world_size
-        self.timeout_seconds = timeout_seconds
-        self._mailboxes: dict[tuple[int, int, int], queue.Queue[Tensor | None]] = {
-            (source, target, tag): queue.Queue()
-            for source, target in itertools.permutations(range(world_size), 2)
+        mailboxes: Mailboxes = {
+            (sender, receiver, tag): queue.Queue()
+            for sender, receiver in itertools.permutations(range(world_size), 2)
             for tag in (HEADER_TAG, PAYLOAD_TAG)
         }
-        self.groups = [LoopbackGroup(rank, self) for rank in range(world_size)]
-
-    def mailbox(self, source: int, target: int, tag: int) -> queue.Queue[Tensor | None]:
-        """Messages in the order they were sent; None: the sender has ended."""
-        return self._mailboxes[source, target, tag]
+        self.groups = [
+            LoopbackGroup(LoopbackTransport(rank, world_size, mailboxes, timeout_seconds)) for rank in range(world_size)
+        ]
 
     def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
         """Calls function(group) on every rank, once per world, and returns the results by rank.
@@ -280,18 +304,16 @@ class LoopbackWorld:
             except BaseException as error:
                 errors.append(error)
             finally:
-                for (source, _, _), mailbox in self._mailboxes.items():
-                    if source == rank:
-                        mailbox.put(None)
+                self.groups[rank].transport.hang_up()
 
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.world_size)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.groups))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if errors:
             raise min(errors, key=lambda error: isinstance(error, PeerLost))
-        return [results[rank] for rank in range(self.world_size)]
+        return [results[rank] for rank in range(len(self.groups))]
 
 
 # ---- from a group to its transport --------------------------------------------------------------
@@ -318,7 +340,7 @@ def transport_of(group: Group | None) -> Transport:
     Raises InputError when no group of that name is alive.
     """
     if group is None or group == "":
-        return LoopbackTransport(0, LoopbackWorld(1))
+        return LoopbackTransport(0, 1, {}, 0.0)
     if isinstance(group, str):
         if group in _loopback_groups:
             return _loopback_groups[group].transport

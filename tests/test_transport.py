@@ -1,0 +1,194 @@
+"""Headers and messages of a group, without attention: what is agreed on, what is counted, what is said on failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import run_ranks
+from ringtile import InputError, LoopbackWorld, PeerLost, RingMismatch
+from ringtile.transport import HEADER_BYTES, HEADER_TAG, Group, LoopbackGroup, group_name, transport_of
+
+
+def pass_on(group: Group, *, op: str = "test", rounds: int = 2) -> list[float]:
+    """Every rank sends its number once around the ring; what it got in each round."""
+    transport = transport_of(group)
+    successor, predecessor = ((transport.rank + step) % transport.world_size for step in (1, -1))
+    token, got = torch.full((3,), float(transport.rank)), []
+    with transport.call(op, {"rounds": rounds}):
+        for i in range(rounds):
+            received = torch.empty(3)
+            transport.start({successor: token}, {predecessor: received}, f"round {i}").wait()
+            token = received
+            got.append(received[0].item())
+    return got
+
+
+def over_processes(rounds: int) -> tuple[list[float], int]:
+    assert dist.group.WORLD is not None
+    before = transport_of(dist.group.WORLD).bytes_sent
+    return pass_on(dist.group.WORLD, rounds=rounds), transport_of(dist.group.WORLD).bytes_sent - before
+
+
+def test_messages_arrive_in_order_and_are_counted() -> None:
+    expected = [([3.0, 2.0], 24), ([0.0, 3.0], 24), ([1.0, 0.0], 24), ([2.0, 1.0], 24)]
+    assert run_ranks(4, over_processes, 2) == expected
+    assert LoopbackWorld(4).run(lambda group: (pass_on(group), group.transport.bytes_sent)) == expected
+
+
+def test_empty_messages_do_not_travel() -> None:
+    """The peer need not even take part."""
+
+    def on_rank(group: LoopbackGroup) -> None:
+        with group.transport.call("test", {}):
+            if group.transport.rank == 0:
+                group.transport.start({1: torch.empty(0)}, {1: torch.empty(0)}, "round 0").wait()
+
+    LoopbackWorld(2).run(on_rank)
+
+
+# ---- headers ------------------------------------------------------------------------------------
+
+
+def message_of(error: type[Exception], action: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        action()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_that_disagree_all_raise_and_name_field_values_and_ranks(odd: int) -> None:
+    def on_rank(group: LoopbackGroup) -> str:
+        rounds = 3 if group.transport.rank == odd else 2
+        message = message_of(RingMismatch, lambda: pass_on(group, rounds=rounds))
+        assert pass_on(group) == [float((group.transport.rank - i - 1) % 3) for i in range(2)]  # still usable
+        return message
+
+    for rank, message in enumerate(LoopbackWorld(3).run(on_rank)):
+        other = (1 if odd == 0 else 0) if rank == odd else odd
+        mine, theirs = (3, 2) if rank == odd else (2, 3)
+        assert f"disagree on rounds in call 1 (test): rank {rank} has {mine}, rank {other} has {theirs}" in message
+
+
+def test_a_skipped_call_is_named() -> None:
+    def on_rank(group: LoopbackGroup) -> str:
+        if group.transport.rank == 1:
+            group.transport._call += 1
+        return message_of(RingMismatch, lambda: pass_on(group))
+
+    messages = LoopbackWorld(2).run(on_rank)
+    assert "disagree on call in call 1 (test): rank 0 has 1, rank 1 has 2" in messages[0]
+
+
+def test_another_op_is_named() -> None:
+    def on_rank(group: LoopbackGroup) -> str:
+        return message_of(RingMismatch, lambda: pass_on(group, op=f"op of {group.transport.rank}"))
+
+    assert (
+        "disagree on op in call 1 (op of 0): rank 0 has op of 0, rank 1 has op of 1" in LoopbackWorld(2).run(on_rank)[0]
+    )
+
+
+def test_a_message_that_is_no_header_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank(group: LoopbackGroup) -> str:
+        if group.transport.rank == 1:
+            monkeypatch.setattr(group.transport, "_agree", lambda header: None)
+            noise = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+            with group.transport.call("test", {}):
+                group.transport._send(noise, 0, HEADER_TAG)
+            return ""
+        return message_of(RingMismatch, lambda: pass_on(group))
+
+    assert "rank 1 has no ringtile header" in LoopbackWorld(2).run(on_rank)[0]
+
+
+def test_a_header_that_does_not_fit_is_refused() -> None:
+    def on_rank(group: LoopbackGroup) -> None:
+        with group.transport.call("test", {"long": "x" * 2000}):
+            pass
+
+    with pytest.raises(InputError, match=r"header of 20.. bytes; expected at most 1024"):
+        LoopbackWorld(2).run(on_rank)
+
+
+# ---- lost peers ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_others() -> None:
+    """Rank 1 waits for 2, which fails; rank 0 waits for 1, which gives up. The cause is raised."""
+    told: dict[int, str] = {}
+
+    def on_rank(group: LoopbackGroup) -> None:
+        transport = group.transport
+        try:
+            with transport.call("test", {}):
+                if transport.rank == 2:
+                    raise ValueError("the cause")
+                transport.start({}, {transport.rank + 1: torch.empty(1)}, "round 1").wait()
+        except PeerLost as error:
+            told[transport.rank] = str(error)
+            told[transport.rank + 10] = message_of(PeerLost, lambda: pass_on(group))
+            raise
+
+    with pytest.raises(ValueError, match="the cause"):
+        LoopbackWorld(3, timeout_seconds=30).run(on_rank)
+    for rank in (0, 1):
+        assert f"rank {rank + 1} was lost in round 1 of call 1 (test)" in told[rank]
+        assert "failed before" in told[rank + 10]
+
+
+def test_a_silent_rank_is_named_after_the_timeout() -> None:
+    done = threading.Event()
+
+    def on_rank(group: LoopbackGroup) -> str:
+        if group.transport.rank == 1:
+            done.wait(30)
+            return ""
+        message = message_of(PeerLost, lambda: pass_on(group))
+        done.set()
+        return message
+
+    message = LoopbackWorld(2, timeout_seconds=0.1).run(on_rank)[0]
+    assert "rank 1 was lost in the header of call 1 (test) of rank 0: nothing came for 0.1 s" in message
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+def test_a_group_and_its_name_have_one_transport() -> None:
+    world = LoopbackWorld(2)
+    assert transport_of(group_name(world.groups[1])) is transport_of(world.groups[1])
+    assert transport_of(world.groups[1]) is not transport_of(world.groups[0])
+
+
+def test_no_group_is_a_world_of_one() -> None:
+    transport = transport_of(None)
+    assert (transport.rank, transport.world_size, group_name(None)) == (0, 1, "")
+    with transport.call("test", {}):
+        pass
+
+
+def test_a_name_without_a_group_is_refused() -> None:
+    name = group_name(LoopbackWorld(1).groups[0])  # its world is gone at once
+    for unknown in (name, "never"):
+        with pytest.raises(InputError, match=f"no process group named '{unknown}'"):
+            transport_of(unknown)
+
+
+def world_has_one_transport() -> bool:
+    world, other = dist.group.WORLD, dist.new_group()
+    assert world is not None and other is not None  # noqa: PT018
+    return transport_of(world) is transport_of(world.group_name) and transport_of(other) is not transport_of(world)
+
+
+def test_every_process_group_has_its_own_transport() -> None:
+    assert run_ranks(2, world_has_one_transport) == [True, True]
+
+
+def test_world_of_no_rank_is_refused() -> None:
+    with pytest.raises(InputError, match="world_size is 0"):
+        LoopbackWorld(0)
