@@ -123,12 +123,14 @@ def test_trained_model_and_its_folder_are_taken_as_model(tmp_path: pathlib.Path)
 
 @pytest.mark.timeout(180)
 def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
-    """The path of `make train`, smaller: torchrun, ring, tiles, packed documents, the comparison."""
+    """The path of `make train`, smaller, and with what makes the bytes harder to foretell: windows, checkpointing."""
     (tmp_path / "more.txt").write_text(TEXT[: len(TEXT) // 3])
     path = write_config(
         tmp_path,
-        data={"files": ["text.txt", "more.txt"], "seq_len": 96},
-        training=TRAINING | {"gradient_accumulation_steps": 2},
+        model=MODEL | {"model_type": "mistral", "sliding_window": 20},
+        data={"files": ["text.txt", "more.txt"], "eval_files": "more.txt", "seq_len": 96},
+        training=TRAINING
+        | {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2},
         context_parallel_size=2,
         tiled_mlp=True,
         tile_tokens=40,
@@ -149,6 +151,7 @@ def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
     assert report["max_rel_grad_norm_diff"] <= 1e-5
     assert report["bytes_moved"] == report["plan_bytes"] > 0
     assert len(report["peak_bytes"]) == 2
+    assert report["eval_losses"][1] < report["eval_losses"][0]
     assert (tmp_path / "out" / "loss.png").exists()
     assert done.stdout.count("against one process") == 1  # rank 0 alone prints
 
