@@ -84,8 +84,7 @@ typedef struct key_ranges {
 static inline int64_t first_key_from(const rt_run *run, int64_t bound) {
     if (bound <= run->global_begin) return 0;
     const int64_t distance = bound - run->global_begin;
-    const int64_t key = run->stride == 1 ? distance : (distance + run->stride - 1) / run->stride;
-    return min64(key, run->length);
+    return min64(run->stride == 1 ? distance : (distance - 1) / run->stride + 1, run->length);
 }
 
 static void find_ranges(const rt_attn_params *p, const block *b, const rt_run *run, key_ranges *ranges) {
@@ -233,7 +232,7 @@ static inline vec weight_exp(vec x) {
 #if RT_REAL_BITS == 64
     return vec_exp(x);
 #else
-    const vec shift = vec_set(0x1.8p23f); // adding it rounds to an integer, in the low bits
+    const vec shift = vec_set(0x1.8p23f + 127); // adding it rounds to an integer n: the low bits are those of n + 127
     const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
     const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts
     vec p = vec_set(1.39269266e-3f);
@@ -242,7 +241,7 @@ static inline vec weight_exp(vec x) {
     p = p * r + 1.66665734e-1f;
     p = p * r + 0.5f;
     p = p * (r * r) + r + 1;
-    const vec power = (vec)(((vec_bits)shifted << 23) + (127 << 23)); // 2^n
+    const vec power = (vec)((vec_bits)shifted << 23); // 2^n
     return vec_select(x < -87, vec_set(0), p * power);
 #endif
 }
