@@ -92,7 +92,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str, group
         text = ""
         try:
             outcome = function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:  # what pytest.raises raises is no Exception
             outcome, text = error, f"rank {rank}:\n{traceback.format_exc()}"
         try:
             connection.send((outcome, text))

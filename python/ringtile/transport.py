@@ -143,7 +143,7 @@ class Transport(abc.ABC):
         except RuntimeError as error:
             if isinstance(error, RingtileError):
                 raise
-            reason = str(error).splitlines()[0].split("] ", 1)[-1]  # gloo begins with [file:line]
+            reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]  # gloo's: [file:line] reason. Advice.
             raise PeerLost(
                 f"rank {peer} was lost in {what} of call {self._call} ({self._op}) of rank {self.rank}: {reason}; look "
                 f"at rank {peer}'s own output for the cause"

@@ -1,0 +1,194 @@
+"""Ranks that disagree, die or fall silent: an error that says so on every other rank, and soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import ringtile.ring
+import torch
+import torch.distributed as dist
+from pool import Pool, run_ranks
+from ringtile import IntervalMask, Layout, PeerLost, RingMismatch, ring_attention
+from ringtile.transport import Exchange, transport_of
+from test_ring import problem
+
+# ---- disagreement -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call as a rank of two makes it."""
+
+    batch: int = 1
+    seq_len: int = 48
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    v_head_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    layout: str = "zigzag"
+    window: int = 48
+    scale: float = 0.25
+    softcap: float = 0.0
+
+    def forward(self, group: dist.ProcessGroup | None) -> torch.Tensor:
+        layout = Layout.named(self.layout, self.seq_len, dist.get_world_size(group))
+        sizes = (self.batch, self.seq_len, self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        p = problem(*sizes, dtype=self.dtype)
+        q, k, v = (layout.shard(x, 1, dist.get_rank(group)).requires_grad_() for x in (p.q, p.k, p.v))
+        mask = IntervalMask.sliding_window(self.seq_len, self.window)
+        return ring_attention(
+            q, k, v, mask=mask, layout=layout, group=group, scale=self.scale, softcap=self.softcap
+        )  # fmt: skip
+
+
+USUAL = Call()
+DISAGREEMENTS = {
+    "batch": (replace(USUAL, batch=2), "batch", 1, 2),
+    "sequence length": (replace(USUAL, seq_len=52), "seq_len", 48, 52),
+    "heads": (replace(USUAL, num_heads=8), "num_heads", 4, 8),
+    "kv heads": (replace(USUAL, num_kv_heads=4), "num_kv_heads", 2, 4),
+    "head dim": (replace(USUAL, head_dim=8), "head_dim", 16, 8),
+    "value head dim": (replace(USUAL, v_head_dim=16), "v_head_dim", 8, 16),
+    "dtype": (replace(USUAL, dtype=torch.bfloat16), "dtype", "torch.float32", "torch.bfloat16"),
+    "layout": (replace(USUAL, layout="contiguous"), "layout digest", "-?[0-9]+", "-?[0-9]+"),
+    "mask": (replace(USUAL, window=7), "mask digest", "-?[0-9]+", "-?[0-9]+"),
+    "scale": (replace(USUAL, scale=0.5), "scale", 0.25, 0.5),
+    "softcap": (replace(USUAL, softcap=30.0), "softcap", 0.0, 30.0),
+}
+
+
+def mismatch(call: Call, group: dist.ProcessGroup | None) -> str:
+    with pytest.raises(RingMismatch) as caught:
+        call.forward(group)
+    return str(caught.value)
+
+
+def one_rank_differs(odd: int) -> dict[str, str]:
+    """For every disagreement, what this rank was told; after it, the group works."""
+    messages = {}
+    group = dist.new_group()
+    for name, (other, *_) in DISAGREEMENTS.items():
+        messages[name] = mismatch(other if dist.get_rank() == odd else USUAL, group)
+        assert USUAL.forward(group).isfinite().all()
+    return messages
+
+
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (4, 2)])
+def test_disagreement_is_named_on_every_rank(world_size: int, odd: int) -> None:
+    of_ranks = run_ranks(world_size, one_rank_differs, odd)
+    for name, (_, field, usual, different) in DISAGREEMENTS.items():
+        for rank, messages in enumerate(of_ranks):
+            mine, theirs = (different, usual) if rank == odd else (usual, different)
+            peer = (1 if odd == 0 else 0) if rank == odd else odd
+            expected = rf".*disagree on {field} in call .*: rank {rank} has {mine}, rank {peer} has {theirs};"
+            assert re.match(expected, messages[name]), messages[name]
+
+
+def out_of_order() -> list[str]:
+    """Rank 0 calls A then B, rank 1 calls B then A; then rank 1 goes backward where rank 0 goes forward."""
+    group = dist.new_group()
+    calls = [USUAL, replace(USUAL, num_heads=8)]
+    messages = [mismatch(call, group) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
+    out = USUAL.forward(group)
+    with pytest.raises(RingMismatch) as caught:
+        USUAL.forward(group) if dist.get_rank() == 0 else out.sum().backward()
+    return [*messages, str(caught.value)]
+
+
+def test_calls_in_another_order_are_named() -> None:
+    first, second, third = run_ranks(2, out_of_order)[0]
+    assert "disagree on num_heads in call 1" in first
+    assert "rank 0 has 4, rank 1 has 8" in first
+    assert "disagree on num_heads in call 2" in second
+    assert "rank 0 has ring_attention forward, rank 1 has ring_attention backward" in third
+
+
+# ---- lost ranks ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[Any]:
+    """Makes a pool that a test may ruin."""
+    pools = []
+
+    def make(world_size: int, group_timeout: float) -> Pool:
+        pools.append(Pool(world_size, group_timeout))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
+    """The last rank sends itself a signal before it posts a message; what the others are told, and when (seconds)."""
+    transport = transport_of(dist.group.WORLD)
+    start_messages = transport.start
+
+    def fatal(sends: Any, receives: Any, what: str) -> Exchange:
+        if what == where:
+            os.kill(os.getpid(), signal_number)
+        return start_messages(sends, receives, what)
+
+    if transport.rank == transport.world_size - 1:
+        transport.start = fatal  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        USUAL.forward(dist.group.WORLD).sum().backward()
+    except PeerLost as error:
+        return str(error), time.monotonic() - start
+    return "nothing happened", 0.0
+
+
+@pytest.mark.parametrize("where", ["round 1", "the gradients of round 1"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: int, where: str) -> None:
+    """In a ring of two the survivor names the victim; in a larger one, some name a rank that gave up before them."""
+    outcomes = fresh_pool(world_size, 60.0).outcomes(ring_with_victim, signal.SIGKILL, where)
+    assert isinstance(outcomes.pop(), EOFError)
+    direction = "backward" if "gradients" in where else "forward"
+    for rank, (message, seconds) in enumerate(outcomes):
+        lost = "1" if world_size == 2 else "[0-3]"
+        place = where if world_size == 2 else ".*round [123]"
+        expected = rf"rank {lost} was lost in {place} of call . \(ring_attention {direction}\) of rank {rank}: "
+        assert re.match(expected, message), message
+        assert seconds < 5, message
+
+
+def test_stopped_rank_is_named_after_the_timeout_of_the_group(fresh_pool: Any) -> None:
+    outcomes = fresh_pool(2, 2.0).outcomes(ring_with_victim, signal.SIGSTOP, "round 1", timeout=5.0)
+    message, seconds = outcomes[0]
+    place = "rank 1 was lost in round 1 of call 1 (ring_attention forward) of rank 0"
+    assert f"{place}: Timed out waiting 2000ms for recv operation to complete; " in message
+    assert 2 <= seconds < 4
+
+
+def failing_kernel() -> str:
+    """Rank 1's kernel fails in round 0: a defect, or no memory left. Rank 0 must not wait for its keys."""
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError("no memory left")
+
+    if dist.get_rank() == 1:
+        ringtile.ring.ops.attn_bwd_ = fail
+    try:
+        USUAL.forward(dist.group.WORLD).sum().backward()
+    except (PeerLost, MemoryError) as error:
+        first = str(error)
+    with pytest.raises(PeerLost, match="failed before"):
+        USUAL.forward(dist.group.WORLD)
+    return first
+
+
+def test_rank_that_fails_inside_the_ring_is_named(fresh_pool: Any) -> None:
+    messages = fresh_pool(2, 60.0).run(failing_kernel, timeout=10.0)
+    assert "rank 1 was lost in" in messages[0]
+    assert messages[1] == "no memory left"
