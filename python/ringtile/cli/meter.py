@@ -58,7 +58,8 @@ class Meter(TrainerCallback):
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts the tokens of this rank, and plans the rings of all layers."""
         cut: Cut | None = kwargs.get(CUT)
-        self.group = None if cut is None else cut.group
+        if cut is not None:
+            self.group = cut.group
         if not self.in_step:
             return
         self.batch_tokens = kwargs["input_ids"].numel()
