@@ -86,17 +86,18 @@ static void add_gradients_within(const key_ranges *ranges, int64_t panel, int64_
 }
 
 // Gradients of one panel and one tile; s->dk and s->dv collect those of the tile.
-static void backward_panel(const rt_attn_params *p, int64_t panel, int64_t tile_begin, int64_t begin,
-                           int64_t end, bool keys_finite, backward_scratch *s) {
+static void backward_panel(const rt_attn_params *p, const block *b, int64_t panel, int64_t tile_begin,
+                           int64_t begin, int64_t end, bool keys_finite, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t n = end - begin, at = begin - tile_begin, rows = panel * PANEL;
+    const int64_t num_rows = panel_rows(b, panel), width = round_up(num_rows, LANES);
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
     const real *k = s->k + at * d, *v = s->v + at * dv;
     real *dk = s->dk + at * d, *dv_tile = s->dv + at * dv;
 
-    gemm(n, PANEL, p->head_dim, k, d, 1, s->q_panels + rows * d, PANEL, s->weights, PANEL, false); // S^T
+    gemm(n, width, p->head_dim, k, d, 1, s->q_panels + rows * d, PANEL, s->weights, PANEL, false); // S^T
     if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
-    gemm(n, PANEL, p->v_head_dim, v, dv, 1, s->dout_panels + rows * dv, PANEL, s->dscores, PANEL,
+    gemm(n, width, p->v_head_dim, v, dv, 1, s->dout_panels + rows * dv, PANEL, s->dscores, PANEL,
          false); // dP^T
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
     softmax_gradient((real)p->softcap, s->lse + rows, s->delta + rows, n, s->weights, s->dscores);
@@ -109,9 +110,9 @@ static void backward_panel(const rt_attn_params *p, int64_t panel, int64_t tile_
             return;
         }
     }
-    gemm(n, dv, PANEL, s->weights, PANEL, 1, s->dout + rows * dv, dv, dv_tile, dv, true); // dv += P^T dout
-    gemm(n, d, PANEL, s->dscores, PANEL, 1, s->q + rows * d, d, dk, d, true); // dk += dS^T (scale q)
-    gemm(PANEL, d, n, s->dscores, 1, PANEL, k, d, s->dq + rows * d, d, true); // dq += dS k
+    gemm(n, dv, num_rows, s->weights, PANEL, 1, s->dout + rows * dv, dv, dv_tile, dv, true); // dv += P^T dout
+    gemm(n, d, num_rows, s->dscores, PANEL, 1, s->q + rows * d, d, dk, d, true); // dk += dS^T (scale q)
+    gemm(num_rows, d, n, s->dscores, 1, PANEL, k, d, s->dq + rows * d, d, true); // dq += dS k
 }
 
 // Adds (n, padded) rows of a tile to the gradient of one kv head.
@@ -159,7 +160,7 @@ static void backward_tile(const rt_attn_params *p, const block *b, const rt_run 
             memset(s->dv, 0, (size_t)(n * dv) * sizeof(real));
             packed = true;
         }
-        backward_panel(p, panel, tile_begin, begin, end, keys_finite, s);
+        backward_panel(p, b, panel, tile_begin, begin, end, keys_finite, s);
     }
     if (!packed) return;
     wait_for_turn(t->progress, t->task, t->num_chains, keys_before + tile_end);

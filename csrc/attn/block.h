@@ -1,8 +1,9 @@
 // What forward and backward share: how the queries are cut into blocks, which keys a block attends, and packing.
 //
-// A block is a few panels of query rows that see the same keys: consecutive tokens of up to HEADS query heads of one
-// kv head, so that packed keys serve them all. Row r of a block is head r / num_tokens, token r % num_tokens. A panel
-// holds PANEL rows, one per vector lane: scores lie as (key, row), so that the softmax over keys never crosses lanes.
+// A block is a few panels of query rows that see the same keys: consecutive tokens of up to BLOCK_HEADS query heads of
+// one kv head, so that packed keys serve them all. Row r of a block is token r / num_heads, head r % num_heads, so a
+// panel spans few tokens, which attend nearly the same keys. A panel holds PANEL rows, one per vector lane: scores lie
+// as (key, row), so that the softmax over keys never crosses lanes.
 // The cut depends on the shapes only, never on the number of workers.
 #ifndef RINGTILE_ATTN_BLOCK_H
 #define RINGTILE_ATTN_BLOCK_H
@@ -14,7 +15,8 @@ enum {
     BLOCK_ROWS = 384,
     BLOCK_PANELS = BLOCK_ROWS / PANEL,
     TILE_KEYS = 128,
-    BLOCK_HEADS = 8, // of a group, at least, before its tokens fill the block
+    ENOUGH_TASKS = 16, // where blocks of BLOCK_ROWS would be fewer, they are smaller, to fill the cores
+    BLOCK_HEADS = 8,   // of a group, at least, before its tokens fill the block
 };
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -33,9 +35,15 @@ typedef struct grid {
 static grid grid_of(const rt_attn_params *p) {
     grid g = {0};
     if (p->batch == 0 || p->num_queries == 0) return g;
-    const int64_t group = p->num_heads / p->num_kv_heads;
-    g.heads_per_block = min64(min64(group, BLOCK_ROWS), max64(BLOCK_HEADS, BLOCK_ROWS / p->num_queries));
-    g.tokens_per_block = min64(p->num_queries, BLOCK_ROWS / g.heads_per_block);
+    const int64_t group = p->num_heads / p->num_kv_heads, all_rows = p->batch * p->num_heads * p->num_queries;
+    const int64_t most_rows = min64(BLOCK_ROWS, round_up(all_rows / ENOUGH_TASKS + 1, PANEL));
+    g.heads_per_block = min64(min64(group, most_rows), max64(BLOCK_HEADS, most_rows / p->num_queries));
+    // Blocks of equal size, in whole panels: no worker waits for one that got a longer last block.
+    const int64_t most_tokens = most_rows / g.heads_per_block;
+    const int64_t fewest_blocks = (p->num_queries + most_tokens - 1) / most_tokens;
+    const int64_t panel_tokens = max64(1, PANEL / g.heads_per_block);
+    g.tokens_per_block =
+        min64(round_up((p->num_queries + fewest_blocks - 1) / fewest_blocks, panel_tokens), most_tokens);
     g.head_blocks = (group + g.heads_per_block - 1) / g.heads_per_block;
     g.token_blocks = (p->num_queries + g.tokens_per_block - 1) / g.tokens_per_block;
     g.num_tasks = p->batch * p->num_kv_heads * g.head_blocks * g.token_blocks;
@@ -66,8 +74,13 @@ static block block_of(const rt_attn_params *p, const grid *g, int64_t task) {
     return b;
 }
 
-static inline int64_t row_head(const block *b, int64_t row) { return b->first_head + row / b->num_tokens; }
-static inline int64_t row_token(const block *b, int64_t row) { return b->first_token + row % b->num_tokens; }
+static inline int64_t row_head(const block *b, int64_t row) { return b->first_head + row % b->num_heads; }
+static inline int64_t row_token(const block *b, int64_t row) { return b->first_token + row / b->num_heads; }
+
+// Rows of a panel; the last of a block may have fewer than PANEL. What lies in the other lanes is masked.
+static inline int64_t panel_rows(const block *b, int64_t panel) {
+    return min64(PANEL, b->num_rows - panel * PANEL);
+}
 
 // ---- which keys of a run a block attends -------------------------------------------------------
 
@@ -93,7 +106,7 @@ static void find_ranges(const rt_attn_params *p, const block *b, const rt_run *r
         int64_t lo = first_key_from(run, p->begin[mask_row + token]);
         int64_t hi = first_key_from(run, p->end[mask_row + token]);
         if (hi <= lo) lo = hi = 0;
-        for (int64_t row = token; row < b->num_rows; row += b->num_tokens) {
+        for (int64_t row = token * b->num_heads; row < (token + 1) * b->num_heads; row++) {
             ranges->lo[row] = (real_bits)lo;
             ranges->hi[row] = (real_bits)hi;
         }
@@ -196,7 +209,7 @@ static bool pack_keys(const rt_attn_params *p, const block *b, const void *array
 // are finite.
 static bool pack_queries(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
                          int64_t dim, int64_t panel, real *rows) {
-    const int64_t padded = round_up(dim, LANES), num_rows = min64(PANEL, b->num_rows - panel * PANEL);
+    const int64_t padded = round_up(dim, LANES), num_rows = panel_rows(b, panel);
     vec check = vec_set(0);
     for (int64_t i = 0; i < num_rows; i++) {
         const int64_t row = panel * PANEL + i;
@@ -232,7 +245,8 @@ static inline vec weight_exp(vec x) {
 #if RT_REAL_BITS == 64
     return vec_exp(x);
 #else
-    const vec shift = vec_set(0x1.8p23f + 127); // adding it rounds to an integer n: the low bits are those of n + 127
+    const vec shift =
+        vec_set(0x1.8p23f + 127); // adding it rounds to an integer n: the low bits are those of n + 127
     const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
     const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts
     vec p = vec_set(1.39269266e-3f);
