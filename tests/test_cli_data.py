@@ -19,6 +19,7 @@ from ringtile.cli.data import (
     DataConfig,
     PackedRows,
     PretrainedEncoder,
+    digest_files,
     find_files,
     load_documents,
     make_collator,
@@ -58,6 +59,15 @@ def test_find_files_names_the_pattern_that_matches_nothing(tmp_path: pathlib.Pat
         find_files([f"{tmp_path}/missing*.txt"], "data.eval_files")
     with pytest.raises(ConfigError, match="names no file"):  # a folder is not a file
         find_files([str(tmp_path)], "data.files")
+
+
+def test_digest_changes_when_a_file_is_written(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("abc")
+    before = digest_files([str(file)])
+    assert digest_files([str(file)]) == before
+    file.write_text("abcd")
+    assert digest_files([str(file)]) != before
 
 
 def test_text_jsonl_and_parquet_hold_the_same_documents(tmp_path: pathlib.Path) -> None:

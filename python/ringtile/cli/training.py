@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, ProgressCallback, Trainer, set_seed
 
 import ringtile
-from ringtile.cli.data import find_files, load_documents, make_collator, make_rows
+from ringtile.cli.data import digest_files, find_files, load_documents, make_collator, make_rows
 from ringtile.cli.doctor import owner_name, versions
 from ringtile.cli.meter import Meter, peak_bytes
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
@@ -32,6 +32,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Raises ConfigError for what the recipe asks for, and whatever the ring raises.
     """
     files = {key: find_files(getattr(recipe.data, key), f"data.{key}") for key in ("files", "eval_files")}
+    data_digest = digest_files(files["files"])
     encoder = make_encoder(recipe)
     args = make_arguments(recipe.training)
     if args.disable_tqdm or args.process_index > 0:
@@ -64,6 +65,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         trainer.save_model()
     report = make_report(recipe, trainer.state.log_history, meter, gather(meter)) | {
         "num_rows": len(rows["files"]),
+        "data_digest": data_digest,
         "tile_tokens": tile_tokens(recipe.ringtile, model, meter.batch_tokens),
         "patched": patched,
     }
