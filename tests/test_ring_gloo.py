@@ -87,7 +87,7 @@ def naive_and_planned_bytes() -> tuple[int, int]:
 
 
 def test_causal_zigzag_moves_three_quarters_of_the_keys() -> None:
-    """Of two chunks, the tail ones are needed by half of the ranks... so 3/4 of the naive bytes over all ranks."""
+    """Every other rank attends a rank's head chunk, half of them its tail chunk (those whose own tail lies later)."""
     sent, everything = (sum(of_ranks) for of_ranks in zip(*run_ranks(4, naive_and_planned_bytes), strict=True))
     assert sent == 0.75 * everything
 
