@@ -31,19 +31,21 @@ extern "C" {
     X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
     X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
-    X(RT_BAD_STRIDE, "the rows of a matrix that is written must not overlap: row stride >= row length")      \
+    X(RT_BAD_STRIDE, "what is written must not overlap itself: no stride of 0, and rows apart by at least "  \
+                     "their length")                                                                         \
     X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "                    \
                     "label_smoothing in [0, 1]")                                                             \
     X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence, and its "     \
-                  "local range inside the local tokens, which no other run may hold")                        \
+                  "local range inside the local tokens; the runs of a rank share neither")                   \
     X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
     X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
     X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
     X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
     X(RT_CAPACITY, "the output array is too small")                                                          \
-    X(RT_WORKSPACE, "the workspace is NULL or smaller than the matching *_bytes function says")              \
+    X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than the matching *_bytes "      \
+                    "function says")                                                                         \
     X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                           \
     X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")
 
@@ -85,7 +87,8 @@ typedef struct rt_run {
     int64_t global_begin, stride, local_begin, length;
 } rt_run;
 
-// Checks that every run is well formed, lies inside local_len local tokens and shares none with another run.
+// Checks that every run is well formed, lies inside local_len local tokens, and shares neither a local token nor a
+// global position with another run.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
 rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
 
@@ -116,10 +119,10 @@ typedef struct rt_shard_params {
 
 // local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens
 // that no run names keep their value.
-//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN, RT_BAD_STRIDE
 rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
 // global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions that no
-// run names keep their value. The runs must not share global positions.
+// run names keep their value.
 rt_status rt_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
 
 // ---- plan: who needs which keys of whom --------------------------------------------------------
@@ -242,6 +245,14 @@ typedef struct rt_cross_entropy_params {
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_POINTER, RT_BAD_LABEL; nothing is written then
 rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                    void *loss, void *lse, rt_parallel parallel);
+
+// ---- measuring ---------------------------------------------------------------------------------
+
+// Keeps the f32 multiply-add units of every worker's core busy for `iterations` rounds, out of registers alone, with
+// the instruction set of the other kernels. *flops: done by all workers together; over the time that the caller
+// measures, they are the roof that no kernel of this library can pass.
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_ISA, RT_ISA_MISSING
+rt_status rt_multiply_add(int64_t iterations, double *flops, rt_parallel parallel);
 
 #ifdef __cplusplus
 }

@@ -2,6 +2,7 @@
 #include "attn.h"
 
 #include "../isa/kernels.h"
+#include "../overlap.h"
 #include "../parallel.h"
 #include "../seq/runs.h"
 
@@ -26,10 +27,18 @@ static rt_status check(const rt_attn_params *p) {
     return rt_runs_check(p->k_runs, p->num_k_runs, p->num_keys);
 }
 
+// Of an array that is written: (B, tokens, heads, dim).
+static bool overlaps(const rt_attn_params *p, int64_t num_tokens, int64_t num_heads, int64_t dim,
+                     const int64_t stride[3]) {
+    return rt_overlaps(4, (const int64_t[]){p->batch, num_tokens, num_heads, dim},
+                       (const int64_t[]){stride[0], stride[1], stride[2], 1});
+}
+
 rt_status rt_attn_check_fwd(const rt_attn_params *p) {
     const rt_status status = check(p);
     if (status != RT_OK) return status;
-    return p->batch > 0 && p->num_queries > 0 && p->out == NULL ? RT_BAD_POINTER : RT_OK;
+    if (p->batch > 0 && p->num_queries > 0 && p->out == NULL) return RT_BAD_POINTER;
+    return overlaps(p, p->num_queries, p->num_heads, p->v_head_dim, p->out_stride) ? RT_BAD_STRIDE : RT_OK;
 }
 
 rt_status rt_attn_check_bwd(const rt_attn_params *p) {
@@ -37,7 +46,12 @@ rt_status rt_attn_check_bwd(const rt_attn_params *p) {
     if (status != RT_OK) return status;
     const bool queries = p->batch > 0 && p->num_queries > 0, keys = p->batch > 0 && p->num_keys > 0;
     if (queries && (p->dout == NULL || p->delta == NULL || p->dq == NULL)) return RT_BAD_POINTER;
-    return keys && (p->dk == NULL || p->dv == NULL) ? RT_BAD_POINTER : RT_OK;
+    if (keys && (p->dk == NULL || p->dv == NULL)) return RT_BAD_POINTER;
+    return overlaps(p, p->num_queries, p->num_heads, p->head_dim, p->dq_stride) ||
+                   overlaps(p, p->num_keys, p->num_kv_heads, p->head_dim, p->dk_stride) ||
+                   overlaps(p, p->num_keys, p->num_kv_heads, p->v_head_dim, p->dv_stride)
+               ? RT_BAD_STRIDE
+               : RT_OK;
 }
 
 typedef struct job {
@@ -47,6 +61,14 @@ typedef struct job {
     int64_t scratch_bytes;
     _Atomic int64_t *progress;
 } job;
+
+static int64_t workers_of(rt_parallel parallel) {
+    return parallel.run == NULL || parallel.num_workers < 1 ? 1 : parallel.num_workers;
+}
+
+static bool holds_workspace(const rt_attn_params *p, int64_t num_bytes) {
+    return p->workspace != NULL && (uintptr_t)p->workspace % 64 == 0 && p->workspace_bytes >= num_bytes;
+}
 
 // ---- forward -----------------------------------------------------------------------------------
 
@@ -67,9 +89,8 @@ rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
     rt_status status = rt_attn_check_fwd(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
-    const int64_t num_workers = parallel.run == NULL ? 1 : parallel.num_workers;
     j.scratch_bytes = round_up_64(j.kernels->attn_forward_scratch_bytes(p));
-    if (p->workspace == NULL || p->workspace_bytes < num_workers * j.scratch_bytes) return RT_WORKSPACE;
+    if (!holds_workspace(p, workers_of(parallel) * j.scratch_bytes)) return RT_WORKSPACE;
     rt_for_each(parallel, j.kernels->attn_num_tasks(p), forward_task, &j);
     return RT_OK;
 }
@@ -98,11 +119,10 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     rt_status status = rt_attn_check_bwd(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
-    const int64_t num_workers = parallel.run == NULL ? 1 : parallel.num_workers;
     const int64_t num_tasks = j.kernels->attn_num_tasks(p);
     j.scratch_bytes = round_up_64(j.kernels->attn_backward_scratch_bytes(p));
-    const int64_t needed = progress_bytes(p, j.kernels) + num_workers * j.scratch_bytes;
-    if (p->workspace == NULL || p->workspace_bytes < needed) return RT_WORKSPACE;
+    const int64_t needed = progress_bytes(p, j.kernels) + workers_of(parallel) * j.scratch_bytes;
+    if (!holds_workspace(p, needed)) return RT_WORKSPACE;
     j.progress = p->workspace;
     j.scratch = (char *)p->workspace + progress_bytes(p, j.kernels);
     for (int64_t task = 0; task < num_tasks; task++) atomic_init(&j.progress[task], 0);

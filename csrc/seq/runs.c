@@ -22,6 +22,34 @@ static bool share_local_tokens(const rt_run *runs, int64_t num_runs) {
     return false;
 }
 
+static int64_t last_position(const rt_run *run) {
+    return run->global_begin + (run->length - 1) * run->stride;
+}
+
+// Whether a global position is in both. Positions of one run, modulo the stride of the other, repeat after that many.
+static bool share_a_position(const rt_run *a, const rt_run *b) {
+    if (a->stride > b->stride) return share_a_position(b, a);
+    const int64_t distance = a->global_begin - b->global_begin, last = last_position(a);
+    const int64_t first = distance > 0 ? (distance - 1) / b->stride + 1 : 0; // of b, inside the range of a
+    for (int64_t j = first; j < b->length && j - first < a->stride; j++) {
+        const int64_t position = b->global_begin + j * b->stride;
+        if (position > last) return false;
+        if ((position - a->global_begin) % a->stride == 0) return true;
+    }
+    return false;
+}
+
+// Lists in global order, one behind the other, take one look at each run.
+static bool share_positions(const rt_run *runs, int64_t num_runs) {
+    int64_t reached = -1;
+    for (int64_t r = 0; r < num_runs; r++) {
+        for (int64_t other = 0; runs[r].global_begin <= reached && other < r; other++)
+            if (share_a_position(&runs[r], &runs[other])) return true;
+        if (last_position(&runs[r]) > reached) reached = last_position(&runs[r]);
+    }
+    return false;
+}
+
 rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
     const rt_status status = check_list(runs, num_runs);
     if (status != RT_OK) return status;
@@ -36,7 +64,7 @@ rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t loc
         if (run.local_begin < 0 || run.length > local_len || run.local_begin > local_len - run.length)
             return RT_BAD_RUN;
     }
-    return share_local_tokens(runs, num_runs) ? RT_BAD_RUN : RT_OK;
+    return share_local_tokens(runs, num_runs) || share_positions(runs, num_runs) ? RT_BAD_RUN : RT_OK;
 }
 
 rt_status rt_runs_local_len(const rt_run *runs, int64_t num_runs, int64_t global_len, int64_t *local_len) {

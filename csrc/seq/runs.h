@@ -4,8 +4,8 @@
 
 #include "../ringtile.h"
 
-// Every run is well formed, lies inside local_len local tokens, shares none of them with another run, and names
-// positions inside [0, global_len).
+// Every run is well formed, lies inside local_len local tokens, names positions inside [0, global_len), and shares none
+// of either with another run: what is copied along the runs can be copied back.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
 rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len);
 

@@ -1,15 +1,14 @@
 // Gather and scatter of runs: strided copies between a global and a local tensor of any rank and dtype.
+#include "../overlap.h"
 #include "../parallel.h"
 #include "runs.h"
 
 #include <string.h>
 
-enum { MAX_DIMS = 16 };
-
 // A copy of num_elements elements, as nested loops; dim 0 is the outermost. Steps are in bytes.
 typedef struct strided_copy {
     int64_t ndim, element_bytes, num_elements;
-    int64_t size[MAX_DIMS], from_step[MAX_DIMS], to_step[MAX_DIMS];
+    int64_t size[RT_MAX_DIMS], from_step[RT_MAX_DIMS], to_step[RT_MAX_DIMS];
     const char *from;
     char *to;
 } strided_copy;
@@ -124,14 +123,16 @@ static void run_task(void *ctx, int64_t task, int64_t worker) {
 
 static rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool to_global,
                            rt_parallel parallel) {
-    if (p->ndim < 1 || p->ndim > MAX_DIMS || p->dim < 0 || p->dim >= p->ndim) return RT_BAD_DIM;
+    if (p->ndim < 1 || p->ndim > RT_MAX_DIMS || p->dim < 0 || p->dim >= p->ndim) return RT_BAD_DIM;
     if (p->sizes == NULL || p->global_strides == NULL || p->local_strides == NULL) return RT_BAD_POINTER;
     if (p->element_bytes < 1 || p->global_len < 0) return RT_BAD_SHAPE;
-    int64_t num_bytes = p->element_bytes;
+    int64_t num_bytes = p->element_bytes, written[RT_MAX_DIMS]; // sizes of the tensor that is written
     for (int64_t d = 0; d < p->ndim; d++) {
         if (p->sizes[d] < 0) return RT_BAD_SHAPE;
         num_bytes *= p->sizes[d];
+        written[d] = to_global && d == p->dim ? p->global_len : p->sizes[d];
     }
+    if (rt_overlaps(p->ndim, written, to_global ? p->global_strides : p->local_strides)) return RT_BAD_STRIDE;
     const rt_status status = rt_runs_check_inside(p->runs, p->num_runs, p->sizes[p->dim], p->global_len);
     if (status != RT_OK) return status;
     if (num_bytes == 0 || p->num_runs == 0) return RT_OK;

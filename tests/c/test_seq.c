@@ -43,10 +43,35 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 1, 2}}, 3, 8),
                  RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 0, 8}, {8, 1, 2, 1}}, 2, 8), RT_BAD_RUN);
+    // Nor a global position twice, whatever the strides.
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 2, 0, 4}, {1, 2, 4, 4}}, 2, 8), RT_OK);
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{6, 1, 0, 2}, {3, 1, 2, 4}}, 2, 8), RT_BAD_RUN);
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 4}, {3, 3, 4, 4}}, 2, 8), RT_BAD_RUN); // 12
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 3}, {3, 3, 4, 4}}, 2, 8), RT_OK);
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, INT64_MAX, 0, 2}, {0, 1, 4, 1}}, 2, 8), RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check(NULL, 0, 0), RT_OK);
     CHECK_STATUS(rt_runs_check(NULL, 1, 8), RT_BAD_POINTER);
     CHECK_STATUS(rt_runs_check(NULL, -1, 8), RT_BAD_SHAPE);
     CHECK_STATUS(rt_runs_check(NULL, 0, -1), RT_BAD_SHAPE);
+}
+
+// Two random progressions are refused together exactly when one number is in both.
+static void test_runs_check_finds_every_shared_position(void) {
+    uint64_t state = 3;
+    for (int round = 0; round < 2000; round++) {
+        rt_run runs[2];
+        bool seen[200] = {false}, shared = false;
+        for (int r = 0; r < 2; r++) {
+            runs[r] = (rt_run){random_int(&state, 0, 60), random_int(&state, 1, 9), 20 * r,
+                               random_int(&state, 1, 15)};
+            for (int64_t j = 0; j < runs[r].length; j++) {
+                bool *at = &seen[runs[r].global_begin + j * runs[r].stride];
+                shared |= *at;
+                *at = true;
+            }
+        }
+        CHECK_STATUS(rt_runs_check(runs, 2, 40), shared ? RT_BAD_RUN : RT_OK);
+    }
 }
 
 static void test_layout_check_accepts_the_named_layouts(void) {
@@ -270,7 +295,15 @@ static void test_shard_refuses_malformed_params(void) {
     REFUSED(runs, NULL, RT_BAD_POINTER);
     REFUSED(runs, ((const rt_run[]){{0, 2, 1, 4}}), RT_BAD_RUN);
     REFUSED(num_runs, -1, RT_BAD_SHAPE);
+    REFUSED(local_strides, ((const int64_t[]){0, 1}), RT_BAD_STRIDE);
+    REFUSED(local_strides, ((const int64_t[]){3, 1}), RT_BAD_STRIDE);
+    REFUSED(local_strides, ((const int64_t[]){4, -1}), RT_BAD_STRIDE);
 #undef REFUSED
+    rt_shard_params expanded = good; // fine to read, not to write
+    expanded.global_strides = (const int64_t[]){0, 1};
+    CHECK_STATUS(rt_shard(&expanded, global, local, no_threads()), RT_OK);
+    char destination[8];
+    CHECK_STATUS(rt_unshard(&expanded, local, destination, no_threads()), RT_BAD_STRIDE);
     CHECK_STATUS(rt_shard(&good, NULL, local, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_unshard(&good, local, NULL, no_threads()), RT_BAD_POINTER);
 }
@@ -278,6 +311,7 @@ static void test_shard_refuses_malformed_params(void) {
 int main(void) {
     test_status_messages_are_distinct();
     test_runs_check_refuses_each_malformed_run();
+    test_runs_check_finds_every_shared_position();
     test_layout_check_accepts_the_named_layouts();
     test_layout_check_refuses_what_is_no_partition();
     test_positions_fill_every_local_token();

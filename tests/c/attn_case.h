@@ -1,0 +1,269 @@
+// Attention problems with random shapes, memory layouts, masks and runs, and how far from the f64 reference the kernels
+// may be on them. Shape letters are those of ringtile.h.
+#ifndef RINGTILE_TESTS_ATTN_CASE_H
+#define RINGTILE_TESTS_ATTN_CASE_H
+
+#include "layouts.h"
+
+// ---- tensors -----------------------------------------------------------------------------------------------
+
+// (B, T, H, D) with the first three dims in any order in memory, and gaps between rows that must never change.
+typedef struct tensor {
+    rt_dtype dtype;
+    int64_t size[4], stride[3], num_elements; // stride: batch, token, head
+    void *data;
+} tensor;
+
+static const double GAP = 77;
+
+static inline tensor new_tensor(uint64_t *state, rt_dtype dtype, int64_t num_batches, int64_t num_tokens,
+                                int64_t num_heads, int64_t dim) {
+    tensor t = {.dtype = dtype, .size = {num_batches, num_tokens, num_heads, dim}};
+    int order[3] = {0, 1, 2}; // outermost first
+    for (int i = 2; i > 0; i--) {
+        const int other = (int)random_int(state, 0, i), kept = order[i];
+        order[i] = order[other];
+        order[other] = kept;
+    }
+    int64_t step = dim + random_int(state, 0, 1) * random_int(state, 0, 5);
+    for (int i = 2; i >= 0; i--) {
+        t.stride[order[i]] = step;
+        step *= t.size[order[i]];
+    }
+    if (num_batches > 0 && num_tokens > 0) { // exactly up to the last element, for the address sanitizer
+        t.num_elements = dim;
+        for (int i = 0; i < 3; i++) t.num_elements += (t.size[i] - 1) * t.stride[i];
+    }
+    t.data = must_alloc((size_t)t.num_elements * dtype_bytes(dtype));
+    for (int64_t i = 0; i < t.num_elements; i++) store_element(dtype, t.data, i, GAP);
+    return t;
+}
+
+static inline int64_t row_of(const tensor *t, int64_t b, int64_t token, int64_t head) {
+    return b * t->stride[0] + token * t->stride[1] + head * t->stride[2];
+}
+
+static inline double get(const tensor *t, int64_t b, int64_t token, int64_t head, int64_t d) {
+    return load_element(t->dtype, t->data, row_of(t, b, token, head) + d);
+}
+
+static inline void set(tensor *t, int64_t b, int64_t token, int64_t head, int64_t d, double value) {
+    store_element(t->dtype, t->data, row_of(t, b, token, head) + d, value);
+}
+
+static inline void add(tensor *t, int64_t b, int64_t token, int64_t head, int64_t d, double value) {
+    set(t, b, token, head, d, get(t, b, token, head, d) + value);
+}
+
+#define FOR_EACH_ELEMENT(t, b, token, head, d)                                                               \
+    for (int64_t b = 0; b < (t)->size[0]; b++)                                                               \
+        for (int64_t token = 0; token < (t)->size[1]; token++)                                               \
+            for (int64_t head = 0; head < (t)->size[2]; head++)                                              \
+                for (int64_t d = 0; d < (t)->size[3]; d++)
+
+static inline void fill(tensor *t, double value) {
+    FOR_EACH_ELEMENT(t, b, token, head, d) set(t, b, token, head, d, value);
+}
+
+static inline void fill_random(tensor *t, uint64_t *state, double magnitude) {
+    FOR_EACH_ELEMENT(t, b, token, head, d) set(t, b, token, head, d, magnitude * random_unit(state));
+}
+
+static inline tensor copy_as(const tensor *t, rt_dtype dtype, uint64_t *state) {
+    tensor copy = new_tensor(state, dtype, t->size[0], t->size[1], t->size[2], t->size[3]);
+    FOR_EACH_ELEMENT(t, b, token, head, d) set(&copy, b, token, head, d, get(t, b, token, head, d));
+    return copy;
+}
+
+// Whether what lies between the rows still holds GAP.
+static inline bool gaps_are_intact(const tensor *t) {
+    uint8_t *used = calloc((size_t)t->num_elements + 1, 1);
+    if (used == NULL) exit(1);
+    FOR_EACH_ELEMENT(t, b, token, head, d) used[row_of(t, b, token, head) + d] = 1;
+    bool intact = true;
+    for (int64_t i = 0; i < t->num_elements; i++)
+        intact &= used[i] || load_element(t->dtype, t->data, i) == GAP;
+    free(used);
+    return intact;
+}
+
+// ---- problems ----------------------------------------------------------------------------------------------
+
+typedef enum array_name { Q, K, V, DOUT, OUT, LSE, DELTA, DQ, DK, DV, NUM_ARRAYS } array_name;
+
+typedef struct attn_case {
+    rt_attn_params p;
+    tensor x[NUM_ARRAYS]; // lse and delta as (B, N, H, 1), laid out as (B, H, N)
+    int32_t *begin, *end;
+    rt_run *runs; // (MAX_RUNS)
+} attn_case;
+
+typedef struct attn_shape {
+    rt_dtype dtype;
+    int64_t batch, num_queries, seq_len, group, num_kv_heads, head_dim, v_head_dim;
+    bool whole; // the keys are 0..seq_len-1, in one run
+} attn_shape;
+
+static inline rt_dtype state_dtype(rt_dtype dtype) { return dtype == RT_F64 ? RT_F64 : RT_F32; }
+
+// Points the params at the arrays.
+static inline void bind(attn_case *c) {
+    rt_attn_params *p = &c->p;
+    p->q = c->x[Q].data, p->k = c->x[K].data, p->v = c->x[V].data, p->dout = c->x[DOUT].data;
+    p->out = c->x[OUT].data, p->lse = c->x[LSE].data, p->delta = c->x[DELTA].data;
+    p->dq = c->x[DQ].data, p->dk = c->x[DK].data, p->dv = c->x[DV].data;
+    int64_t *strides[NUM_ARRAYS] = {p->q_stride, p->k_stride, p->v_stride,  p->dout_stride, p->out_stride,
+                                    NULL,        NULL,        p->dq_stride, p->dk_stride,   p->dv_stride};
+    for (int i = 0; i < NUM_ARRAYS; i++)
+        if (strides[i] != NULL) memcpy(strides[i], c->x[i].stride, sizeof(c->x[i].stride));
+    p->k_runs = c->runs, p->begin = c->begin, p->end = c->end;
+}
+
+// lse or delta: (B, H, N) contiguous.
+static inline tensor new_row_numbers(rt_dtype dtype, int64_t num_batches, int64_t num_tokens,
+                                     int64_t num_heads) {
+    const int64_t num_elements = num_batches * num_tokens * num_heads;
+    tensor t = {.dtype = dtype,
+                .size = {num_batches, num_tokens, num_heads, 1},
+                .stride = {num_heads * num_tokens, 1, num_tokens},
+                .num_elements = num_elements,
+                .data = must_alloc((size_t)num_elements * dtype_bytes(dtype))};
+    return t;
+}
+
+// The same problem in f64, so that the reference's state is not rounded; every value is kept exactly. Mask and runs stay
+// those of c: release it with free_arrays.
+static inline attn_case widen(const attn_case *c, uint64_t *state) {
+    attn_case wide = *c;
+    wide.p.dtype = RT_F64;
+    for (int i = 0; i < NUM_ARRAYS; i++) {
+        const tensor *from = &c->x[i];
+        if (i == LSE || i == DELTA) {
+            wide.x[i] = new_row_numbers(RT_F64, from->size[0], from->size[1], from->size[2]);
+            for (int64_t j = 0; j < from->num_elements; j++)
+                store_element(RT_F64, wide.x[i].data, j, load_element(from->dtype, from->data, j));
+        } else {
+            wide.x[i] = copy_as(from, RT_F64, state);
+        }
+    }
+    bind(&wide);
+    return wide;
+}
+
+static inline void free_arrays(attn_case *c) {
+    for (int i = 0; i < NUM_ARRAYS; i++) free(c->x[i].data);
+}
+
+static inline void free_case(attn_case *c) {
+    free_arrays(c);
+    free(c->begin);
+    free(c->end);
+    free(c->runs);
+}
+
+typedef enum mask_kind {
+    MASK_FULL,
+    MASK_CAUSAL,
+    MASK_WINDOW,
+    MASK_DOCUMENTS,
+    MASK_CAUSAL_DOCUMENTS,
+    MASK_SOME_EMPTY,
+    MASK_EMPTY,
+    MASK_RANDOM,
+    MASK_WILD,
+    NUM_MASKS
+} mask_kind;
+
+// [begin, end) of a query at global position x.
+static inline void draw_interval(uint64_t *state, mask_kind kind, int64_t seq_len, int64_t x, int32_t *begin,
+                                 int32_t *end) {
+    const int64_t window = seq_len / 5 + 1, document = x / window * window;
+    int64_t from = 0, to = seq_len;
+    if (kind == MASK_CAUSAL || kind == MASK_SOME_EMPTY) to = x + 1;
+    if (kind == MASK_WINDOW) from = x - window + 1, to = x + 1;          // begins below 0
+    if (kind == MASK_DOCUMENTS) from = document, to = document + window; // ends after seq_len
+    if (kind == MASK_CAUSAL_DOCUMENTS) from = document, to = x + 1;
+    if (kind == MASK_EMPTY || (kind == MASK_SOME_EMPTY && random_int(state, 0, 1))) to = from;
+    if (kind == MASK_RANDOM) from = random_int(state, 0, seq_len), to = random_int(state, 0, seq_len);
+    if (kind == MASK_WILD) { // the ends of int32, in any order
+        const int64_t bounds[] = {INT32_MIN, -1, 0, seq_len / 2, seq_len, INT32_MAX};
+        from = bounds[random_int(state, 0, 5)], to = bounds[random_int(state, 0, 5)];
+    }
+    *begin = (int32_t)from, *end = (int32_t)to;
+}
+
+// Some of 0..seq_len-1, as arithmetic progressions in any order, with keys between them that are in no run.
+static inline void draw_runs(uint64_t *state, int64_t seq_len, attn_case *c) {
+    rt_run pieces[MAX_RUNS];
+    const int64_t num_pieces = random_pieces(state, seq_len, pieces);
+    shuffle_runs(state, pieces, num_pieces);
+    c->p.num_k_runs = c->p.num_keys = 0;
+    for (int64_t i = 0; i < num_pieces; i++) {
+        if (num_pieces > 1 && random_int(state, 0, 4) == 0) continue; // another rank's
+        c->p.num_keys += random_int(state, 0, 1) * random_int(state, 0, 3);
+        pieces[i].local_begin = c->p.num_keys;
+        c->runs[c->p.num_k_runs++] = pieces[i];
+        c->p.num_keys += pieces[i].length;
+    }
+    shuffle_runs(state, c->runs, c->p.num_k_runs);
+}
+
+static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, double magnitude) {
+    attn_case c = {.p = {.dtype = s.dtype,
+                         .batch = s.batch,
+                         .num_queries = s.num_queries,
+                         .num_heads = s.num_kv_heads * s.group,
+                         .num_kv_heads = s.num_kv_heads,
+                         .head_dim = s.head_dim,
+                         .v_head_dim = s.v_head_dim}};
+    rt_attn_params *p = &c.p;
+    p->scale = 1 / sqrt((double)s.head_dim);
+    c.runs = must_alloc(MAX_RUNS * sizeof(*c.runs));
+    if (s.whole) {
+        c.runs[0] = (rt_run){.stride = 1, .length = s.seq_len};
+        p->num_k_runs = 1, p->num_keys = s.seq_len;
+    } else {
+        draw_runs(state, s.seq_len, &c);
+    }
+
+    const int64_t mask_rows = random_int(state, 0, 1) ? s.batch : 1,
+                  num_intervals = mask_rows * s.num_queries;
+    p->mask_batch_stride = mask_rows > 1 ? s.num_queries : 0;
+    c.begin = must_alloc((size_t)num_intervals * sizeof(*c.begin));
+    c.end = must_alloc((size_t)num_intervals * sizeof(*c.end));
+    for (int64_t i = 0; i < num_intervals; i++)
+        draw_interval(state, mask, s.seq_len, s.seq_len > 0 ? random_int(state, 0, s.seq_len - 1) : 0,
+                      &c.begin[i], &c.end[i]);
+
+    const rt_dtype sum = state_dtype(s.dtype);
+    const int64_t B = s.batch, N = s.num_queries, H = p->num_heads, G = s.num_kv_heads;
+    c.x[Q] = new_tensor(state, s.dtype, B, N, H, s.head_dim);
+    c.x[K] = new_tensor(state, s.dtype, B, p->num_keys, G, s.head_dim);
+    c.x[V] = new_tensor(state, s.dtype, B, p->num_keys, G, s.v_head_dim);
+    c.x[DOUT] = new_tensor(state, s.dtype, B, N, H, s.v_head_dim);
+    c.x[OUT] = new_tensor(state, sum, B, N, H, s.v_head_dim);
+    c.x[DQ] = new_tensor(state, sum, B, N, H, s.head_dim);
+    c.x[DK] = new_tensor(state, sum, B, p->num_keys, G, s.head_dim);
+    c.x[DV] = new_tensor(state, sum, B, p->num_keys, G, s.v_head_dim);
+    c.x[LSE] = new_row_numbers(sum, B, N, H);
+    c.x[DELTA] = new_row_numbers(sum, B, N, H);
+    for (int i = Q; i <= DOUT; i++) fill_random(&c.x[i], state, magnitude);
+    for (int i = DQ; i <= DV; i++) fill_random(&c.x[i], state, 1); // gradients are added to
+    fill(&c.x[OUT], 0);
+    fill(&c.x[LSE], -INFINITY);
+    bind(&c);
+    return c;
+}
+
+static inline attn_shape random_shape(uint64_t *state) {
+    return (attn_shape){.dtype = all_dtypes[random_int(state, 0, NUM_DTYPES - 1)],
+                        .batch = random_int(state, 1, 2),
+                        .num_queries = random_int(state, 1, 40),
+                        .seq_len = random_int(state, 1, 160),
+                        .group = random_int(state, 1, 3),
+                        .num_kv_heads = random_int(state, 1, 2),
+                        .head_dim = random_int(state, 1, 40),
+                        .v_head_dim = random_int(state, 1, 40)};
+}
+
+#endif // RINGTILE_TESTS_ATTN_CASE_H

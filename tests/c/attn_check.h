@@ -1,0 +1,92 @@
+// Runs the kernels in workspaces of the exact size, and checks them against the f64 reference.
+#ifndef RINGTILE_TESTS_ATTN_CHECK_H
+#define RINGTILE_TESTS_ATTN_CHECK_H
+
+#include "attn_bounds.h"
+
+typedef enum pass { FORWARD, BACKWARD } pass;
+
+static inline int64_t workspace_bytes(pass pass, const rt_attn_params *p, int64_t num_workers) {
+    return pass == FORWARD ? rt_attn_fwd_workspace_bytes(p, num_workers)
+                           : rt_attn_bwd_workspace_bytes(p, num_workers);
+}
+
+static inline rt_status run(pass pass, const rt_attn_params *p, rt_parallel parallel) {
+    return pass == FORWARD ? rt_attn_fwd(p, parallel) : rt_attn_bwd(p, parallel);
+}
+
+static inline rt_status run_reference(pass pass, const rt_attn_params *p) {
+    return pass == FORWARD ? rt_attn_fwd_reference(p) : rt_attn_bwd_reference(p);
+}
+
+// Lends exactly the workspace that is asked for, so that the address sanitizer sees the first byte beyond it.
+static inline void run_in_exact_workspace(pass pass, rt_attn_params p, rt_parallel parallel) {
+    p.workspace_bytes = workspace_bytes(pass, &p, parallel.num_workers);
+    CHECK(p.workspace_bytes > 0 && p.workspace_bytes % 64 == 0);
+    p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
+    if (p.workspace == NULL) exit(1);
+    memset(p.workspace, 0xff, (size_t)p.workspace_bytes); // NaN, wherever it is read before it is written
+    CHECK_STATUS(run(pass, &p, parallel), RT_OK);
+    free(p.workspace);
+}
+
+// The runs of the case in num_calls calls.
+static inline void run_in_calls(pass pass, const attn_case *c, int64_t num_calls, rt_parallel parallel) {
+    for (int64_t call = 0; call < num_calls; call++) {
+        const int64_t first = c->p.num_k_runs * call / num_calls,
+                      last = c->p.num_k_runs * (call + 1) / num_calls;
+        rt_attn_params p = c->p;
+        p.k_runs = c->runs + first;
+        p.num_k_runs = last - first;
+        run_in_exact_workspace(pass, p, parallel);
+    }
+}
+
+// A number that is not finite must be where the reference has one, and nowhere else; lse says -inf for "saw no key".
+static inline bool agrees(array_name name, double got, double want, double allowed) {
+    if (isfinite(want)) return fabs(got - want) <= allowed;
+    return !isfinite(got) && (name != LSE || (got == -INFINITY) == (want == -INFINITY));
+}
+
+static inline void check_array(array_name name, const attn_case *got, const attn_case *want,
+                               const attn_case *bounds) {
+    static const char *const names[NUM_ARRAYS] = {
+        [OUT] = "out", [LSE] = "lse", [DQ] = "dq", [DK] = "dk", [DV] = "dv"};
+    FOR_EACH_ELEMENT(&want->x[name], b, token, head, d) {
+        const double x = get(&got->x[name], b, token, head, d), y = get(&want->x[name], b, token, head, d);
+        const double allowed = 2 * get(&bounds->x[name], b, token, head, d);
+        if (check_failed(agrees(name, x, y, allowed)))
+            printf("%s[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
+                   "]: got %.17g, expected %.17g +- %.3g\n",
+                   names[name], b, token, head, d, x, y, allowed);
+    }
+    CHECK(gaps_are_intact(&got->x[name]));
+}
+
+// Forward, then backward with the lse of the forward, its delta, and a gradient of lse.
+static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, rt_parallel parallel) {
+    const double u = unit_roundoff(state_dtype(c->p.dtype));
+    attn_case want = widen(c, state), bounds = widen(c, state);
+    forward_bounds(&want, u, num_calls, &bounds);
+    run_in_calls(FORWARD, c, num_calls, parallel);
+    CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
+    check_array(OUT, c, &want, &bounds);
+    check_array(LSE, c, &want, &bounds);
+
+    FOR_EACH_ELEMENT(&c->x[LSE], b, token, head, unit) {
+        double delta = random_unit(state);
+        for (int64_t d = 0; d < c->p.v_head_dim; d++)
+            delta += get(&want.x[DOUT], b, token, head, d) * get(&want.x[OUT], b, token, head, d);
+        set(&c->x[DELTA], b, token, head, unit, delta);
+    }
+    free_arrays(&want);
+    want = widen(c, state);
+    backward_bounds(&want, u, num_calls, &bounds);
+    run_in_calls(BACKWARD, c, num_calls, parallel);
+    CHECK_STATUS(rt_attn_bwd_reference(&want.p), RT_OK);
+    for (int i = DQ; i <= DV; i++) check_array((array_name)i, c, &want, &bounds);
+    free_arrays(&want);
+    free_arrays(&bounds);
+}
+
+#endif // RINGTILE_TESTS_ATTN_CHECK_H

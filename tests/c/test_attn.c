@@ -1,0 +1,207 @@
+// The attention kernels against the f64 reference, and the reference against the formula's own derivative: any shape,
+// layout in memory, mask, runs and dtype.
+#include "attn_check.h"
+
+// ---- the reference -----------------------------------------------------------------------------------------
+
+static void test_reference_of_two_keys_is_the_formula(void) {
+    // Scores 0 and log 3: weights 1/4 and 3/4, lse = log 4. Then a third key of score log 4 takes half of all.
+    double q = 2, k[3] = {0, log(3) / 2, log(4) / 2}, v[3] = {8, 4, 1}, out = 0, lse = -INFINITY;
+    const int32_t begin = 0, end = 2, all = 3;
+    const rt_run runs[] = {{0, 1, 0, 2}, {2, 1, 2, 1}};
+    rt_attn_params p = {.dtype = RT_F64,
+                        .batch = 1,
+                        .num_queries = 1,
+                        .num_keys = 3,
+                        .num_heads = 1,
+                        .num_kv_heads = 1,
+                        .head_dim = 1,
+                        .v_head_dim = 1,
+                        .scale = 1,
+                        .q = &q,
+                        .k = k,
+                        .v = v,
+                        .k_stride = {3, 1, 1},
+                        .v_stride = {3, 1, 1},
+                        .begin = &begin,
+                        .end = &end,
+                        .k_runs = runs,
+                        .num_k_runs = 2,
+                        .out = &out,
+                        .lse = &lse};
+    CHECK_STATUS(rt_attn_fwd_reference(&p), RT_OK);
+    CHECK_CLOSE(out, 5, 1e-15);
+    CHECK_CLOSE(lse, log(4), 1e-15);
+    p.k_runs = runs + 1, p.num_k_runs = 1, p.end = &all;
+    CHECK_STATUS(rt_attn_fwd_reference(&p), RT_OK);
+    CHECK_CLOSE(out, 3, 1e-15);
+    CHECK_CLOSE(lse, log(8), 1e-15);
+    double capped_out = 0, capped_lse = -INFINITY; // tanh(log(3) / 2) = 1/2: a score of 1
+    p.k_runs = runs, p.end = &end, p.scale = 0.5, p.softcap = 2, p.out = &capped_out, p.lse = &capped_lse;
+    k[1] = log(3);
+    CHECK_STATUS(rt_attn_fwd_reference(&p), RT_OK);
+    CHECK_CLOSE(capped_lse, log(1 + exp(1)), 1e-15);
+    CHECK_CLOSE(capped_out, (8 + 4 * exp(1)) / (1 + exp(1)), 2e-15);
+}
+
+// L = sum of dout * out + sum of dlse * lse, as a function of the inputs.
+static double loss_of(const attn_case *c, const tensor *dlse) {
+    double loss = 0;
+    FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d) set((tensor *)&c->x[OUT], b, token, head, d, 0);
+    FOR_EACH_ELEMENT(&c->x[LSE], b, token, head, d) set((tensor *)&c->x[LSE], b, token, head, d, -INFINITY);
+    CHECK_STATUS(rt_attn_fwd_reference(&c->p), RT_OK);
+    FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d)
+    loss += get(&c->x[DOUT], b, token, head, d) * get(&c->x[OUT], b, token, head, d);
+    FOR_EACH_ELEMENT(dlse, b, token, head, d) {
+        const double lse = get(&c->x[LSE], b, token, head, d);
+        if (lse > -INFINITY) loss += get(dlse, b, token, head, d) * lse;
+    }
+    return loss;
+}
+
+static void test_reference_backward_is_the_derivative_of_its_forward(void) {
+    uint64_t state = 1;
+    for (int round = 0; round < 18; round++) {
+        const attn_shape shape = {RT_F64,
+                                  1,
+                                  random_int(&state, 1, 4),
+                                  random_int(&state, 1, 8),
+                                  random_int(&state, 1, 2),
+                                  random_int(&state, 1, 2),
+                                  random_int(&state, 1, 3),
+                                  random_int(&state, 1, 3),
+                                  false};
+        attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
+        c.p.softcap = round % 2 ? 0.8 : 0;
+        tensor dlse = copy_as(&c.x[LSE], RT_F64, &state);
+        fill_random(&dlse, &state, 1);
+        loss_of(&c, &dlse);
+        FOR_EACH_ELEMENT(&dlse, b, token, head, unit) {
+            double delta = -get(&dlse, b, token, head, unit);
+            for (int64_t d = 0; d < shape.v_head_dim; d++)
+                delta += get(&c.x[DOUT], b, token, head, d) * get(&c.x[OUT], b, token, head, d);
+            set(&c.x[DELTA], b, token, head, unit, delta);
+        }
+        for (int i = DQ; i <= DV; i++) fill(&c.x[i], 0);
+        CHECK_STATUS(rt_attn_bwd_reference(&c.p), RT_OK);
+        for (int i = 0; i < 3; i++) {
+            tensor *x = &c.x[Q + i];
+            FOR_EACH_ELEMENT(x, b, token, head, d) {
+                const double kept = get(x, b, token, head, d), h = 1e-5;
+                set(x, b, token, head, d, kept + h);
+                const double above = loss_of(&c, &dlse);
+                set(x, b, token, head, d, kept - h);
+                const double below = loss_of(&c, &dlse);
+                set(x, b, token, head, d, kept);
+                // h^2 / 6 times a third derivative of about 10, and 2^-53 times a loss of about 10 over h.
+                CHECK_CLOSE(get(&c.x[DQ + i], b, token, head, d), (above - below) / (2 * h), 1e-9);
+            }
+        }
+        free(dlse.data);
+        free_case(&c);
+    }
+}
+
+// ---- the kernels -------------------------------------------------------------------------------------------
+
+// Any mask over any runs, in one call or several, into a state that may hold earlier blocks.
+static void test_random_problems_agree_with_the_reference(void) {
+    uint64_t state = 2;
+    for (int round = 0; round < 90; round++) {
+        const double magnitudes[] = {0.1, 1, 4};
+        attn_case c =
+            new_case(&state, random_shape(&state), (mask_kind)(round % NUM_MASKS), magnitudes[round % 3]);
+        if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(&state));
+        if (round % 5 == 1) c.p.scale = 2 * random_unit(&state);
+        if (round % 3 == 1) {
+            fill_random(&c.x[OUT], &state, 1);
+            fill_random(&c.x[LSE], &state, 4);
+        }
+        check_case(&c, &state, 1 + round % 3, threads_of(1 + round % 4));
+        free_case(&c);
+    }
+}
+
+static void test_every_head_dim_has_its_tail(void) {
+    uint64_t state = 3;
+    const int64_t dims[] = {1,  2,  3,  7,   15,  16,  17,  31,  33,  63, 64,
+                            65, 80, 96, 127, 128, 129, 191, 192, 255, 256};
+    enum { NUM_DIMS = sizeof(dims) / sizeof(dims[0]) };
+    for (int i = 0; i < NUM_DIMS; i++) {
+        const attn_shape shape = {all_dtypes[i % NUM_DTYPES],   1,    9, 21, 2, 1, dims[i],
+                                  dims[(i * 8 + 5) % NUM_DIMS], false};
+        attn_case c = new_case(&state, shape, MASK_CAUSAL, 1);
+        check_case(&c, &state, 1, no_threads());
+        free_case(&c);
+    }
+}
+
+// Blocks hold up to 384 rows of up to 8 heads or more, tiles 128 keys: one less, as many, and one more of each.
+static void test_many_heads_queries_and_keys_cross_every_edge(void) {
+    uint64_t state = 4;
+    const attn_shape shapes[] = {
+        {RT_F32, 1, 1, 30, 400, 1, 4, 5, false},   {RT_BF16, 1, 2, 30, 200, 1, 4, 5, false},
+        {RT_F32, 1, 50, 130, 9, 1, 8, 8, false},   {RT_F16, 1, 50, 130, 17, 1, 3, 9, false},
+        {RT_F64, 1, 49, 129, 8, 1, 8, 8, false},   {RT_F32, 1, 383, 40, 1, 1, 8, 8, false},
+        {RT_F32, 1, 384, 127, 1, 1, 8, 8, false},  {RT_F32, 1, 385, 128, 1, 1, 8, 8, false},
+        {RT_BF16, 3, 65, 257, 1, 3, 16, 8, false}, {RT_F32, 1, 1, 400, 1, 2, 8, 8, false},
+        {RT_F32, 1, 96, 300, 4, 1, 8, 8, false},   {RT_F32, 1, 130, 200, 3, 1, 8, 8, false},
+    };
+    for (int i = 0; i < (int)(sizeof(shapes) / sizeof(shapes[0])); i++) {
+        attn_case c = new_case(&state, shapes[i], i % 3 ? MASK_CAUSAL : MASK_FULL, 1);
+        check_case(&c, &state, 1, threads_of(3));
+        free_case(&c);
+    }
+}
+
+// No tail of rows or keys, no mask: the paths that a long sequence spends its time in.
+static void test_full_tiles_agree_with_the_reference(void) {
+    uint64_t state = 5;
+    for (int i = 0; i < NUM_DTYPES; i++) {
+        attn_case c =
+            new_case(&state, (attn_shape){all_dtypes[i], 1, 64, 256, 2, 1, 32, 32, true}, MASK_FULL, 1);
+        c.p.softcap = i % 2 ? 5 : 0;
+        check_case(&c, &state, 1, no_threads());
+        free_case(&c);
+    }
+}
+
+static void test_no_batch_no_query_no_key_and_no_run(void) {
+    uint64_t state = 6;
+    const attn_shape shapes[] = {{RT_F32, 0, 5, 9, 1, 1, 4, 4, false},
+                                 {RT_F32, 1, 0, 9, 1, 1, 4, 4, false},
+                                 {RT_F32, 2, 5, 0, 2, 1, 4, 4, false}};
+    for (int i = 0; i < 3; i++) {
+        attn_case c = new_case(&state, shapes[i], MASK_FULL, 1);
+        check_case(&c, &state, 1, threads_of(2));
+        free_case(&c);
+    }
+    attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 5, 9, 1, 1, 4, 4, false}, MASK_FULL, 1);
+    c.p.num_k_runs = 0;
+    check_case(&c, &state, 1, no_threads());
+    free_case(&c);
+}
+
+// A run may say a stride that would overflow if it were ever taken.
+static void test_huge_strides_and_positions(void) {
+    uint64_t state = 7;
+    attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 3, 4, 1, 1, 4, 4, true}, MASK_FULL, 1);
+    c.runs[0] = (rt_run){0, INT64_MAX, 1, 1};
+    c.runs[1] = (rt_run){INT64_MAX - 8, 4, 2, 2};
+    c.p.num_k_runs = 2;
+    check_case(&c, &state, 1, no_threads());
+    free_case(&c);
+}
+
+int main(void) {
+    check_isa_or_skip();
+    test_reference_of_two_keys_is_the_formula();
+    test_reference_backward_is_the_derivative_of_its_forward();
+    test_random_problems_agree_with_the_reference();
+    test_every_head_dim_has_its_tail();
+    test_many_heads_queries_and_keys_cross_every_edge();
+    test_full_tiles_agree_with_the_reference();
+    test_no_batch_no_query_no_key_and_no_run();
+    test_huge_strides_and_positions();
+    return check_finish();
+}

@@ -1,0 +1,236 @@
+// Attention where it is not about numbers of a usual size: infinities and NaN, any number of workers, workspace, refusals.
+#include "attn_check.h"
+
+// ---- numbers that are not finite ---------------------------------------------------------------------------
+
+static void test_infinities_and_nans_stay_where_the_reference_puts_them(void) {
+    const double poisons[] = {NAN, INFINITY, -INFINITY};
+    uint64_t state = 8;
+    for (int round = 0; round < 80; round++) {
+        attn_shape shape = random_shape(&state);
+        shape.whole = round % 3 == 0;
+        attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
+        c.p.softcap = round % 5 == 0 ? 4 : 0;
+        tensor *x = &c.x[Q + round % 4]; // q, k, v or dout
+        for (int i = 0; i < 3 && x->size[1] > 0; i++)
+            set(x, random_int(&state, 0, x->size[0] - 1), random_int(&state, 0, x->size[1] - 1),
+                random_int(&state, 0, x->size[2] - 1), random_int(&state, 0, x->size[3] - 1),
+                poisons[random_int(&state, 0, 2)]);
+        check_case(&c, &state, 1 + round % 2, no_threads());
+        free_case(&c);
+    }
+}
+
+// Keys and queries without any partner may hold anything: no result has a trace of it.
+static void test_what_nobody_attends_leaves_no_trace(void) {
+    uint64_t state = 9;
+    for (int round = 0; round < 8; round++) {
+        const rt_dtype dtype = all_dtypes[round % NUM_DTYPES];
+        attn_case c = new_case(&state, (attn_shape){dtype, 1, 20, 40, 2, 1, 9, 9, true}, MASK_FULL, 1);
+        for (int64_t token = 0; token < 20;
+             token++) { // keys 10..29 have queries; the first five queries none
+            c.begin[token] = 10;
+            c.end[token] = token < 5 ? 10 : 11 + (int32_t)token;
+        }
+        for (int64_t d = 0; d < 9; d++) {
+            for (int64_t head = 0; head < 2; head++)
+                for (int64_t token = 0; token < 5; token++) {
+                    set(&c.x[Q], 0, token, head, d, NAN);
+                    set(&c.x[DOUT], 0, token, head, d, INFINITY);
+                }
+            for (int64_t key = 0; key < 40; key++)
+                if (key < 10 || key >= 30)
+                    set(&c.x[K], 0, key, 0, d, INFINITY), set(&c.x[V], 0, key, 0, d, NAN);
+        }
+        check_case(&c, &state, 1, no_threads());
+        for (int i = OUT; i <= DV; i++)
+            if (i != LSE && i != DELTA)
+                FOR_EACH_ELEMENT(&c.x[i], b, token, head, d) CHECK(isfinite(get(&c.x[i], b, token, head, d)));
+        free_case(&c);
+    }
+}
+
+// One query and three keys; scores are the keys times q.
+static void check_scores(double q, const double keys[3], double want_out, double want_lse) {
+    uint64_t state = 10;
+    for (int i = 0; i < NUM_DTYPES; i++) {
+        attn_case c = new_case(&state, (attn_shape){all_dtypes[i], 1, 1, 3, 1, 1, 1, 1, true}, MASK_FULL, 1);
+        set(&c.x[Q], 0, 0, 0, 0, q);
+        for (int64_t key = 0; key < 3; key++) {
+            set(&c.x[K], 0, key, 0, 0, keys[key]);
+            set(&c.x[V], 0, key, 0, 0, (double)key);
+        }
+        run_in_calls(FORWARD, &c, 1, no_threads());
+        CHECK_CLOSE(get(&c.x[OUT], 0, 0, 0, 0), want_out, 4 * unit_roundoff(RT_F32));
+        CHECK_CLOSE(get(&c.x[LSE], 0, 0, 0, 0), want_lse, 4 * unit_roundoff(RT_F32) * (1 + fabs(want_lse)));
+        free_case(&c);
+    }
+}
+
+static void test_infinite_scores(void) {
+    check_scores(1, (const double[]){-INFINITY, -INFINITY, -INFINITY}, 0, -INFINITY);
+    check_scores(1, (const double[]){-INFINITY, 0, -INFINITY}, 1, 0);
+    check_scores(1, (const double[]){0, INFINITY, 0}, NAN, NAN);
+    check_scores(INFINITY, (const double[]){1, 1, 1}, NAN, NAN);
+    check_scores(0, (const double[]){1, INFINITY, 1}, NAN, NAN);
+    check_scores(-1, (const double[]){32768, -32768, 32768}, 1, 32768); // exp would overflow, or be 0 for all
+    check_scores(1, (const double[]){-32768, -32768, -32768}, 1, -32768 + log(3));
+}
+
+// ---- workers -----------------------------------------------------------------------------------------------
+
+// A caller without threads: the workers one after the other, the last one first.
+static void run_backwards(void *pool, int64_t num_workers, void (*work)(void *, int64_t), void *ctx) {
+    (void)pool;
+    for (int64_t worker = num_workers - 1; worker >= 0; worker--) work(ctx, worker);
+}
+
+// Nine tasks for each (batch, kv head), so that several add to the same keys, through tiles that do not line up.
+static void test_any_workers_give_the_same_bits_every_time(void) {
+    uint64_t state = 11;
+    const rt_parallel lent[] = {threads_of(2),
+                                threads_of(4),
+                                threads_of(7),
+                                {.run = run_backwards, .num_workers = 3},
+                                {.run = run_backwards, .num_workers = 0}};
+    for (int i = 0; i < 3; i++) {
+        const attn_shape shape = {i == 1 ? RT_F64 : RT_F32, 1, 100, 300, 24, 1, 6, 5, i < 2};
+        attn_case c = new_case(&state, shape, i == 0 ? MASK_WINDOW : MASK_CAUSAL, 1);
+        fill_random(&c.x[LSE], &state, 1);
+        attn_case one = widen(&c, &state); // its arrays are replaced by those of one worker's result
+        for (int repeat = 0; repeat < 21; repeat++) {
+            attn_case again = c;
+            for (int j = OUT; j <= DV; j++) {
+                const size_t num_bytes = (size_t)c.x[j].num_elements * dtype_bytes(c.x[j].dtype);
+                again.x[j].data = must_alloc(num_bytes);
+                memcpy(again.x[j].data, c.x[j].data, num_bytes);
+            }
+            bind(&again);
+            const rt_parallel parallel = repeat == 0 ? no_threads() : lent[repeat % 5];
+            for (int pass = FORWARD; pass <= BACKWARD; pass++) {
+                rt_attn_params p = again.p;
+                p.workspace_bytes = workspace_bytes((enum pass)pass, &p, 7);
+                p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
+                CHECK_STATUS(run((enum pass)pass, &p, parallel), RT_OK);
+                free(p.workspace);
+            }
+            for (int j = OUT; j <= DV; j++) {
+                if (repeat == 0) {
+                    free(one.x[j].data);
+                    one.x[j] = again.x[j];
+                    continue;
+                }
+                CHECK(memcmp(one.x[j].data, again.x[j].data,
+                             (size_t)c.x[j].num_elements * dtype_bytes(c.x[j].dtype)) == 0);
+                free(again.x[j].data);
+            }
+        }
+        free_arrays(&one);
+        free_case(&c);
+    }
+}
+
+// ---- refusals ----------------------------------------------------------------------------------------------
+
+static void check_workspace(pass pass, const attn_case *c, rt_parallel parallel) {
+    rt_attn_params p = c->p;
+    const int64_t num_bytes = workspace_bytes(pass, &p, parallel.num_workers);
+    char *workspace = aligned_alloc(64, (size_t)num_bytes + 64);
+    p.workspace = workspace, p.workspace_bytes = num_bytes;
+    CHECK_STATUS(run(pass, &p, parallel), RT_OK);
+    p.workspace_bytes = num_bytes - 1;
+    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
+    p.workspace_bytes = -1;
+    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
+    p.workspace = workspace + 32, p.workspace_bytes = num_bytes;
+    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
+    p.workspace = NULL;
+    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
+    free(workspace);
+}
+
+static void test_workspace_is_as_large_as_it_says_and_no_larger(void) {
+    uint64_t state = 12;
+    attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 70, 90, 2, 1, 8, 8, false}, MASK_FULL, 1);
+    for (int pass = FORWARD; pass <= BACKWARD; pass++) {
+        check_workspace((enum pass)pass, &c, no_threads());
+        check_workspace((enum pass)pass, &c, threads_of(3));
+        CHECK(workspace_bytes((enum pass)pass, &c.p, 3) > workspace_bytes((enum pass)pass, &c.p, 1));
+        CHECK_INT(workspace_bytes((enum pass)pass, &c.p, 0), 0);
+        rt_attn_params bad = c.p;
+        bad.head_dim = 0;
+        CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
+    }
+    free_case(&c);
+}
+
+static void test_malformed_params_are_refused(void) {
+    uint64_t state = 13;
+    attn_case c = new_case(&state, (attn_shape){RT_F32, 2, 5, 9, 2, 2, 4, 3, true}, MASK_FULL, 1);
+    const attn_case kept = widen(&c, &state);
+#define REFUSED_BY(pass, field, value, status)                                                               \
+    do {                                                                                                     \
+        rt_attn_params bad = c.p;                                                                            \
+        bad.field = value;                                                                                   \
+        CHECK_STATUS(run(pass, &bad, no_threads()), status);                                                 \
+        CHECK_STATUS(run_reference(pass, &bad), status);                                                     \
+        CHECK_INT(workspace_bytes(pass, &bad, 1), 0);                                                        \
+    } while (0)
+#define REFUSED(field, value, status)                                                                        \
+    do {                                                                                                     \
+        REFUSED_BY(FORWARD, field, value, status);                                                           \
+        REFUSED_BY(BACKWARD, field, value, status);                                                          \
+    } while (0)
+    REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
+    REFUSED(batch, -1, RT_BAD_SHAPE);
+    REFUSED(num_queries, -1, RT_BAD_SHAPE);
+    REFUSED(num_keys, -1, RT_BAD_SHAPE);
+    REFUSED(num_k_runs, -1, RT_BAD_SHAPE);
+    REFUSED(num_heads, 0, RT_BAD_HEADS);
+    REFUSED(num_heads, 3, RT_BAD_HEADS);
+    REFUSED(num_kv_heads, 0, RT_BAD_HEADS);
+    REFUSED(head_dim, 0, RT_BAD_HEAD_DIM);
+    REFUSED(head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(v_head_dim, 0, RT_BAD_HEAD_DIM);
+    REFUSED(v_head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(scale, NAN, RT_BAD_SCALE);
+    REFUSED(scale, INFINITY, RT_BAD_SCALE);
+    REFUSED(softcap, -1, RT_BAD_SCALE);
+    REFUSED(softcap, INFINITY, RT_BAD_SCALE);
+    REFUSED(q, NULL, RT_BAD_POINTER);
+    REFUSED(k, NULL, RT_BAD_POINTER);
+    REFUSED(v, NULL, RT_BAD_POINTER);
+    REFUSED(begin, NULL, RT_BAD_POINTER);
+    REFUSED(end, NULL, RT_BAD_POINTER);
+    REFUSED(lse, NULL, RT_BAD_POINTER);
+    REFUSED(k_runs, NULL, RT_BAD_POINTER);
+    REFUSED(num_keys, 8, RT_BAD_RUN);
+    REFUSED_BY(FORWARD, out, NULL, RT_BAD_POINTER);
+    REFUSED_BY(FORWARD, out_stride[1], 0, RT_BAD_STRIDE);
+    REFUSED_BY(BACKWARD, dout, NULL, RT_BAD_POINTER);
+    REFUSED_BY(BACKWARD, delta, NULL, RT_BAD_POINTER);
+    REFUSED_BY(BACKWARD, dq, NULL, RT_BAD_POINTER);
+    REFUSED_BY(BACKWARD, dk, NULL, RT_BAD_POINTER);
+    REFUSED_BY(BACKWARD, dv, NULL, RT_BAD_POINTER);
+    REFUSED_BY(BACKWARD, dq_stride[2], 0, RT_BAD_STRIDE);
+    REFUSED_BY(BACKWARD, dk_stride[1], 3, RT_BAD_STRIDE);
+    REFUSED_BY(BACKWARD, dv_stride[0], 1, RT_BAD_STRIDE);
+#undef REFUSED
+#undef REFUSED_BY
+    for (int i = 0; i < NUM_ARRAYS; i++)
+        if (i != DELTA) FOR_EACH_ELEMENT(&kept.x[i], b, token, head, d)
+    CHECK(get(&c.x[i], b, token, head, d) == get(&kept.x[i], b, token, head, d));
+    free_arrays((attn_case *)&kept);
+    free_case(&c);
+}
+
+int main(void) {
+    check_isa_or_skip();
+    test_infinities_and_nans_stay_where_the_reference_puts_them();
+    test_what_nobody_attends_leaves_no_trace();
+    test_infinite_scores();
+    test_any_workers_give_the_same_bits_every_time();
+    test_workspace_is_as_large_as_it_says_and_no_larger();
+    test_malformed_params_are_refused();
+    return check_finish();
+}
