@@ -7,7 +7,8 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from ringtile.hf import attention, model
+from ringtile.hf import model
+from ringtile.hf.cut import CUT
 from ringtile.hf.inputs import cut_batch
 from ringtile.hf.patches import Ledger
 from ringtile.transport import LoopbackWorld, transport_of
@@ -156,7 +157,7 @@ def test_cut_that_does_not_arrive_is_refused():
 
 
 def _forward_without_cut(original, *args, **kwargs):
-    kwargs.pop(attention.CUT)
+    kwargs.pop(CUT)
     return original(*args, **kwargs)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from ringtile.hf.attention import CUT
-from ringtile.hf.inputs import Cut
+from ringtile.hf.cut import CUT, Cut
 from ringtile.plan import Plan
 from ringtile.plan import plan as make_plan
 from ringtile.transport import transport_of

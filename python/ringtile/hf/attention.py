@@ -9,7 +9,7 @@ S x S mask is built, and an attention function that sees it without a `Cut` know
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile.errors import Refused
+from ringtile.hf.cut import CUT, Cut
 from ringtile.ring import ring_attention
 
-if TYPE_CHECKING:
-    from ringtile.hf.inputs import Cut
-
 NAME = "ringtile"
-CUT = "ringtile_cut"  # the keyword argument that carries a Cut through the model
 
 # Keyword arguments of attention functions that change the scores in ways the kernels do not know.
 _REFUSED = {

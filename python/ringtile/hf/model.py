@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf import attention
-from ringtile.hf.inputs import Cut
+from ringtile.hf.cut import CUT, Cut
 from ringtile.hf.patches import Ledger
 
 
@@ -57,7 +57,7 @@ def watch_loss(model: PreTrainedModel, ledger: Ledger) -> None:
 
 
 def _watched_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    cut: Cut | None = kwargs.pop(attention.CUT, None)
+    cut: Cut | None = kwargs.pop(CUT, None)
     if cut is not None and kwargs.get("shift_labels") is not None:
         cut.loss_calls += 1
     return original(*args, **kwargs)

@@ -20,8 +20,9 @@ from transformers import Trainer
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
 from ringtile.hf import checks, data, model
+from ringtile.hf.cut import Cut
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.inputs import Cut, cut_batch
+from ringtile.hf.inputs import cut_batch
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.patches import Ledger
