@@ -28,7 +28,7 @@ typedef struct backward_scratch {
 static int64_t backward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t reals = BLOCK_ROWS * (3 * d + 2 * dv) + TILE_KEYS * (2 * d + 2 * dv + 2 * PANEL);
-    return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real) + 11 * 64;
+    return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
 static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *workspace) {

@@ -260,10 +260,11 @@ static inline vec weight_exp(vec x) {
 #endif
 }
 
-// Workspace of one worker, cut into arrays of whole cache lines.
+// Cuts n numbers off a worker's workspace; n is a multiple of BLOCK_ROWS or TILE_KEYS, so they are whole cache lines.
 static inline real *take(char **workspace, int64_t n) {
+    _Static_assert(BLOCK_ROWS * sizeof(real) % 64 == 0 && TILE_KEYS * sizeof(real) % 64 == 0, "cache lines");
     real *array = (real *)(void *)*workspace;
-    *workspace += round_up(n * (int64_t)sizeof(real), 64);
+    *workspace += n * (int64_t)sizeof(real);
     return array;
 }
 

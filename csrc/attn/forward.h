@@ -18,7 +18,7 @@ typedef struct forward_scratch {
 static int64_t forward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t reals = BLOCK_ROWS * d + BLOCK_ROWS * dv + TILE_KEYS * (d + dv + PANEL);
-    return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real) + 5 * 64;
+    return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
 static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *workspace) {
