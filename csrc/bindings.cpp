@@ -378,6 +378,12 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
           op);
 }
 
+double multiply_add(int64_t iterations) {
+    double flops = 0;
+    check(rt_multiply_add(iterations, &flops, torch_threads()), "multiply_add");
+    return flops;
+}
+
 int64_t cpu_isa() {
     rt_isa isa = RT_ISA_GENERIC;
     check(rt_cpu_isa(&isa), "cpu_isa");
@@ -404,6 +410,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "
           "int ignore_index, float label_smoothing, float softcap, float z_loss, bool want_grad) -> ()");
     m.def("cpu_isa() -> int");
+    m.def("multiply_add(int iterations) -> float");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
@@ -420,7 +427,10 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
 }
 
 // No tensor argument to dispatch on.
-STABLE_TORCH_LIBRARY_IMPL(ringtile, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(ringtile, CompositeExplicitAutograd, m) {
+    m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+    m.impl("multiply_add", TORCH_BOX(&multiply_add));
+}
 
 // `import ringtile._C` loads the shared object, whose static initialisers register the ops above.
 static struct PyModuleDef module_def = {

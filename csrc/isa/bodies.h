@@ -1,5 +1,6 @@
 // Compiles every body for the instruction set and math type of the including file, into one table.
 #include "../attn/attn_kernel.h"
+#include "../bench/multiply_add_kernel.h"
 #include "../loss/cross_entropy_kernel.h"
 #include "../mlp/glu_kernel.h"
 #include "kernels.h"
@@ -12,4 +13,6 @@ const rt_kernels RT_KERNELS = {
     .attn_backward_scratch_bytes = backward_scratch_bytes,
     .attn_forward = attn_forward,
     .attn_backward = attn_backward,
+    .multiply_add = multiply_add,
+    .multiply_add_flops = MULTIPLY_ADD_FLOPS,
 };

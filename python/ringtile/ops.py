@@ -47,6 +47,12 @@ def cpu_isa() -> str:
         raise BuildError(str(error).splitlines()[0]) from error
 
 
+def multiply_add(iterations: int) -> float:
+    """Keeps the float32 multiply-add units of torch's threads busy for a time; returns the flops that they did."""
+    flops: float = _ops.multiply_add(iterations)
+    return flops
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """What running outputs, log-sum-exps and gradients are kept in: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
