@@ -94,7 +94,10 @@ class _Keep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, danchor: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        dx, totals = ctx.work.backward(ctx.handover.pop(), ctx.needs_input_grad[2:], x, *weights)
+        douts = ctx.handover.pop()
+        if all(dout is None for dout in douts):
+            return None, None, None, *(None for _ in weights)
+        dx, totals = ctx.work.backward(douts, ctx.needs_input_grad[2:], x, *weights)
         return None, None, dx, *as_gradients(totals, weights)
 
 
@@ -115,8 +118,8 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.handover.append(douts)
-        dout = next(dout for dout in douts if dout is not None)
-        return dout.new_zeros(()), None, None
+        defined = [dout for dout in douts if dout is not None]
+        return defined[0].new_zeros(()) if defined else None, None, None
 
 
 class ModuleTiles:

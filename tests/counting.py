@@ -1,0 +1,45 @@
+"""What the tests of tiling measure: matrix products, the largest tensor made, errors against float64."""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Counting(TorchDispatchMode):
+    """Counts the flops of matrix products (2 per multiply-add), and the elements of the largest tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            left, right = args[-2:]
+            self.flops += 2 * left.size(0) * left.size(1) * right.size(1)
+        assert name not in ("aten::bmm", "aten::matmul", "aten::linear"), f"{name} is not counted"
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, Tensor):
+                self.largest = max(self.largest, made.untyped_storage().nbytes() // made.itemsize)
+        return result
+
+
+def relative_error(actual: Tensor, oracle: Tensor) -> float:
+    """max |actual - oracle| / max |oracle|, computed in float64."""
+    error = (actual.detach().double() - oracle.detach().double()).abs().max().item()
+    scale = oracle.detach().double().abs().max().item()
+    return error if scale == 0 else error / scale
+
+
+def assert_near(actual: Tensor, oracle: Tensor, num_terms: int, num_roundings: int = 4) -> None:
+    """Actual equals the float64 oracle as far as sums of num_terms products in actual's dtype can.
+
+    A sum of n products has an error of at most n * eps * sum |products|; with terms of random sign the sum of
+    magnitudes is about sqrt(n) times the result, which n * eps more than covers for n below 1000. num_roundings:
+    how many such sums follow each other.
+    """
+    assert actual.shape == oracle.shape
+    eps = torch.finfo(actual.dtype).eps
+    assert relative_error(actual, oracle) <= num_roundings * max(1, num_terms) * eps

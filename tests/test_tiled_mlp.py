@@ -1,0 +1,503 @@
+"""The tiled MLP against the module itself, whole and in float64; every bug known of tiled MLPs elsewhere has a test."""
+
+import threading
+
+import pytest
+import torch
+from counting import Counting, assert_near, relative_error
+from ringtile import InputError, Refused, tiled_mlp
+from ringtile.glu import find_glu
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+HIDDEN, INTERMEDIATE = 12, 20  # E, F
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU(),
+}
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: str = "silu", bias: bool = False, dropout: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias)
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias)
+        self.act_fn = ACTIVATIONS[activation]
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        prod = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(functional.dropout(prod, self.dropout, self.training) if self.dropout else prod)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: hidden states, router logits with one row per flat token, the chosen experts, None."""
+
+    def __init__(self, num_experts: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.router = nn.Linear(HIDDEN, num_experts)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        rows = x.view(-1, x.size(-1))
+        logits = self.router(rows)
+        chosen = logits.argmax(-1)
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            picked = (chosen == index).nonzero().squeeze(1)
+            if picked.numel():
+                weight = logits.softmax(-1)[picked, index, None]
+                out = out.index_add(0, picked, weight * expert(rows[picked]))
+        return out.view_as(x), logits, chosen, None
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> tuple[Tensor, Tensor]:
+    """x (*shape, E) and the gradient of the output."""
+    generator = torch.Generator().manual_seed(2)
+    x, dout = (torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return x.requires_grad_(requires_grad), dout
+
+
+def gradients(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def glu_of(module: nn.Module):
+    return find_glu(module, type(module).forward)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_output_and_gradients_equal_the_whole_module(activation, bias, use_original_mlp) -> None:
+    module = Gated(activation, bias).double()
+    assert glu_of(module) is not None
+    x, dout = inputs(2, 11)  # B = 2: a tile crosses from one row of the batch to the next
+    out = tiled_mlp(module, x, tile_tokens=5, use_original_mlp=use_original_mlp)
+    oracle = module(x)
+    assert_near(out, oracle, num_terms=INTERMEDIATE)
+    for ours, theirs in zip(
+        gradients(out, dout, x, *module.parameters()), gradients(oracle, dout, x, *module.parameters()), strict=True
+    ):
+        assert_near(ours, theirs, num_terms=22)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_every_number_of_tokens_and_tiles(use_original_mlp) -> None:
+    """Peers lose gradients where torch.chunk returns fewer pieces than asked for: 1000 tokens in 62 tiles."""
+    module = Gated().float()
+    double = Gated().double()
+    for num_tokens in range(1, 65):
+        x, dout = inputs(num_tokens, dtype=torch.float32)
+        x_double = x.detach().double().requires_grad_()
+        oracle = gradients(double(x_double), dout.double(), x_double, *double.parameters())
+        for num_tiles in range(1, 17):
+            out = tiled_mlp(module, x, -(-num_tokens // num_tiles), use_original_mlp)
+            for ours, theirs in zip(gradients(out, dout, x, *module.parameters()), oracle, strict=True):
+                assert_near(ours, theirs, num_terms=max(num_tokens, INTERMEDIATE))
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 1), (2, 3, 4), (0,), (2, 0)])
+def test_shapes(shape, use_original_mlp) -> None:
+    module = Gated(bias=True).double()
+    x, dout = inputs(*shape)
+    out = tiled_mlp(module, x, 4, use_original_mlp)
+    assert out.shape == x.shape
+    for ours, theirs in zip(
+        gradients(out, dout, x, *module.parameters()),
+        gradients(module(x), dout, x, *module.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_strided_input_and_gradient() -> None:
+    module = Gated().double()
+    x = torch.randn(6, 5, HIDDEN, dtype=torch.float64).transpose(0, 1).requires_grad_()
+    for dout in (
+        torch.ones(1, dtype=torch.float64).expand(5, 6, HIDDEN),
+        torch.randn(6, 5, HIDDEN).double().transpose(0, 1),
+    ):
+        for use_original_mlp in (False, True):
+            ours = gradients(tiled_mlp(module, x, 4, use_original_mlp), dout, x, *module.parameters())
+            for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_gradcheck(use_original_mlp) -> None:
+    module = Gated("gelu", bias=True).double()
+    x, _ = inputs(2, 3)
+    assert torch.autograd.gradcheck(lambda x, *_: tiled_mlp(module, x, 4, use_original_mlp), (x, *module.parameters()))
+
+
+# ---- how much is computed, how much is kept -----------------------------------------------------
+
+NUM_TOKENS = 24
+UNIT = NUM_TOKENS * HIDDEN * INTERMEDIATE  # T*E*F
+
+
+@pytest.mark.parametrize(("use_original_mlp", "products"), [(False, 11), (True, 12)])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_products_computed(use_original_mlp, products, checkpointed) -> None:
+    """22 T*E*F flops on the GLU kernels, 24 in general, and not one more inside a checkpointed layer."""
+    module, norm = Gated(), nn.LayerNorm(HIDDEN)
+    x, dout = inputs(NUM_TOKENS, dtype=torch.float32)
+
+    def layer(x: Tensor) -> Tensor:
+        return x + tiled_mlp(module, norm(x), 5, use_original_mlp)
+
+    with Counting() as count:
+        out = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        out.backward(dout)
+    assert count.flops == 2 * products * UNIT
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj"])
+def test_frozen_weight_skips_its_product(frozen) -> None:
+    module = Gated(bias=True)
+    getattr(module, frozen).requires_grad_(False)
+    x, dout = inputs(NUM_TOKENS, dtype=torch.float32)
+    with Counting() as count:
+        tiled_mlp(module, x, 5).backward(dout)
+    assert count.flops == 2 * 10 * UNIT
+    assert {name for name, p in module.named_parameters() if p.grad is None} == {f"{frozen}.weight", f"{frozen}.bias"}
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_no_intermediate_of_more_than_one_tile(use_original_mlp, checkpointed) -> None:
+    """Concatenated outputs of checkpointed chunks keep every chunk's intermediates alive in the backward."""
+    module = Gated()
+    num_tokens, tile = 600, 16
+    x, dout = inputs(num_tokens, dtype=torch.float32)
+
+    def run(x: Tensor) -> Tensor:
+        return tiled_mlp(module, x, tile, use_original_mlp)
+
+    with Counting() as count:
+        (checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)).backward(dout)
+    assert count.largest == num_tokens * HIDDEN  # out and dx; an intermediate would be num_tokens * INTERMEDIATE
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    module = Gated()
+    x, _ = inputs(NUM_TOKENS, dtype=torch.float32)
+    with torch.no_grad():
+        assert not tiled_mlp(module, x, 5).requires_grad
+
+
+# ---- one regression test for each bug of tiled MLPs elsewhere -----------------------------------
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_parameter_hooks_fire_once(use_original_mlp) -> None:
+    """One autograd.backward per tile fires them per tile: DDP fails, and sums weigh tile i by i."""
+    module = Gated(bias=True).double()
+    x, dout = inputs(2, 9)
+    expected = gradients(module(x), dout, *module.parameters())
+    seen: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}
+    accumulated: list[str] = []
+    for name, p in module.named_parameters():
+        p.register_hook(lambda grad, name=name: seen[name].append(grad))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: accumulated.append(name))
+    tiled_mlp(module, x, 4, use_original_mlp).backward(dout)
+    assert sorted(accumulated) == sorted(seen)
+    for (name, grads), oracle in zip(seen.items(), expected, strict=True):
+        assert len(grads) == 1, name
+        assert_near(grads[0], oracle, num_terms=18)
+
+
+def test_bfloat16_weight_gradients_do_not_lose_with_the_number_of_tiles() -> None:
+    """Summing 62 tiles in bfloat16 has 5 times the error of one product."""
+    module = Gated().bfloat16()
+    x, dout = inputs(62 * 16, dtype=torch.bfloat16)
+    double = Gated().bfloat16().double()
+    oracle = gradients(double(x.double()), dout.double(), *double.parameters())
+    plain = gradients(module(x), dout, *module.parameters())
+    tiled = gradients(tiled_mlp(module, x, 16), dout, *module.parameters())
+    for ours, theirs, exact in zip(tiled, plain, oracle, strict=True):
+        assert relative_error(ours, exact) <= 1.1 * relative_error(theirs, exact)
+
+
+def test_bfloat16_original_mlp_sums_in_float32() -> None:
+    """The module rounds each tile's product to bfloat16, independently, so 62 of them err like a few, not like 62."""
+    module = Gated().bfloat16()
+    x, dout = inputs(62 * 16, dtype=torch.bfloat16)
+    double = Gated().bfloat16().double()
+    oracle = gradients(double(x.double()), dout.double(), *double.parameters())
+    plain = gradients(module(x), dout, *module.parameters())
+    tiled = gradients(tiled_mlp(module, x, 16, use_original_mlp=True), dout, *module.parameters())
+    for ours, theirs, exact in zip(tiled, plain, oracle, strict=True):
+        # half an ulp (eps / 2) of each tile, at most all of one sign, is what float32 sums can add
+        assert relative_error(ours, exact) <= relative_error(theirs, exact) + torch.finfo(torch.bfloat16).eps / 2
+
+
+def test_every_output_of_a_tuple_has_its_gradient() -> None:
+    module = Experts().double()
+    x, dout = inputs(2, 7)
+    out, logits, chosen, nothing = tiled_mlp(module, x, 3)
+    oracle = module(x)
+    assert nothing is None
+    assert torch.equal(chosen, oracle[2])
+    assert not chosen.requires_grad
+    dlogits = torch.randn(14, 3, dtype=torch.float64)
+    leaves = (x, *module.parameters())
+    for names in ((out, logits), (out,), (logits,)):
+        used = [index for index, one in enumerate((out, logits)) if any(one is name for name in names)]
+        douts = [(dout, dlogits)[index] for index in used]
+        ours = torch.autograd.grad(names, leaves, douts, allow_unused=True, retain_graph=True)
+        theirs = torch.autograd.grad([oracle[i] for i in used], leaves, douts, allow_unused=True, retain_graph=True)
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_near(one, other, num_terms=14)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_input_without_gradient_still_trains_the_weights(use_original_mlp) -> None:
+    module = Gated().double()
+    x, dout = inputs(2, 9, requires_grad=False)
+    out = tiled_mlp(module, x, 4, use_original_mlp)
+    for ours, oracle in zip(
+        gradients(out, dout, *module.parameters()), gradients(module(x), dout, *module.parameters()), strict=True
+    ):
+        assert_near(ours, oracle, num_terms=18)
+
+
+def test_dropout_is_the_same_when_computed_again() -> None:
+    """out is linear in the down projection, so <d down, down> = <dout, out>, if both saw the same dropout."""
+    module = Gated(dropout=0.5).double()
+    assert glu_of(module) is None
+    x, dout = inputs(4, 9)
+    out = tiled_mlp(module, x, 5)
+    torch.rand(100)  # anything that moves the generator on between forward and backward
+    state = torch.get_rng_state()
+    (ddown,) = gradients(out, dout, module.down_proj.weight)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close((ddown * module.down_proj.weight).sum(), (dout * out).sum())
+    assert not torch.equal(out, tiled_mlp(module, x, 5))
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_autocast_is_the_same_when_computed_again(use_original_mlp) -> None:
+    module = Gated(bias=True)
+    x, dout = inputs(2, 9, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, plain = tiled_mlp(module, x, 5, use_original_mlp), module(x)
+    assert out.dtype == plain.dtype == torch.bfloat16
+    double = Gated(bias=True).double()
+    x_double = x.detach().double().requires_grad_()
+    oracle = gradients(double(x_double), dout.double(), x_double, *double.parameters())
+    leaves = (x, *module.parameters())
+    ours = gradients(out, dout.bfloat16(), *leaves)
+    for grad, leaf, exact in zip(ours, leaves, oracle, strict=True):
+        assert grad.dtype == leaf.dtype == torch.float32
+        # x, gate, up, prod, dout, dgate are rounded to bfloat16 on the way: six times eps / 2 of a product's terms
+        assert relative_error(grad, exact) <= 6 * torch.finfo(torch.bfloat16).eps
+
+
+def test_autocast_around_the_backward_changes_nothing() -> None:
+    module = Gated()
+    x, dout = inputs(9, dtype=torch.float32)
+    for use_original_mlp in (False, True):
+        expected = gradients(tiled_mlp(module, x, 4, use_original_mlp), dout, *module.parameters())
+        out = tiled_mlp(module, x, 4, use_original_mlp)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            grads = gradients(out, dout, *module.parameters())
+        assert all(torch.equal(one, other) for one, other in zip(grads, expected, strict=True))
+
+
+# ---- in the middle of other machinery -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layer_has_the_same_gradients(use_reentrant, use_original_mlp) -> None:
+    module, norm = Gated().double(), nn.LayerNorm(HIDDEN).double()
+    x, dout = inputs(2, 9)
+
+    def layer(x: Tensor, run) -> Tensor:
+        return x + run(norm(x))
+
+    leaves = (x, *norm.parameters(), *module.parameters())
+    checkpoint(
+        lambda x: layer(x, lambda y: tiled_mlp(module, y, 4, use_original_mlp)), x, use_reentrant=use_reentrant
+    ).backward(dout)
+    for leaf, oracle in zip(leaves, gradients(layer(x, module), dout, *leaves), strict=True):
+        assert_near(leaf.grad, oracle, num_terms=18)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_used_twice_in_one_graph_and_differentiated_twice(use_original_mlp) -> None:
+    module = Gated().double()
+    x, dout = inputs(2, 9)
+    leaves = (x, *module.parameters())
+    out = tiled_mlp(module, tiled_mlp(module, x, 4, use_original_mlp), 7, use_original_mlp)
+    oracle = gradients(module(module(x)), dout, *leaves)
+    for _ in range(2):
+        for ours, theirs in zip(torch.autograd.grad(out, leaves, dout, retain_graph=True), oracle, strict=True):
+            assert_near(ours, theirs, num_terms=22, num_roundings=8)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    def work(index: int) -> None:
+        module = modules[index]
+        for _ in range(20):
+            results[index] = gradients(tiled_mlp(module, x, 4), dout, *module.parameters())
+
+    modules = [Gated(seed=index).double() for index in range(2)]
+    x, dout = inputs(2, 9)
+    expected = [gradients(tiled_mlp(module, x, 4), dout, *module.parameters()) for module in modules]
+    results: dict[int, tuple[Tensor, ...]] = {}
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, oracle in enumerate(expected):
+        assert all(torch.equal(one, other) for one, other in zip(results[index], oracle, strict=True))
+
+
+def test_inside_a_compiled_function() -> None:
+    module = Gated().double()
+    x, dout = inputs(2, 9)
+    compiled = torch.compile(lambda x: torch.sin(tiled_mlp(module, torch.cos(x), 4)), backend="eager")
+    ours = gradients(compiled(x), dout, x, *module.parameters())
+    for one, other in zip(ours, gradients(torch.sin(module(torch.cos(x))), dout, x, *module.parameters()), strict=True):
+        assert_near(one, other, num_terms=18)
+
+
+# ---- what is a GLU, and what is only called like one --------------------------------------------
+
+
+class Scaled(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x) * 0.5) * self.up_proj(x))
+
+
+class Negated(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(-x))
+
+
+class Branching(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+class Adapted(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + self.adapter(x)))
+
+
+class OtherOrder(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.mul(self.up_proj(x), functional.silu(self.gate_proj(x))))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Negated, Branching, Adapted])
+def test_what_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
+    module = kind().double()
+    assert glu_of(module) is None
+    x, dout = inputs(9)
+    tile = 9 if kind is Branching else 4
+    for ours, oracle in zip(
+        gradients(tiled_mlp(module, x, tile), dout, x, *module.parameters()),
+        gradients(module(x), dout, x, *module.parameters()),
+        strict=True,
+    ):
+        assert_near(ours, oracle, num_terms=INTERMEDIATE)
+
+
+def test_a_glu_in_another_order_is_found() -> None:
+    module = OtherOrder().double()
+    assert glu_of(module) is not None
+    x, dout = inputs(9)
+    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
+    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
+        assert_near(one, other, num_terms=INTERMEDIATE)
+
+
+def test_hooks_of_a_projection_are_not_passed_over() -> None:
+    module = Gated().double()
+    handle = module.up_proj.register_forward_hook(lambda *call: 2 * call[2])
+    assert glu_of(module) is None
+    x, _ = inputs(9)
+    assert_near(tiled_mlp(module, x, 4), module(x), num_terms=INTERMEDIATE)
+    handle.remove()
+    assert glu_of(module) is not None
+
+
+def test_weight_norm_trains_through_the_glu_kernels() -> None:
+    module = Gated().double()
+    nn.utils.parametrizations.weight_norm(module.up_proj)
+    assert glu_of(module) is not None
+    x, dout = inputs(9)
+    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
+    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
+        assert_near(one, other, num_terms=INTERMEDIATE)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+class Normalized(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+
+class Returning(nn.Module):
+    def __init__(self, result) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: Tensor):
+        return self.result(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Normalized(), "norm is a BatchNorm1d"),
+        (Returning(lambda x: (x, x.sum())), r"output 1 has shape \(\)"),
+        (Returning(lambda x: x[:, :2]), r"output 0 has shape \(1, 2, 12\) for a tile of 4 tokens"),
+        (Returning(lambda x: [x]), "output 0 is a list"),
+    ],
+)
+def test_module_that_cannot_be_tiled_is_refused(module, words) -> None:
+    x, _ = inputs(1, 8, dtype=torch.float32)
+    with pytest.raises(Refused, match=words):
+        tiled_mlp(module, x, 4, use_original_mlp=True)
+
+
+@pytest.mark.parametrize("tile_tokens", [0, -1, 2.5, True, None])
+def test_tile_tokens_must_be_a_positive_whole_number(tile_tokens) -> None:
+    with pytest.raises(InputError, match="tile_tokens is"):
+        tiled_mlp(Gated(), inputs(4, dtype=torch.float32)[0], tile_tokens)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(HIDDEN), "expected floating point"),
+        (torch.zeros(4, HIDDEN, dtype=torch.int64), "torch.int64"),
+        (torch.zeros(4, HIDDEN - 1), "x has hidden size 11, the gate projection takes 12"),
+        (torch.zeros(4, HIDDEN, dtype=torch.bfloat16), "x has dtype torch.bfloat16 but the weight torch.float32"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(x, words) -> None:
+    with pytest.raises(InputError, match=words):
+        tiled_mlp(Gated(), x)
