@@ -181,6 +181,14 @@ rt_attn_params attn_params(const char *op, const Tensor &q, const Tensor &k, con
     return p;
 }
 
+// lse (B, H, N) is of the state dtype or, to lose nothing between calls, float64.
+void set_lse(rt_attn_params &p, const char *op, const Tensor &lse) {
+    p.lse_f64 = lse.scalar_type() == ScalarType::Double;
+    Arg{op, "lse", lse}.on_cpu().dtype(p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype)).contiguous();
+    Arg{op, "lse", lse}.sizes({p.batch, p.num_heads, p.num_queries});
+    p.lse = lse.data_ptr();
+}
+
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap) {
     const char *op = "attn_fwd_";
@@ -188,8 +196,8 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     const ScalarType state = state_dtype(p.dtype);
     Arg{op, "out", out}.on_cpu().dtype(state).sizes({p.batch, p.num_queries, p.num_heads, p.v_head_dim});
     Arg{op, "out", out}.unit_last_stride();
-    Arg{op, "lse", lse}.on_cpu().dtype(state).contiguous().sizes({p.batch, p.num_heads, p.num_queries});
-    p.out = out.data_ptr(), p.lse = lse.data_ptr();
+    set_lse(p, op, lse);
+    p.out = out.data_ptr();
     set_strides(p.out_stride, out);
 
     const rt_parallel parallel = torch_threads();
@@ -207,12 +215,12 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     const ScalarType state = state_dtype(p.dtype);
     const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
     Arg{op, "dout", dout}.on_cpu().dtype(q.scalar_type()).sizes({B, N, H, p.v_head_dim}).unit_last_stride();
-    Arg{op, "lse", lse}.on_cpu().dtype(state).contiguous().sizes({B, H, N});
+    set_lse(p, op, lse);
     Arg{op, "delta", delta}.on_cpu().dtype(state).contiguous().sizes({B, H, N});
     Arg{op, "dq", dq}.on_cpu().dtype(state).sizes({B, N, H, p.head_dim}).unit_last_stride();
     Arg{op, "dk", dk}.on_cpu().dtype(state).sizes({B, K, G, p.head_dim}).unit_last_stride();
     Arg{op, "dv", dv}.on_cpu().dtype(state).sizes({B, K, G, p.v_head_dim}).unit_last_stride();
-    p.dout = dout.data_ptr(), p.lse = lse.data_ptr(), p.delta = delta.data_ptr();
+    p.dout = dout.data_ptr(), p.delta = delta.data_ptr();
     p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr();
     set_strides(p.dout_stride, dout), set_strides(p.dq_stride, dq);
     set_strides(p.dk_stride, dk), set_strides(p.dv_stride, dv);

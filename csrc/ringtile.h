@@ -172,8 +172,9 @@ typedef struct rt_attn_params {
     int64_t num_k_runs;
 
     // Forward: read and written. Backward: lse is read.
-    void *out; // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
-    void *lse; // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first
+    void *out;    // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
+    void *lse;    // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first
+    bool lse_f64; // lse is f64 also where the state is f32: between the calls of a ring it loses nothing
     int64_t out_stride[3];
 
     // Backward only.

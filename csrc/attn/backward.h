@@ -16,9 +16,11 @@
 
 typedef struct backward_scratch {
     key_ranges ranges;
-    real lse[BLOCK_ROWS], delta[BLOCK_ROWS]; // +inf and 0 in the rows that only fill the last panel
-    bool finite[BLOCK_PANELS];               // q and dout of the panel
-    real *q, *dout;                          // (BLOCK_ROWS, D padded) scaled, (BLOCK_ROWS, Dv padded)
+    real lse[BLOCK_ROWS],
+        lse_rest[BLOCK_ROWS];     // lse rounded, and what that left out; +inf, 0 in lanes without a row
+    real delta[BLOCK_ROWS];       // 0 there
+    bool finite[BLOCK_PANELS];    // q and dout of the panel
+    real *q, *dout;               // (BLOCK_ROWS, D padded) scaled, (BLOCK_ROWS, Dv padded)
     real *q_panels, *dout_panels; // (BLOCK_PANELS, D, PANEL), (BLOCK_PANELS, Dv, PANEL): the same, transposed
     real *dq;                     // (BLOCK_ROWS, D padded)
     real *k, *v, *dk, *dv;        // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded), and their gradients
@@ -50,13 +52,14 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
 }
 
 // weights: S becomes P; dscores: dP becomes dS, for n keys of a panel.
-static void softmax_gradient(real softcap, const real *lse, const real *delta, int64_t n, real *weights,
-                             real *dscores) {
+static void softmax_gradient(real softcap, const real *lse, const real *lse_rest, const real *delta,
+                             int64_t n, real *weights, real *dscores) {
     const vec inverse_cap = vec_set(softcap > 0 ? 1 / softcap : 0);
     for (int64_t j = 0; j < PANEL; j += LANES) {
-        const vec lse_vec = vec_load(lse + j), delta_vec = vec_load(delta + j);
+        const vec lse_vec = vec_load(lse + j), rest_vec = vec_load(lse_rest + j),
+                  delta_vec = vec_load(delta + j);
         for (int64_t i = j; i < n * PANEL; i += PANEL) {
-            const vec score = vec_load(weights + i), weight = weight_exp(score - lse_vec),
+            const vec score = vec_load(weights + i), weight = weight_exp((score - lse_vec) - rest_vec),
                       tanh_vec = score * inverse_cap;
             vec_store(weights + i, weight);
             vec dscore = weight * (vec_load(dscores + i) - delta_vec);
@@ -100,7 +103,8 @@ static void backward_panel(const rt_attn_params *p, const block *b, int64_t pane
     gemm(n, width, p->v_head_dim, v, dv, 1, s->dout_panels + rows * dv, PANEL, s->dscores, PANEL,
          false); // dP^T
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
-    softmax_gradient((real)p->softcap, s->lse + rows, s->delta + rows, n, s->weights, s->dscores);
+    softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
+                     s->dscores);
     if (!full) {
         mask_panel(&s->ranges, panel, begin, end, 0,
                    s->weights); // exp(-inf - lse) is NaN where lse is -inf or NaN
@@ -184,7 +188,9 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     }
     for (int64_t row = 0; row < b.num_panels * PANEL; row++) {
         const int64_t at = (b.batch * p->num_heads + row_head(&b, row)) * p->num_queries + row_token(&b, row);
-        s->lse[row] = row < b.num_rows ? ((const real *)p->lse)[at] : (real)INFINITY;
+        const double lse = row < b.num_rows ? load_lse(p, at) : INFINITY;
+        s->lse[row] = (real)lse;
+        s->lse_rest[row] = isfinite(lse) ? (real)(lse - (double)s->lse[row]) : 0;
         s->delta[row] = row < b.num_rows ? ((const real *)p->delta)[at] : 0;
     }
     memset(s->dq, 0, (size_t)(b.num_panels * PANEL * d) * sizeof(real));

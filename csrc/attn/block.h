@@ -268,4 +268,19 @@ static inline real *take(char **workspace, int64_t n) {
     return array;
 }
 
+// ---- log-sum-exp --------------------------------------------------------------------------------
+
+static inline bool lse_is_f64(const rt_attn_params *p) { return p->lse_f64 || p->dtype == RT_F64; }
+
+static inline double load_lse(const rt_attn_params *p, int64_t i) {
+    return lse_is_f64(p) ? ((const double *)p->lse)[i] : (double)((const float *)p->lse)[i];
+}
+
+static inline void store_lse(const rt_attn_params *p, int64_t i, double lse) {
+    if (lse_is_f64(p))
+        ((double *)p->lse)[i] = lse;
+    else
+        ((float *)p->lse)[i] = (float)lse;
+}
+
 #endif // RINGTILE_ATTN_BLOCK_H

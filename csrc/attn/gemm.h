@@ -103,8 +103,9 @@ static void gemm_sums(int64_t m, int64_t n, int64_t depth, const real *a, int64_
 // and n is a multiple of LANES. Every sum has the same order, whatever the tile it falls in.
 static void gemm(int64_t m, int64_t n, int64_t depth, const real *a, int64_t a_row, int64_t a_col,
                  const real *b, int64_t b_row, real *c, int64_t c_row, bool add) {
-    for (int64_t k = 0; k < depth; k += SUM_LEN) {
-        const int64_t len = depth - k < SUM_LEN ? depth - k : SUM_LEN;
+    const int64_t sum_len = depth < 2 * SUM_LEN ? SUM_LEN / 2 : SUM_LEN;
+    for (int64_t k = 0; k < depth; k += sum_len) {
+        const int64_t len = depth - k < sum_len ? depth - k : sum_len;
         gemm_sums(m, n, len, a + k * a_col, a_row, a_col, b + k * b_row, b_row, c, c_row, add || k > 0);
     }
 }

@@ -31,6 +31,10 @@ static void store_state(const rt_attn_params *p, void *array, int64_t i, double 
         ((float *)array)[i] = (float)x;
 }
 
+static rt_dtype lse_dtype(const rt_attn_params *p) {
+    return p->lse_f64 || p->dtype == RT_F64 ? RT_F64 : RT_F32;
+}
+
 static int64_t offset(const int64_t stride[3], int64_t batch, int64_t token, int64_t head) {
     return batch * stride[0] + token * stride[1] + head * stride[2];
 }
@@ -106,7 +110,7 @@ static void forward_query(const rt_attn_params *p, const query *i) {
     for_attended_keys(p, i, add_value, &s);
     if (s.sum == 0) return;
     // One softmax over two sets of keys: each set's mean counts by its share exp(lse_set - lse).
-    const double before = load_state(p, p->lse, state_row(p, i)), block = s.top + log(s.sum);
+    const double before = load(lse_dtype(p), p->lse, state_row(p, i)), block = s.top + log(s.sum);
     const double top = fmax(before, block), lse = top + log(exp(before - top) + exp(block - top));
     const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
     for (int64_t d = 0; d < p->v_head_dim; d++) {
@@ -114,7 +118,10 @@ static void forward_query(const rt_attn_params *p, const query *i) {
         store_state(p, p->out, out + d,
                     (before == -INFINITY ? 0 : kept) + exp(block - lse) * s.values[d] / s.sum);
     }
-    store_state(p, p->lse, state_row(p, i), lse);
+    if (lse_dtype(p) == RT_F64)
+        ((double *)p->lse)[state_row(p, i)] = lse;
+    else
+        ((float *)p->lse)[state_row(p, i)] = (float)lse;
 }
 
 rt_status rt_attn_fwd_reference(const rt_attn_params *p) {
@@ -131,7 +138,7 @@ static void add_to(const rt_attn_params *p, void *array, int64_t i, double x) {
 
 static void backward_pair(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
     (void)ctx;
-    const double s = score(p, i, row), weight = exp(s - load_state(p, p->lse, state_row(p, i)));
+    const double s = score(p, i, row), weight = exp(s - load(lse_dtype(p), p->lse, state_row(p, i)));
     const int64_t dout = offset(p->dout_stride, i->batch, i->token, i->head);
     const int64_t v = offset(p->v_stride, i->batch, row, i->kv_head);
     const int64_t dv = offset(p->dv_stride, i->batch, row, i->kv_head);

@@ -3,7 +3,8 @@
 In round i, rank r works on the keys of rank (r - i) mod W while the keys of round i + 1 travel. Keys travel straight
 from their owner, and only those that some local query attends. In the backward the keys travel again, and the partial
 dk, dv of round i travel straight back to the owner while round i + 1 computes; the owner adds them in round order.
-Running outputs and all gradients stay in float32 (float64 for float64 inputs) until the last round.
+Running outputs and all gradients stay in float32 (float64 for float64 inputs) until the last round, and the running
+log-sum-exp in float64.
 
 Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, H query heads, G kv heads, D head dim,
 Dv value head dim, W ranks, R runs, n keys of one message.
@@ -90,7 +91,7 @@ def ring_attention(
     out, lse = torch.ops.ringtile.ring_attention(
         q, k, v, mask.begin, mask.end, layout.tensor, scale, float(softcap), group_name(group)
     )
-    return (out, lse) if return_lse else out
+    return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
 @overload
@@ -304,7 +305,7 @@ def _ring_attention_backward(
         begin, end = ring.plan.begin.to(q.device), ring.plan.end.to(q.device)
         state = ops.state_dtype(q.dtype)
         # dscores = P * (dP - delta): the softmax gives sum(dout * out), and lse = log sum exp scores gives -dlse.
-        delta = ((dout.to(state) * out.to(state)).sum(-1).transpose(1, 2) - dlse).contiguous()
+        delta = ((dout.to(state) * out.to(state)).sum(-1).transpose(1, 2) - dlse.to(state)).contiguous()
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dq, dk, dv = (x.new_zeros(x.shape, dtype=state) for x in (q, k, v))
         returning: _Returning | None = None
@@ -328,11 +329,11 @@ def _ring_attention_backward(
 
 
 def _empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, Dv) of dtype, lse (B, H, N) of the state dtype."""
+    """out (B, N, H, Dv) of dtype; lse (B, H, N) in float64, of which float32 would lose a few ulp of every weight."""
     batch, num_queries, num_heads, _ = q.shape
     return (
         q.new_empty((batch, num_queries, num_heads, v.size(3)), dtype=dtype),
-        q.new_empty((batch, num_heads, num_queries), dtype=ops.state_dtype(q.dtype)),
+        q.new_empty((batch, num_heads, num_queries), dtype=torch.float64),
     )
 
 
