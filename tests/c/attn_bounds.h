@@ -65,6 +65,10 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
         scores[j] = score_of(c, u, b, token, head, rows[j]);
         top = fmax(top, scores[j].score);
     }
+    if (top == -INFINITY) { // as if it attended nothing
+        free(scores);
+        return;
+    }
     for (int64_t j = 0; j < n; j++) sum += exp(scores[j].score - top);
     for (int64_t j = 0; j < n; j++) {
         const double weight = exp(scores[j].score - top) / sum;

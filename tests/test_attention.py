@@ -1,0 +1,200 @@
+"""Attention on one rank: its kernels against torch's, through every instruction set, thread count and memory layout.
+
+Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracle import dense_gradients
+from ringtile import IntervalMask, attention, ops
+from strategies import dense
+from torch import Tensor
+
+
+class Problem(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def problem(
+    batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> Problem:
+    generator = torch.Generator().manual_seed(head_dim + num_kv_heads)
+    return Problem(
+        *(
+            torch.randn(batch, seq_len, heads, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+            for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        )
+    )
+
+
+def run_attention(p: Problem, mask: IntervalMask) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    out, lse = attention(*leaves, mask=mask, return_lse=True)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, p.dout)
+
+
+# ---- the accuracy rule --------------------------------------------------------------------------
+
+
+def run_kernels(p: Problem, mask: IntervalMask) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv by the two ops, in their state dtype."""
+    batch, seq_len, num_heads, head_dim = p.q.shape
+    block = (p.q, p.k, p.v, mask.begin, mask.end, ops.runs_tensor([(0, 1, 0, seq_len)]))
+    numbers = (head_dim**-0.5, 0.0)
+    out, lse = torch.zeros(p.q.shape), torch.full((batch, num_heads, seq_len), -torch.inf)
+    ops.attn_fwd_(*block, out, lse, *numbers)
+    delta = (p.dout.float() * out).sum(-1).transpose(1, 2).contiguous()
+    gradients = [torch.zeros(x.shape) for x in (p.q, p.k, p.v)]
+    ops.attn_bwd_(*block, p.dout, lse, delta, *gradients, *numbers)
+    return out, *gradients
+
+
+def run_torch(p: Problem, causal: bool) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=q.size(1) != k.size(1)
+    ).transpose(1, 2)
+    return out, *torch.autograd.grad(out, leaves, p.dout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_are_not_less_exact_than_torch(
+    dtype: torch.dtype, causal: bool, num_kv_heads: int, head_dim: int
+) -> None:
+    """Their largest error, rounded to the dtype once, is at most that of torch's attention; so is the mean square.
+
+    In float32 the largest error belongs to a sum of a few products (a causal row of a few keys), where both are good to
+    some ulp and the draw says whose is larger; at D = 128 there are enough products for the largest to be compared too.
+    """
+    seq_len = 256
+    p = problem(2, seq_len, 4, num_kv_heads, head_dim, dtype)
+    mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
+    exact = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), run_kernels(p, mask), run_torch(p, causal), strict=True):
+        expected = getattr(exact, name)
+        our_error, torch_error = (ours.to(dtype).double() - expected).abs(), (theirs.double() - expected).abs()
+        assert our_error.square().mean() <= torch_error.square().mean(), name
+        if dtype != torch.float32 or head_dim == 128:
+            assert our_error.max() <= torch_error.max(), name
+
+
+# ---- instruction sets ---------------------------------------------------------------------------
+
+# Prints the instruction set and the largest error of each result, or what is raised. Odd sizes, several tiles of keys.
+FORCED = """
+import json, torch
+from oracle import dense_gradients
+from ringtile import IntervalMask, RingtileError, ops
+from test_attention import problem, run_attention
+from strategies import dense
+try:
+    isa = ops.cpu_isa()
+except RingtileError as error:
+    print(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+else:
+    p, mask = problem(2, 203, 6, 2, 41), IntervalMask.sliding_window(203, 150)
+    want = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
+    errors = [(x.double() - y).abs().max().item() for x, y in zip(run_attention(p, mask), want)]
+    print(json.dumps({"isa": isa, "errors": errors}))
+"""
+
+
+def forced(isa: str) -> subprocess.Popen[str]:
+    folder = os.path.dirname(__file__)
+    environment = {**os.environ, "RINGTILE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
+    return subprocess.Popen([sys.executable, "-c", FORCED], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_every_instruction_set_computes_attention_and_others_are_refused() -> None:
+    """Bound: scores and dP are sums of 41 products of size 1, dk and dv sums over 450 pairs: some 600 roundings of
+    numbers up to 10, of which random signs leave the root."""
+    runs = {isa: forced(isa) for isa in (*ops.ISA_NAMES, "sse9")}
+    results = {isa: json.loads(process.communicate(timeout=100)[0]) for isa, process in runs.items()}
+    assert results.pop("sse9") == {
+        "refused": "BuildError: ringtile.cpu_isa: RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16"
+    }
+    best = ops.ISA_NAMES.index(ops.cpu_isa()) if "RINGTILE_CPU_ISA" not in os.environ else 0
+    for i, (isa, result) in enumerate(results.items()):
+        if i > best and "refused" in result:
+            assert "this CPU lacks the instruction set" in result["refused"]
+            continue
+        assert result["isa"] == isa
+        assert max(result["errors"]) <= 10 * 600**0.5 * torch.finfo(torch.float32).eps, isa
+
+
+# ---- threads, memory, corners -------------------------------------------------------------------
+
+# Blocks with a number that is not finite are summed in another order, so the others' tokens in them move by roundings:
+# of at most 12 terms below 10.
+REORDERED = {"rtol": 0, "atol": 12 * 10 * torch.finfo(torch.float32).eps}
+
+
+@pytest.mark.parametrize("mask", [IntervalMask.causal(500), IntervalMask.documents([17, 300, 183], causal=False)])
+def test_bits_do_not_depend_on_the_number_of_threads(mask: IntervalMask) -> None:
+    p = problem(1, 500, 8, 1, 24)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for num_threads in (1, 2, 4, 2, 1):
+            torch.set_num_threads(num_threads)
+            results.append(run_attention(p, mask))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(result, results[0], strict=True))
+
+
+def test_transposed_views_go_in_without_a_copy() -> None:
+    """(B, H, S, D) tensors transposed, as transformers hands them over."""
+    p, mask = problem(2, 50, 4, 2, 16), IntervalMask.causal(50)
+    expected = run_attention(p, mask)
+    views = Problem(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in p))
+    assert not any(x.is_contiguous() for x in views)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = attention(views.q, views.k, views.v, mask=mask)
+    copies = {"aten::copy_", "aten::clone", "aten::contiguous"} & {event.key for event in profile.key_averages()}
+    assert not copies
+    assert torch.equal(out, expected[0])
+    assert all(torch.equal(x, y) for x, y in zip(run_attention(views, mask), expected, strict=True))
+
+
+def test_queries_without_keys_give_zeros_whatever_they_hold() -> None:
+    p = problem(1, 12, 2, 1, 8)
+    mask = IntervalMask.from_padding(torch.tensor([[0] * 4 + [1] * 8]))
+    clean = run_attention(p, mask)
+    for x in p:
+        x[:, :4] = torch.nan
+    out, lse, *gradients = run_attention(p, mask)
+    assert torch.all(lse[:, :, :4] == -torch.inf)
+    for x, y in zip((out, *gradients), (clean[0], *clean[2:]), strict=True):
+        assert torch.all(x[:, :4] == 0)
+        torch.testing.assert_close(x, y, **REORDERED)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_a_poisoned_token_reaches_its_document_only(poison: float) -> None:
+    p, mask = problem(1, 30, 2, 1, 8), IntervalMask.documents([10, 10, 10])
+    clean = run_attention(p, mask)
+    for x in p:
+        x[:, 12, :, 3] = poison
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), run_attention(p, mask), clean, strict=True):
+        tokens = 2 if name == "lse" else 1
+        others = torch.tensor([*range(10), *range(20, 30)])
+        torch.testing.assert_close(x.index_select(tokens, others), y.index_select(tokens, others), **REORDERED)
+        assert not x.select(tokens, 12).isfinite().all(), name
