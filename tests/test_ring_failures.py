@@ -15,7 +15,7 @@ import ringtile.ring
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
-from ringtile import IntervalMask, Layout, PeerLost, RingMismatch, ring_attention
+from ringtile import InputError, IntervalMask, Layout, PeerLost, RingMismatch, ring_attention
 from ringtile.transport import Exchange, transport_of
 from test_ring import problem
 
@@ -90,6 +90,29 @@ def test_disagreement_is_named_on_every_rank(world_size: int, odd: int) -> None:
             peer = (1 if odd == 0 else 0) if rank == odd else odd
             expected = rf".*disagree on {field} in call .*: rank {rank} has {mine}, rank {peer} has {theirs};"
             assert re.match(expected, messages[name]), messages[name]
+
+
+def one_rank_refuses() -> list[str]:
+    """Rank 1 has too few keys; then both ranks have; then a call that is right."""
+    group = dist.new_group()
+    rank, layout, mask = dist.get_rank(), Layout.zigzag(48, 2), IntervalMask.causal(48)
+    p = problem(dtype=torch.float32)
+    q, k, v = (layout.shard(x, 1, rank) for x in (p.q, p.k, p.v))
+    messages = []
+    for refusing in ([1], [0, 1]):
+        short = slice(0, 20 if rank in refusing else None)
+        with pytest.raises(InputError if rank in refusing else RingMismatch) as caught:
+            ring_attention(q, k[:, short], v[:, short], mask=mask, layout=layout, group=group)
+        messages.append(str(caught.value))
+    ring_attention(q, k, v, mask=mask, layout=layout, group=group)
+    return messages
+
+
+def test_refused_arguments_are_told_to_the_other_ranks() -> None:
+    waiting, refusing = run_ranks(2, one_rank_refuses)
+    assert "rank 1 has ring_attention forward, refused: q has 24 tokens, k and v have 20" in waiting[0]
+    for message in (waiting[1], *refusing):
+        assert message.startswith("q has 24 tokens, k and v have 20")
 
 
 def out_of_order() -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .errors import InputError
+from .errors import InputError, RingtileError
 from .layout import Layout
 from .mask import IntervalMask
 from .plan import RankPlan, Round, rounds_of
@@ -85,7 +85,8 @@ def ring_attention(
     Returns out (B, N, H, Dv) of q's dtype, and with return_lse the log-sum-exp of the scores, (B, H, N) in float32
     (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and gradient 0.
 
-    Raises InputError before anything is sent, RingMismatch when ranks disagree, PeerLost when one is gone.
+    Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments, PeerLost
+    when one is gone.
     """
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.ringtile.ring_attention(
@@ -211,9 +212,8 @@ class _Returning:
             dv[:, row : row + length] += self.partial.v[:, packed : packed + length]
 
 
-@contextlib.contextmanager
-def _open_ring(
-    direction: Literal["forward", "backward"],
+def _check(
+    transport: Transport,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -222,11 +222,11 @@ def _open_ring(
     layout: Tensor,
     scale: float,
     softcap: float,
-    group_name: str,
-) -> Iterator[_Ring]:
-    """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
+) -> RankPlan:
+    """The rounds of this rank. Raises InputError where its own arguments do not fit each other or the group."""
     ops.check_attention(q, k, v, scale, softcap)
-    transport = transport_of(group_name)
+    if q.device.type != "cpu":
+        raise InputError(f"q, k and v are on {q.device}; expected CPU tensors: this build has no kernels for others")
     world_size = int(layout[-1, 0]) + 1
     if world_size != transport.world_size:
         raise InputError(f"the layout is for {world_size} ranks, the group has {transport.world_size}; must agree")
@@ -243,6 +243,30 @@ def _open_ring(
         )
     if begin.size(0) not in (1, q.size(0)):
         raise InputError(f"the mask has {begin.size(0)} rows, the batch {q.size(0)}; expected as many, or 1")
+    return plan
+
+
+@contextlib.contextmanager
+def _open_ring(
+    direction: Literal["forward", "backward"],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    layout: Tensor,
+    scale: float,
+    softcap: float,
+    group_name: str,
+) -> Iterator[_Ring]:
+    """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
+    op = f"ring_attention {direction}"
+    transport = transport_of(group_name)
+    try:
+        plan = _check(transport, q, k, v, begin, end, layout, scale, softcap)
+    except RingtileError as error:
+        transport.refuse(op, error)
+        raise
     fields: dict[str, HeaderValue] = {
         "batch": q.size(0),
         "seq_len": plan.seq_len,
@@ -256,7 +280,7 @@ def _open_ring(
         "layout digest": ops.digest(layout, layout[:0], layout[:0]),
         "mask digest": plan.digest,  # of the layout too, but that is compared first
     }
-    with transport.call(f"ring_attention {direction}", fields):
+    with transport.call(op, fields):
         yield _Ring(k, v, plan, transport)
 
 

@@ -33,6 +33,8 @@ HEADER_BYTES = 1024
 # A group's user may send on it too (tags from 0 up); ours are the bytes "RT" and a number.
 HEADER_TAG, PAYLOAD_TAG, HANG_UP_TAG = 0x5254_0000, 0x5254_0001, 0x5254_0002
 
+_REFUSAL_LEN = 400  # characters, which JSON may double; a header has room for so many
+
 HeaderValue = int | float | str
 Result = TypeVar("Result")
 
@@ -52,10 +54,11 @@ class Exchange:
     what: str
 
     def wait(self) -> None:
-        """Returns when all of them have arrived. Raises PeerLost."""
-        for peer, message in self.messages:
-            with self.transport.naming(peer, self.what):
-                message.wait()
+        """Returns when all of them have arrived. Raises PeerLost. A profiler sees it as "ringtile::wait"."""
+        with torch.profiler.record_function("ringtile::wait"):
+            for peer, message in self.messages:
+                with self.transport.naming(peer, self.what):
+                    message.wait()
 
 
 class Transport(abc.ABC):
@@ -98,6 +101,15 @@ class Transport(abc.ABC):
                 self._failure = error
                 self.hang_up()
                 raise
+
+    def refuse(self, op: str, reason: Exception) -> None:
+        """Tells the others, in place of the header of a call, why this rank cannot take part: they raise RingMismatch.
+
+        Without it they would wait for this rank until it ends. Ranks that refuse for the same reason agree.
+        """
+        said = f"{op}, refused: {reason}"[:_REFUSAL_LEN].encode("ascii", "replace").decode()
+        with contextlib.suppress(RingtileError), self.call(said, {}):
+            pass
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
         """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLost.
