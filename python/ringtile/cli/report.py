@@ -15,6 +15,7 @@ from rich.table import Table
 # an ulp is 1.2e-7 relative, a sum moves by a few, and every step starts from weights that moved as much.
 MAX_REL_LOSS_DIFF = 1e-6
 MAX_REL_GRAD_NORM_DIFF = 1e-5
+SHOWN_STEPS = 10  # of a printed loss curve
 
 
 def rel_diffs(values: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -63,8 +64,7 @@ def plot_losses(path: pathlib.Path, report: dict[str, Any]) -> None:
     heights = [3] if single is None else [3, 1]
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     top = rows[0]
-    name = f"{report['world_size']} ranks" if report["world_size"] > 1 else "one process"
-    top.plot(report["steps"], report["losses"], label=name)
+    top.plot(report["steps"], report["losses"], label=ranks_of(report))
     top.set_ylabel("loss")
     if single is not None:
         top.plot(report["steps"], single, "--", label="one process")
@@ -82,8 +82,24 @@ def print_summary(console: Console, report: dict[str, Any]) -> None:
     for name, value in summary_rows(report).items():
         table.add_row(name, value)
     console.print(table)
+    if report.get("losses_single"):
+        console.print(loss_table(report))
     if report["last_plan"] is not None:
         console.print("\nring of one layer, last batch", report["last_plan"], sep="\n", soft_wrap=True, highlight=False)
+
+
+def loss_table(report: dict[str, Any]) -> Table:
+    """Both loss curves, at most SHOWN_STEPS of their steps, the last one among them."""
+    table = Table("step", ranks_of(report), "one process", title="loss", title_justify="left", box=None, padding=(0, 2))
+    curve = list(zip(report["steps"], report["losses"], report["losses_single"], strict=False))
+    for step, loss, single in curve[:: -math.ceil(len(curve) / SHOWN_STEPS)][::-1]:
+        table.add_row(str(step), f"{loss:.7f}", f"{single:.7f}")
+    return table
+
+
+def ranks_of(report: dict[str, Any]) -> str:
+    """What the run is called beside the one of a single process."""
+    return f"{report['world_size']} ranks" if report["world_size"] > 1 else "one process"
 
 
 def summary_rows(report: dict[str, Any]) -> dict[str, str]:
