@@ -1,0 +1,314 @@
+"""The tiled linear cross entropy against its definition in float64, and against the bugs of tiled losses elsewhere."""
+
+import itertools
+
+import pytest
+import torch
+from counting import Counting, assert_near, relative_error
+from ringtile import InputError, tiled_linear_cross_entropy
+from ringtile.tiled_loss import LOGITS_BYTES, MIN_TILE_TOKENS, loss_tile_tokens
+from torch import Tensor
+from torch.nn import functional
+
+NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31  # T, E, V
+OPTIONS = {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 1e-2}
+
+
+def problem(
+    num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float64, ignored: bool = True, vocab_size: int = VOCAB
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden (T, E), weight (V, E), labels (T) of which every third is ignored, bias (V)."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((num_tokens, HIDDEN), (vocab_size, HIDDEN), (vocab_size,))
+    hidden, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    labels = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+    if ignored:
+        labels[::3] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, bias.requires_grad_()
+
+
+def definition(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """One loss per token, in float64, from all logits."""
+    logits = functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    lse = torch.logsumexp(logits, -1)
+    of_label = logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    loss = (1 - label_smoothing) * (lse - of_label) + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
+    return torch.where(labels == -100, 0.0, loss)
+
+
+def reduced(per_token: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return per_token
+    return per_token.sum() / (1 if reduction == "sum" else (labels != -100).sum())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("options", [{}, *({name: value} for name, value in OPTIONS.items()), OPTIONS])
+def test_loss_and_gradients_equal_the_definition(options, with_bias, reduction) -> None:
+    hidden, weight, labels, bias = problem()
+    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
+    loss = tiled_linear_cross_entropy(
+        hidden, weight, labels, bias if with_bias else None, reduction=reduction, tile_tokens=5, **options
+    )
+    oracle = reduced(definition(hidden, weight, labels, *leaves[2:], **options), labels, reduction)
+    dloss = torch.rand(NUM_TOKENS, dtype=torch.float64) if reduction == "none" else torch.tensor(0.37).double()
+    assert_near(loss, oracle, num_terms=VOCAB)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, leaves, dloss), torch.autograd.grad(oracle, leaves, dloss), strict=True
+    ):
+        assert_near(ours, theirs, num_terms=VOCAB)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_torch_defines_the_same_loss(reduction) -> None:
+    hidden, weight, labels, bias = problem()
+    logits = functional.linear(hidden, weight, bias)
+    oracle = functional.cross_entropy(logits, labels, reduction=reduction, label_smoothing=0.1)
+    assert_near(
+        tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, label_smoothing=0.1),
+        oracle,
+        num_terms=VOCAB,
+    )
+
+
+def test_every_number_of_tokens_and_tile_size() -> None:
+    """A mean over tiles is not the mean over tokens when tiles hold unequal numbers of valid tokens."""
+    for num_tokens, tile_tokens in itertools.product(range(1, 14), range(1, 15)):
+        hidden, weight, labels, _ = problem(num_tokens)
+        labels[-1] = 0  # at least one is not ignored
+        loss = tiled_linear_cross_entropy(hidden, weight, labels, tile_tokens=tile_tokens)
+        oracle = reduced(definition(hidden, weight, labels), labels, "mean")
+        assert_near(loss, oracle, num_terms=VOCAB)
+        for ours, theirs in zip(
+            torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(oracle, (hidden, weight)), strict=True
+        ):
+            assert_near(ours, theirs, num_terms=VOCAB)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction) -> None:
+    hidden, weight, labels, bias = problem(7)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: tiled_linear_cross_entropy(
+            *leaves[:2], labels, leaves[2], reduction=reduction, tile_tokens=3, **OPTIONS
+        ),
+        (hidden, weight, bias),
+    )
+
+
+def test_leading_dims_and_strides() -> None:
+    hidden, weight, labels, _ = problem(24)
+    batch, batch_labels = hidden.view(6, 4, HIDDEN).transpose(0, 1), labels.view(6, 4).T
+    loss = tiled_linear_cross_entropy(batch, weight, batch_labels, reduction="none", tile_tokens=5)
+    assert_near(loss, definition(batch, weight, batch_labels), num_terms=VOCAB)
+    (ours,) = torch.autograd.grad(loss.sum(), hidden)
+    (theirs,) = torch.autograd.grad(definition(hidden, weight, labels).sum(), hidden)
+    assert_near(ours, theirs, num_terms=VOCAB)
+
+
+# ---- what is computed and kept ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_never_more_logits_than_one_tile(reduction, dtype) -> None:
+    hidden, weight, labels, bias = problem(400, dtype, vocab_size=200)
+    with Counting() as count:
+        tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, tile_tokens=16).sum().backward()
+    assert count.largest == 16 * 200  # hidden and its gradient have 400 * 8
+
+
+def test_default_tile_is_bounded_in_bytes() -> None:
+    assert loss_tile_tokens(32000, torch.float32) * 32000 * 4 <= LOGITS_BYTES
+    assert loss_tile_tokens(32000, torch.bfloat16) * 32000 * (2 + 4) <= LOGITS_BYTES
+    assert loss_tile_tokens(2**20, torch.float32) == MIN_TILE_TOKENS
+
+
+def test_products_computed_for_tokens_that_count_only() -> None:
+    hidden, weight, labels, _ = problem(30)
+    unit = 2 * 20 * HIDDEN * VOCAB  # 20 of the 30 tokens are not ignored
+    leaves: dict[str, tuple[bool, bool, int]] = {
+        "both": (True, True, 3),
+        "weight": (False, True, 2),
+        "hidden": (True, False, 2),
+        "neither": (False, False, 1),
+    }
+    for name, (hidden_grad, weight_grad, products) in leaves.items():
+        with Counting() as count:
+            tiled_linear_cross_entropy(
+                hidden.detach().requires_grad_(hidden_grad), weight.detach().requires_grad_(weight_grad), labels
+            )
+        assert count.flops == products * unit, name
+    with Counting() as count, torch.no_grad():
+        tiled_linear_cross_entropy(hidden, weight, labels)
+    assert count.flops == unit
+
+
+def test_an_ignored_token_cannot_spoil_the_others() -> None:
+    hidden, weight, labels, _ = problem()
+    with torch.no_grad():
+        hidden[::3] = torch.nan
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, tile_tokens=5)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.isfinite()
+    assert dweight.isfinite().all()
+    assert dhidden[::3].eq(0).all()
+
+
+# ---- one regression test for each bug of tiled losses elsewhere ---------------------------------
+
+
+@pytest.mark.parametrize("num_items", [7, 3.5, torch.tensor(11)])
+def test_every_gradient_is_scaled(num_items) -> None:
+    """DeepSpeed scales hidden's gradient by what arrives from above, and not the weight's."""
+    hidden, weight, labels, bias = problem()
+    leaves = (hidden, weight, bias)
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_items=num_items, tile_tokens=5)
+    oracle = definition(hidden, weight, labels, bias).sum() / num_items
+    for ours, theirs in zip(
+        torch.autograd.grad(0.37 * loss, leaves), torch.autograd.grad(0.37 * oracle, leaves), strict=True
+    ):
+        assert_near(ours, theirs, num_terms=VOCAB)
+
+
+def test_four_accumulated_batches_equal_one() -> None:
+    hidden, weight, labels, bias = problem(24)
+    num_items = int((labels != -100).sum())
+    for part in range(4):
+        rows = slice(6 * part, 6 * part + 6)
+        tiled_linear_cross_entropy(
+            hidden[rows], weight, labels[rows], bias, num_items=num_items, tile_tokens=4
+        ).backward()
+    oracle = reduced(definition(hidden, weight, labels, bias), labels, "mean")
+    for leaf, theirs in zip((hidden, weight, bias), torch.autograd.grad(oracle, (hidden, weight, bias)), strict=True):
+        assert_near(leaf.grad, theirs, num_terms=VOCAB)
+
+
+def test_float16_loss_scale() -> None:
+    """A scale that would overflow float16 before the division by the number of tokens, as it is used with it."""
+    hidden, weight, labels, bias = problem(dtype=torch.float16)
+    leaves = (hidden, weight, bias)
+    scale = 2.0**16
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_items=10**5, tile_tokens=5)
+    oracle = torch.autograd.grad(definition(hidden, weight, labels, bias).sum() * scale / 10**5, leaves)
+    for ours, theirs in zip(torch.autograd.grad(loss * scale, leaves), oracle, strict=True):
+        assert_near(ours, theirs, num_terms=VOCAB)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_bfloat16_is_no_worse_than_torch(reduction) -> None:
+    """The accuracy rule for the loss and the weight's gradient: torch's own path is the product in bfloat16, the loss
+    in float32."""
+    hidden, weight, labels, _ = problem(62 * 16, torch.bfloat16, vocab_size=64)
+    exact_loss = reduced(definition(hidden, weight, labels), labels, reduction)
+    logits = functional.linear(hidden, weight).float()
+    torch_loss = functional.cross_entropy(logits, labels, reduction=reduction)
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, reduction=reduction, tile_tokens=16)
+    assert loss.dtype == torch.float32
+    ulp = torch.finfo(torch.float32).eps  # where both have rounded the same logits, the last bit is chance
+    assert relative_error(loss, exact_loss) <= relative_error(torch_loss, exact_loss) + ulp
+    exact, theirs, ours = (
+        torch.autograd.grad(one.sum() * 0.37, (hidden, weight)) for one in (exact_loss, torch_loss, loss)
+    )
+    assert relative_error(ours[1], exact[1]) <= 1.1 * relative_error(theirs[1], exact[1])
+    # hidden's gradient is rounded once more, by half an ulp, when its factor is known only in the backward
+    once_more = torch.finfo(torch.bfloat16).eps / 2
+    assert relative_error(ours[0], exact[0]) <= 1.1 * relative_error(theirs[0], exact[0]) + once_more
+
+
+def test_autocast() -> None:
+    hidden, weight, labels, bias = problem(dtype=torch.float32)
+    leaves = (hidden, weight, bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, tile_tokens=5)
+        theirs = functional.cross_entropy(functional.linear(hidden, weight, bias).float(), labels)
+    assert_near(loss, theirs, num_terms=VOCAB)  # the same bfloat16 logits
+    oracle = torch.autograd.grad(reduced(definition(hidden, weight, labels, bias), labels, "mean"), leaves)
+    for ours, plain, exact in zip(
+        torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves), oracle, strict=True
+    ):
+        assert ours.dtype == torch.float32
+        # the factor 1 / 15 is applied before torch rounds to bfloat16, after we do: half an ulp of difference
+        assert relative_error(ours, exact) <= relative_error(plain, exact) + torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.parametrize("options", [{"num_items": 9}, {"reduction": "sum"}])
+def test_shard_without_labels_is_exactly_zero_with_a_graph(options) -> None:
+    hidden, weight, labels, bias = problem()
+    loss = tiled_linear_cross_entropy(hidden, weight, torch.full_like(labels, -100), bias, **options)
+    assert loss.item() == 0.0
+    assert loss.requires_grad
+    for grad in torch.autograd.grad(loss, (hidden, weight, bias)):
+        assert grad.eq(0).all()
+
+
+def test_mean_of_nothing_is_torchs() -> None:
+    hidden, weight, labels, _ = problem()
+    nothing = torch.full_like(labels, -100)
+    ours = tiled_linear_cross_entropy(hidden, weight, nothing)
+    theirs = functional.cross_entropy(functional.linear(hidden, weight), nothing)
+    assert ours.isnan()
+    assert theirs.isnan()
+    for one in (ours, theirs):
+        assert all(grad.eq(0).all() for grad in torch.autograd.grad(one, (hidden, weight)))
+
+
+def test_no_tokens_at_all() -> None:
+    hidden, weight, labels, _ = problem(0)
+    loss = tiled_linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    assert loss.item() == 0.0
+    assert [grad.eq(0).all().item() for grad in torch.autograd.grad(loss, (hidden, weight))] == [True, True]
+
+
+def test_tied_weight_used_twice_and_a_second_backward() -> None:
+    hidden, weight, labels, _ = problem()
+    loss = tiled_linear_cross_entropy(weight[labels.clamp(min=0)] + hidden, weight, labels, tile_tokens=5)
+    oracle = reduced(definition(weight[labels.clamp(min=0)] + hidden, weight, labels), labels, "mean")
+    theirs = torch.autograd.grad(oracle, (hidden, weight))
+    for _ in range(3):
+        for one, other in zip(torch.autograd.grad(loss, (hidden, weight), retain_graph=True), theirs, strict=True):
+            assert_near(one, other, num_terms=VOCAB)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reduction": "max"}, "reduction is 'max'"),
+        ({"label_smoothing": 1.5}, r"label_smoothing is 1.5, expected 0..1"),
+        ({"softcap": -1.0}, "softcap is -1.0, expected at least 0"),
+        ({"z_loss": float("nan")}, "z_loss is nan"),
+        ({"num_items": 0}, "num_items is 0.0"),
+        ({"num_items": 3, "reduction": "sum"}, 'num_items is 3.0 with reduction "sum"'),
+        ({"tile_tokens": 0}, "tile_tokens is 0"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels are torch.int64 of shape \(4,\)"),
+        ({"labels": torch.zeros(NUM_TOKENS)}, "labels are torch.float32"),
+        ({"labels": torch.full((NUM_TOKENS,), VOCAB)}, r"labels go from 31 to 31, expected 0..30"),
+        ({"labels": torch.full((NUM_TOKENS,), -1)}, "labels go from -1 to -1"),
+        ({"weight": torch.zeros(VOCAB, HIDDEN + 1)}, r"weight has shape \(31, 9\)"),
+        ({"weight": torch.zeros(VOCAB, HIDDEN)}, "x has dtype torch.float64 but the weight torch.float32"),
+        ({"bias": torch.zeros(VOCAB - 1)}, "bias is"),
+        ({"hidden": torch.zeros(NUM_TOKENS, HIDDEN, dtype=torch.int64)}, "hidden is torch.int64"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(change, words) -> None:
+    hidden, weight, labels, bias = problem()
+    arguments = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, **change}
+    if "weight" in change:
+        arguments["bias"] = None
+    with pytest.raises(InputError, match=words):
+        tiled_linear_cross_entropy(**arguments)
