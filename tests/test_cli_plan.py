@@ -30,6 +30,21 @@ def test_command_line_is_what_users_script_against() -> None:
     assert options == {
         "train": {"--compare", "--plot"},
         "doctor": set(),
+        "bench": {
+            "--quick",
+            "--repeats",
+            "--threads",
+            "--memory",
+            "--plot",
+            "--provider",
+            "--case",
+            "--dtype",
+            "--seq-len",
+            "--head-dim",
+            "--num-heads",
+            "--num-kv-heads",
+            "--world-size",
+        },
         "plan": {
             "--seq-len",
             "--world-size",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-import resource
 import statistics
 import time
 from typing import Any
@@ -11,12 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from ringtile.bench.measure import reset_resident_peak, resident_peak_bytes
 from ringtile.hf.cut import CUT, Cut
 from ringtile.plan import Plan
 from ringtile.plan import plan as make_plan
 from ringtile.transport import transport_of
-
-PROC = pathlib.Path("/proc/self")  # Linux
 
 
 class Meter(TrainerCallback):
@@ -103,15 +100,9 @@ def reset_peak_bytes() -> None:
     """Makes peak_bytes start anew, where the system can."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    if (PROC / "clear_refs").exists():
-        (PROC / "clear_refs").write_text("5")
+    reset_resident_peak()
 
 
 def peak_bytes() -> int:
     """The most memory this rank held: of its GPU, or else resident memory of the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    if (PROC / "status").exists():
-        line = next(line for line in (PROC / "status").read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_peak_bytes()

@@ -1,0 +1,1 @@
+"""What `ringtile bench` measures, and how. Only the command line imports it."""

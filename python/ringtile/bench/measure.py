@@ -1,0 +1,178 @@
+"""How things are measured: candidates take turns, medians count; a sample that waited for a core is taken again.
+
+Units: seconds, bytes, flops (2 a multiply-add), flops per second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile import ops
+
+PASSES = ("forward", "backward", "forward+backward")
+SAMPLE_SECONDS = 0.05  # a sample is as many runs as take this long, so that the clock's own cost is nothing
+MAX_WAITED = 0.02  # of a sample's time; more, and it is taken again
+MAX_RETRIES = 3  # on a machine that is never quiet the best of so many is kept
+COPY_BYTES = 1 << 28  # larger than any cache
+PROC = pathlib.Path("/proc")  # Linux; what is read there is left out elsewhere
+
+
+class Sample(NamedTuple):
+    """One run, or the mean of several."""
+
+    seconds: dict[str, float]  # by pass
+    waited: float  # time that threads of this process could have run and had no core, over the time of the sample
+
+
+class Summary(NamedTuple):
+    """The samples of one candidate and pass."""
+
+    median: float
+    spread: float  # distance of the quartiles, over the median
+    waited: float  # the most of any sample, see Sample
+
+
+Sampler = Callable[[], Sample]
+
+
+def take_turns(samplers: Mapping[str, Sampler], repeats: int) -> dict[str, dict[str, Summary]]:
+    """Samples every candidate once, then again, `repeats` times: by candidate and pass.
+
+    What slows the machine down for a while slows all of them down, so their ratios keep.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in samplers}
+    for _ in range(repeats):
+        for name, sampler in samplers.items():
+            samples[name].append(undisturbed(sampler))
+    return {name: {which: summary(taken, which) for which in taken[0].seconds} for name, taken in samples.items()}
+
+
+def undisturbed(sampler: Sampler) -> Sample:
+    """The first sample in which no thread waited for a core, or the least disturbed of a few."""
+    best = sampler()
+    for _ in range(MAX_RETRIES):
+        if best.waited <= MAX_WAITED:
+            break
+        best = min(best, sampler(), key=lambda sample: sample.waited)
+    return best
+
+
+def summary(samples: list[Sample], which: str) -> Summary:
+    """Of one pass; a single sample has spread 0."""
+    values = [sample.seconds[which] for sample in samples]
+    median, waited = statistics.median(values), max(sample.waited for sample in samples)
+    if len(values) == 1:
+        return Summary(median, 0.0, waited)
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return Summary(median, (third - first) / median, waited)
+
+
+def mean_sample(run: Callable[[], dict[str, float]], at_least: float = SAMPLE_SECONDS, threads: str = "*") -> Sample:
+    """Runs for that many seconds, at least once. threads: as for waited_seconds."""
+    total: dict[str, float] = {}
+    num_runs, waited_before, began = 0, waited_seconds(threads), time.perf_counter()
+    while num_runs == 0 or time.perf_counter() - began < at_least:
+        for which, seconds in run().items():
+            total[which] = total.get(which, 0.0) + seconds
+        num_runs += 1
+    waited = (waited_seconds(threads) - waited_before) / (time.perf_counter() - began)
+    return Sample({which: seconds / num_runs for which, seconds in total.items()}, waited)
+
+
+def waited_seconds(threads: str = "*") -> float:
+    """How long threads of this process have stood ready without a core so far, by the scheduler's own account.
+
+    threads: a pattern of thread ids.
+    """
+    waited = 0
+    for thread in (PROC / "self/task").glob(f"{threads}/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            waited += int(thread.read_text().split()[1])  # running, waiting (ns), time slices
+    return waited / 1e9
+
+
+def reset_resident_peak() -> None:
+    """Makes resident_peak_bytes start anew, where the system can."""
+    if (PROC / "self/clear_refs").exists():
+        (PROC / "self/clear_refs").write_text("5")
+
+
+def resident_peak_bytes() -> int:
+    """The most resident memory that this process held."""
+    if (PROC / "self/status").exists():  # ru_maxrss would start at the parent's
+        lines = (PROC / "self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def timed_passes(forward: Callable[[], Tensor], backward: Callable[[Tensor], object] | None) -> dict[str, float]:
+    """The seconds of one forward and, of what it returned, one backward."""
+    began = time.perf_counter()
+    out = forward()
+    between = time.perf_counter()
+    if backward is None:
+        return {"forward": between - began}
+    backward(out)
+    ended = time.perf_counter()
+    return dict(zip(PASSES, (between - began, ended - between, ended - began), strict=True))
+
+
+# ---- the machine --------------------------------------------------------------------------------
+
+
+class Peak:
+    """The multiply-add peak of this process's threads, as a candidate that takes turns with the others.
+
+    It takes longer than waking the threads, so that it is theirs and not the wake-up's.
+    """
+
+    def __init__(self) -> None:
+        self.iterations = 1000
+        while self.run()["peak"] < SAMPLE_SECONDS:
+            self.iterations *= 2
+
+    def run(self) -> dict[str, float]:
+        began = time.perf_counter()
+        self.flops = ops.multiply_add(self.iterations)
+        return {"peak": time.perf_counter() - began}
+
+
+def copy_bytes_per_s(repeats: int) -> float:
+    """Memory bandwidth of torch's threads: bytes read and written by a copy that no cache holds."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy = take_turns({"copy": lambda: mean_sample(lambda: timed_passes(lambda: target.copy_(source), None))}, repeats)
+    return 2 * COPY_BYTES / copy["copy"]["forward"].median
+
+
+def machine() -> dict[str, object]:
+    """What a reader must know of the machine, to judge the numbers."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "isa": ops.cpu_isa(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def cpu_name() -> str:
+    """What the CPU calls itself."""
+    if (PROC / "cpuinfo").exists():
+        for line in (PROC / "cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,152 @@
+"""`ringtile bench`: how fast this machine runs ringtile, and what else is installed, on the same work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import os
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ringtile.bench.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
+from ringtile.bench.points import DTYPES, Entry, Point, Row
+from ringtile.cli import Outcome, make_writable
+from ringtile.errors import ConfigError
+
+SUBJECTS = {
+    "attention": "the kernels, in one process",
+    "ring": "the ring, over processes of this machine",
+}
+WIDTH = 136  # of the tables, also where the terminal is narrower
+CHOICES: dict[str, tuple[type, str]] = {
+    "case": (str, "mask: full, causal, padding, window-TOKENS, documents-COUNT"),
+    "dtype": (str, "of q, k, v"),
+    "seq_len": (int, "tokens"),
+    "head_dim": (int, "numbers of a head"),
+    "num_heads": (int, "query heads"),
+    "num_kv_heads": (int, "key and value heads"),
+    "world_size": (int, "ranks of the ring"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    summary = "; ".join(f"{name}: {text}" for name, text in SUBJECTS.items())
+    parser.add_argument("subject", choices=SUBJECTS, help=summary)
+    parser.add_argument("--quick", action="store_true", help="what docs/performance.md quotes, in a few minutes")
+    parser.add_argument("--repeats", type=int, default=7, metavar="COUNT", help="samples of each, taken in turn (7)")
+    parser.add_argument("--threads", type=int, metavar="COUNT", help="of a process (all cores; in a ring its share)")
+    parser.add_argument("--memory", action="store_true", help="attention: also memory, in a process a provider")
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="write a roofline picture to FILE")
+    parser.add_argument("--provider", action="append", metavar="NAME", help="who computes (all); may be given again")
+    choices = parser.add_argument_group("what to measure; each may be given again; with --quick, which of its points")
+    for name, (kind, text) in CHOICES.items():
+        choices.add_argument(f"--{name.replace('_', '-')}", action="append", type=kind, metavar="VALUE", help=text)
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Prints a table a point, as they are done; status 1 when a ring moved other bytes than planned."""
+    subject = importlib.import_module(f"ringtile.bench.{args.subject}")
+    if args.repeats < 1 or (args.threads is not None and args.threads < 1):
+        raise ConfigError(f"--repeats is {args.repeats}, --threads {args.threads}; expected at least 1")
+    if args.plot:
+        plot_roofline = importlib.import_module("ringtile.bench.roofline").plot_roofline
+        make_writable(args.plot, "--plot")
+    entries = chosen(args, subject)
+    for entry in entries:
+        subject.check(entry.point)
+    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // max(e.point.world_size for e in entries)))
+
+    console = Console(width=max(Console().width, WIDTH))
+    report: dict[str, Any] = {"machine": machine() | {"copy_bytes_per_s": copy_bytes_per_s(args.repeats)}, "rows": []}
+    skipped: list[str] = []
+    for measured in subject.measure(entries, args.repeats):
+        report["rows"] += measured.rows
+        skipped += measured.skipped
+        if measured.rows:
+            print_table(console, measured.rows)
+    if not report["rows"]:
+        reasons = "; ".join(skipped) or "no provider that was asked for has these cases"
+        raise ConfigError(f"nothing was measured: {reasons}; expected a case that a --provider can compute")
+    peak = statistics.median(row["flops"] / row["median_s"] / row["fraction_of_peak"] for row in report["rows"])
+    report["machine"] |= {"peak_flops_per_s": peak, "skipped": skipped}
+    for name, value in report["machine"].items():
+        console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
+    if args.plot:
+        plot_roofline(args.plot, report["rows"], peak, report["machine"]["copy_bytes_per_s"])
+    wrong = [row for row in report["rows"] if row.get("bytes_moved") != row.get("plan_bytes")]
+    for row in wrong:
+        console.print(f"{row['case']}: {row['bytes_moved']} bytes moved, expected {row['plan_bytes']} as planned")
+    return Outcome(int(bool(wrong)), report)
+
+
+def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
+    """The entries that the options name. ConfigError: there is none, or a provider is unknown."""
+    providers = tuple(args.provider or subject.PROVIDERS)
+    for name in providers:
+        if name not in subject.PROVIDERS:
+            raise ConfigError(f"--provider is {name!r}; expected one of {', '.join(subject.PROVIDERS)}")
+    given = {name: getattr(args, name) for name in CHOICES if getattr(args, name)}
+    for name in given.get("dtype", []):
+        if name not in DTYPES:
+            raise ConfigError(f"--dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    if args.quick:
+        entries = [
+            Entry(entry.point, tuple(name for name in entry.providers if name in providers), entry.memory)
+            for entry in subject.quick_entries()
+            if all(getattr(entry.point, name) in values for name, values in given.items())
+        ]
+        if not entries:
+            raise ConfigError(
+                f"--quick measures nothing with {given}; expected a choice among its points, or no --quick"
+            )
+        return entries
+    grid = subject.GRID | given
+    points = (Point(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
+    return [Entry(point, providers, args.memory) for point in points]
+
+
+def print_table(console: Console, rows: Sequence[Row]) -> None:
+    """One point: a line a provider. Times with their spread, the fraction of the multiply-add peak, time over ours."""
+    point = rows[0]
+    heads = f"H {point['num_heads']}/{point['num_kv_heads']} D {point['head_dim']}"
+    title = f"{point['case']} {point['dtype']} S {point['seq_len']} {heads}, {point['threads']} threads"
+    if point["world_size"] > 1:
+        title += f" x {point['world_size']} ranks"
+    table = Table("provider", title=title, title_justify="left", box=None, padding=(0, 1))
+    for name in PASSES:
+        for column in (f"{name}: ms", "of peak", "/ ours"):
+            table.add_column(column, justify="right")
+    table.add_column("error", justify="right")
+    table.add_column("MiB", justify="right")
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        by_pass = {row["pass"]: row for row in rows if row["provider"] == provider}
+        last = list(by_pass.values())[-1]
+        error = "" if last["max_error"] is None else f"{last['max_error']:.1e}"
+        memory = "" if last["peak_bytes"] is None else f"{last['peak_bytes'] / 2**20:.0f}"
+        cells = [cell for name in PASSES for cell in pass_cells(by_pass.get(name))]
+        table.add_row(provider, *cells, error, memory)
+    console.print(table)
+    waited = max(row["waited"] for row in rows)
+    if waited > MAX_WAITED:
+        console.print(f" disturbed: threads waited for a core for {waited:.0%} of a sample; close what else runs")
+    for row in rows:
+        if "bytes_moved" in row:
+            parts = ", ".join(f"{name} {row[f'{name}_share']:.1%}" for name in ("compute", "wait", "overhead"))
+            console.print(f" the ring: {parts}; {row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
+    console.print()
+
+
+def pass_cells(row: Row | None) -> tuple[str, str, str]:
+    """Time and spread, fraction of the peak, and how many times ringtile's time it is."""
+    if row is None:
+        return "", "", ""
+    ratio = row["ratio_to"].get("ringtile")
+    time = f"{row['median_s'] * 1e3:.2f} +-{row['spread']:.0%}"
+    return time, f"{row['fraction_of_peak']:.3f}", "" if ratio is None else f"{1 / ratio:.2f}"

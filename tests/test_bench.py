@@ -1,0 +1,328 @@
+"""`ringtile bench`: what it counts, what its rows say, what it refuses. No speed is asserted: tests are not alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import time
+from typing import Any
+
+import pytest
+import torch
+from oracle import dense_gradients
+from ringtile.bench import attention, ring
+from ringtile.bench.measure import (
+    MAX_RETRIES,
+    PASSES,
+    Peak,
+    Sample,
+    mean_sample,
+    reset_resident_peak,
+    resident_peak_bytes,
+    summary,
+    take_turns,
+    undisturbed,
+    waited_seconds,
+)
+from ringtile.bench.points import Point, bytes_of, flops_of, make_case, make_inputs
+from ringtile.cli import main
+from ringtile.errors import ConfigError
+from torch import Tensor
+
+ROW_KEYS = {
+    *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "threads"),
+    *("provider", "pass", "median_s", "spread", "waited", "flops", "bytes", "peak_bytes"),
+    *("fraction_of_peak", "max_error", "ratio_to"),
+}
+MACHINE_KEYS = {
+    *("cpu", "cores", "isa", "system", "python", "torch", "load_average"),
+    *("copy_bytes_per_s", "peak_flops_per_s", "skipped"),
+}
+TINY = ["--seq-len", "24", "--head-dim", "8", "--num-heads", "4", "--num-kv-heads", "2", "--repeats", "2"]
+S = 24
+CASES = ("full", "causal", "window-5", "documents-3", "padding")
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Any:
+    """A bench sets torch's threads; the tests after it want theirs back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def bench(tmp_path: pathlib.Path, *options: str) -> dict[str, Any]:
+    assert main(["bench", *options, "--json", str(tmp_path / "bench.json")]) == 0
+    report: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())
+    return report
+
+
+def attends(case: str) -> Tensor:
+    """bool (B, S, S), [query, key], from what the names of the cases mean."""
+    query, key = torch.arange(S)[:, None], torch.arange(S)
+    causal = key <= query
+    if case == "padding":  # the second row has S / 2 tokens
+        short = causal & (query < S // 2)
+        return torch.stack((causal, short))
+    return {
+        "full": torch.ones(S, S, dtype=torch.bool),
+        "causal": causal,
+        "window-5": causal & (query - key < 5),
+        "documents-3": causal & (query // 8 == key // 8),
+    }[case][None]
+
+
+# ---- counting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flops_are_those_of_unmasked_pairs(case: str) -> None:
+    """A pair costs D multiply-adds in Q K^T and D in P V; the backward has five such products. Heads: 4."""
+    point = Point(case, "float32", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    mask = make_case(case, S).mask
+    pairs = int(attends(case).sum())
+    assert flops_of(point, mask) == dict(
+        zip(PASSES, (2 * 2 * pairs * 4 * 8, 5 * 2 * pairs * 4 * 8, 7 * 2 * pairs * 4 * 8), strict=True)
+    )
+
+
+def test_bytes_are_every_input_and_output_once() -> None:
+    """3 rows of S tokens, 4 query and 2 kv heads of 8 numbers: bfloat16, and a float32 log-sum-exp per query head."""
+    point = Point("full", "bfloat16", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    q, kv, lse = 3 * S * 4 * 8 * 2, 3 * S * 2 * 8 * 2, 3 * S * 4 * 4
+    forward = (q + kv + kv) + (q + lse)  # q, k, v; out, lse
+    backward = (q + kv + kv + q + q + lse) + (q + kv + kv)  # q, k, v, out, dout, lse; dq, dk, dv
+    assert bytes_of(point, batch=3) == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("provider", ["ringtile", "torch", "torch_mask", "torch_per_document"])
+def test_every_provider_computes_the_same_attention(case: str, provider: str) -> None:
+    """Times compare only when all do the same work. float64 and numbers below 10: 1e-12 is some hundred roundings."""
+    point = Point(case, "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    made = make_case(case, S)
+    attend = attention.PROVIDERS[provider].make(made)
+    if attend is None:
+        cases = {"torch": ("full", "causal"), "torch_per_document": ("documents-3", "padding")}
+        assert case not in cases[provider]
+        return
+    inputs = make_inputs(point, made.mask.begin.size(0))
+    expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(case), inputs.dout)
+    got = attention.results(attend, inputs, backward=True)
+    for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
+
+
+# ---- measuring ----------------------------------------------------------------------------------
+
+
+def test_candidates_take_turns_and_medians_are_kept() -> None:
+    order: list[str] = []
+
+    def sampler(name: str, seconds: list[float]) -> Any:
+        def sample() -> Sample:
+            order.append(name)
+            return Sample({"forward": seconds.pop(0)}, waited=0.0)
+
+        return sample
+
+    taken = take_turns({"a": sampler("a", [5.0, 1.0, 3.0]), "b": sampler("b", [1.0, 1.0, 9.0])}, repeats=3)
+    assert order == ["a", "b"] * 3
+    assert taken["a"]["forward"] == (3.0, 2 / 3, 0.0)  # quartiles of 1, 3, 5 are 2 and 4
+    assert taken["b"]["forward"].median == 1.0
+    assert summary([Sample({"forward": 2.0}, 0.5)], "forward") == (2.0, 0.0, 0.5)
+
+
+def test_a_sample_that_waited_for_a_core_is_taken_again() -> None:
+    waited = [0.5, 0.3, 0.0]
+    assert undisturbed(lambda: Sample({}, waited.pop(0))).waited == 0.0
+    waited = [0.5, 0.3, 0.4, *[0.9] * MAX_RETRIES]
+    assert undisturbed(lambda: Sample({}, waited.pop(0))).waited == 0.3  # the least disturbed, when none is quiet
+    assert len(waited) == 2
+
+
+def test_waiting_for_a_core_is_seen() -> None:
+    """More busy threads than cores: one always waits, and the scheduler says so. None does while nothing runs."""
+    before = waited_seconds()
+    Peak().run()
+    busy = torch.multiprocessing.get_context("fork")
+    spinners = [busy.Process(target=spin, daemon=True) for _ in range(2 * torch.get_num_threads())]
+    for spinner in spinners:
+        spinner.start()
+    while waited_seconds() - before < 0.01:  # ends by the test's timeout when it is never seen
+        sum(range(1_000_000))
+    for spinner in spinners:
+        spinner.kill()
+        spinner.join()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def test_short_runs_are_repeated_within_a_sample() -> None:
+    """Each of the runs says 1 s and 2 s; the sample is their mean, whatever their number."""
+    runs = []
+
+    def run() -> dict[str, float]:
+        runs.append(time.sleep(0.001))
+        return {"forward": 1.0, "backward": 2.0}
+
+    assert mean_sample(run, at_least=0.01).seconds == {"forward": 1.0, "backward": 2.0}
+    assert 1 < len(runs) <= 10
+    runs.clear()
+    mean_sample(run, at_least=0.0)
+    assert len(runs) == 1
+
+
+def test_peak_counts_what_its_threads_do() -> None:
+    peak = Peak()
+    torch.set_num_threads(1)
+    peak.run()
+    alone = peak.flops
+    torch.set_num_threads(2)
+    peak.run()
+    assert peak.flops == 2 * alone > 0
+
+
+def test_memory_is_what_grew(tmp_path: pathlib.Path) -> None:
+    reset_resident_peak()
+    before = resident_peak_bytes()
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert 60 << 20 <= resident_peak_bytes() - before <= held.nbytes + (8 << 20)
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attention_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One small bench of all cases. flex is left out: compiling it takes half a minute."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = [option for case in CASES for option in ("--case", case)]
+    for provider in ("ringtile", "torch", "torch_mask", "torch_per_document"):
+        options += ["--provider", provider]
+    options += ["--dtype", "bfloat16", "--plot", str(folder / "roofline.png")]
+    report = bench(folder, "attention", *TINY, *options)
+    assert (folder / "roofline.png").stat().st_size > 0
+    return report
+
+
+def test_rows_have_the_keys_that_readers_rely_on(attention_report: dict[str, Any]) -> None:
+    assert set(attention_report["machine"]) == MACHINE_KEYS
+    for row in attention_report["rows"]:
+        assert set(row) == ROW_KEYS
+        assert row["pass"] in PASSES
+        assert row["median_s"] > 0
+        assert 0 < row["max_error"] < 0.1
+        assert row["fraction_of_peak"] == pytest.approx(
+            row["flops"] / row["median_s"] / attention_report["machine"]["peak_flops_per_s"], rel=100
+        )
+
+
+def test_every_case_is_compared_with_what_can_compute_it(attention_report: dict[str, Any]) -> None:
+    others = {
+        "full": {"torch", "torch_mask"},
+        "causal": {"torch", "torch_mask"},
+        "window-5": {"torch_mask"},
+        "documents-3": {"torch_mask", "torch_per_document"},
+        "padding": {"torch_mask", "torch_per_document"},
+    }
+    rows = [row for row in attention_report["rows"] if row["provider"] == "ringtile"]
+    assert [(row["case"], row["pass"]) for row in rows] == [(case, which) for case in CASES for which in PASSES]
+    for row in rows:
+        assert set(row["ratio_to"]) == others[row["case"]]
+        for other in attention_report["rows"]:
+            if (other["case"], other["pass"]) == (row["case"], row["pass"]) and other is not row:
+                assert row["ratio_to"][other["provider"]] == other["median_s"] / row["median_s"]
+
+
+def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path) -> None:
+    """S = 4096, 4 heads of 8, float32: q, and out as large, are 512 KiB, k and v half of that each."""
+    options = ["--case", "causal", "--dtype", "float32", "--provider", "ringtile", "--memory", *TINY]
+    options[options.index("24")] = "4096"
+    rows = {row["pass"]: row["peak_bytes"] for row in bench(tmp_path, "attention", *options)["rows"]}
+    assert 512 << 10 <= rows["forward"] <= rows["backward"] == rows["forward+backward"] < 64 << 20
+
+
+def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
+    """Two ranks of 12 tokens, zigzag: rank 0 needs all 12 keys of rank 1, which needs 6. A key and its value are
+    2 heads x 16 numbers x 4 bytes; in the backward they travel again, and their gradients back."""
+    report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *TINY)
+    assert set(report["machine"]) == MACHINE_KEYS
+    rows = {(row["provider"], row["pass"]): row for row in report["rows"]}
+    ran = {"ringtile", "ringtile_alone", "torch"}
+    if importlib.util.find_spec("ringmaster"):
+        ran |= {"ringmaster", "ringmaster_ulysses"}
+    assert set(rows) == {(name, which) for name in ran for which in PASSES}
+    skipped = {reason.split(",")[0] for reason in report["machine"]["skipped"]}
+    assert skipped == set(ring.PROVIDERS) - ran  # what is not installed is named
+    row = rows["ringtile", "forward+backward"]
+    assert set(row) == ROW_KEYS | {"compute_share", "wait_share", "overhead_share", "bytes_moved", "plan_bytes"}
+    assert row["bytes_moved"] == row["plan_bytes"] == 18 * (2 * 16 * 4) * 3
+    assert row["compute_share"] + row["wait_share"] + row["overhead_share"] == pytest.approx(1)
+    assert row["world_size"] == 2
+    assert set(row["ratio_to"]) == ran - {"ringtile"}
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    """3 kv heads cannot be dealt to 2 ranks. The ring does not mind: it cuts the sequence only."""
+    point = Point("causal", "float32", 8, head_dim=8, num_heads=3, num_kv_heads=3, world_size=2)
+    place = ring.Place(point, make_case("causal", 8), ring.make_layout(point), rank=0)
+    with pytest.raises(ConfigError, match="3 kv heads over 2 ranks; expected"):
+        ring.share_of_heads(place, make_inputs(point, 1))
+
+
+def test_quick_covers_what_the_documentation_quotes() -> None:
+    points = [entry.point for entry in attention.quick_entries()]
+    assert len(set(points)) == len(points)
+    for case, dtype, seq_len, head_dim in [
+        ("full", "float32", 2048, 128),
+        ("full", "float32", 2048, 64),
+        ("causal", "float32", 4096, 128),
+        ("causal", "float32", 4096, 64),
+        ("causal", "bfloat16", 4096, 128),
+        ("causal", "float32", 512, 128),
+        ("causal", "float32", 128, 128),
+        ("documents-8", "float32", 8192, 128),
+        ("window-1024", "float32", 8192, 128),
+    ]:
+        assert Point(case, dtype, seq_len, head_dim) in points
+    assert Point("causal", "float32", 8192, 64, world_size=2) in [entry.point for entry in ring.quick_entries()]
+    for subject in (attention, ring):
+        for entry in subject.quick_entries():
+            assert set(entry.providers) <= set(subject.PROVIDERS)
+            subject.check(entry.point)
+
+
+@pytest.mark.parametrize("case", ["", "cuasal", "window", "window-", "window-0", "documents-25", "full-2", "window--3"])
+def test_unknown_case_is_refused(case: str) -> None:
+    with pytest.raises(ConfigError, match="expected full, causal, padding"):
+        make_case(case, S)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["attention", "--provider", "flash"],
+        ["ring", "--provider", "flex"],
+        ["attention", "--dtype", "int8"],
+        ["attention", "--repeats", "0"],
+        ["attention", "--threads", "0"],
+        ["attention", "--seq-len", "0"],
+        ["attention", "--num-heads", "3", "--num-kv-heads", "2"],
+        ["attention", "--quick", "--seq-len", "77"],
+        ["attention", "--case", "window-5", "--provider", "torch", "--seq-len", "8", "--repeats", "1"],
+        ["ring", "--world-size", "0"],
+        ["ring", "--seq-len", "2"],  # zigzag over 2 ranks has 4 chunks
+        ["attention", "--plot", "/dev/null/roofline.png"],
+    ],
+)
+def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ringtile: error: ")
+    assert error.count("\n") == 1
+    assert "expected" in error
