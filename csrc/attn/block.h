@@ -179,8 +179,7 @@ ALWAYS_INLINE void pack_row(rt_dtype dtype, const void *array, int64_t offset, i
         }
     }
     if (whole == padded) return;
-    for (int64_t i = n; i < padded; i++) to[i] = 0;
-    load_chunk(dtype, array, offset + whole, n - whole, to + whole);
+    load_chunk(dtype, array, offset + whole, n - whole, to + whole); // and the zeros
     for (int64_t i = whole; i < padded; i += LANES) *check += vec_load(to + i) * 0;
 }
 

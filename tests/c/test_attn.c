@@ -147,8 +147,9 @@ static void test_many_heads_queries_and_keys_cross_every_edge(void) {
         {RT_BF16, 3, 65, 257, 1, 3, 16, 8, false}, {RT_F32, 1, 1, 400, 1, 2, 8, 8, false},
         {RT_F32, 1, 96, 300, 4, 1, 8, 8, false},   {RT_F32, 1, 130, 200, 3, 1, 8, 8, false},
     };
+    const mask_kind masks[] = {MASK_FULL, MASK_CAUSAL, MASK_WINDOW};
     for (int i = 0; i < (int)(sizeof(shapes) / sizeof(shapes[0])); i++) {
-        attn_case c = new_case(&state, shapes[i], i % 3 ? MASK_CAUSAL : MASK_FULL, 1);
+        attn_case c = new_case(&state, shapes[i], masks[i % 3], 1);
         check_case(&c, &state, 1, threads_of(3));
         free_case(&c);
     }

@@ -124,6 +124,7 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
                 rt_attn_params p = again.p;
                 p.workspace_bytes = workspace_bytes((enum pass)pass, &p, 7);
                 p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
+                memset(p.workspace, 0x7f, (size_t)p.workspace_bytes); // what others left there
                 CHECK_STATUS(run((enum pass)pass, &p, parallel), RT_OK);
                 free(p.workspace);
             }
@@ -145,9 +146,9 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
 
 // ---- refusals ----------------------------------------------------------------------------------------------
 
-static void check_workspace(pass pass, const attn_case *c, rt_parallel parallel) {
+static void check_workspace(pass pass, const attn_case *c, rt_parallel parallel, int64_t num_workers) {
     rt_attn_params p = c->p;
-    const int64_t num_bytes = workspace_bytes(pass, &p, parallel.num_workers);
+    const int64_t num_bytes = workspace_bytes(pass, &p, num_workers);
     char *workspace = aligned_alloc(64, (size_t)num_bytes + 64);
     p.workspace = workspace, p.workspace_bytes = num_bytes;
     CHECK_STATUS(run(pass, &p, parallel), RT_OK);
@@ -166,8 +167,9 @@ static void test_workspace_is_as_large_as_it_says_and_no_larger(void) {
     uint64_t state = 12;
     attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 70, 90, 2, 1, 8, 8, false}, MASK_FULL, 1);
     for (int pass = FORWARD; pass <= BACKWARD; pass++) {
-        check_workspace((enum pass)pass, &c, no_threads());
-        check_workspace((enum pass)pass, &c, threads_of(3));
+        check_workspace((enum pass)pass, &c, threads_of(3), 3);
+        check_workspace((enum pass)pass, &c, (rt_parallel){.num_workers = 3}, 1); // nobody to run them
+        check_workspace((enum pass)pass, &c, (rt_parallel){.run = run_backwards}, 1);
         CHECK(workspace_bytes((enum pass)pass, &c.p, 3) > workspace_bytes((enum pass)pass, &c.p, 1));
         CHECK_INT(workspace_bytes((enum pass)pass, &c.p, 0), 0);
         rt_attn_params bad = c.p;
