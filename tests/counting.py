@@ -16,10 +16,9 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+        if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_"):
             left, right = args[-2:]
-            self.flops += 2 * left.size(0) * left.size(1) * right.size(1)
-        assert name not in ("aten::bmm", "aten::matmul", "aten::linear"), f"{name} is not counted"
+            self.flops += 2 * left.numel() * right.size(-1)
         for made in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(made, Tensor):
                 self.largest = max(self.largest, made.untyped_storage().nbytes() // made.itemsize)

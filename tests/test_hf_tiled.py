@@ -1,0 +1,394 @@
+"""Tiled MLP and tiled loss on transformers models and Trainers: the same numbers, nothing left behind, or refused."""
+
+import copy
+from types import MethodType
+
+import pytest
+import ringtile
+import torch
+from counting import Counting
+from hf_models import SIZES, tiny_model
+from hf_training import enter_world, make_trainer, train
+from pool import run_ranks
+from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
+from ringtile.hf.loss import TiledLogits, install_tiled_loss
+from ringtile.hf.patches import Ledger
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 7}
+
+
+def batch() -> dict[str, Tensor]:
+    """Two rows of 13 tokens whose first three labels, and one more, are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 13), generator=generator)
+    labels = ids.clone()
+    labels[:, :3] = labels[0, 8] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def tile_loss(model: nn.Module, **keys: object) -> Ledger:
+    ledger = Ledger()
+    install_tiled_loss(model, Config(tiled_loss=True, **keys), ledger)
+    return ledger
+
+
+def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**{**batch(), **inputs}, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """Equal in float64, whose rounding (1e-16 a step, some 1e3 steps) is far below what any mistake makes."""
+    assert ours[0].dtype == torch.float64
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, grad in ours[1].items():
+        torch.testing.assert_close(grad, theirs[1][name], rtol=1e-10, atol=1e-13)
+
+
+def double_model(family: str = "llama", **overrides: object) -> nn.Module:
+    """In float64, with losses that stay there: transformers itself rounds logits to float32 before the loss."""
+    model = tiny_model(family, **overrides).double().train()
+    model._loss_function = causal_lm_loss
+    return model
+
+
+def causal_lm_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, shift_labels=None, **kwargs: object
+) -> Tensor:
+    """The definition: the mean, or the sum over num_items_in_batch, of every token's loss for the token after it."""
+    targets = labels[:, 1:] if shift_labels is None else shift_labels
+    logits = logits[:, :-1] if shift_labels is None else logits
+    total = nn.functional.cross_entropy(logits.reshape(-1, vocab_size), targets.reshape(-1), reduction="sum")
+    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+# ---- the MLP ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-sliding", "gemma2", "olmo2", "smollm3"])
+def test_tiled_mlp_changes_no_gradient(family, use_original_mlp) -> None:
+    model = double_model(family)
+    expected = loss_and_gradients(model)
+    handle = tile_mlps(model, tile_tokens=7, use_original_mlp=use_original_mlp)
+    assert [owner for owner, _ in handle.entries] == [layer.mlp for layer in model.model.layers]
+    assert_same(loss_and_gradients(model), expected)
+
+
+def test_restore_leaves_no_trace() -> None:
+    model = tiny_model()
+    before = [dict(vars(module)) for module in model.modules()]
+    handle = tile_mlps(model)
+    handle.restore()
+    for module, attributes in zip(model.modules(), before, strict=True):
+        assert vars(module).keys() == attributes.keys()
+        assert all(vars(module)[name] is value for name, value in attributes.items())
+
+
+def test_a_deep_copy_runs_its_own_weights() -> None:
+    model = tiny_model()
+    tile_mlps(model, 7)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.zero_()
+        other.model.layers[1].mlp.down_proj.weight.zero_()
+        x = torch.randn(1, 3, SIZES["hidden_size"])
+        assert other.model.layers[0].mlp(x).eq(0).all()
+        assert not model.model.layers[0].mlp(x).eq(0).any()
+
+
+@pytest.mark.parametrize(("num_shards", "expected"), [(1, 26), (4, 7), (100, 1)])
+def test_num_shards_counts_tiles(num_shards, expected, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr("ringtile.hf.mlp.run_tiles", lambda module, forward, x, tile, original: seen.append(tile) or x)
+    model = tiny_model()
+    tile_mlps(model, num_shards=num_shards)
+    model.model.layers[0].mlp(torch.zeros(2, 13, SIZES["hidden_size"]))
+    assert seen == [expected]  # 26 tokens, rounded up
+
+
+def test_gradient_checkpointing_computes_no_mlp_twice() -> None:
+    """A checkpointed layer costs what it costs without tiling, minus its MLP: attention again, the MLP's 22 T*E*F."""
+    counts = {}
+    for tiled in (False, True):
+        for checkpointed in (False, True):
+            model = tiny_model("llama", num_hidden_layers=1).train()
+            if tiled:
+                tile_mlps(model, 7)
+            if checkpointed:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            with Counting() as count:
+                loss_and_gradients(model)
+            counts[tiled, checkpointed] = count.flops
+    unit = 2 * 13 * SIZES["hidden_size"] * SIZES["intermediate_size"]  # T*E*F
+    again = counts[False, True] - counts[False, False]  # what plain checkpointing computes twice: also the MLP
+    assert counts[True, False] - counts[False, False] == 4 * unit
+    assert counts[True, True] - counts[True, False] <= again - 4 * unit  # gate and up not again
+
+
+class LowRank(nn.Module):
+    """An adapter as PEFT puts it in a linear layer's place (LoRA, arXiv:2106.09685): base(x) + up(down(x))."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapter_inside_a_tiled_mlp() -> None:
+    model = double_model().requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = LowRank(layer.mlp.up_proj)
+    expected = loss_and_gradients(model)
+    assert len(expected[1]) == 4
+    tile_mlps(model, 7)
+    assert_same(loss_and_gradients(model), expected)
+
+
+def liger_forward(self: nn.Module, x: Tensor) -> Tensor:
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_ligers_mlp_is_a_conflict_unless_it_is_to_run_in_tiles(monkeypatch) -> None:
+    monkeypatch.setattr(liger_forward, "__module__", "liger_kernel.transformers.swiglu")
+    model = double_model()
+    expected = loss_and_gradients(model)
+    patched = MethodType(liger_forward, model.model.layers[1].mlp)
+    model.model.layers[1].mlp.forward = patched
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp is Liger's MLP.*tiled_mlp_use_original_mlp: true"):
+        tile_mlps(model, 7)
+    assert vars(model.model.layers[1].mlp)["forward"] is patched
+    assert "forward" not in vars(model.model.layers[0].mlp)  # nothing is left half done
+    handle = tile_mlps(model, 7, use_original_mlp=True)
+    assert_same(loss_and_gradients(model), expected)
+    handle.restore()
+    assert vars(model.model.layers[1].mlp)["forward"] is patched
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt-oss"])
+def test_model_without_a_known_mlp_is_refused(family) -> None:
+    with pytest.raises(Refused, match="has no module with gate_proj, up_proj, down_proj"):
+        tile_mlps(tiny_model(family))
+
+
+def test_tiling_twice_and_strange_forwards_are_refused() -> None:
+    model = tiny_model()
+    handle = tile_mlps(model)
+    with pytest.raises(Refused, match=r"model\.layers\.0\.mlp is tiled already"):
+        tile_mlps(model)
+    handle.restore()
+    model.model.layers[0].mlp.forward = lambda x: x
+    with pytest.raises(Refused, match=r"the forward of model\.layers\.0\.mlp was replaced by <function"):
+        tile_mlps(model)
+    with pytest.raises(InputError, match="num_shards is 0"):
+        tile_mlps(tiny_model(), num_shards=0)
+
+
+# ---- the loss -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def oracle_loss(monkeypatch):
+    """The float64 definition in transformers' place, so that double models pass the check for its own loss."""
+    monkeypatch.setattr("ringtile.hf.loss.ForCausalLMLoss", causal_lm_loss)
+
+
+@pytest.mark.usefixtures("oracle_loss")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("keywords", ["labels", "num_items", "shift_labels"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+def test_tiled_loss_changes_no_gradient(family, keywords, tied) -> None:
+    model = double_model(family, tie_word_embeddings=tied)
+    inputs: dict[str, object] = {
+        "labels": {},
+        "num_items": {"num_items_in_batch": torch.tensor(37)},
+        "shift_labels": {"shift_labels": batch()["labels"].roll(-2, 1), "num_items_in_batch": 11.5},
+    }[keywords]
+    expected = loss_and_gradients(model, **inputs)
+    handle = tile_loss(model, tile_tokens=5)
+    assert_same(loss_and_gradients(model, **inputs), expected)
+    handle.restore()
+    assert "forward" not in vars(model.lm_head)
+    assert model.loss_function is causal_lm_loss
+
+
+@pytest.mark.usefixtures("oracle_loss")
+def test_bias_of_the_output_projection() -> None:
+    model = double_model()
+    torch.manual_seed(6)
+    model.lm_head = nn.Linear(SIZES["hidden_size"], SIZES["vocab_size"], dtype=torch.float64)
+    expected = loss_and_gradients(model)
+    tile_loss(model, tile_tokens=5)
+    assert_same(loss_and_gradients(model), expected)
+
+
+def test_transformers_own_loss_is_the_same_in_float32() -> None:
+    model = tiny_model().train()
+    expected = model(**batch()).loss
+    tile_loss(model)
+    torch.testing.assert_close(model(**batch()).loss, expected)
+
+
+def test_evaluation_still_has_logits() -> None:
+    model = tiny_model()
+    expected = model(**batch())
+    tile_loss(model)
+    output = model(**batch())
+    assert torch.equal(output.logits, expected.logits)
+    assert torch.equal(output.loss, expected.loss)
+
+
+def test_training_makes_no_logits() -> None:
+    model = tiny_model("llama", vocab_size=3000, num_hidden_layers=1).train()
+    tile_loss(model, tile_tokens=2)
+    with Counting() as count:
+        output = model(**batch())
+        output.loss.backward()
+    assert count.largest == 3000 * SIZES["hidden_size"]  # the weight's gradient; the logits are 26 * 3000
+    assert isinstance(output.logits, TiledLogits)
+    assert output.logits.shape == (2, 13, 3000)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda logits: logits / 2, "truediv"),
+        (lambda logits: 2 * logits, "rmul"),
+        (lambda logits: logits[:, -1], "getitem"),
+        (lambda logits: torch.tanh(logits), "tanh"),
+        (lambda logits: nn.functional.log_softmax(logits, -1), "log_softmax"),
+        (lambda logits: torch.cat([logits]), "cat"),
+        (lambda logits: logits.argmax(-1), "argmax"),
+        (lambda logits: logits.detach(), "detach"),
+        (lambda logits: logits.float().view(-1), "view"),
+        (lambda logits: list(logits), "iter"),
+        (lambda logits: logits > 0, "gt"),
+    ],
+)
+def test_any_use_of_logits_in_training_is_refused(use, name) -> None:
+    model = tiny_model().train()
+    tile_loss(model)
+    logits = model(**batch()).logits
+    with pytest.raises(Refused, match=f"{name}' was applied to the logits"):
+        use(logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "operation"), [("gemma2", {}, "truediv"), ("granite", {"logits_scaling": 3.0}, "truediv")]
+)
+def test_model_that_changes_its_logits_is_refused(family, overrides, operation, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("hf_models").FAMILIES, "granite", ("granite", {}))
+    model = tiny_model(family, **overrides).train()
+    tile_loss(model)
+    with pytest.raises(Refused, match=operation):
+        model(**batch())
+
+
+def test_what_tiled_loss_cannot_replace_is_refused() -> None:
+    model = tiny_model()
+    model._loss_function = causal_lm_loss
+    with pytest.raises(Refused, match="LlamaForCausalLM computes its loss with <function causal_lm_loss"):
+        tile_loss(model)
+
+    model = tiny_model()
+    model.lm_head = LowRank(model.lm_head)
+    with pytest.raises(
+        Refused, match=r"the output projection of .* is a .*LowRank, expected a plain torch\.nn\.Linear"
+    ):
+        tile_loss(model)
+
+    model = tiny_model()
+    tile_loss(model)
+    with pytest.raises(Refused, match="computes its loss with functools"):
+        tile_loss(model)
+
+    model = tiny_model().train()
+    tile_loss(model)
+    model.lm_head.register_forward_hook(lambda *call: None)
+    with pytest.raises(Refused, match="the output projection has hooks"):
+        model(**batch())
+
+    model = tiny_model().train()
+    tile_loss(model)
+    model.config.vocab_size += 1
+    with pytest.raises(Refused, match="vocab_size is 97, the output projection has 96"):
+        model(**batch())
+
+
+def test_ligers_forward_is_a_conflict(monkeypatch) -> None:
+    monkeypatch.setattr(liger_forward, "__module__", "liger_kernel.transformers.model.llama")
+    model = tiny_model()
+    model.forward = MethodType(liger_forward, model)
+    with pytest.raises(ConfigError, match="Liger has replaced the forward of LlamaForCausalLM"):
+        tile_loss(model)
+
+
+# ---- the Trainer, DDP ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_trainer_with_tiles_equals_trainer_without(use_original_mlp) -> None:
+    """float32, 4 steps of SGD: differences are those of summing in another order, 1e-6 of the numbers."""
+    plain = train(None)
+    tiled = train({**TILED, "tiled_mlp_use_original_mlp": use_original_mlp})
+    torch.testing.assert_close(tiled.losses, plain.losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tiled.grad_norms, plain.grad_norms, rtol=1e-5, atol=1e-6)
+    for name, weight in tiled.weights.items():
+        torch.testing.assert_close(weight, plain.weights[name], rtol=1e-6, atol=1e-6)
+    assert tiled.eval_loss == pytest.approx(plain.eval_loss, abs=1e-6)
+    torch.testing.assert_close(tiled.predictions, plain.predictions, rtol=1e-5, atol=1e-5)
+
+
+def test_mixed_precision_passes_through_accelerate() -> None:
+    run = train(TILED, evaluate=False, bf16=True, max_steps=1)
+    plain = train(None, evaluate=False, bf16=True, max_steps=1)
+    # logits of size 1 rounded to bfloat16 in another order: one ulp, 2 ** -8, of each token's loss
+    assert run.losses == pytest.approx(plain.losses, rel=2**-8)
+
+
+def test_restore_after_enable_leaves_the_model_as_it_was() -> None:
+    trainer = make_trainer()
+    model = trainer.model
+    ringtile.enable(trainer, TILED)
+    assert "forward" in vars(model.lm_head)
+    ringtile.restore(trainer)
+    assert "forward" not in vars(model.lm_head)
+    assert "_loss_function" not in vars(model)
+    assert not any("forward" in vars(layer.mlp) for layer in model.model.layers)
+
+
+def distributed_gradients(tiled: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Gradients under DDP, each rank on its own row, and the parameters whose hook fired, in order."""
+    enter_world()
+    model = double_model()
+    if tiled:
+        tile_mlps(model, 4)
+        del model._loss_function  # what is tiled is transformers' own
+        tile_loss(model, tile_tokens=5)
+    fired: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    wrapped = DistributedDataParallel(model)
+    rank = torch.distributed.get_rank()
+    inputs = {name: rows[rank : rank + 1] for name, rows in batch().items()}
+    wrapped(**inputs, num_items_in_batch=10).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, fired
+
+
+def test_ddp_gives_the_gradients_of_one_process() -> None:
+    plain = run_ranks(2, distributed_gradients, False)
+    tiled = run_ranks(2, distributed_gradients, True)
+    for rank in range(2):
+        gradients, fired = tiled[rank]
+        assert sorted(fired) == sorted(gradients)  # once each: DDP refuses a second time
+        for name, grad in gradients.items():
+            torch.testing.assert_close(grad, plain[rank][0][name], rtol=1e-6, atol=1e-7)
