@@ -150,6 +150,18 @@ def test_shard_refuses_a_run_outside_the_sequence() -> None:
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4)], 2)
 
 
+def test_shard_refuses_what_could_not_be_copied_back() -> None:
+    """A position in two runs, whose gradient would be one of two; and a destination that is several elements in one."""
+    with pytest.raises(RuntimeError, match="the runs of a rank share neither"):
+        ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4), (3, 1, 4, 2)], 1)
+    with pytest.raises(RuntimeError, match="must not overlap itself"):
+        ops.unshard_seq_(torch.zeros(2, 4), ops.runs_tensor([(0, 1, 0, 4)]), 1, torch.zeros(8).expand(2, 8))
+    arguments = attention_arguments()
+    arguments["out"] = torch.zeros(1, N, 1, Dv).expand(B, N, H, Dv)
+    with pytest.raises(RuntimeError, match="must not overlap itself"):
+        torch.ops.ringtile.attn_fwd_(*pick(arguments, FORWARD))
+
+
 def test_glu_and_cross_entropy_refuse_bad_kind_and_label() -> None:
     with pytest.raises(RuntimeError, match="GLU kind"):
         ops.glu_fwd(torch.zeros(2, 3), torch.zeros(2, 3), 99)
