@@ -258,4 +258,4 @@ def quick_entries() -> Iterator[Entry]:
             yield Entry(Point(case, dtype, 128, 128), ("ringtile", "torch", "torch_mask", "torch_per_document"))
     documents = ("ringtile", "torch_mask", "torch_per_document", "flex")
     yield Entry(Point("documents-8", "float32", 8192, 128), documents, memory=True)
-    yield Entry(Point("window-1024", "float32", 8192, 128), ("ringtile", "torch_mask"))
+    yield Entry(Point("window-1024", "float32", 8192, 64), ("ringtile", "torch_mask"))

@@ -22,8 +22,7 @@ from ringtile import ops
 
 PASSES = ("forward", "backward", "forward+backward")
 SAMPLE_SECONDS = 0.05  # a sample is as many runs as take this long, so that the clock's own cost is nothing
-MAX_WAITED = 0.02  # of a sample's time; more, and it is taken again
-MAX_RETRIES = 3  # on a machine that is never quiet the best of so many is kept
+MAX_WAITED = 0.02  # of a sample's time; more, and another is taken
 COPY_BYTES = 1 << 28  # larger than any cache
 PROC = pathlib.Path("/proc")  # Linux; what is read there is left out elsewhere
 
@@ -47,35 +46,33 @@ Sampler = Callable[[], Sample]
 
 
 def take_turns(samplers: Mapping[str, Sampler], repeats: int) -> dict[str, dict[str, Summary]]:
-    """Samples every candidate once, then again, `repeats` times: by candidate and pass.
+    """Samples every candidate once, then again, until each has `repeats` good samples: by candidate and pass.
 
-    What slows the machine down for a while slows all of them down, so their ratios keep.
+    What slows the machine down for a while slows all of them down, so their ratios keep. On a machine that is never
+    quiet the best half of twice as many samples counts.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in samplers}
-    for _ in range(repeats):
+    for _ in range(2 * repeats):
         for name, sampler in samplers.items():
-            samples[name].append(undisturbed(sampler))
-    return {name: {which: summary(taken, which) for which in taken[0].seconds} for name, taken in samples.items()}
+            if sum(sample.waited <= MAX_WAITED for sample in samples[name]) < repeats:
+                samples[name].append(sampler())
+    return {
+        name: summaries(sorted(taken, key=lambda sample: sample.waited)[:repeats]) for name, taken in samples.items()
+    }
 
 
-def undisturbed(sampler: Sampler) -> Sample:
-    """The first sample in which no thread waited for a core, or the least disturbed of a few."""
-    best = sampler()
-    for _ in range(MAX_RETRIES):
-        if best.waited <= MAX_WAITED:
-            break
-        best = min(best, sampler(), key=lambda sample: sample.waited)
-    return best
-
-
-def summary(samples: list[Sample], which: str) -> Summary:
-    """Of one pass; a single sample has spread 0."""
-    values = [sample.seconds[which] for sample in samples]
-    median, waited = statistics.median(values), max(sample.waited for sample in samples)
-    if len(values) == 1:
-        return Summary(median, 0.0, waited)
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return Summary(median, (third - first) / median, waited)
+def summaries(samples: list[Sample]) -> dict[str, Summary]:
+    """By pass; a single sample has spread 0."""
+    waited = max(sample.waited for sample in samples)
+    found = {}
+    for which in samples[0].seconds:
+        values = [sample.seconds[which] for sample in samples]
+        median, distance = statistics.median(values), 0.0
+        if len(values) > 1:
+            first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+            distance = third - first
+        found[which] = Summary(median, distance / median, waited)
+    return found
 
 
 def mean_sample(run: Callable[[], dict[str, float]], at_least: float = SAMPLE_SECONDS, threads: str = "*") -> Sample:
