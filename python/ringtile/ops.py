@@ -129,7 +129,8 @@ def attn_fwd_(
     q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); begin, end int32 (B or 1, N): the query attends global
     positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
     local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype or float64 (which
-    loses nothing between calls) are read and written; before the first block they are 0 and -inf. Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
+    loses nothing between calls) are read and written; before the first block they are 0 and -inf.
+    Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
     _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap)
 

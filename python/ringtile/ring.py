@@ -85,8 +85,8 @@ def ring_attention(
     Returns out (B, N, H, Dv) of q's dtype, and with return_lse the log-sum-exp of the scores, (B, H, N) in float32
     (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and gradient 0.
 
-    Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments, PeerLost
-    when one is gone.
+    Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
+    PeerLost when one is gone.
     """
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.ringtile.ring_attention(
