@@ -17,34 +17,44 @@
 typedef struct backward_scratch {
     key_ranges ranges;
     real lse[BLOCK_ROWS],
-        lse_rest[BLOCK_ROWS];     // lse rounded, and what that left out; +inf, 0 in lanes without a row
-    real delta[BLOCK_ROWS];       // 0 there
-    bool finite[BLOCK_PANELS];    // q and dout of the panel
-    real *q, *dout;               // (BLOCK_ROWS, D padded) scaled, (BLOCK_ROWS, Dv padded)
-    real *q_panels, *dout_panels; // (BLOCK_PANELS, D, PANEL), (BLOCK_PANELS, Dv, PANEL): the same, transposed
-    real *dq;                     // (BLOCK_ROWS, D padded)
-    real *k, *v, *dk, *dv;        // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded), and their gradients
-    real *weights, *dscores;      // (TILE_KEYS, PANEL): P, dS
+        lse_rest[BLOCK_ROWS];  // lse rounded, and what that left out; +inf, 0 in lanes without a row
+    real delta[BLOCK_ROWS];    // 0 there
+    bool finite[BLOCK_PANELS]; // q and dout of the panel
+    real *q, *dout;            // (BLOCK_ROWS, D padded) scaled, (BLOCK_ROWS, Dv padded)
+    // The same, transposed: (BLOCK_PANELS, D, PANEL), (BLOCK_PANELS, Dv, PANEL). In pairs (BLOCK_PANELS, D / 2, PANEL)
+    // and so on, not scaled.
+    real *q_panels, *dout_panels;
+    real *dq;                // (BLOCK_ROWS, D padded)
+    real *k_words, *v_words; // (TILE_KEYS, words of D), (TILE_KEYS, words of Dv)
+    real *k;                 // (TILE_KEYS, D padded): k_words themselves unless they are pairs
+    real *dk, *dv;           // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
+    real *weights, *dscores; // (TILE_KEYS, PANEL): P, dS
 } backward_scratch;
 
 static int64_t backward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const int64_t reals = BLOCK_ROWS * (3 * d + 2 * dv) + TILE_KEYS * (2 * d + 2 * dv + 2 * PANEL);
+    const word_kind kind = input_kind(p);
+    const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
+    const int64_t reals = BLOCK_ROWS * (2 * d + dv + d_words + dv_words) +
+                          TILE_KEYS * (2 * d + dv + (kind == REALS ? 0 : d_words) + dv_words + 2 * PANEL);
     return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
 static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *workspace) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const word_kind kind = input_kind(p);
+    const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = (backward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
     s->q = take(&workspace, BLOCK_ROWS * d);
-    s->q_panels = take(&workspace, BLOCK_ROWS * d);
+    s->q_panels = take(&workspace, BLOCK_ROWS * d_words);
     s->dq = take(&workspace, BLOCK_ROWS * d);
     s->dout = take(&workspace, BLOCK_ROWS * dv);
-    s->dout_panels = take(&workspace, BLOCK_ROWS * dv);
+    s->dout_panels = take(&workspace, BLOCK_ROWS * dv_words);
     s->k = take(&workspace, TILE_KEYS * d);
+    s->k_words = kind == REALS ? s->k : take(&workspace, TILE_KEYS * d_words);
     s->dk = take(&workspace, TILE_KEYS * d);
-    s->v = take(&workspace, TILE_KEYS * dv);
+    s->v_words = take(&workspace, TILE_KEYS * dv_words);
     s->dv = take(&workspace, TILE_KEYS * dv);
     s->weights = take(&workspace, TILE_KEYS * PANEL);
     s->dscores = take(&workspace, TILE_KEYS * PANEL);
@@ -93,15 +103,17 @@ static void backward_panel(const rt_attn_params *p, const block *b, int64_t pane
                            int64_t begin, int64_t end, bool keys_finite, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t n = end - begin, at = begin - tile_begin, rows = panel * PANEL;
-    const int64_t num_rows = panel_rows(b, panel), width = round_up(num_rows, LANES);
+    const int64_t num_rows = panel_rows(b, panel);
+    const word_kind kind = input_kind(p);
+    const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
-    const real *k = s->k + at * d, *v = s->v + at * dv;
+    const real *k = s->k + at * d;
     real *dk = s->dk + at * d, *dv_tile = s->dv + at * dv;
 
-    gemm(n, width, p->head_dim, k, d, 1, s->q_panels + rows * d, PANEL, s->weights, PANEL, false); // S^T
+    score_panel(p, n, num_rows, s->k_words + at * d_words, s->q_panels + rows * d_words, s->weights); // S^T
     if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
-    gemm(n, width, p->v_head_dim, v, dv, 1, s->dout_panels + rows * dv, PANEL, s->dscores, PANEL,
-         false); // dP^T
+    gemm_inputs(kind, 1, n, round_up(num_rows, LANES), num_words(kind, p->v_head_dim),
+                s->v_words + at * dv_words, dv_words, s->dout_panels + rows * dv_words, s->dscores); // dP^T
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
     softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
                      s->dscores);
@@ -152,14 +164,16 @@ static void backward_tile(const rt_attn_params *p, const block *b, const rt_run 
                           int64_t tile_begin, int64_t tile_end, const turn *t, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t row0 = run->local_begin + tile_begin, n = tile_end - tile_begin;
+    const word_kind kind = input_kind(p);
     bool packed = false, keys_finite = true;
     pass_keys(t->progress, t->task, keys_before + tile_begin);
     for (int64_t panel = 0; panel < b->num_panels; panel++) {
         int64_t begin, end;
         if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
         if (!packed) {
-            keys_finite = pack_keys(p, b, p->k, p->k_stride, p->head_dim, row0, n, s->k);
-            keys_finite &= pack_keys(p, b, p->v, p->v_stride, p->v_head_dim, row0, n, s->v);
+            keys_finite = pack_keys(p, b, REALS, p->k, p->k_stride, p->head_dim, row0, n, s->k);
+            if (kind != REALS) pack_keys(p, b, kind, p->k, p->k_stride, p->head_dim, row0, n, s->k_words);
+            pack_keys(p, b, kind, p->v, p->v_stride, p->v_head_dim, row0, n, s->v_words);
             memset(s->dk, 0, (size_t)(n * d) * sizeof(real));
             memset(s->dv, 0, (size_t)(n * dv) * sizeof(real));
             packed = true;
@@ -177,14 +191,21 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     const block b = block_of(p, &g, task);
     const turn t = {progress, task, p->batch * p->num_kv_heads};
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const word_kind kind = input_kind(p);
+    const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = backward_scratch_at(p, workspace);
     for (int64_t panel = 0; panel < b.num_panels; panel++) {
         real *q = s->q + panel * PANEL * d, *dout = s->dout + panel * PANEL * dv;
-        s->finite[panel] = pack_queries(p, &b, p->q, p->q_stride, p->head_dim, panel, q);
-        s->finite[panel] &= pack_queries(p, &b, p->dout, p->dout_stride, p->v_head_dim, panel, dout);
+        s->finite[panel] = pack_queries(p, &b, REALS, p->q, p->q_stride, p->head_dim, panel, q);
+        s->finite[panel] &= pack_queries(p, &b, REALS, p->dout, p->dout_stride, p->v_head_dim, panel, dout);
         for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
-        transpose_panel(q, p->head_dim, s->q_panels + panel * PANEL * d);
-        transpose_panel(dout, p->v_head_dim, s->dout_panels + panel * PANEL * dv);
+        if (kind != REALS) { // k_words and v_words are free until the first tile
+            pack_queries(p, &b, kind, p->q, p->q_stride, p->head_dim, panel, s->k_words);
+            pack_queries(p, &b, kind, p->dout, p->dout_stride, p->v_head_dim, panel, s->v_words);
+            q = s->k_words, dout = s->v_words;
+        }
+        transpose_panel(q, num_words(kind, p->head_dim), s->q_panels + panel * PANEL * d_words);
+        transpose_panel(dout, num_words(kind, p->v_head_dim), s->dout_panels + panel * PANEL * dv_words);
     }
     for (int64_t row = 0; row < b.num_panels * PANEL; row++) {
         const int64_t at = (b.batch * p->num_heads + row_head(&b, row)) * p->num_queries + row_token(&b, row);

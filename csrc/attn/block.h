@@ -166,9 +166,34 @@ static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, i
 
 // ---- packing -----------------------------------------------------------------------------------
 
+// How k q^T and v dout^T, the products of two inputs, read them: where the CPU multiplies pairs of bf16, as they are;
+// else widened to the math type. vdpbf16ps takes subnormal inputs as 0 and makes subnormal sums 0, whatever the caller's
+// floating-point mode: an input x below 2^-126 that meets y is an error of |x y| in the sum.
+static inline word_kind input_kind(const rt_attn_params *p) {
+#ifdef RT_BF16_PAIRS
+    if (p->dtype == RT_BF16) return BF16_PAIRS;
+#else
+    (void)p;
+#endif
+    return REALS;
+}
+
+// Words of a row of `dim` numbers.
+static inline int64_t num_words(word_kind kind, int64_t dim) { return kind == REALS ? dim : (dim + 1) / 2; }
+
+// ... and of a packed one.
+static inline int64_t row_words(word_kind kind, int64_t dim) { return round_up(num_words(kind, dim), LANES); }
+
 // to (padded) = elements [offset, offset + n) of array, widened; then zeros. *check becomes NaN once one is not finite.
-ALWAYS_INLINE void pack_row(rt_dtype dtype, const void *array, int64_t offset, int64_t n, int64_t padded,
-                            real *to, vec *check) {
+// Pairs are copied and not looked at.
+ALWAYS_INLINE void pack_row(word_kind kind, rt_dtype dtype, const void *array, int64_t offset, int64_t n,
+                            int64_t padded, real *to, vec *check) {
+    if (kind == BF16_PAIRS) {
+        // zeros, with the half word that an odd n leaves
+        memset(to + n / 2, 0, (size_t)(padded - n / 2) * sizeof(real));
+        memcpy(to, (const uint16_t *)array + offset, (size_t)n * sizeof(uint16_t));
+        return;
+    }
     int64_t whole = 0; // elements that need no conversion and fill vectors
     if (dtype == RT_F32 || dtype == RT_F64) {
         whole = n / LANES * LANES;
@@ -187,10 +212,10 @@ static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
 
 // Rows row0 .. row0 + n - 1 of one kv head of k or v, (n, padded) in `to`. Returns whether all numbers are finite.
 // A row often begins a new page, which the hardware does not prefetch across.
-static bool pack_keys(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
-                      int64_t dim, int64_t row0, int64_t n, real *to) {
+static bool pack_keys(const rt_attn_params *p, const block *b, word_kind kind, const void *array,
+                      const int64_t stride[3], int64_t dim, int64_t row0, int64_t n, real *to) {
     enum { ROWS_AHEAD = 6 };
-    const int64_t padded = round_up(dim, LANES), element_bytes = p->dtype == RT_F64   ? 8
+    const int64_t padded = row_words(kind, dim), element_bytes = p->dtype == RT_F64   ? 8
                                                                  : p->dtype == RT_F32 ? 4
                                                                                       : 2;
     const int64_t base = b->batch * stride[0] + b->kv_head * stride[2] + row0 * stride[1];
@@ -199,37 +224,45 @@ static bool pack_keys(const rt_attn_params *p, const block *b, const void *array
         const char *ahead =
             (const char *)array + (base + min64(i + ROWS_AHEAD, n - 1) * stride[1]) * element_bytes;
         for (int64_t byte = 0; byte < dim * element_bytes; byte += 64) __builtin_prefetch(ahead + byte);
-        pack_row(p->dtype, array, base + i * stride[1], dim, padded, to + i * padded, &check);
+        pack_row(kind, p->dtype, array, base + i * stride[1], dim, padded, to + i * padded, &check);
     }
     return is_zero(check);
 }
 
 // The rows of a panel of q or dout: (PANEL, padded) in `rows`, zeros after the last row. Returns whether all numbers
 // are finite.
-static bool pack_queries(const rt_attn_params *p, const block *b, const void *array, const int64_t stride[3],
-                         int64_t dim, int64_t panel, real *rows) {
-    const int64_t padded = round_up(dim, LANES), num_rows = panel_rows(b, panel);
+static bool pack_queries(const rt_attn_params *p, const block *b, word_kind kind, const void *array,
+                         const int64_t stride[3], int64_t dim, int64_t panel, real *rows) {
+    const int64_t padded = row_words(kind, dim), num_rows = panel_rows(b, panel);
     vec check = vec_set(0);
     for (int64_t i = 0; i < num_rows; i++) {
         const int64_t row = panel * PANEL + i;
         const int64_t offset =
             b->batch * stride[0] + row_token(b, row) * stride[1] + row_head(b, row) * stride[2];
-        pack_row(p->dtype, array, offset, dim, padded, rows + i * padded, &check);
+        pack_row(kind, p->dtype, array, offset, dim, padded, rows + i * padded, &check);
     }
     memset(rows + num_rows * padded, 0, (size_t)((PANEL - num_rows) * padded) * sizeof(real));
     return is_zero(check);
 }
 
-// to (dim, PANEL) = rows (PANEL, padded) transposed, in squares that stay in the L1 cache.
-static void transpose_panel(const real *rows, int64_t dim, real *to) {
-    const int64_t padded = round_up(dim, LANES);
-    for (int64_t d0 = 0; d0 < dim; d0 += LANES)
+// to (width, PANEL) = rows (PANEL, padded) transposed, in squares that stay in the L1 cache.
+static void transpose_panel(const real *rows, int64_t width, real *to) {
+    const int64_t padded = round_up(width, LANES);
+    for (int64_t d0 = 0; d0 < width; d0 += LANES)
         for (int64_t i0 = 0; i0 < PANEL; i0 += LANES)
-            for (int64_t d = d0; d < min64(d0 + LANES, dim); d++)
+            for (int64_t d = d0; d < min64(d0 + LANES, width); d++)
                 for (int64_t i = i0; i < i0 + LANES; i++) to[d * PANEL + i] = rows[i * padded + d];
 }
 
 // ---- weights ------------------------------------------------------------------------------------
+
+// scores (n keys, PANEL) = scale k q^T, of a packed panel: the scale is in q's numbers already, but not in its pairs.
+static void score_panel(const rt_attn_params *p, int64_t n, int64_t num_rows, const real *k, const real *q,
+                        real *scores) {
+    const word_kind kind = input_kind(p);
+    gemm_inputs(kind, kind == REALS ? 1 : (real)p->scale, n, round_up(num_rows, LANES),
+                num_words(kind, p->head_dim), k, row_words(kind, p->head_dim), q, scores);
+}
 
 // scores = softcap * tanh(scores / softcap), over n keys of a panel.
 static void softcap_panel(real softcap, int64_t n, real *scores) {

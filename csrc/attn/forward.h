@@ -9,20 +9,20 @@
 typedef struct forward_scratch {
     key_ranges ranges;
     real max[BLOCK_ROWS], sum[BLOCK_ROWS], rescale[BLOCK_ROWS]; // of each row's scores so far
-    real *q_panels;                                             // (BLOCK_PANELS, D, PANEL) scaled
-    real *out;     // (BLOCK_ROWS, Dv padded): sum of weights times values, relative to max
-    real *k, *v;   // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
-    real *weights; // (TILE_KEYS, PANEL): scores, then exp(scores - max)
+    real *q_panels; // (BLOCK_PANELS, D, PANEL) scaled; in pairs (BLOCK_PANELS, D / 2, PANEL) as given
+    real *out;      // (BLOCK_ROWS, Dv padded): sum of weights times values, relative to max
+    real *k, *v;    // (TILE_KEYS, words of D), (TILE_KEYS, Dv padded)
+    real *weights;  // (TILE_KEYS, PANEL): scores, then exp(scores - max)
 } forward_scratch;
 
 static int64_t forward_scratch_bytes(const rt_attn_params *p) {
-    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
     const int64_t reals = BLOCK_ROWS * d + BLOCK_ROWS * dv + TILE_KEYS * (d + dv + PANEL);
     return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
 static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *workspace) {
-    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = (forward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
     s->q_panels = take(&workspace, BLOCK_ROWS * d);
@@ -93,24 +93,23 @@ static void add_values_within(const key_ranges *ranges, int64_t panel, int64_t b
 
 static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *run, int64_t tile_begin,
                          int64_t tile_end, forward_scratch *s) {
-    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const word_kind kind = input_kind(p);
+    const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
     bool packed = false, v_finite = true;
     for (int64_t panel = 0; panel < b->num_panels; panel++) {
         int64_t begin, end;
         if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
         if (!packed) {
             const int64_t row0 = run->local_begin + tile_begin, n = tile_end - tile_begin;
-            pack_keys(p, b, p->k, p->k_stride, p->head_dim, row0, n, s->k);
-            v_finite = pack_keys(p, b, p->v, p->v_stride, p->v_head_dim, row0, n, s->v);
+            pack_keys(p, b, kind, p->k, p->k_stride, p->head_dim, row0, n, s->k);
+            v_finite = pack_keys(p, b, REALS, p->v, p->v_stride, p->v_head_dim, row0, n, s->v);
             packed = true;
         }
         const bool full = panel_is_full(&s->ranges, panel, begin, end);
         const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
         const int64_t n = end - begin, rows = panel * PANEL, num_rows = panel_rows(b, panel);
-        // scores^T = k (scale q)^T
-        gemm(n, round_up(num_rows, LANES), p->head_dim, k, d, 1, s->q_panels + panel * PANEL * d, PANEL,
-             s->weights, PANEL, false);
+        score_panel(p, n, num_rows, k, s->q_panels + panel * PANEL * d, s->weights);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
         softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
@@ -149,13 +148,16 @@ static void merge_row(const rt_attn_params *p, const block *b, int64_t row, cons
 static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace) {
     const grid g = grid_of(p);
     const block b = block_of(p, &g, task);
-    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const word_kind kind = input_kind(p);
+    const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = forward_scratch_at(p, workspace);
     for (int64_t panel = 0; panel < b.num_panels; panel++) {
-        pack_queries(p, &b, p->q, p->q_stride, p->head_dim, panel, s->k); // k is free until the first tile
-        for (int64_t i = 0; i < PANEL * d; i += LANES)
-            vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
-        transpose_panel(s->k, p->head_dim, s->q_panels + panel * PANEL * d);
+        // k is free until the first tile
+        pack_queries(p, &b, kind, p->q, p->q_stride, p->head_dim, panel, s->k);
+        if (kind == REALS)
+            for (int64_t i = 0; i < PANEL * d; i += LANES)
+                vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
+        transpose_panel(s->k, num_words(kind, p->head_dim), s->q_panels + panel * PANEL * d);
     }
     for (int64_t row = 0; row < b.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(b.num_panels * PANEL * dv) * sizeof(real));

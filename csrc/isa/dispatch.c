@@ -75,7 +75,8 @@ rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels) {
     *kernels = &rt_kernels_generic;
 #if defined(__x86_64__)
     if (isa == RT_ISA_AVX2) *kernels = &rt_kernels_avx2;
-    if (isa == RT_ISA_AVX512 || isa == RT_ISA_AVX512_BF16) *kernels = &rt_kernels_avx512;
+    if (isa == RT_ISA_AVX512) *kernels = &rt_kernels_avx512;
+    if (isa == RT_ISA_AVX512_BF16) *kernels = &rt_kernels_avx512_bf16;
 #endif
     if (dtype == RT_F64) *kernels = &rt_kernels_f64;
     return RT_OK;

@@ -33,7 +33,7 @@ rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels);
 
 extern const rt_kernels rt_kernels_f64, rt_kernels_generic;
 #if defined(__x86_64__)
-extern const rt_kernels rt_kernels_avx2, rt_kernels_avx512;
+extern const rt_kernels rt_kernels_avx2, rt_kernels_avx512, rt_kernels_avx512_bf16;
 #endif
 
 #endif // RINGTILE_ISA_KERNELS_H

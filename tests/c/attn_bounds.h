@@ -27,8 +27,9 @@ typedef struct pair_score {
     double score, error; // error: bound on the kernel's
 } pair_score;
 
-// The kernel rounds scale and scale * q, then D multiply-adds: (D + 2) u sum |scale q k|. The softcap rounds itself and
-// its inverse, x = score / softcap twice, tanh, and the product; |x tanh'(x)| <= |tanh x|, so all that is 9 u |score|.
+// The kernel rounds scale and scale * q, then D multiply-adds; or scale, D multiply-adds of bf16, whose first is exact,
+// and the sum times scale: (D + 2) u sum |scale q k|. The softcap rounds itself and its inverse, x = score / softcap
+// twice, tanh, and the product; |x tanh'(x)| <= |tanh x|, so all that is 9 u |score|.
 static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64_t token, int64_t head,
                                   int64_t row) {
     const rt_attn_params *p = &c->p;
