@@ -5,34 +5,10 @@ import threading
 import pytest
 import torch
 from counting import Counting, assert_near, relative_error
+from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Gated, glu_of, gradients, inputs
 from ringtile import InputError, Refused, tiled_mlp
-from ringtile.glu import find_glu
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-HIDDEN, INTERMEDIATE = 12, 20  # E, F
-ACTIVATIONS = {
-    "silu": nn.SiLU(),
-    "gelu": nn.GELU(),
-    "gelu_tanh": nn.GELU(approximate="tanh"),
-    "relu": nn.ReLU(),
-}
-
-
-class Gated(nn.Module):
-    def __init__(self, activation: str = "silu", bias: bool = False, dropout: float = 0.0, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias)
-        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias)
-        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias)
-        self.act_fn = ACTIVATIONS[activation]
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        prod = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(functional.dropout(prod, self.dropout, self.training) if self.dropout else prod)
 
 
 class Experts(nn.Module):
@@ -55,21 +31,6 @@ class Experts(nn.Module):
                 weight = logits.softmax(-1)[picked, index, None]
                 out = out.index_add(0, picked, weight * expert(rows[picked]))
         return out.view_as(x), logits, chosen, None
-
-
-def inputs(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> tuple[Tensor, Tensor]:
-    """x (*shape, E) and the gradient of the output."""
-    generator = torch.Generator().manual_seed(2)
-    x, dout = (torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    return x.requires_grad_(requires_grad), dout
-
-
-def gradients(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, leaves, dout)
-
-
-def glu_of(module: nn.Module):
-    return find_glu(module, type(module).forward)
 
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
@@ -373,81 +334,6 @@ def test_inside_a_compiled_function() -> None:
     ours = gradients(compiled(x), dout, x, *module.parameters())
     for one, other in zip(ours, gradients(torch.sin(module(torch.cos(x))), dout, x, *module.parameters()), strict=True):
         assert_near(one, other, num_terms=18)
-
-
-# ---- what is a GLU, and what is only called like one --------------------------------------------
-
-
-class Scaled(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x) * 0.5) * self.up_proj(x))
-
-
-class Negated(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(-x))
-
-
-class Branching(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum() > 0 else -super().forward(x)
-
-
-class Adapted(Gated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapter = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + self.adapter(x)))
-
-
-class OtherOrder(Gated):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(torch.mul(self.up_proj(x), functional.silu(self.gate_proj(x))))
-
-
-@pytest.mark.parametrize("kind", [Scaled, Negated, Branching, Adapted])
-def test_what_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
-    module = kind().double()
-    assert glu_of(module) is None
-    x, dout = inputs(9)
-    tile = 9 if kind is Branching else 4
-    for ours, oracle in zip(
-        gradients(tiled_mlp(module, x, tile), dout, x, *module.parameters()),
-        gradients(module(x), dout, x, *module.parameters()),
-        strict=True,
-    ):
-        assert_near(ours, oracle, num_terms=INTERMEDIATE)
-
-
-def test_a_glu_in_another_order_is_found() -> None:
-    module = OtherOrder().double()
-    assert glu_of(module) is not None
-    x, dout = inputs(9)
-    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
-    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
-        assert_near(one, other, num_terms=INTERMEDIATE)
-
-
-def test_hooks_of_a_projection_are_not_passed_over() -> None:
-    module = Gated().double()
-    handle = module.up_proj.register_forward_hook(lambda *call: 2 * call[2])
-    assert glu_of(module) is None
-    x, _ = inputs(9)
-    assert_near(tiled_mlp(module, x, 4), module(x), num_terms=INTERMEDIATE)
-    handle.remove()
-    assert glu_of(module) is not None
-
-
-def test_weight_norm_trains_through_the_glu_kernels() -> None:
-    module = Gated().double()
-    nn.utils.parametrizations.weight_norm(module.up_proj)
-    assert glu_of(module) is not None
-    x, dout = inputs(9)
-    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
-    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
-        assert_near(one, other, num_terms=INTERMEDIATE)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Config(Section):
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
     tiled_mlp: bool = False
     tiled_mlp_num_shards: int | None = Field(default=None, ge=1)  # tiles per MLP call, instead of tile_tokens
-    tiled_mlp_use_original_mlp: bool = True  # False: refuse MLPs that another library has replaced
+    tiled_mlp_use_original_mlp: bool = True  # False: on ringtile's GLU kernels where those are exact
     tile_tokens: int = Field(default=16384, ge=1)  # tokens in one tile of the MLP and of the loss
     tiled_loss: bool = False
     timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # a rank silent for longer is lost

@@ -1,0 +1,44 @@
+"""A gated MLP of the usual structure, and inputs for it."""
+
+import torch
+from ringtile.glu import Glu, find_glu
+from torch import Tensor, nn
+from torch.nn import functional
+
+HIDDEN, INTERMEDIATE = 12, 20  # E, F
+ACTIVATIONS = {
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU(),
+}
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: str = "silu", bias: bool = False, dropout: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias)
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias)
+        self.act_fn = ACTIVATIONS[activation]
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        prod = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(functional.dropout(prod, self.dropout, self.training) if self.dropout else prod)
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> tuple[Tensor, Tensor]:
+    """x (*shape, E) and the gradient of the output."""
+    generator = torch.Generator().manual_seed(2)
+    x, dout = (torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return x.requires_grad_(requires_grad), dout
+
+
+def gradients(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def glu_of(module: nn.Module) -> Glu | None:
+    return find_glu(module, type(module).forward)

@@ -1,0 +1,81 @@
+"""What is a GLU, and what is only called like one: the tiled MLP has a fast path for the first."""
+
+import pytest
+import torch
+from counting import assert_near
+from gated_mlp import HIDDEN, INTERMEDIATE, Gated, glu_of, gradients, inputs
+from ringtile import tiled_mlp
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Scaled(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x) * 0.5) * self.up_proj(x))
+
+
+class Negated(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(-x))
+
+
+class Branching(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+class Adapted(Gated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (self.up_proj(x) + self.adapter(x)))
+
+
+class OtherOrder(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.mul(self.up_proj(x), functional.silu(self.gate_proj(x))))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Negated, Branching, Adapted])
+def test_what_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
+    module = kind().double()
+    assert glu_of(module) is None
+    x, dout = inputs(9)
+    tile = 9 if kind is Branching else 4
+    for ours, oracle in zip(
+        gradients(tiled_mlp(module, x, tile), dout, x, *module.parameters()),
+        gradients(module(x), dout, x, *module.parameters()),
+        strict=True,
+    ):
+        assert_near(ours, oracle, num_terms=INTERMEDIATE)
+
+
+def test_a_glu_in_another_order_is_found() -> None:
+    module = OtherOrder().double()
+    assert glu_of(module) is not None
+    x, dout = inputs(9)
+    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
+    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
+        assert_near(one, other, num_terms=INTERMEDIATE)
+
+
+def test_hooks_of_a_projection_are_not_passed_over() -> None:
+    module = Gated().double()
+    handle = module.up_proj.register_forward_hook(lambda *call: 2 * call[2])
+    assert glu_of(module) is None
+    x, _ = inputs(9)
+    assert_near(tiled_mlp(module, x, 4), module(x), num_terms=INTERMEDIATE)
+    handle.remove()
+    assert glu_of(module) is not None
+
+
+def test_weight_norm_trains_through_the_glu_kernels() -> None:
+    module = Gated().double()
+    nn.utils.parametrizations.weight_norm(module.up_proj)
+    assert glu_of(module) is not None
+    x, dout = inputs(9)
+    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
+    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
+        assert_near(one, other, num_terms=INTERMEDIATE)
