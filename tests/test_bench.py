@@ -323,6 +323,8 @@ def test_unknown_case_is_refused(case: str) -> None:
         ["attention", "--quick", "--seq-len", "77"],
         ["attention", "--case", "window-5", "--provider", "torch", "--seq-len", "8", "--repeats", "1"],
         ["ring", "--world-size", "0"],
+        ["ring", "--head-dim", "300"],
+        ["attention", "--num-kv-heads", "-1"],
         ["ring", "--seq-len", "2"],  # zigzag over 2 ranks has 4 chunks
         ["attention", "--plot", "/dev/null/roofline.png"],
     ],

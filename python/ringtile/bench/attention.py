@@ -33,6 +33,7 @@ from ringtile.bench.points import (
     Inputs,
     Measured,
     Point,
+    check_kernel,
     flops_of,
     make_case,
     make_inputs,
@@ -129,7 +130,7 @@ PROVIDERS = {
     "torch": Provider(torch_attend),
     "torch_mask": Provider(torch_mask_attend),
     "torch_per_document": Provider(torch_per_document_attend),
-    "flex": Provider(flex_attend, backward=False),  # "NYI" on CPU
+    "flex": Provider(flex_attend, backward=False),  # it has none on a CPU
 }
 
 
@@ -243,6 +244,7 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 def check(point: Point) -> None:
     """Refuses what cannot be measured: ConfigError, InputError."""
     flops_of(point, make_case(point.case, point.seq_len).mask)
+    check_kernel(point)
 
 
 def quick_entries() -> Iterator[Entry]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringtile import ops
 from ringtile.bench.measure import PASSES, Summary
 from ringtile.errors import ConfigError
 from ringtile.layout import Layout
@@ -108,6 +109,12 @@ def leaves(tensors: Iterable[Tensor]) -> Inputs:
     """q, k, v that gradients are asked for, and dout."""
     q, k, v, dout = tensors
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+
+
+def check_kernel(point: Point) -> None:
+    """Refuses heads and dtypes that the kernels do not take: InputError."""
+    q, k, v, _ = make_inputs(shorter(point, 1), batch=1)
+    ops.check_attention(q, k, v, scale=1.0, softcap=0.0)
 
 
 def flops_of(point: Point, mask: IntervalMask) -> dict[str, int]:

@@ -34,6 +34,7 @@ from ringtile.bench.points import (
     Inputs,
     Measured,
     Point,
+    check_kernel,
     leaves,
     make_case,
     make_inputs,
@@ -218,6 +219,7 @@ def quick_entries() -> Iterator[Entry]:
 def check(point: Point) -> None:
     """Refuses what cannot be measured: ConfigError, InputError, LayoutError."""
     ring_plan(point, make_case(point.case, point.seq_len), make_layout(point))
+    check_kernel(point)
 
 
 def make_layout(point: Point) -> Layout:
@@ -303,10 +305,8 @@ def measure_entry(entry: Entry, repeats: int, rank: int) -> Measured:
         locals_[name] = local
         samplers[name] = partial(sample_together, partial(timed_attention, local.attend, local.inputs, True))
     seconds = take_turns(samplers, repeats)
-    peak_flops = point.world_size * peak.flops
-    rows = make_rows(
-        point, case, seconds, peak_flops / seconds.pop("peak")["peak"].median, dict.fromkeys(locals_, Found())
-    )
+    peak_flops_per_s = point.world_size * peak.flops / seconds.pop("peak")["peak"].median
+    rows = make_rows(point, case, seconds, peak_flops_per_s, dict.fromkeys(locals_, Found()))
     if "ringtile" in locals_:
         row = next(row for row in rows if row["provider"] == "ringtile" and row["pass"] == "forward+backward")
         row.update(shares(locals_["ringtile"], repeats), **moved(locals_["ringtile"], place))
