@@ -66,11 +66,10 @@ static inline vec vec_tanh(vec x) {
 
 #else
 
-// exp to 1.1 ulp over all of f32: x = n ln 2 + r, |r| <= ln 2 / 2, exp x = 2^n exp r. 2^n is applied in two halves, so
-// that results below the smallest normal number are right too. NaN gives NaN.
-static inline vec vec_exp(vec x) {
-    x = vec_select(x > 89, vec_set(89), vec_select(x < -105, vec_set(-105), x));
-    const vec shift = vec_set(0x1.8p23f); // adding it rounds to an integer, in the low bits
+// The two factors of exp x = 2^n exp r, with x = n ln 2 + r and |r| <= ln 2 / 2. Returns exp r; *power has n + offset in
+// its low bits.
+static inline vec vec_exp_split(vec x, int offset, vec_bits *power) {
+    const vec shift = vec_set(0x1.8p23f + (float)offset); // adding it rounds to an integer, in the low bits
     const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
     const vec r =
         (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts; the first product is exact
@@ -79,9 +78,18 @@ static inline vec vec_exp(vec x) {
     p = p * r + 4.16665501e-2f;
     p = p * r + 1.66665734e-1f;
     p = p * r + 0.5f;
-    p = p * (r * r) + r + 1;
-    const vec_bits exponent = (vec_bits)shifted - (vec_bits)shift, half = exponent >> 1;
-    return p * (vec)((half + 127) << 23) * (vec)((exponent - half + 127) << 23);
+    *power = (vec_bits)shifted;
+    return p * (r * r) + r + 1;
+}
+
+// exp to 1.1 ulp over all of f32: x = n ln 2 + r, |r| <= ln 2 / 2, exp x = 2^n exp r. 2^n is applied in two halves, so
+// that results below the smallest normal number are right too. NaN gives NaN.
+static inline vec vec_exp(vec x) {
+    x = vec_select(x > 89, vec_set(89), vec_select(x < -105, vec_set(-105), x));
+    vec_bits power;
+    const vec fraction = vec_exp_split(x, 0, &power);
+    const vec_bits exponent = power - (vec_bits)vec_set(0x1.8p23f), half = exponent >> 1;
+    return fraction * (vec)((half + 127) << 23) * (vec)((exponent - half + 127) << 23);
 }
 
 // tanh to 1.6 ulp: a polynomial near 0, where 1 - exp(-2 |x|) would cancel.

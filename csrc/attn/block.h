@@ -277,18 +277,9 @@ static inline vec weight_exp(vec x) {
 #if RT_REAL_BITS == 64
     return vec_exp(x);
 #else
-    const vec shift =
-        vec_set(0x1.8p23f + 127); // adding it rounds to an integer n: the low bits are those of n + 127
-    const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
-    const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts
-    vec p = vec_set(1.39269266e-3f);
-    p = p * r + 8.36377387e-3f;
-    p = p * r + 4.16665501e-2f;
-    p = p * r + 1.66665734e-1f;
-    p = p * r + 0.5f;
-    p = p * (r * r) + r + 1;
-    const vec power = (vec)((vec_bits)shifted << 23); // 2^n
-    return vec_select(x < -87, vec_set(0), p * power);
+    vec_bits power;
+    const vec fraction = vec_exp_split(x, 127, &power); // the low bits of power are those of n + 127
+    return vec_select(x < -87, vec_set(0), fraction * (vec)(power << 23));
 #endif
 }
 
