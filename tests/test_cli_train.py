@@ -121,7 +121,7 @@ def test_trained_model_and_its_folder_are_taken_as_model(tmp_path: pathlib.Path)
     assert train(again)["losses"][0] < first["losses"][0]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
     """The path of `make train`, smaller, and with what makes the bytes harder to foretell: windows, checkpointing."""
     (tmp_path / "more.txt").write_text(TEXT[: len(TEXT) // 3])
@@ -158,7 +158,10 @@ def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
 
 def torchrun(world_size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE)}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE),
+    }
     return subprocess.run([*launcher, "-m", "ringtile", *arguments], env=environment, capture_output=True, text=True)
 
 

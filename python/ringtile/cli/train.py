@@ -69,6 +69,7 @@ def train_alone(recipe: Any, data_parallel_size: int) -> dict[str, Any]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
     }
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve each other on a busy machine
     with tempfile.TemporaryDirectory() as folder:
         config, result = pathlib.Path(folder, "single.yaml"), pathlib.Path(folder, "single.json")
         write_json(config, recipe.alone(data_parallel_size, folder).mapping())  # JSON is YAML
