@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -31,6 +32,16 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
     Raises ConfigError for what the recipe asks for, and whatever the ring raises.
     """
+    report = _train(recipe)
+    if dist.is_initialized():
+        # The model must be gone first. The last owner of a process group joins gloo's threads; DDP would do so with the
+        # GIL held, for which such a thread may be waiting to free a tensor (seen to hang with torch 2.13).
+        gc.collect()
+        dist.destroy_process_group()
+    return report
+
+
+def _train(recipe: Recipe) -> dict[str, Any]:
     files = {key: find_files(getattr(recipe.data, key), f"data.{key}") for key in ("files", "eval_files")}
     data_digest = digest_files(files["files"])
     encoder = make_encoder(recipe)
@@ -70,8 +81,6 @@ def train(recipe: Recipe) -> dict[str, Any]:
         "patched": patched,
     }
     ringtile.restore(trainer)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return report
 
 
