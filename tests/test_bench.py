@@ -335,3 +335,14 @@ def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: 
     assert error.startswith("ringtile: error: ")
     assert error.count("\n") == 1
     assert "expected" in error
+
+
+def test_ring_alone_runs_the_rings_kernels() -> None:
+    """A ring of one rank has no peers whose keys need a stand-in: its blocks alone are the attention."""
+    point = Point("documents-3", "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    place = ring.Place(point, make_case(point.case, S), ring.make_layout(point), rank=0)
+    inputs = make_inputs(point, 1)
+    expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(point.case), inputs.dout)
+    got = attention.results(*ring.ringtile_alone_local(place, inputs), backward=True)
+    for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)

@@ -88,9 +88,8 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> Tensor:
-        state = ops.state_dtype(q.dtype)
-        out = torch.zeros_like(q, dtype=state)
-        lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=state)
+        out = torch.zeros_like(q, dtype=ops.state_dtype(q.dtype))
+        lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=torch.float64)
         for block, k_runs in blocks(rank_plan):
             ops.attn_fwd_(
                 q, k[:, block], v[:, block], rank_plan.begin, rank_plan.end, k_runs, out, lse, q.size(3) ** -0.5, 0.0
@@ -104,8 +103,9 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         rank_plan: RankPlan = ctx.rank_plan
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        state = ops.state_dtype(q.dtype)
+        delta = (dout.to(state) * out.to(state)).sum(-1).transpose(1, 2).contiguous()
+        dq, dk, dv = (torch.zeros_like(x, dtype=state) for x in (q, k, v))
         for block, k_runs in blocks(rank_plan):
             ops.attn_bwd_(
                 q,
