@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle import dense_gradients
 from ringtile.bench import attention, ring
+from ringtile.bench.compare import results
 from ringtile.bench.measure import (
     PASSES,
     Peak,
@@ -30,7 +31,7 @@ from torch import Tensor
 ROW_KEYS = {
     *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "threads"),
     *("provider", "pass", "median_s", "spread", "waited", "flops", "bytes", "peak_bytes"),
-    *("fraction_of_peak", "max_error", "ratio_to"),
+    *("fraction_of_peak", "max_error", "rms_error", "ratio_to"),
 }
 MACHINE_KEYS = {
     *("cpu", "cores", "isa", "system", "python", "torch", "load_average"),
@@ -106,7 +107,7 @@ def test_every_provider_computes_the_same_attention(case: str, provider: str) ->
         return
     inputs = make_inputs(point, made.mask.begin.size(0))
     expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(case), inputs.dout)
-    got = attention.results(attend, inputs, backward=True)
+    got = results(attention.attend_candidate(attend, inputs))
     for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
@@ -325,6 +326,7 @@ def test_unknown_case_is_refused(case: str) -> None:
         ["ring", "--world-size", "0"],
         ["ring", "--head-dim", "300"],
         ["attention", "--num-kv-heads", "-1"],
+        ["attention", "--hidden-size", "8"],
         ["ring", "--seq-len", "2"],  # zigzag over 2 ranks has 4 chunks
         ["attention", "--plot", "/dev/null/roofline.png"],
     ],
@@ -343,6 +345,6 @@ def test_ring_alone_runs_the_rings_kernels() -> None:
     place = ring.Place(point, make_case(point.case, S), ring.make_layout(point), rank=0)
     inputs = make_inputs(point, 1)
     expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(point.case), inputs.dout)
-    got = attention.results(*ring.ringtile_alone_local(place, inputs), backward=True)
+    got = results(ring.ringtile_alone_local(place, inputs).candidate)
     for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)

@@ -5,8 +5,6 @@ Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 
 from __future__ import annotations
 
-import concurrent.futures
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,33 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.bench.measure import (
-    PASSES,
-    Peak,
-    Sampler,
-    mean_sample,
-    reset_resident_peak,
-    resident_peak_bytes,
-    take_turns,
-    timed_passes,
-)
+from ringtile.bench.compare import Candidate, compare, memory_of, results
 from ringtile.bench.points import (
     Attend,
     Case,
     Entry,
-    Found,
     Inputs,
     Measured,
     Point,
+    attention_work,
     check_kernel,
     flops_of,
     make_case,
     make_inputs,
-    make_rows,
     shorter,
-    why_skipped,
 )
-from ringtile.errors import RingtileError
 from ringtile.mask import IntervalMask
 from ringtile.ring import attention
 
@@ -140,96 +126,54 @@ PROVIDERS = {
 def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
     """Measures every entry, in their order."""
     for entry in entries:
-        yield measure_entry(entry, repeats)
+        point: Point = entry.point
+        case = make_case(point.case, point.seq_len)
+        inputs = make_inputs(point, case.mask.begin.size(0))
+        yield compare(
+            attention_work(point, case),
+            {name: partial(make_candidate, name, case, inputs) for name in entry.providers},
+            repeats,
+            exact=partial(exact_results, case, inputs),
+            memory=partial(memory_of, "attention", point=point) if entry.memory else None,
+        )
 
 
-def measure_entry(entry: Entry, repeats: int) -> Measured:
-    """The medians of `repeats` samples of every provider that has this case."""
-    point = entry.point
+def exact_results(case: Case, inputs: Inputs) -> tuple[Tensor, ...] | None:
+    """out, dq, dk, dv in float64; None beyond MAX_ERROR_SEQ_LEN."""
+    if case.mask.seq_len > MAX_ERROR_SEQ_LEN:
+        return None
+    return results(attend_candidate(torch_mask_attend(case), inputs.double()))
+
+
+def candidate_of(name: str, point: Point) -> Candidate | None:
+    """A provider at a point, with inputs of its own."""
     case = make_case(point.case, point.seq_len)
-    inputs = make_inputs(point, case.mask.begin.size(0))
-    exact = None
-    if point.seq_len <= MAX_ERROR_SEQ_LEN:
-        exact = results(torch_mask_attend(case), inputs.double(), True)
-    peak = Peak()
-    samplers: dict[str, Sampler] = {"peak": partial(mean_sample, peak.run)}
-    found, skipped = {}, []
-    for name in entry.providers:
-        provider = PROVIDERS[name]
-        try:
-            attend = provider.make(case)
-            if attend is None:
-                continue
-            first = results(attend, inputs, provider.backward)  # also warms it up
-        except RingtileError:
-            raise
-        except Exception as error:  # whatever torch raises where a function of its is not supported
-            skipped.append(why_skipped(name, point, error))
-            continue
-        memory = memory_of(name, point) if entry.memory and provider.backward else {}
-        found[name] = Found({} if exact is None else max_errors(first, exact), memory)
-        del first
-        samplers[name] = partial(mean_sample, partial(timed_attention, attend, inputs, provider.backward))
-    seconds = take_turns(samplers, repeats)
-    peak_flops_per_s = peak.flops / seconds.pop("peak")["peak"].median
-    return Measured(make_rows(point, case, seconds, peak_flops_per_s, found), skipped)
+    return make_candidate(name, case, make_inputs(point, case.mask.begin.size(0)))
 
 
-def timed_attention(attend: Attend, inputs: Inputs, backward: bool) -> dict[str, float]:
-    """Seconds by pass. A forward whose backward follows keeps what that needs, as in training."""
+def make_candidate(name: str, case: Case, inputs: Inputs) -> Candidate | None:
+    """None where the provider does not have the case."""
+    attend = PROVIDERS[name].make(case)
+    return None if attend is None else attend_candidate(attend, inputs, PROVIDERS[name].backward)
+
+
+def attend_candidate(attend: Attend, inputs: Inputs, backward: bool = True) -> Candidate:
+    """A forward whose backward follows keeps what that needs, as in training."""
     q, k, v, dout = inputs if backward else inputs.detached()
-    grad = (lambda out: torch.autograd.grad(out, (q, k, v), dout)) if backward else None
-    return timed_passes(lambda: attend(q, k, v), grad)
+    return Candidate(
+        lambda: attend(q, k, v), (lambda out: torch.autograd.grad(out, (q, k, v), dout)) if backward else None
+    )
 
 
-def results(attend: Attend, inputs: Inputs, backward: bool) -> tuple[Tensor, ...]:
-    """out, and with backward dq, dk, dv."""
-    q, k, v, dout = inputs if backward else inputs.detached()
-    out = attend(q, k, v)
-    return (out.detach(), *(torch.autograd.grad(out, (q, k, v), dout) if backward else ()))
-
-
-def max_errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
-    """The largest absolute error of out, of the gradients, and of all, by pass."""
-    errors = [float((mine.double() - right).abs().max()) for mine, right in zip(got, exact, strict=False)]
-    if len(errors) == 1:
-        return {"forward": errors[0]}
-    return dict(zip(PASSES, (errors[0], max(errors[1:]), max(errors)), strict=True))
-
-
-# ---- memory -------------------------------------------------------------------------------------
-
-
-def memory_of(name: str, point: Point) -> dict[str, int]:
-    """How far one forward and backward raise the memory of a fresh process, outputs included, in bytes by pass.
-
-    Both the backward and the two together are counted from before the forward.
-    """
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, context) as process:
-        return process.submit(_memory_of, name, point, torch.get_num_threads()).result()
-
-
-def _memory_of(name: str, point: Point, num_threads: int) -> dict[str, int]:
-    torch.set_num_threads(num_threads)
-    growth: tuple[int, int] = (0, 0)
-    for size in (shorter(point, WARM_UP_SEQ_LEN), point):  # the first loads what is loaded once
-        case = make_case(size.case, size.seq_len)
-        q, k, v, dout = make_inputs(size, case.mask.begin.size(0))
-        attend = PROVIDERS[name].make(case)
-        assert attend is not None  # the parent has run it
-        reset_resident_peak()
-        before = resident_peak_bytes()
-        out = attend(q, k, v)
-        forward = resident_peak_bytes() - before
-        torch.autograd.grad(out, (q, k, v), dout)
-        growth = (forward, resident_peak_bytes() - before)
-    return dict(zip(PASSES, (growth[0], growth[1], growth[1]), strict=True))
+def smaller(point: Point) -> Point:
+    """What a process warms up with."""
+    return shorter(point, WARM_UP_SEQ_LEN)
 
 
 # ---- what is measured ---------------------------------------------------------------------------
 
 
+MEMORY = False  # measured without being asked to
 GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "case": ("full", "causal", "window-1024", "documents-8", "padding"),
     "dtype": ("float32", "bfloat16"),

@@ -1,4 +1,4 @@
-"""What is measured: the masks, sizes and inputs of a measurement, its flops and bytes, and the rows of its result.
+"""What is measured: the masks, sizes and inputs of attention, its flops and bytes, and the rows of any result.
 
 Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 """
@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, S, H, D), k, v (B, 
 
 @dataclass(frozen=True)
 class Point:
-    """One mask at one size."""
+    """One mask at one size of attention."""
 
     case: str
     dtype: str
@@ -40,9 +40,9 @@ class Point:
 
 
 class Entry(NamedTuple):
-    """What to measure at one point. memory: also each provider's memory, in a process of its own."""
+    """What to measure at one point of a subject. memory: also each provider's memory, in a process of its own."""
 
-    point: Point
+    point: Any
     providers: tuple[str, ...]
     memory: bool = False
 
@@ -117,6 +117,11 @@ def check_kernel(point: Point) -> None:
     ops.check_attention(q, k, v, scale=1.0, softcap=0.0)
 
 
+def attention_work(point: Point, case: Case) -> Work:
+    """What attention takes at a point."""
+    return Work(point, flops_of(point, case.mask), bytes_of(point, case.mask.begin.size(0)))
+
+
 def flops_of(point: Point, mask: IntervalMask) -> dict[str, int]:
     """Flops of the unmasked pairs, by pass."""
     cost = plan(
@@ -142,55 +147,64 @@ def bytes_of(point: Point, batch: int) -> dict[str, int]:
 
 
 class Measured(NamedTuple):
-    """The rows of one entry, and what was left out of it, and why."""
+    """The rows of one entry, and by provider why it was left out."""
 
+    point: Any
     rows: list[Row]
-    skipped: list[str]
+    skipped: dict[str, str]
 
 
-def why_skipped(provider: str, point: Point, error: Exception) -> str:
+def why_skipped(error: Exception) -> str:
     """One line about a provider that could not run."""
     reason = next(iter(str(error).strip().splitlines()), "no reason given")
-    return f"{provider}, {point.case} {point.dtype} at {point.seq_len} tokens: {type(error).__name__}: {reason}"
+    return f"not installed: {reason}" if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
+
+
+class Work(NamedTuple):
+    """A point, and what it takes at least whoever computes it, by pass: flops; bytes read and written."""
+
+    point: Any
+    flops: Mapping[str, int]
+    num_bytes: Mapping[str, int]
 
 
 class Found(NamedTuple):
     """What is known of one provider at a point besides its time, by pass."""
 
     max_error: Mapping[str, float] = {}
+    rms_error: Mapping[str, float] = {}
     peak_bytes: Mapping[str, int] = {}
 
 
 def make_rows(
-    point: Point,
-    case: Case,
+    work: Work,
     seconds: Mapping[str, Mapping[str, Summary]],
     peak_flops_per_s: float,
     found: Mapping[str, Found],
 ) -> list[Row]:
     """The rows of one point, one for every provider and pass of `seconds`.
 
-    flops and bytes are those of the mask, the same for all providers; ratio_to holds (its time / this row's time).
+    flops and bytes are those of the work, the same for all providers; ratio_to holds (its time / this row's time).
     """
-    flops, num_bytes = flops_of(point, case.mask), bytes_of(point, case.mask.begin.size(0))
     rows = []
     for provider, passes in seconds.items():
         for which, (median, spread, waited) in passes.items():
             others = {name: other for name, other in seconds.items() if name != provider and which in other}
             rows.append(
                 {
-                    **asdict(point),
+                    **asdict(work.point),
                     "provider": provider,
                     "pass": which,
                     "threads": torch.get_num_threads(),
                     "median_s": median,
                     "spread": spread,
                     "waited": waited,
-                    "flops": flops[which],
-                    "bytes": num_bytes[which],
+                    "flops": work.flops[which],
+                    "bytes": work.num_bytes[which],
                     "peak_bytes": found[provider].peak_bytes.get(which),
-                    "fraction_of_peak": flops[which] / median / peak_flops_per_s,
+                    "fraction_of_peak": work.flops[which] / median / peak_flops_per_s,
                     "max_error": found[provider].max_error.get(which),
+                    "rms_error": found[provider].rms_error.get(which),
                     "ratio_to": {name: other[which].median / median for name, other in others.items()},
                 }
             )

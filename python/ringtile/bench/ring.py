@@ -23,7 +23,8 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from ringtile import ops
 from ringtile.bench.attention import PROVIDERS as IN_ONE_PROCESS
-from ringtile.bench.attention import sdpa, timed_attention
+from ringtile.bench.attention import attend_candidate, sdpa
+from ringtile.bench.compare import Candidate, timed
 from ringtile.bench.measure import Peak, Sample, Sampler, mean_sample, take_turns
 from ringtile.bench.points import (
     DTYPES,
@@ -34,6 +35,7 @@ from ringtile.bench.points import (
     Inputs,
     Measured,
     Point,
+    attention_work,
     check_kernel,
     leaves,
     make_case,
@@ -62,6 +64,10 @@ class Local(NamedTuple):
 
     attend: Attend
     inputs: Inputs
+
+    @property
+    def candidate(self) -> Candidate:
+        return attend_candidate(self.attend, self.inputs)
 
 
 def ringtile_local(place: Place, inputs: Inputs) -> Local:
@@ -198,6 +204,7 @@ PROVIDERS: dict[str, Callable[[Place, Inputs], Local | None]] = {
     "ringmaster_ulysses": ringmaster_ulysses_local,
 }
 
+MEMORY = False  # measured without being asked to
 GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "case": ("causal", "window-1024", "documents-8"),
     "dtype": ("float32", "bfloat16"),
@@ -284,7 +291,7 @@ def serve_rank(
 
 def measure_entry(entry: Entry, repeats: int, rank: int) -> Measured:
     """The same on every rank, up to what `reduced` makes one."""
-    point = entry.point
+    point: Point = entry.point
     case = make_case(point.case, point.seq_len)
     place = Place(point, case, make_layout(point), rank)
     inputs = make_inputs(point, case.mask.begin.size(0))
@@ -292,25 +299,25 @@ def measure_entry(entry: Entry, repeats: int, rank: int) -> Measured:
     peak.iterations = int(reduced([peak.iterations], dist.ReduceOp.MAX)[0])
     samplers: dict[str, Sampler] = {"peak": partial(sample_together, peak.run)}
     locals_: dict[str, Local] = {}
-    skipped = []
+    skipped = {}
     for name in entry.providers:
         try:
             local = PROVIDERS[name](place, inputs)
             if local is None:
                 continue
-            timed_attention(local.attend, local.inputs, True)  # warm
+            timed(local.candidate)  # warm
         except (ConfigError, ImportError) as error:
-            skipped.append(why_skipped(name, point, error))
+            skipped[name] = why_skipped(error)
             continue
         locals_[name] = local
-        samplers[name] = partial(sample_together, partial(timed_attention, local.attend, local.inputs, True))
+        samplers[name] = partial(sample_together, partial(timed, local.candidate))
     seconds = take_turns(samplers, repeats)
     peak_flops_per_s = point.world_size * peak.flops / seconds.pop("peak")["peak"].median
-    rows = make_rows(point, case, seconds, peak_flops_per_s, dict.fromkeys(locals_, Found()))
+    rows = make_rows(attention_work(point, case), seconds, peak_flops_per_s, dict.fromkeys(locals_, Found()))
     if "ringtile" in locals_:
         row = next(row for row in rows if row["provider"] == "ringtile" and row["pass"] == "forward+backward")
         row.update(shares(locals_["ringtile"], repeats), **moved(locals_["ringtile"], place))
-    return Measured(rows, skipped)
+    return Measured(point, rows, skipped)
 
 
 def sample_together(run: Callable[[], dict[str, float]]) -> Sample:
@@ -338,7 +345,7 @@ def shares(local: Local, repeats: int) -> dict[str, float]:
     for _ in range(repeats):
         dist.barrier()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            total += timed_attention(local.attend, local.inputs, True)["forward+backward"]
+            total += timed(local.candidate)["forward+backward"]
         spent = {event.key: event.cpu_time_total / 1e6 for event in profile.key_averages()}
         compute += spent["ringtile::attn_fwd_"] + spent["ringtile::attn_bwd_"]
         wait += spent.get("ringtile::wait", 0.0)
@@ -354,7 +361,7 @@ def moved(local: Local, place: Place) -> dict[str, int]:
     """Bytes that all ranks together send in one forward and backward, and what the plan says of it."""
     transport = transport_of(dist.group.WORLD)
     before = transport.bytes_sent
-    timed_attention(local.attend, local.inputs, True)
+    timed(local.candidate)
     (bytes_moved,) = reduced([transport.bytes_sent - before], dist.ReduceOp.SUM)
     cost = ring_plan(place.point, place.case, place.layout)
     return {"bytes_moved": int(bytes_moved), "plan_bytes": cost.forward_bytes + cost.backward_bytes}

@@ -8,7 +8,6 @@ import itertools
 import os
 import pathlib
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,23 +15,43 @@ from rich.console import Console
 from rich.table import Table
 
 from ringtile.bench.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
-from ringtile.bench.points import DTYPES, Entry, Point, Row
+from ringtile.bench.points import DTYPES, Entry, Measured, Row
 from ringtile.cli import Outcome, make_writable
 from ringtile.errors import ConfigError
 
 SUBJECTS = {
     "attention": "the kernels, in one process",
     "ring": "the ring, over processes of this machine",
+    "mlp": "a gated MLP, in one process",
+    "loss": "output projection and cross entropy, in one process",
 }
 WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
-    "case": (str, "mask: full, causal, padding, window-TOKENS, documents-COUNT"),
-    "dtype": (str, "of q, k, v"),
+    "case": (
+        str,
+        "attention, ring: full, causal, padding, window-TOKENS, documents-COUNT; mlp: mlp, checkpointed; "
+        "loss: full, half-ignored",
+    ),
+    "dtype": (str, "of tensors and weights"),
     "seq_len": (int, "tokens"),
-    "head_dim": (int, "numbers of a head"),
-    "num_heads": (int, "query heads"),
-    "num_kv_heads": (int, "key and value heads"),
-    "world_size": (int, "ranks of the ring"),
+    "head_dim": (int, "attention, ring: numbers of a head"),
+    "num_heads": (int, "attention, ring: query heads"),
+    "num_kv_heads": (int, "attention, ring: key and value heads"),
+    "world_size": (int, "ring: ranks"),
+    "hidden_size": (int, "mlp, loss: width of a token"),
+    "intermediate_size": (int, "mlp: width inside"),
+    "vocab_size": (int, "loss: classes"),
+    "num_tiles": (int, "mlp, loss: tiles of tokens"),
+}
+LETTERS = {
+    "seq_len": "S",
+    "num_heads": "H",
+    "num_kv_heads": "G",
+    "head_dim": "D",
+    "hidden_size": "E",
+    "intermediate_size": "F",
+    "vocab_size": "V",
+    "num_tiles": "tiles",
 }
 
 
@@ -42,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="what docs/performance.md quotes, in a few minutes")
     parser.add_argument("--repeats", type=int, default=7, metavar="COUNT", help="samples of each, taken in turn (7)")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of a process (all cores; in a ring its share)")
-    parser.add_argument("--memory", action="store_true", help="attention: also memory, in a process a provider")
+    parser.add_argument("--memory", action="store_true", help="attention: also memory, as always in mlp and loss")
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="write a roofline picture to FILE")
     parser.add_argument("--provider", action="append", metavar="NAME", help="who computes (all); may be given again")
     choices = parser.add_argument_group("what to measure; each may be given again; with --quick, which of its points")
@@ -68,9 +87,10 @@ def run(args: argparse.Namespace) -> Outcome:
     skipped: list[str] = []
     for measured in subject.measure(entries, args.repeats):
         report["rows"] += measured.rows
-        skipped += measured.skipped
+        point = " ".join(str(value) for value in vars(measured.point).values())
+        skipped += [f"{name}, {point}: {reason}" for name, reason in measured.skipped.items()]
         if measured.rows:
-            print_table(console, measured.rows)
+            print_table(console, measured)
     if not report["rows"]:
         reasons = "; ".join(skipped) or "no provider that was asked for has these cases"
         raise ConfigError(f"nothing was measured: {reasons}; expected a case that a --provider can compute")
@@ -96,6 +116,12 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
     for name in given.get("dtype", []):
         if name not in DTYPES:
             raise ConfigError(f"--dtype is {name!r}; expected one of {', '.join(DTYPES)}")
+    for name in given:
+        if name not in subject.GRID:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} means nothing for {args.subject}; expected some of "
+                f"{', '.join('--' + known.replace('_', '-') for known in subject.GRID)}"
+            )
     if args.quick:
         entries = [
             Entry(entry.point, tuple(name for name in entry.providers if name in providers), entry.memory)
@@ -108,15 +134,16 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
             )
         return entries
     grid = subject.GRID | given
-    points = (Point(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
-    return [Entry(point, providers, args.memory) for point in points]
+    points = (subject.Point(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
+    return [Entry(point, providers, args.memory or subject.MEMORY) for point in points]
 
 
-def print_table(console: Console, rows: Sequence[Row]) -> None:
+def print_table(console: Console, measured: Measured) -> None:
     """One point: a line a provider. Times with their spread, the fraction of the multiply-add peak, time over ours."""
+    rows = measured.rows
     point = rows[0]
-    heads = f"H {point['num_heads']}/{point['num_kv_heads']} D {point['head_dim']}"
-    title = f"{point['case']} {point['dtype']} S {point['seq_len']} {heads}, {point['threads']} threads"
+    sizes = " ".join(f"{letter} {point[name]}" for name, letter in LETTERS.items() if name in point)
+    title = f"{point['case']} {point['dtype']} {sizes}, {point['threads']} threads"
     if point["world_size"] > 1:
         title += f" x {point['world_size']} ranks"
     table = Table("provider", title=title, title_justify="left", box=None, padding=(0, 1))
@@ -133,6 +160,8 @@ def print_table(console: Console, rows: Sequence[Row]) -> None:
         cells = [cell for name in PASSES for cell in pass_cells(by_pass.get(name))]
         table.add_row(provider, *cells, error, memory)
     console.print(table)
+    for provider, reason in measured.skipped.items():
+        console.print(f" {provider}: {reason}", soft_wrap=True, highlight=False)
     waited = max(row["waited"] for row in rows)
     if waited > MAX_WAITED:
         console.print(f" disturbed: threads waited for a core for {waited:.0%} of a sample; close what else runs")

@@ -1,0 +1,188 @@
+"""`ringtile bench mlp` and `bench loss`: every provider does the same work, and rows say what was measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from ringtile.bench import loss, mlp
+from ringtile.bench.compare import Candidate, errors, memory_of, results
+from ringtile.bench.measure import PASSES
+from ringtile.cli import main
+from torch import nn
+
+TOKENS, E, F, V = 13, 8, 12, 30  # in 4 tiles: the last one is short
+OPTIONS = {
+    "mlp": ["--seq-len", "13", "--hidden-size", "8", "--intermediate-size", "12", "--num-tiles", "4"],
+    "loss": ["--seq-len", "13", "--hidden-size", "8", "--vocab-size", "30", "--num-tiles", "4"],
+}
+ON_A_CPU = {"deepspeed": {"mlp", "loss"}, "liger_kernel": {"mlp"}}  # packages that may be missing, and what they have
+PROVIDER = {"deepspeed": "deepspeed", "liger_kernel": "liger"}
+SUBJECTS = {"mlp": mlp, "loss": loss}
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Any:
+    """A bench sets torch's threads; the tests after it want theirs back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def available(subject: str) -> set[str]:
+    """The providers that can run here."""
+    missing = {
+        PROVIDER[package]
+        for package, subjects in ON_A_CPU.items()
+        if subject not in subjects or importlib.util.find_spec(package) is None
+    }
+    return set(SUBJECTS[subject].PROVIDERS) - missing
+
+
+def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]:
+    command = ["bench", subject, *OPTIONS[subject], "--threads", "1", "--repeats", "2", *options]
+    assert main([*command, "--json", str(tmp_path / "bench.json")]) == 0
+    report: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())
+    return report
+
+
+# ---- the same work ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", mlp.CASES)
+@pytest.mark.parametrize("provider", sorted(available("mlp")))
+def test_every_provider_computes_the_same_mlp(case: str, provider: str) -> None:
+    """float64 and numbers below 10: 1e-12 is some hundred roundings. The oracle is written out, tokens all at once."""
+    point = mlp.Point(case, "float64", TOKENS, E, F, num_tiles=4)
+    inputs = mlp.make_inputs(point)
+    candidate = mlp.make_candidate(provider, point, inputs)
+    if candidate is None:
+        assert (provider, case) == ("checkpoint", "checkpointed")
+        return
+    gate, up, down = (weight.detach().clone().requires_grad_() for weight in inputs.mlp.parameters())
+    x = inputs.x.detach().clone().requires_grad_()
+    out = (nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    expected = (out.detach(), *torch.autograd.grad(out, (x, gate, up, down), inputs.dout))
+    for _ in range(2):  # a second run does not add to the gradients of the first
+        for mine, right in zip(results(candidate), expected, strict=True):
+            torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
+    for mine, right in zip(mlp.exact_results(inputs), expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", loss.CASES)
+@pytest.mark.parametrize("provider", sorted(available("loss")))
+def test_every_provider_computes_the_same_loss(case: str, provider: str) -> None:
+    point = loss.Point(case, "float64", TOKENS, E, V, num_tiles=4)
+    inputs = loss.make_inputs(point)
+    assert inputs.labels.ne(loss.IGNORE_INDEX).sum() == {"full": 13, "half-ignored": 7}[case]
+    hidden, weight = (x.detach().clone().requires_grad_() for x in inputs[:2])
+    mean = nn.functional.cross_entropy(hidden @ weight.t(), inputs.labels)
+    expected = (mean.detach(), *torch.autograd.grad(mean, (hidden, weight)))
+    for _ in range(2):
+        for mine, right in zip(results(loss.make_candidate(provider, point, inputs)), expected, strict=True):
+            torch.testing.assert_close(mine.double(), right, rtol=0, atol=1e-12)
+    for mine, right in zip(loss.exact_results(inputs), expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
+
+
+def test_flops_are_those_of_the_products() -> None:
+    """A product of (T, E) and (E, F) is T*E*F multiply-adds: a gated MLP has 3, and 6 in its backward."""
+    unit = 2 * TOKENS * E * F
+    work = mlp.work_of(mlp.Point("mlp", "float32", TOKENS, E, F, num_tiles=4))
+    assert work.flops == dict(zip(PASSES, (3 * unit, 6 * unit, 9 * unit), strict=True))
+    tokens, weights = TOKENS * E * 4, 3 * E * F * 4
+    forward, backward = tokens + weights + tokens, 2 * tokens + weights + tokens + weights
+    assert work.num_bytes == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
+    unit = 2 * 7 * E * V  # only tokens with a label need their logits
+    assert loss.work_of(loss.Point("half-ignored", "bfloat16", TOKENS, E, V, num_tiles=4), 7).flops == dict(
+        zip(PASSES, (unit, 2 * unit, 3 * unit), strict=True)
+    )
+
+
+def test_errors_are_the_largest_of_their_pass() -> None:
+    right = tuple(torch.tensor(values, dtype=torch.float64) for values in ([3.0, 4.0], [1.0, 0.0], [0.0, 2.0]))
+    got = (torch.tensor([3.0, 4.5]), torch.tensor([1.25, 0.0]), torch.tensor([0.0, 2.25]))
+    largest, relative = errors(got, right)
+    assert largest == dict(zip(PASSES, (0.5, 0.25, 0.5), strict=True))
+    assert relative == dict(zip(PASSES, (0.1, 0.25, 0.25), strict=True))  # 0.5 / 5; 0.25 / 1, 0.25 / 2
+
+
+def test_a_tiled_mlp_grows_less_than_a_plain_one(tmp_path: pathlib.Path) -> None:
+    """512 tokens of 64, F = 4096, float32: gate, up, act and their product are 8 MiB each; the output, the gradient of
+    x, and those of the three weights (1 MiB each) are 3.25 MiB. A tile needs a sixteenth of the 32."""
+    point = mlp.Point("mlp", "float32", 512, 64, 4096, num_tiles=16)
+    plain, tiled = (memory_of("mlp", name, point)["forward+backward"] for name in ("plain", "ringtile"))
+    assert plain > (32 + 3.25) * 2**20
+    assert 3 * 2**20 < tiled < plain / 3
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_rows_name_what_ran_and_what_did_not(
+    subject: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"ringtile.bench.{subject}.memory_of", lambda subject, name, point: dict.fromkeys(PASSES, 7))
+    report = bench(tmp_path, subject, "--dtype", "bfloat16")
+    ran = available(subject)
+    sizes = {"mlp": {"hidden_size": E, "intermediate_size": F}, "loss": {"hidden_size": E, "vocab_size": V}}[subject]
+    assert {(row["provider"], row["pass"]) for row in report["rows"]} == {(n, which) for n in ran for which in PASSES}
+    for row in report["rows"]:
+        assert row.items() >= (sizes | {"seq_len": TOKENS, "num_tiles": 4, "world_size": 1, "peak_bytes": 7}).items()
+        assert row["dtype"] == "bfloat16"
+        assert row["median_s"] > 0
+        assert 0 < row["rms_error"] < 0.05  # bfloat16 rounds to 2^-9 of each number, and products of products of them
+        assert set(row["ratio_to"]) == ran - {row["provider"]}
+    skipped = {reason.split(",")[0] for reason in report["machine"]["skipped"]}
+    assert skipped == set(SUBJECTS[subject].PROVIDERS) - ran
+    text = capsys.readouterr().out
+    for name in skipped:
+        assert f"\n {name}: " in text
+    if importlib.util.find_spec("deepspeed") is None:
+        assert "\n deepspeed: not installed: No module named 'deepspeed'" in text
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_quick_has_points_that_can_be_measured(subject: str) -> None:
+    module = SUBJECTS[subject]
+    points = [entry.point for entry in module.quick_entries()]
+    assert len(set(points)) == len(points)
+    for entry in module.quick_entries():
+        assert set(entry.providers) <= set(module.PROVIDERS)
+        assert entry.memory
+        module.check(entry.point)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["mlp", "--provider", "torch"],
+        ["mlp", "--case", "full"],
+        ["mlp", "--head-dim", "8"],
+        ["mlp", "--num-tiles", "0"],
+        ["loss", "--intermediate-size", "8"],
+        ["loss", "--vocab-size", "-1"],
+        ["loss", "--case", "causal"],
+        ["mlp", "--case", "checkpointed", "--provider", "checkpoint", "--seq-len", "4", "--hidden-size", "4"],
+    ],
+)
+def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *options, "--repeats", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ringtile: error: ")
+    assert error.count("\n") == 1
+    assert "expected" in error
+
+
+def test_a_provider_without_backward_has_one_pass() -> None:
+    out = torch.ones(3)
+    assert [list(found) for found in errors(results(Candidate(lambda: out, None)), (out.double(), out.double()))] == [
+        ["forward"],
+        ["forward"],
+    ]
