@@ -1,5 +1,6 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
 # make test    set up, build, lint, and run every test (C under sanitizers, then Python)
+# make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make lint    clang-format, ruff, mypy
 # make setup   .venv with everything that constraints.txt pins
 # make clean   remove what a build leaves behind
@@ -9,7 +10,7 @@ CORE := $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch])
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 LOCK := mkdir -p build && flock build/.lock
 
-.PHONY: setup build train test lint clean ctest
+.PHONY: setup build train test lint clean ctest emulator
 setup: .venv/.ready
 build: build/.built
 
@@ -29,11 +30,14 @@ train: build
 ctest:
 	$(MAKE) -C tests/c
 
-test: build lint ctest
+emulator:
+	$(MAKE) -C tests/emulator
+
+test: build lint ctest emulator
 	$(BIN)/python -m pytest
 
 lint: setup
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.[ch]' 'csrc/*.cpp' 'tests/*.[ch]')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -47,7 +47,8 @@ extern "C" {
     X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than the matching *_bytes "      \
                     "function says")                                                                         \
     X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                           \
-    X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")
+    X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")                   \
+    X(RT_CUDA, "the CUDA runtime refused to start a kernel")
 
 typedef enum rt_status {
 #define RT_STATUS_ENUM(name, text) name,

@@ -1,0 +1,427 @@
+// The emulator: fibers, and a shadow of memory that knows who touched what, when.
+#include "../../cuda/device.cuh"
+
+#include <csetjmp>
+#include <cstdio>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32, STACK_BYTES = 256 * 1024;
+constexpr int NOBODY = -1, SEVERAL = -2;
+constexpr int CELL_BYTES = 2; // memory is watched in units of the smallest element
+
+// Time as vector clocks. A warp's clock moves on at every barrier it takes part in; a thread's `seen` holds, for every
+// warp, up to where its accesses lie before what this thread does now. (A barrier of a warp orders its own lanes only.)
+using Clock = uint32_t;
+
+struct AsyncCopy {
+    shared_address to;
+    const void *from;
+    int num_bytes;
+    int64_t group;
+};
+
+struct Thread {
+    int index;
+    ucontext_t start;
+    jmp_buf at;
+    std::unique_ptr<char[]> stack;
+    bool done;
+    const int64_t *waits_for; // blocked while *waits_for == waits_value
+    int64_t waits_value;
+    const char *waits_in;
+    Clock seen[MAX_WARPS];
+    std::vector<AsyncCopy> copies; // started, not waited for
+    int64_t group;                 // of the next copy
+};
+
+struct Meeting { // of the lanes of a warp, or the threads of a block
+    int num_arrived;
+    int64_t number; // meetings that are over
+    const char *name;
+    Lanes brought;
+};
+
+struct Touch {
+    int thread = NOBODY;
+    Clock clock = 0;
+};
+
+struct SharedCell {
+    enum { EMPTY, COPYING, WRITTEN } state = EMPTY;
+    Touch writer, readers[MAX_WARPS]; // the last reader of each warp, SEVERAL of its lanes at that clock
+};
+
+struct GlobalCell {
+    int64_t write_block = -1, read_block = -1;
+    Touch writer;
+};
+
+struct Region {
+    const char *begin, *end;
+    bool writable;
+    std::vector<GlobalCell> cells;
+};
+
+jmp_buf scheduler;
+ucontext_t boot;
+std::vector<std::unique_ptr<Thread>> threads;
+Thread *current;
+int threads_in_block;
+int64_t block, blocks_in_grid;
+const std::function<void()> *kernel_body;
+Meeting warp_meetings[MAX_WARPS], block_meeting;
+std::vector<SharedCell> shared_cells;
+std::vector<char> shared_bytes;
+std::vector<Region> regions;
+std::vector<std::unique_ptr<Fault>> faults; // of this launch
+Statistics counted;
+
+[[noreturn]] void fail(const std::string &what) {
+    throw Fault{"block " + std::to_string(block) + ", thread " + std::to_string(current->index) + ": " +
+                what};
+}
+
+std::string thread_name(int thread) {
+    return thread == SEVERAL ? std::string("several threads") : "thread " + std::to_string(thread);
+}
+
+int warp_of(int thread) { return thread / 32; }
+
+// ---- fibers --------------------------------------------------------------------------------------
+
+// The first switch into a fiber needs ucontext; setjmp makes the others cheap, as it leaves the signal mask alone.
+void give_way() {
+    if (_setjmp(current->at) == 0) _longjmp(scheduler, 1);
+}
+
+void fiber_main() {
+    Thread *const self = current;
+    if (_setjmp(self->at) == 0) setcontext(&boot);
+    for (;;) {
+        try {
+            (*kernel_body)();
+            if (!self->copies.empty()) fail("ends with an async copy that it did not wait for");
+        } catch (const Fault &fault) {
+            faults.push_back(std::make_unique<Fault>(fault));
+        }
+        self->done = true;
+        give_way();
+    }
+}
+
+void add_thread() {
+    auto thread = std::make_unique<Thread>();
+    thread->index = (int)threads.size();
+    thread->stack = std::make_unique<char[]>(STACK_BYTES);
+    getcontext(&thread->start);
+    thread->start.uc_stack.ss_sp = thread->stack.get();
+    thread->start.uc_stack.ss_size = STACK_BYTES;
+    thread->start.uc_link = nullptr;
+    makecontext(&thread->start, fiber_main, 0);
+    current = thread.get();
+    swapcontext(&boot, &thread->start);
+    threads.push_back(std::move(thread));
+}
+
+bool is_ready(const Thread &thread) {
+    return !thread.done && (thread.waits_for == nullptr || *thread.waits_for != thread.waits_value);
+}
+
+void resume(Thread &thread) {
+    current = &thread;
+    thread.waits_for = nullptr;
+    if (_setjmp(scheduler) == 0) _longjmp(thread.at, 1);
+    if (!faults.empty()) throw *faults.front();
+}
+
+// Whether one of the lanes could go on. A warp does so for as long as one can.
+bool run_warp(int warp) {
+    bool any = false;
+    for (bool progress = true; progress; any |= progress) {
+        progress = false;
+        for (int i = warp * 32; i < warp * 32 + 32; i++)
+            if (is_ready(*threads[(size_t)i])) {
+                resume(*threads[(size_t)i]);
+                progress = true;
+            }
+    }
+    return any;
+}
+
+void run_block() {
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (int warp = 0; warp < threads_in_block / 32; warp++) progress |= run_warp(warp);
+    }
+    for (int i = 0; i < threads_in_block; i++)
+        if (!threads[(size_t)i]->done) {
+            current = threads[(size_t)i].get();
+            fail(std::string("waits forever in ") + current->waits_in + ", where other threads do not come");
+        }
+}
+
+void wait_for(const Meeting &meeting, int64_t number) {
+    current->waits_for = &meeting.number;
+    current->waits_value = number;
+    current->waits_in = meeting.name;
+    give_way();
+}
+
+// What any of these threads has seen, all of them have now; what they do from here on is new.
+void join_clocks(int first, int count) {
+    Clock seen[MAX_WARPS] = {};
+    for (int i = first; i < first + count; i++)
+        for (int w = 0; w < MAX_WARPS; w++) seen[w] = std::max(seen[w], threads[(size_t)i]->seen[w]);
+    for (int w = warp_of(first); w <= warp_of(first + count - 1); w++) seen[w]++;
+    for (int i = first; i < first + count; i++) memcpy(threads[(size_t)i]->seen, seen, sizeof(seen));
+}
+
+bool is_before_now(const Touch &touch) {
+    return touch.thread == NOBODY || touch.thread == current->index ||
+           current->seen[warp_of(touch.thread)] > touch.clock;
+}
+
+// Several lanes of a warp count as one of another warp, and as somebody else for each of their own.
+bool read_is_before_now(const Touch &reader, int warp) {
+    return reader.thread == NOBODY || reader.thread == current->index || current->seen[warp] > reader.clock;
+}
+
+Touch touch_now() { return {current->index, current->seen[warp_of(current->index)]}; }
+
+// ---- shared memory -------------------------------------------------------------------------------
+
+std::string at_shared(shared_address address) { return " shared byte " + std::to_string(address); }
+
+void check_shared_place(shared_address address, int num_bytes) {
+    if (address % (shared_address)num_bytes != 0)
+        fail("misaligned access of " + std::to_string(num_bytes) + " bytes at" + at_shared(address));
+    if ((int64_t)address + num_bytes > (int64_t)shared_bytes.size())
+        fail("access outside the block's " + std::to_string(shared_bytes.size()) + " bytes, at" +
+             at_shared(address));
+}
+
+void read_shared_cell(SharedCell &cell, shared_address address) {
+    if (cell.state == SharedCell::EMPTY) fail("reads what nobody wrote, at" + at_shared(address));
+    if (cell.state == SharedCell::COPYING)
+        fail("reads before the wait of the async copy by " + thread_name(cell.writer.thread) + ", at" +
+             at_shared(address));
+    if (!is_before_now(cell.writer))
+        fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
+             at_shared(address));
+    const Touch now = touch_now();
+    Touch &reader = cell.readers[warp_of(now.thread)];
+    const bool shared = reader.thread != NOBODY && reader.thread != now.thread && reader.clock == now.clock;
+    reader = {shared ? SEVERAL : now.thread, now.clock};
+}
+
+void write_shared_cell(SharedCell &cell, shared_address address) {
+    if (cell.state == SharedCell::COPYING)
+        fail("writes where an async copy by " + thread_name(cell.writer.thread) + " is under way, at" +
+             at_shared(address));
+    if (!is_before_now(cell.writer))
+        fail("race: writes over what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
+             at_shared(address));
+    for (int warp = 0; warp < threads_in_block / 32; warp++)
+        if (!read_is_before_now(cell.readers[warp], warp))
+            fail("race: writes over what " + thread_name(cell.readers[warp].thread) + " of warp " +
+                 std::to_string(warp) + " read, no barrier between, at" + at_shared(address));
+    cell = {};
+    cell.state = SharedCell::WRITTEN;
+    cell.writer = touch_now();
+}
+
+void finish_copy(const AsyncCopy &copy) {
+    memset(&shared_bytes[copy.to], 0, 16);
+    if (copy.num_bytes > 0) memcpy(&shared_bytes[copy.to], copy.from, (size_t)copy.num_bytes);
+    for (size_t i = 0; i < 16 / CELL_BYTES; i++) {
+        SharedCell &cell = shared_cells[copy.to / CELL_BYTES + i];
+        cell.state = SharedCell::WRITTEN;
+        cell.writer = touch_now();
+    }
+}
+
+// ---- global memory -------------------------------------------------------------------------------
+
+Region *region_of(const char *begin, const char *end) {
+    for (Region &region : regions)
+        if (begin >= region.begin && end <= region.end) return &region;
+    return nullptr;
+}
+
+void touch_global_cell(Access access, GlobalCell &cell) {
+    if (cell.write_block >= 0 && (cell.write_block != block || !is_before_now(cell.writer)))
+        fail("race in global memory: touches what block " + std::to_string(cell.write_block) + ", " +
+             thread_name(cell.writer.thread) + " wrote");
+    if (access == Access::READ) {
+        cell.read_block = cell.read_block < 0 || cell.read_block == block ? block : SEVERAL;
+        return;
+    }
+    if (cell.read_block != -1 && cell.read_block != block)
+        fail("race in global memory: writes what another block read");
+    cell.write_block = block;
+    cell.writer = touch_now();
+}
+
+} // namespace
+
+// ---- for tests -----------------------------------------------------------------------------------
+
+void lend(const void *begin, int64_t num_bytes, bool writable) {
+    const char *const first = static_cast<const char *>(begin);
+    regions.push_back({first, first + num_bytes, writable, {}});
+}
+
+void take_back_all() { regions.clear(); }
+
+Statistics statistics() { return counted; }
+
+void run(const std::function<void()> &kernel, int64_t num_blocks, int num_threads, int num_shared_bytes) {
+    if (num_threads < 32 || num_threads % 32 != 0 || num_threads > MAX_THREADS)
+        throw Fault{"a block of " + std::to_string(num_threads) + " threads"};
+    while ((int)threads.size() < num_threads) add_thread();
+    kernel_body = &kernel;
+    threads_in_block = num_threads;
+    blocks_in_grid = num_blocks;
+    for (Region &region : regions)
+        if (region.writable)
+            region.cells.assign((size_t)(region.end - region.begin + CELL_BYTES - 1) / CELL_BYTES, {});
+    shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
+    for (block = 0; block < num_blocks; block++) {
+        shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
+        for (Meeting &meeting : warp_meetings) meeting = {};
+        block_meeting = {};
+        for (int i = 0; i < num_threads; i++) {
+            Thread &thread = *threads[(size_t)i];
+            thread.done = false;
+            thread.waits_for = nullptr;
+            memset(thread.seen, 0, sizeof(thread.seen));
+            thread.copies.clear();
+            thread.group = 0;
+        }
+        try {
+            run_block();
+        } catch (const Fault &) {
+            faults.clear();
+            threads.clear(); // those that are in the middle of the kernel cannot be used again
+            throw;
+        }
+    }
+}
+
+// ---- for device.cuh ------------------------------------------------------------------------------
+
+int thread_index() { return current->index; }
+int num_threads() { return threads_in_block; }
+int64_t block_index() { return block; }
+int64_t num_blocks() { return blocks_in_grid; }
+
+void block_barrier() {
+    block_meeting.name = "block_barrier";
+    if (++block_meeting.num_arrived < threads_in_block) {
+        wait_for(block_meeting, block_meeting.number);
+        return;
+    }
+    join_clocks(0, threads_in_block);
+    block_meeting.num_arrived = 0;
+    block_meeting.number++;
+}
+
+void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
+    Meeting &meeting = warp_meetings[warp_of(current->index)];
+    if (meeting.num_arrived == 0) meeting.name = name;
+    if (strcmp(meeting.name, name) != 0)
+        fail(std::string("calls ") + name + " while lanes of its warp are in " + meeting.name);
+    meeting.brought[current->index % 32] = mine;
+    if (++meeting.num_arrived < 32) {
+        wait_for(meeting, meeting.number);
+        return;
+    }
+    act(meeting.brought);
+    meeting.num_arrived = 0;
+    meeting.number++;
+}
+
+void join_clocks_of_warp() { join_clocks(warp_of(current->index) * 32, 32); }
+
+void check_global(Access access, const void *address, int64_t num_bytes) {
+    const char *const begin = static_cast<const char *>(address);
+    if ((uintptr_t)begin % (uintptr_t)num_bytes != 0) fail("misaligned access to global memory");
+    Region *const region = region_of(begin, begin + num_bytes);
+    if (region == nullptr) fail("access to global memory outside every array that was lent");
+    if (!region->writable) {
+        if (access == Access::WRITE) fail("writes an array that was lent for reading");
+        return;
+    }
+    const int64_t first = (begin - region->begin) / CELL_BYTES,
+                  last = (begin + num_bytes - 1 - region->begin) / CELL_BYTES;
+    for (int64_t i = first; i <= last; i++) touch_global_cell(access, region->cells[(size_t)i]);
+}
+
+void *check_shared(Access access, shared_address address, int num_bytes) {
+    check_shared_place(address, num_bytes);
+    for (int i = 0; i < num_bytes; i += CELL_BYTES) {
+        SharedCell &cell = shared_cells[(address + (shared_address)i) / CELL_BYTES];
+        if (access == Access::READ)
+            read_shared_cell(cell, address);
+        else
+            write_shared_cell(cell, address);
+    }
+    return &shared_bytes[address];
+}
+
+// The bytes may arrive at any time from now on: to others it is a write now, and once more at the end of the wait.
+void async_copy(shared_address to, const void *from, int num_bytes) {
+    if (num_bytes < 0 || num_bytes > 16) fail("an async copy of " + std::to_string(num_bytes) + " bytes");
+    if ((uintptr_t)from % 16 != 0) fail("misaligned async copy from global memory");
+    if (num_bytes > 0 &&
+        region_of(static_cast<const char *>(from), static_cast<const char *>(from) + num_bytes) == nullptr)
+        fail("async copy from outside every array that was lent");
+    check_shared(Access::WRITE, to, 16);
+    for (size_t i = 0; i < 16 / CELL_BYTES; i++)
+        shared_cells[to / CELL_BYTES + i].state = SharedCell::COPYING;
+    current->copies.push_back({to, from, num_bytes, current->group});
+}
+
+void async_commit() { current->group++; }
+
+void async_wait(int pending) {
+    auto &copies = current->copies;
+    size_t kept = 0;
+    for (const AsyncCopy &copy : copies) {
+        if (copy.group < current->group - pending)
+            finish_copy(copy);
+        else
+            copies[kept++] = copy;
+    }
+    copies.resize(kept);
+}
+
+void count_matrix_load(const shared_address (&rows)[32]) {
+    counted.matrix_loads++;
+    for (int matrix = 0; matrix < 4;
+         matrix++) // a pass of 8 rows, which should lie in 8 different groups of 4 banks
+        for (int i = 0; i < 8; i++)
+            for (int j = 0; j < i; j++) {
+                const shared_address a = rows[matrix * 8 + i], b = rows[matrix * 8 + j];
+                if (a != b && a / 16 % 8 == b / 16 % 8) {
+                    counted.bank_conflicts++;
+                    break;
+                }
+            }
+}
+
+} // namespace emulator
+
+extern "C" {
+void emulator_report(const char *message) { printf("emulator: %s\n", message); }
+void emulator_lend(const void *begin, int64_t num_bytes, bool writable) {
+    emulator::lend(begin, num_bytes, writable);
+}
+void emulator_take_back_all(void) { emulator::take_back_all(); }
+int64_t emulator_bank_conflicts(void) { return emulator::statistics().bank_conflicts; }
+}
