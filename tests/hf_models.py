@@ -1,7 +1,10 @@
 """Tiny transformers models, made from a configuration, for the tests of ringtile.hf."""
 
+from typing import Any
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SIZES = {
     "vocab_size": 96,
@@ -58,3 +61,20 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: object) -> Pre
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SIZES, **settings, **overrides})
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def with_lora(model: PreTrainedModel) -> Any:
+    """The model with LoRA adapters on attention and MLP. Neither factor starts at zero, so both have gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of as many words as the models have tokens, for trainers that want to hold one."""
+    special = {0: "<pad>", 1: "<bos>", 2: "<eos>"}
+    words = {special.get(i, f"w{i}"): i for i in range(96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import datasets
 import ringtile
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
-from hf_models import tiny_model
+from hf_engines import engine as engine_arguments
+from hf_engines import full_weights
+from hf_models import tiny_model, tiny_tokenizer, with_lora
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -87,6 +90,7 @@ def enter_world() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -102,12 +106,15 @@ def make_trainer(
     stream: bool = False,
     late_targets: bool = False,
     model: torch.nn.Module | None = None,
+    lora: bool = False,
+    num_rows: int = 22,
     trainer_arguments: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Trainer:
     """A Trainer on 22 training and 5 evaluation rows; SGD without clipping, so that weights show every gradient."""
     enter_world()
-    train_rows = make_rows(22, late_targets=late_targets)
+    train_rows: Any = make_rows(num_rows, late_targets=late_targets)
+    eval_rows: Any = make_rows(5, seed=1)
     settings = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -124,18 +131,34 @@ def make_trainer(
         "include_num_input_tokens_seen": "all",
         **arguments,
     }
+    model = model or tiny_model(family).train()  # before the arguments, under which DeepSpeed may shard new models
+    model = with_lora(model) if lora else model
+    folder = tempfile.mkdtemp(prefix="ringtile-test-")
+    extra = {"data_collator": collator or Padded(), **(trainer_arguments or {})}
+    if trainer_class.__name__ == "SFTTrainer":
+        from trl import SFTConfig
+
+        training_arguments = SFTConfig(folder, **{"max_length": 64, "bf16": False, **settings})
+        train_rows, eval_rows = (datasets.Dataset.from_list(rows) for rows in (train_rows, eval_rows))
+        extra = {"processing_class": tiny_tokenizer(), **(trainer_arguments or {})}
+    else:
+        training_arguments = TrainingArguments(folder, **settings)
     return trainer_class(
-        model or tiny_model(family).train(),
-        TrainingArguments(tempfile.mkdtemp(prefix="ringtile-test-"), **settings),
+        model,
+        training_arguments,
         train_dataset=Stream(train_rows) if stream else train_rows,
-        eval_dataset=make_rows(5, seed=1),
-        data_collator=collator or Padded(),
-        **(trainer_arguments or {}),
+        eval_dataset=eval_rows,
+        **extra,
     )
 
 
-def train(config: dict[str, Any] | None, *, evaluate: bool = True, **options: Any) -> Run:
+def train(config: dict[str, Any] | None, *, engine: str = "DDP", **options: Any) -> Run:
     """Trains, evaluates and predicts; with `config`, under ringtile. Run it on every rank."""
+    with engine_arguments(engine) as arguments:
+        return _train(config, **{**arguments, **options})
+
+
+def _train(config: dict[str, Any] | None, *, evaluate: bool = True, **options: Any) -> Run:
     trainer = make_trainer(**options)
     run = Run()
     if config is not None:
@@ -145,7 +168,7 @@ def train(config: dict[str, Any] | None, *, evaluate: bool = True, **options: An
         if "loss" in entry:
             run.losses.append(entry["loss"])
             run.grad_norms.append(float(entry.get("grad_norm", 0.0)))
-    run.weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    run.weights = full_weights(trainer.model)
     run.num_input_tokens = trainer.state.num_input_tokens_seen
     run.total_flos, run.epoch, run.global_step = (
         trainer.state.total_flos,

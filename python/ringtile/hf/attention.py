@@ -76,6 +76,7 @@ def attention_forward(
         )
     _refuse_inexact(module, dropout, attention_mask, kwargs)
     cut.attention_calls += 1
+    query, key, value = (_as_autocast(x) for x in (query, key, value))
     out = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -87,6 +88,12 @@ def attention_forward(
         softcap=softcap or 0.0,
     )
     return out, None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """What autocast hands to scaled_dot_product_attention: queries and keys come out of RoPE wider than values."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def attention_mask(**kwargs: Any) -> Tensor | None:

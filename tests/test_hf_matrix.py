@@ -1,0 +1,79 @@
+"""Trainers x engines x meshes x weights x ways to train: every cell has the losses and weights of one process.
+
+pytest tests/test_hf_matrix.py                           40 cells, in which every pair of choices occurs
+pytest tests/test_hf_matrix.py -m "matrix or not matrix" all 128
+"""
+
+import functools
+import itertools
+
+import pytest
+from hf_training import Run, packed, train
+from pool import run_ranks
+
+TRAINERS = ("Trainer", "SFTTrainer")
+ENGINES = ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3")
+WORLDS = {"cp2": 2, "dp2 x cp2": 4}
+WEIGHTS = ("full", "LoRA")
+WAYS = ("plain", "checkpointing", "accumulation", "packing")
+# fp32, as in test_hf_trainer.py: other orders of sums of some ten terms, passed on over three steps.
+TOLERANCE = 1e-6
+
+
+def _options(trainer: str, weights: str, way: str) -> dict:
+    """What `hf_training.train` is given, apart from the engine and the number of rows of a batch."""
+    options = {"num_rows": 48, "max_steps": 3, "gradient_accumulation_steps": 1, "evaluate": False}
+    if trainer == "SFTTrainer":
+        import trl
+
+        options["trainer_class"] = trl.SFTTrainer
+    if way == "checkpointing":
+        options["gradient_checkpointing"] = True
+    elif way == "accumulation":
+        options["gradient_accumulation_steps"] = 4
+    elif way == "packing":
+        options |= {"packing": True, "max_length": 48} if trainer == "SFTTrainer" else {"collator": packed}
+    return options | {"lora": weights == "LoRA"}
+
+
+@functools.cache
+def _reference(trainer: str, weights: str, way: str, rows_of_a_batch: int) -> Run:
+    """The same in one process without ringtile, on the batches of all data-parallel groups at once."""
+    return train(None, per_device_train_batch_size=rows_of_a_batch, **_options(trainer, weights, way))
+
+
+def _packages(trainer: str, engine: str, weights: str) -> list[str]:
+    wanted = {"trl": trainer == "SFTTrainer", "peft": weights == "LoRA", "deepspeed": engine.startswith("ZeRO")}
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+CHOICES = (TRAINERS, ENGINES, WORLDS, WEIGHTS, WAYS)
+
+
+def _in_every_run(trainer: int, engine: int, world: int, weights: int, way: int) -> bool:
+    """40 of the 128 cells, given by the numbers of their choices, in which every pair of choices occurs."""
+    if engine < 2:
+        return (trainer + engine + world + weights + way) % 2 == 0
+    return trainer == (engine + way) % 2 and world == way // 2 and weights == (engine + way + way // 2) % 2
+
+
+def _cells():
+    for numbers in itertools.product(*(range(len(choices)) for choices in CHOICES)):
+        values = [list(choices)[number] for choices, number in zip(CHOICES, numbers, strict=True)]
+        marks = () if _in_every_run(*numbers) else (pytest.mark.matrix,)
+        yield pytest.param(*values, marks=marks, id="-".join(values))
+
+
+@pytest.mark.parametrize(("trainer", "engine", "world", "weights", "way"), _cells())
+def test_cell_equals_one_process(trainer, engine, world, weights, way):
+    for package in _packages(trainer, engine, weights):
+        pytest.importorskip(package)
+    expected = _reference(trainer, weights, way, WORLDS[world])
+    config, options = {"context_parallel_size": 2}, _options(trainer, weights, way)
+    for run in run_ranks(WORLDS[world], train, config, engine=engine, **options):
+        assert len(run.losses) == 3
+        assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert run.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
+        assert run.weights.keys() == expected.weights.keys()
+        for name, weight in expected.weights.items():
+            assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
