@@ -1,16 +1,22 @@
-"""Builds ringtile/_C.abi3.so: the C core as a static library, linked into one binding on torch's stable headers."""
+"""Builds ringtile/_C.abi3.so: the C core as a static library, linked into one binding on torch's stable headers.
+
+Where nvcc is, also ringtile/_cuda.abi3.so: the kernels of cuda/, under the same binding. Neither a GPU nor a torch with
+CUDA is needed for that. RINGTILE_CUDA=0 leaves it out, RINGTILE_CUDA=1 refuses to build without it.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = pathlib.Path(__file__).parent
 MIN_TORCH = (2, 11)
@@ -94,13 +100,116 @@ C_FLAGS = [
     "-fno-trapping-math",
     "-fPIC",
     "-fvisibility=hidden",
+    "-ffunction-sections",  # what a shared object does not call is left out of it
     "-Wall",
     "-Wextra",
     "-Wpedantic",
     "-Werror",
 ]
+BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    # Machine code for A100, RTX 30, RTX 40 and H100, and PTX for what comes after them.
+    "-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-Werror=all-warnings",
+    "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error",  # a kernel stays in its registers
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra,-Werror",
+]
 core_sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.c"))
 core_headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
+cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*.*"))
+
+
+def find_nvcc() -> str | None:
+    """The nvcc of CUDA_HOME, or else of PATH; None: leave the CUDA kernels out."""
+    wanted = os.environ.get("RINGTILE_CUDA", "auto")
+    if wanted not in ("0", "1", "auto"):
+        refuse(f"RINGTILE_CUDA is {wanted!r}; expected 0 (CPU only), 1 (CPU and CUDA), or auto (CUDA where nvcc is).")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    nvcc = (home and shutil.which("nvcc", path=os.path.join(home, "bin"))) or shutil.which("nvcc")
+    if not nvcc and wanted == "1":
+        refuse("RINGTILE_CUDA is 1, but nvcc is neither in CUDA_HOME nor on PATH. Install the CUDA toolkit (>= 12.4).")
+    return nvcc or None
+
+
+def compile_cuda(nvcc: str) -> list[str]:
+    """The objects of cuda/**/*.cu; those whose files have changed are compiled anew, on all cores."""
+    outdated = []
+    objects = []
+    for source in cuda_files:
+        if not source.endswith(".cu"):
+            continue
+        target = ROOT / "build" / pathlib.Path(source).with_suffix(".o")
+        objects.append(str(target))
+        needed = target.with_suffix(".d")  # "object : file file ...", lines ending in a backslash
+        files = needed.read_text().replace("\\\n", " ").split()[2:] if needed.exists() else []
+        files = [*files, __file__]
+        if not target.exists() or not needed.exists() or is_older(target, files):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            outdated.append([nvcc, *NVCC_FLAGS, "-MD", "-MF", str(needed), "-c", source, "-o", str(target)])
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for command, done in zip(outdated, pool.map(lambda c: subprocess.run(c, cwd=ROOT), outdated), strict=True):
+            if done.returncode != 0:
+                refuse(f"nvcc failed: {' '.join(command)}")
+    return objects
+
+
+def is_older(target: pathlib.Path, files: list[str]) -> bool:
+    """Whether one of the files is newer than the target, or gone."""
+    paths = [ROOT / file for file in files]
+    return any(not path.exists() or path.stat().st_mtime > target.stat().st_mtime for path in paths)
+
+
+def cuda_library_dirs(nvcc: str) -> list[str]:
+    """Where the CUDA toolkit of an nvcc keeps its libraries, as that nvcc says."""
+    said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+    libraries = next((line for line in said.splitlines() if line.startswith("#$ LIBRARIES=")), "")
+    return re.findall(r'"-L([^"]+)"', libraries)
+
+
+def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
+    """One shared object of the package: a binding, and what of the C core it calls."""
+    return CppExtension(
+        f"ringtile.{name}",
+        sources,
+        include_dirs=[str(ROOT / "csrc"), str(ROOT / "cuda")],
+        depends=[*core_sources, *core_headers, "csrc/bindings.cpp", *more.pop("depends", [])],
+        define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
+        extra_compile_args=BINDING_FLAGS,
+        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", *more.pop("extra_link_args", [])],
+        py_limited_api=True,
+        **more,
+    )
+
+
+class BuildExtensions(BuildExtension):
+    """Compiles what is CUDA with nvcc, before the extensions are built."""
+
+    def build_extensions(self) -> None:
+        for ext in self.extensions:
+            if ext.name == "ringtile._cuda":
+                ext.extra_objects = compile_cuda(NVCC)
+        super().build_extensions()
+
+
+NVCC = find_nvcc()
+extensions = [extension("_C", ["csrc/bindings.cpp", "csrc/plan_bindings.cpp"])]
+if NVCC:
+    extensions.append(
+        extension(
+            "_cuda",
+            ["cuda/bindings.cpp"],
+            depends=cuda_files,
+            library_dirs=cuda_library_dirs(NVCC),
+            libraries=["cudart_static", "dl", "rt", "pthread"],
+            # libtorch.so brings libtorch_cuda.so where torch has it; nothing here names a symbol of either.
+            extra_link_args=["-Wl,--no-as-needed,-ltorch"],
+        )
+    )
 
 setup(
     libraries=[
@@ -114,25 +223,7 @@ setup(
             },
         )
     ],
-    ext_modules=[
-        CppExtension(
-            "ringtile._C",
-            ["csrc/bindings.cpp"],
-            include_dirs=[str(ROOT / "csrc")],
-            depends=[*core_sources, *core_headers],
-            define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
-            extra_compile_args=[
-                "-O2",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-Wno-unused-parameter",
-            ],
-            extra_link_args=["-Wl,--exclude-libs,ALL"],
-            py_limited_api=True,
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=False)},
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildExtensions.with_options(use_ninja=False)},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -1,15 +1,18 @@
-"""What setup.py says when it cannot build: one clear line, before any compiler output."""
+"""What setup.py says when it cannot build: one clear line, before any compiler output; and what it built asks for."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import re
 import stat
 import subprocess
 import sys
 
 import pytest
+import ringtile
 
+PACKAGE = pathlib.Path(ringtile.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -58,3 +61,63 @@ def test_compiler_without_python_headers_is_one_line(tmp_path: pathlib.Path) -> 
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     assert_refused(run_setup(CXX=str(compiler)), "Python's headers")
+
+
+def test_cuda_without_nvcc_is_one_line() -> None:
+    before = (
+        "import shutil; which = shutil.which; shutil.which = lambda name, **at: name != 'nvcc' and which(name, **at)"
+    )
+    assert_refused(run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH")
+
+
+def test_unknown_cuda_choice_is_one_line() -> None:
+    assert_refused(run_setup(RINGTILE_CUDA="yes"), "RINGTILE_CUDA is 'yes'; expected 0")
+
+
+# ---- the binaries --------------------------------------------------------------------------------
+
+# Symbols of libc, libm, libgcc and libstdc++ have versions, but for some templates of std.
+VERSIONED = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+$")
+STABLE = re.compile(r"^(aoti_torch_|torch_|Py|_Py|_ZN(K|KR|O)?St|_ITM_|__gmon_start__$)")
+BINARIES = (
+    "_C",
+    pytest.param(
+        "_cuda", marks=pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
+    ),
+)
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_binary_asks_for_stable_symbols_only(name: str) -> None:
+    """One binary serves every torch and Python: it names C shims of libtorch, the limited C API, and the runtimes."""
+    asked = subprocess.run(
+        ["nm", "-D", "--undefined-only", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True
+    )
+    symbols = [line.split()[-1] for line in asked.stdout.splitlines()]
+    assert [symbol for symbol in symbols if not VERSIONED.search(symbol) and not STABLE.match(symbol)] == []
+    assert ("aoti_torch_get_current_cuda_stream" in symbols) == (name == "_cuda")
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_binary_needs_no_cuda_library(name: str) -> None:
+    """libtorch.so brings libtorch_cuda.so where torch has one; the CUDA half asks that for one symbol."""
+    read = subprocess.run(["readelf", "-d", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True)
+    needed = re.findall(r"NEEDED.*\[(.*)\]", read.stdout)
+    assert not [library for library in needed if "cuda" in library]
+    assert ("libtorch.so" in needed) == (name == "_cuda")
+
+
+@pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
+def test_cuda_binary_registers_every_kernel() -> None:
+    """The CUDA half has all kernels of the CPU half but those of plans. Loaded without looking symbols up."""
+    program = """
+import os, sys
+sys.setdlopenflags(os.RTLD_LAZY)
+import torch, ringtile._C, ringtile._cuda
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ringtile::")}
+print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    missing = ["attn_bwd_", "attn_fwd_"]  # not written yet
+    assert done.stdout.strip() == str([f"ringtile::{name}" for name in (*missing, "digest", "layout_check", "plan")])

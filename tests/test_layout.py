@@ -184,7 +184,7 @@ def test_unshard_of_ranks_that_disagree_is_refused() -> None:
 @pytest.mark.parametrize(
     ("local", "dim", "layout", "message"),
     [
-        (torch.zeros(2, 7), 1, Layout.zigzag(8, 1), r"\(2, 7\) on cpu, dim 1; expected size 8 in dim on rank 0"),
+        (torch.zeros(2, 7), 1, Layout.zigzag(8, 1), r"\(2, 7\), dim 1; expected size 8 in dim on rank 0"),
         (torch.zeros(2, 8), 2, Layout.zigzag(8, 1), r"local is \(2, 8\), dim 2; expected one of its dims"),
         (torch.zeros(2, 4), 1, Layout.zigzag(8, 2), "the layout is for 2 ranks, the group has 1; expected as many"),
     ],

@@ -1,4 +1,5 @@
 // The boundary of softmax cross entropy: checks, then tokens dealt to workers.
+#include "cross_entropy.h"
 #include "../isa/kernels.h"
 #include "../parallel.h"
 
@@ -20,11 +21,10 @@ static void run_task(void *ctx, int64_t task, int64_t worker) {
                                 last < job->p->num_tokens ? last : job->p->num_tokens);
 }
 
-rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
-                                   void *loss, void *lse, rt_parallel parallel) {
-    const rt_kernels *kernels;
-    const rt_status status = rt_kernels_for(p->dtype, &kernels);
-    if (status != RT_OK) return status;
+rt_status rt_cross_entropy_check(const rt_cross_entropy_params *p, const void *logits, const void *labels,
+                                 const void *loss, const void *lse) {
+    if (p->dtype != RT_F64 && p->dtype != RT_F32 && p->dtype != RT_BF16 && p->dtype != RT_F16)
+        return RT_BAD_DTYPE;
     if (p->num_tokens < 0 || p->vocab_size < 1) return RT_BAD_SHAPE;
     if (p->want_grad && p->num_tokens > 1 && p->logits_stride < p->vocab_size) return RT_BAD_STRIDE;
     // Written so that NaN fails.
@@ -32,8 +32,16 @@ rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logit
     const bool softcap_ok = p->softcap >= 0 && isfinite(p->softcap),
                z_loss_ok = p->z_loss >= 0 && isfinite(p->z_loss);
     if (!smoothing_ok || !softcap_ok || !z_loss_ok) return RT_BAD_SCALE;
-    if (p->num_tokens == 0) return RT_OK;
-    if (logits == NULL || labels == NULL || loss == NULL || lse == NULL) return RT_BAD_POINTER;
+    const bool all_there = logits != NULL && labels != NULL && loss != NULL && lse != NULL;
+    return p->num_tokens > 0 && !all_there ? RT_BAD_POINTER : RT_OK;
+}
+
+rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
+                                   void *loss, void *lse, rt_parallel parallel) {
+    const rt_kernels *kernels;
+    rt_status status = rt_cross_entropy_check(p, logits, labels, loss, lse);
+    if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);
+    if (status != RT_OK || p->num_tokens == 0) return status;
     for (int64_t t = 0; t < p->num_tokens; t++)
         if (labels[t] != p->ignore_index && (labels[t] < 0 || labels[t] >= p->vocab_size))
             return RT_BAD_LABEL;

@@ -1,4 +1,5 @@
 // The boundary of the gated MLP: checks, then rows dealt to workers.
+#include "glu.h"
 #include "../isa/kernels.h"
 #include "../parallel.h"
 
@@ -20,11 +21,10 @@ static bool rows_overlap(const rt_glu_params *p, int64_t stride) {
     return p->num_rows > 1 && stride < p->num_cols;
 }
 
-static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, rt_parallel parallel) {
-    const bool backward = arrays->dprod != NULL;
-    const rt_kernels *kernels;
-    const rt_status status = rt_kernels_for(p->dtype, &kernels);
-    if (status != RT_OK) return status;
+rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up, const void *prod,
+                       bool backward) {
+    if (p->dtype != RT_F64 && p->dtype != RT_F32 && p->dtype != RT_BF16 && p->dtype != RT_F16)
+        return RT_BAD_DTYPE;
     switch (p->kind) {
     case RT_GLU_SILU:
     case RT_GLU_GELU:
@@ -37,8 +37,16 @@ static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, rt
     if (p->num_rows < 0 || p->num_cols < 0) return RT_BAD_SHAPE;
     if (rows_overlap(p, p->prod_stride)) return RT_BAD_STRIDE;
     if (backward && (rows_overlap(p, p->gate_stride) || rows_overlap(p, p->up_stride))) return RT_BAD_STRIDE;
-    if (p->num_rows == 0 || p->num_cols == 0) return RT_OK;
-    if (arrays->gate == NULL || arrays->up == NULL || arrays->prod == NULL) return RT_BAD_POINTER;
+    const bool empty = p->num_rows == 0 || p->num_cols == 0;
+    return !empty && (gate == NULL || up == NULL || prod == NULL) ? RT_BAD_POINTER : RT_OK;
+}
+
+static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, bool backward,
+                         rt_parallel parallel) {
+    const rt_kernels *kernels;
+    rt_status status = rt_glu_check(p, arrays->gate, arrays->up, arrays->prod, backward);
+    if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);
+    if (status != RT_OK || p->num_rows == 0 || p->num_cols == 0) return status;
 
     glu_job job = {p, arrays, kernels, rt_rows_per_task(p->num_cols)};
     rt_for_each(parallel, rt_num_tasks(p->num_rows, job.rows_per_task), run_task, &job);
@@ -48,12 +56,11 @@ static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, rt
 rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
                      rt_parallel parallel) {
     const rt_glu_arrays arrays = {.gate = gate, .up = up, .prod = prod};
-    return run_glu(p, &arrays, parallel);
+    return run_glu(p, &arrays, false, parallel);
 }
 
 rt_status rt_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel) {
     const rt_glu_arrays arrays = {
         .gate = gate, .up = up, .dprod = dprod, .dgate = gate, .dup = up, .prod = dprod};
-    if (dprod == NULL && p->num_rows > 0 && p->num_cols > 0) return RT_BAD_POINTER;
-    return run_glu(p, &arrays, parallel);
+    return run_glu(p, &arrays, true, parallel);
 }

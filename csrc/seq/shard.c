@@ -1,17 +1,10 @@
 // Gather and scatter of runs: strided copies between a global and a local tensor of any rank and dtype.
+#include "shard.h"
 #include "../overlap.h"
 #include "../parallel.h"
 #include "runs.h"
 
 #include <string.h>
-
-// A copy of num_elements elements, as nested loops; dim 0 is the outermost. Steps are in bytes.
-typedef struct strided_copy {
-    int64_t ndim, element_bytes, num_elements;
-    int64_t size[RT_MAX_DIMS], from_step[RT_MAX_DIMS], to_step[RT_MAX_DIMS];
-    const char *from;
-    char *to;
-} strided_copy;
 
 typedef struct shard_job {
     const rt_shard_params *p;
@@ -21,11 +14,9 @@ typedef struct shard_job {
     int64_t num_tasks;
 } shard_job;
 
-// The copy of one run, with as few loops as possible: dims of size 1 vanish, and a dim that continues the one
-// inside it, in both tensors, joins it.
-static strided_copy copy_of_run(const shard_job *job, const rt_run *run) {
-    const rt_shard_params *p = job->p;
-    strided_copy copy = {.element_bytes = p->element_bytes, .num_elements = 1};
+rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, const void *from, void *to,
+                               bool to_global) {
+    rt_strided_copy copy = {.element_bytes = p->element_bytes, .num_elements = 1};
     for (int64_t d = 0; d < p->ndim; d++) {
         const bool cut = d == p->dim;
         const int64_t size = cut ? run->length : p->sizes[d];
@@ -33,8 +24,8 @@ static strided_copy copy_of_run(const shard_job *job, const rt_run *run) {
         if (size == 1) continue;
         const int64_t global_step = p->global_strides[d] * p->element_bytes * (cut ? run->stride : 1);
         const int64_t local_step = p->local_strides[d] * p->element_bytes;
-        const int64_t from_step = job->to_global ? local_step : global_step;
-        const int64_t to_step = job->to_global ? global_step : local_step;
+        const int64_t from_step = to_global ? local_step : global_step;
+        const int64_t to_step = to_global ? global_step : local_step;
         const int64_t last = copy.ndim - 1;
         if (last >= 0 && copy.from_step[last] == size * from_step && copy.to_step[last] == size * to_step) {
             copy.size[last] *= size;
@@ -48,8 +39,8 @@ static strided_copy copy_of_run(const shard_job *job, const rt_run *run) {
 
     const int64_t global_begin = run->global_begin * p->global_strides[p->dim] * p->element_bytes;
     const int64_t local_begin = run->local_begin * p->local_strides[p->dim] * p->element_bytes;
-    copy.from = job->from + (job->to_global ? local_begin : global_begin);
-    copy.to = job->to + (job->to_global ? global_begin : local_begin);
+    copy.from = (const char *)from + (to_global ? local_begin : global_begin);
+    copy.to = (char *)to + (to_global ? global_begin : local_begin);
     return copy;
 }
 
@@ -86,7 +77,7 @@ static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_s
 }
 
 // Copies the elements first .. last - 1, counted in the order of the loops.
-static void copy_range(const strided_copy *copy, int64_t first, int64_t last) {
+static void copy_range(const rt_strided_copy *copy, int64_t first, int64_t last) {
     const int64_t inner = copy->ndim - 1;
     while (first < last) {
         int64_t index = first / copy->size[inner];
@@ -115,28 +106,37 @@ static void run_task(void *ctx, int64_t task, int64_t worker) {
     (void)worker;
     const shard_job *job = ctx;
     for (int64_t r = 0; r < job->p->num_runs; r++) {
-        const strided_copy copy = copy_of_run(job, &job->p->runs[r]);
+        const rt_strided_copy copy =
+            rt_copy_of_run(job->p, &job->p->runs[r], job->from, job->to, job->to_global);
         copy_range(&copy, share(copy.num_elements, task, job->num_tasks),
                    share(copy.num_elements, task + 1, job->num_tasks));
     }
 }
 
-static rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool to_global,
-                           rt_parallel parallel) {
+rt_status rt_shard_check(const rt_shard_params *p, const void *from, const void *to, bool to_global,
+                         int64_t *num_bytes) {
     if (p->ndim < 1 || p->ndim > RT_MAX_DIMS || p->dim < 0 || p->dim >= p->ndim) return RT_BAD_DIM;
     if (p->sizes == NULL || p->global_strides == NULL || p->local_strides == NULL) return RT_BAD_POINTER;
     if (p->element_bytes < 1 || p->global_len < 0) return RT_BAD_SHAPE;
-    int64_t num_bytes = p->element_bytes, written[RT_MAX_DIMS]; // sizes of the tensor that is written
+    *num_bytes = p->element_bytes;
+    int64_t written[RT_MAX_DIMS]; // sizes of the tensor that is written
     for (int64_t d = 0; d < p->ndim; d++) {
         if (p->sizes[d] < 0) return RT_BAD_SHAPE;
-        num_bytes *= p->sizes[d];
+        *num_bytes *= p->sizes[d];
         written[d] = to_global && d == p->dim ? p->global_len : p->sizes[d];
     }
     if (rt_overlaps(p->ndim, written, to_global ? p->global_strides : p->local_strides)) return RT_BAD_STRIDE;
     const rt_status status = rt_runs_check_inside(p->runs, p->num_runs, p->sizes[p->dim], p->global_len);
     if (status != RT_OK) return status;
-    if (num_bytes == 0 || p->num_runs == 0) return RT_OK;
-    if (from == NULL || to == NULL) return RT_BAD_POINTER;
+    if (p->num_runs == 0) *num_bytes = 0;
+    return *num_bytes > 0 && (from == NULL || to == NULL) ? RT_BAD_POINTER : RT_OK;
+}
+
+static rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool to_global,
+                           rt_parallel parallel) {
+    int64_t num_bytes;
+    const rt_status status = rt_shard_check(p, from, to, to_global, &num_bytes);
+    if (status != RT_OK || num_bytes == 0) return status;
 
     // Waking a worker costs about as much as copying this many bytes.
     enum { TASK_BYTES = 64 * 1024 };

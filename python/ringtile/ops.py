@@ -10,7 +10,9 @@ T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ra
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,7 +38,58 @@ _ops = torch.ops.ringtile
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
+MIN_CUDA_CAPABILITY = (8, 0)  # of setup.py's lowest architecture
 GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+# ---- devices ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def why_no_cuda() -> str:
+    """Why the CUDA kernels are not in use in this process; "" when they are. The first call loads them."""
+    if importlib.util.find_spec("ringtile._cuda") is None:
+        return (
+            "not built: ringtile was installed without its CUDA kernels; build it where nvcc is, with "
+            "RINGTILE_CUDA=1 pip install --no-build-isolation ."
+        )
+    if torch.version.cuda is None:
+        return f"no device: torch {torch.__version__} is a build without CUDA; install one with it"
+    if not torch.cuda.is_available():
+        return "no device: torch.cuda.is_available() is False; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    try:
+        importlib.import_module("ringtile._cuda")  # loading it registers the ops for CUDA tensors
+    except ImportError as error:
+        return f"not loaded: {error}; build ringtile again, for this torch ({torch.__version__})"
+    return ""
+
+
+@functools.cache
+def why_not_on(device_index: int) -> str:
+    """Why CUDA device number device_index cannot run the CUDA kernels; "" when it can."""
+    if why_no_cuda():
+        return why_no_cuda()
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < MIN_CUDA_CAPABILITY:
+        return (
+            f"wrong architecture: {torch.cuda.get_device_name(device_index)} has compute capability "
+            f"{'.'.join(map(str, capability))}, expected at least {'.'.join(map(str, MIN_CUDA_CAPABILITY))}"
+        )
+    return ""
+
+
+def check_device(name: str, x: Tensor) -> None:
+    """Refuses (InputError) a tensor on a device that has no kernels here, and says why it has none."""
+    if x.device.type in ("cpu", "meta"):
+        return
+    if x.device.type != "cuda":
+        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor: there are no kernels for others")
+    reason = why_not_on(x.device.index or 0)
+    if reason:
+        raise InputError(f"{name} is on {x.device}, but ringtile's CUDA kernels are not in use here: {reason}")
+
+
+why_no_cuda()
 
 
 def cpu_isa() -> str:
@@ -64,6 +117,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv): one dtype of FLOAT_DTYPES, one device, unit stride in the
     last dim, head dims in 1..256, H a multiple of G. scale and softcap finite, softcap at least 0.
     """
+    check_device("q", q)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise InputError(
@@ -169,11 +223,13 @@ def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
 
 def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
+    check_device("x", x)
     _ops.shard_seq_(x, runs, dim, y)
 
 
 def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
+    check_device("x", x)
     _ops.unshard_seq_(x, runs, dim, y)
 
 
@@ -262,12 +318,14 @@ torch.library.register_fake("ringtile::digest", _digest_fake)
 
 def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """act(gate) * up for (T, F) matrices of any row stride; kind is a value of GLU_KINDS (arXiv:2002.05202)."""
+    check_device("gate", gate)
     result: Tensor = _ops.glu_fwd(gate, up, kind)
     return result
 
 
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     """In place, in one pass over (T, F): gate, up become their gradients; dprod becomes act(gate) * up again."""
+    check_device("gate", gate)
     _ops.glu_bwd_(gate, up, dprod, kind)
 
 
@@ -289,6 +347,8 @@ def cross_entropy_fwd_bwd_(
 
     labels int64 (T); loss, lse (T) of state_dtype. With x' = softcap * tanh(x / softcap) (softcap 0: x' = x):
     loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2.
-    An ignored token has loss 0 and a gradient of exactly 0. want_grad False leaves the logits as they are.
+    An ignored token has loss 0 and a gradient of exactly 0. want_grad False leaves the logits as they are. A label
+    outside [0, V) is refused on a CPU (RuntimeError); on a GPU, which nobody waits for, its token becomes NaN.
     """
+    check_device("logits", logits)
     _ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad)

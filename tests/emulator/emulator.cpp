@@ -12,7 +12,7 @@ namespace {
 
 constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32, STACK_BYTES = 256 * 1024;
 constexpr int NOBODY = -1, SEVERAL = -2;
-constexpr int CELL_BYTES = 2; // memory is watched in units of the smallest element
+constexpr int CELL_BYTES = 2; // shared memory is watched in units of the smallest element
 
 // Time as vector clocks. A warp's clock moves on at every barrier it takes part in; a thread's `seen` holds, for every
 // warp, up to where its accesses lie before what this thread does now. (A barrier of a warp orders its own lanes only.)
@@ -64,6 +64,7 @@ struct GlobalCell {
 struct Region {
     const char *begin, *end;
     bool writable;
+    int cell_bytes;
     std::vector<GlobalCell> cells;
 };
 
@@ -271,9 +272,9 @@ void touch_global_cell(Access access, GlobalCell &cell) {
 
 // ---- for tests -----------------------------------------------------------------------------------
 
-void lend(const void *begin, int64_t num_bytes, bool writable) {
+void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes) {
     const char *const first = static_cast<const char *>(begin);
-    regions.push_back({first, first + num_bytes, writable, {}});
+    regions.push_back({first, first + num_bytes, writable, cell_bytes, {}});
 }
 
 void take_back_all() { regions.clear(); }
@@ -289,7 +290,8 @@ void run(const std::function<void()> &kernel, int64_t num_blocks, int num_thread
     blocks_in_grid = num_blocks;
     for (Region &region : regions)
         if (region.writable)
-            region.cells.assign((size_t)(region.end - region.begin + CELL_BYTES - 1) / CELL_BYTES, {});
+            region.cells.assign(
+                (size_t)((region.end - region.begin + region.cell_bytes - 1) / region.cell_bytes), {});
     shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
     for (block = 0; block < num_blocks; block++) {
         shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
@@ -357,8 +359,8 @@ void check_global(Access access, const void *address, int64_t num_bytes) {
         if (access == Access::WRITE) fail("writes an array that was lent for reading");
         return;
     }
-    const int64_t first = (begin - region->begin) / CELL_BYTES,
-                  last = (begin + num_bytes - 1 - region->begin) / CELL_BYTES;
+    const int64_t first = (begin - region->begin) / region->cell_bytes,
+                  last = (begin + num_bytes - 1 - region->begin) / region->cell_bytes;
     for (int64_t i = first; i <= last; i++) touch_global_cell(access, region->cells[(size_t)i]);
 }
 

@@ -35,8 +35,8 @@ struct Fault {
     std::string message;
 };
 
-// Kernels may read, and write if `writable`, the bytes [begin, begin + num_bytes).
-void lend(const void *begin, int64_t num_bytes, bool writable);
+// Kernels may read, and write if `writable`, the bytes [begin, begin + num_bytes), which are watched in units of cell_bytes.
+void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes = 2);
 void take_back_all();
 
 // Throws the first Fault.

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,20 +78,29 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def kernels() -> dict[str, Any]:
-    """Whether the compiled ops load, and the instruction set they use: the chosen one, and this CPU's best."""
-    found: dict[str, Any] = {"binary": None, "isa": None, "best_isa": None, "error": None}
+    """Whether the compiled ops load, on which devices, and the instruction set: the chosen one, and this CPU's best."""
+    found: dict[str, Any] = {"binary": None, "isa": None, "best_isa": None, "error": None, "cuda": None}
     try:
         from ringtile import ops
 
         found["binary"] = ops._C.__file__
+        found["cuda"] = cuda(ops)
         found["isa"] = found["best_isa"] = ops.cpu_isa()
     except BuildError as error:
         found["error"] = str(error)
     if "RINGTILE_CPU_ISA" in os.environ:  # the choice is made once a process, so another one is asked
         found["best_isa"] = best_isa()
     found["threads"] = torch.get_num_threads()
-    found["cuda"] = "not built: this version has no CUDA kernels yet"
     return found
+
+
+def cuda(ops: ModuleType) -> str:
+    """Whether the CUDA kernels are in use, and on which devices not; or why they are not."""
+    reason: str = ops.why_no_cuda()
+    if reason:
+        return reason
+    refused = [f"not on cuda:{i}, {why}" for i in range(torch.cuda.device_count()) if (why := ops.why_not_on(i))]
+    return "; ".join(["in use", *refused])
 
 
 def best_isa() -> str | None:
@@ -105,7 +115,8 @@ def devices() -> dict[str, Any]:
     """The CPU, and every GPU that torch sees."""
     found: dict[str, Any] = {"cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
     for index in range(torch.cuda.device_count()):
-        found[f"cuda:{index}"] = torch.cuda.get_device_name(index)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        found[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, compute capability {capability}"
     return found
 
 

@@ -1,0 +1,28 @@
+// The core on CUDA devices: the functions of ringtile.h with a stream in place of threads, and the same params, whose
+// arrays lie in the memory of the current device; runs and the sizes and strides of a shard lie in host memory, and
+// are read before the call returns. Launches go to `stream` (a cudaStream_t), nothing waits for the device, and a call
+// can be captured in a CUDA graph.
+//   RT_CUDA   besides the errors of ringtile.h: the CUDA runtime refused
+#ifndef RINGTILE_CUDA_H
+#define RINGTILE_CUDA_H
+
+#include "../csrc/ringtile.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+rt_status rt_cuda_shard(const rt_shard_params *p, const void *global, void *local, void *stream);
+rt_status rt_cuda_unshard(const rt_shard_params *p, const void *local, void *global, void *stream);
+
+rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, void *stream);
+rt_status rt_cuda_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, void *stream);
+
+// Labels lie on the device, so that a bad one gives no RT_BAD_LABEL: the loss, lse and gradient of its token are NaN.
+rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
+                                        void *loss, void *lse, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // RINGTILE_CUDA_H

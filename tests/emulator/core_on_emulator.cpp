@@ -1,0 +1,80 @@
+#include "core_on_emulator.h"
+#include "../../csrc/loss/cross_entropy.h"
+#include "../../csrc/mlp/glu.h"
+#include "../../csrc/seq/shard.h"
+#include "../../cuda/device.cuh"
+#include "../../cuda/ringtile_cuda.h"
+
+namespace {
+
+int64_t bytes_of(rt_dtype dtype) { return dtype == RT_F64 ? 8 : dtype == RT_F32 ? 4 : 2; }
+
+void lend_rows(const void *begin, rt_dtype dtype, int64_t num_rows, int64_t num_cols, int64_t stride,
+               bool writable) {
+    if (num_rows > 0 && num_cols > 0)
+        emulator::lend(begin, ((num_rows - 1) * stride + num_cols) * bytes_of(dtype), writable);
+}
+
+// Of an array whose size in p->dim is len. Elements may be of a single byte.
+void lend_strided(const rt_shard_params *p, const void *begin, int64_t len, const int64_t *strides,
+                  bool writable) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < p->ndim; d++) last += ((d == p->dim ? len : p->sizes[d]) - 1) * strides[d];
+    emulator::lend(begin, (last + 1) * p->element_bytes, writable, 1);
+}
+
+template <class Call> rt_status lent(Call call) {
+    const rt_status status = call();
+    emulator::take_back_all();
+    return status;
+}
+
+void lend_shard(const rt_shard_params *p, const void *global, const void *local, bool to_global) {
+    int64_t num_bytes;
+    const void *from = to_global ? local : global, *to = to_global ? global : local;
+    if (rt_shard_check(p, from, to, to_global, &num_bytes) != RT_OK || num_bytes == 0) return;
+    lend_strided(p, global, p->global_len, p->global_strides, to_global);
+    lend_strided(p, local, p->sizes[p->dim], p->local_strides, !to_global);
+}
+
+void lend_glu(const rt_glu_params *p, const void *gate, const void *up, const void *prod, bool backward) {
+    if (rt_glu_check(p, gate, up, prod, backward) != RT_OK) return;
+    lend_rows(gate, p->dtype, p->num_rows, p->num_cols, p->gate_stride, backward);
+    lend_rows(up, p->dtype, p->num_rows, p->num_cols, p->up_stride, backward);
+    lend_rows(prod, p->dtype, p->num_rows, p->num_cols, p->prod_stride, true);
+}
+
+} // namespace
+
+rt_status emulated_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel) {
+    lend_shard(p, global, local, false);
+    return lent([&] { return rt_cuda_shard(p, global, local, nullptr); });
+}
+
+rt_status emulated_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel) {
+    lend_shard(p, global, local, true);
+    return lent([&] { return rt_cuda_unshard(p, local, global, nullptr); });
+}
+
+rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
+                           rt_parallel) {
+    lend_glu(p, gate, up, prod, false);
+    return lent([&] { return rt_cuda_glu_fwd(p, gate, up, prod, nullptr); });
+}
+
+rt_status emulated_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel) {
+    lend_glu(p, gate, up, dprod, true);
+    return lent([&] { return rt_cuda_glu_bwd(p, gate, up, dprod, nullptr); });
+}
+
+rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits,
+                                         const int64_t *labels, void *loss, void *lse, rt_parallel) {
+    if (rt_cross_entropy_check(p, logits, labels, loss, lse) == RT_OK && p->num_tokens > 0) {
+        const int64_t T = p->num_tokens, state_bytes = p->dtype == RT_F64 ? 8 : 4;
+        lend_rows(logits, p->dtype, T, p->vocab_size, p->logits_stride, p->want_grad);
+        emulator::lend(labels, T * 8, false);
+        emulator::lend(loss, T * state_bytes, true);
+        emulator::lend(lse, T * state_bytes, true);
+    }
+    return lent([&] { return rt_cuda_cross_entropy_fwd_bwd(p, logits, labels, loss, lse, nullptr); });
+}

@@ -1,0 +1,30 @@
+// Makes the C tests of tests/c call the CUDA kernels, on the emulator: included before them, it puts functions of the
+// CUDA core in place of the CPU's.
+#ifndef RINGTILE_TESTS_CORE_ON_EMULATOR_H
+#define RINGTILE_TESTS_CORE_ON_EMULATOR_H
+
+#include "../../csrc/ringtile.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The kernels may touch the bytes of the arrays that the params speak of, and no others.
+rt_status emulated_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
+rt_status emulated_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
+rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
+                           rt_parallel parallel);
+rt_status emulated_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel);
+rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits,
+                                         const int64_t *labels, void *loss, void *lse, rt_parallel parallel);
+
+#ifdef __cplusplus
+}
+#else
+#define rt_shard emulated_shard
+#define rt_unshard emulated_unshard
+#define rt_glu_fwd emulated_glu_fwd
+#define rt_glu_bwd emulated_glu_bwd
+#define rt_cross_entropy_fwd_bwd emulated_cross_entropy_fwd_bwd
+#endif
+#endif // RINGTILE_TESTS_CORE_ON_EMULATOR_H
