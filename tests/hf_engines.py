@@ -66,5 +66,5 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
                 value = parameter.detach().clone()
         else:
             value = parameter
-        weights[name] = value.detach().clone()
+        weights[name.replace("_checkpoint_wrapped_module.", "")] = value.detach().clone()
     return weights

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops
+from . import balance, ops
 from .errors import InputError, LayoutError
 from .transport import Group, Transport, group_name, transport_of
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
+
+    from .mask import IntervalMask
 
 MAX_SEQ_LEN = 2**31 - 1  # masks hold positions in int32
 
@@ -39,7 +41,8 @@ class Run(NamedTuple):
 class Layout:
     """A partition of the global positions 0..S-1 over W ranks. Immutable; equal layouts hold equal runs.
 
-    Build one with `contiguous`, `zigzag`, `striped`, or any other with `from_runs`. Every rank holds a token.
+    Build one with `contiguous`, `zigzag`, `striped`, `per_document` or `balanced`, or any other with `from_runs`. Every
+    rank holds a token.
     """
 
     seq_len: int
@@ -82,6 +85,48 @@ class Layout:
         _chunk_bounds("striped", seq_len, world_size, world_size)
         lengths = (len(range(rank, seq_len, world_size)) for rank in range(world_size))
         return cls(seq_len, tuple((Run(rank, world_size, 0, n),) for rank, n in enumerate(lengths)))
+
+    @classmethod
+    def per_document(cls, lengths: Sequence[int], world_size: int) -> Layout:
+        """Zigzag inside every document of a packed row: the same causal work on every rank, whatever the lengths.
+
+        A document of L tokens is cut into 2W chunks whose sizes differ by at most one; which rank gets the first of
+        them moves on by one per document, so that left-over tokens spread. Raises LayoutError when a rank gets nothing.
+        """
+        ranks: list[list[Run]] = [[] for _ in range(world_size)]
+        begin = 0
+        for document, length in enumerate(lengths):
+            bounds = [begin + chunk * length // (2 * world_size) for chunk in range(2 * world_size + 1)]
+            for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
+                rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size
+                if last > first:
+                    ranks[rank].append(Run(first, 1, sum(run.length for run in ranks[rank]), last - first))
+            begin += length
+        return cls.from_runs(ranks)
+
+    @classmethod
+    def balanced(cls, mask: IntervalMask, world_size: int, chunk: int = 512) -> Layout:
+        """Equal work on every rank for this very mask, and few keys that travel; as many tokens on every rank.
+
+        The sequence is dealt in chunks of `chunk` tokens, one more or less per rank; the work of a rank is what its
+        queries attend, summed over the rows of the mask, and ends within balance.TOLERANCE of the mean where chunks of
+        that size allow it. Every rank that holds the same mask finds the same layout.
+        Raises LayoutError when there are fewer chunks than ranks.
+        """
+        if chunk < 1 or world_size < 1 or mask.seq_len <= chunk * (world_size - 1):
+            raise LayoutError(
+                f"a balanced layout of {mask.seq_len} tokens over {world_size} ranks in chunks of {chunk}; expected "
+                "at least a rank, a token in a chunk, and a chunk for every rank"
+            )
+        owners = balance.deal(mask.begin, mask.end, world_size, chunk).tolist()
+        ranks: list[list[Run]] = [[] for _ in range(world_size)]
+        held = [0] * world_size
+        for owner, group in itertools.groupby(enumerate(owners), key=operator.itemgetter(1)):
+            chunks = [index for index, _ in group]
+            begin, end = chunks[0] * chunk, min((chunks[-1] + 1) * chunk, mask.seq_len)
+            ranks[owner].append(Run(begin, 1, held[owner], end - begin))
+            held[owner] += end - begin
+        return cls(mask.seq_len, tuple(map(tuple, ranks)))
 
     @classmethod
     def from_runs(cls, runs: Iterable[Iterable[Sequence[int]]]) -> Layout:

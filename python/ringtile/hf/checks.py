@@ -36,7 +36,17 @@ _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine", "FullyShardedDataParallel"}  # by name: not to import them
 
 
-def check_trainer(trainer: Trainer, config: Config) -> None:
+def check_sizes(trainer: Trainer, config: Config) -> None:
+    """Raises ConfigError when accelerate was told another number of ranks to share a sequence."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.cp_enabled and parallelism.cp_size != config.context_parallel_size:
+        raise ConfigError(
+            f"context_parallel_size is {config.context_parallel_size} but ParallelismConfig.cp_size is "
+            f"{parallelism.cp_size}; set one of them, or both alike"
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
     """Raises Refused or ConfigError when this Trainer's numbers would not be those of one process."""
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
@@ -57,7 +67,7 @@ def check_trainer(trainer: Trainer, config: Config) -> None:
             f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a "
             f"model that takes it: a mean over each shard is not the mean over the sequence"
         )
-    _check_parallelism(trainer, config)
+    _check_parallelism(trainer)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -124,7 +134,7 @@ def _check_touch_points(trainer: Trainer) -> None:
             )
 
 
-def _check_parallelism(trainer: Trainer, config: Config) -> None:
+def _check_parallelism(trainer: Trainer) -> None:
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if trainer.args.n_gpu > 1:
         raise Refused(
@@ -132,14 +142,7 @@ def _check_parallelism(trainer: Trainer, config: Config) -> None:
         )
     if trainer.get_tp_size() > 1:
         raise Refused(f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: the two are not combined yet")
-    if parallelism is None or not parallelism.cp_enabled:
-        return
-    if parallelism.cp_size != config.context_parallel_size:
-        raise ConfigError(
-            f"context_parallel_size is {config.context_parallel_size} but ParallelismConfig.cp_size is "
-            f"{parallelism.cp_size}; set both alike, or leave cp_size at 1"
-        )
-    if not trainer.args.average_tokens_across_devices:
+    if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
         raise Refused(
             "average_tokens_across_devices is false with ParallelismConfig.cp_size > 1, where transformers rounds the "
             "number of tokens down; set it to true, or leave cp_size at 1"

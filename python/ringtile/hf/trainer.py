@@ -33,13 +33,14 @@ _SESSION = "_ringtile_session"  # the attribute under which an enabled Trainer k
 def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Ledger:
     """Switches on what `config` asks for, on this Trainer only; call it before train() or evaluate(), on every rank.
 
-    config: a Config, a mapping of its keys, or the path of a YAML file. Returns the ledger of everything replaced;
-    enabling again with the same config changes nothing.
+    config: a Config, a mapping of its keys, or the path of a YAML file. Without context_parallel_size, that of
+    accelerate's ParallelismConfig(cp_size=...) holds. Returns the ledger of everything replaced; enabling again with
+    the same config changes nothing.
     Raises ConfigError (also for a second, different config), Refused for what would not be exact, InputError.
     """
     if not isinstance(trainer, Trainer):
         raise InputError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer")
-    config = Config.load(config)
+    config = _with_accelerate_size(Config.load(config), trainer)
     enabled: _Session | None = vars(trainer).get(_SESSION)
     if enabled is not None:
         if enabled.config != config:
@@ -61,6 +62,14 @@ def restore(trainer: Trainer) -> None:
         session.ledger.restore()
 
 
+def _with_accelerate_size(config: Config, trainer: Trainer) -> Config:
+    """The configuration with ParallelismConfig.cp_size as its context_parallel_size, unless it names one itself."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is None or not parallelism.cp_enabled or "context_parallel_size" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"context_parallel_size": parallelism.cp_size})
+
+
 class _Session:
     """What one enabled Trainer needs to remember, and the functions that stand in for its methods."""
 
@@ -80,13 +89,14 @@ class _Session:
             install_tiled_mlp(self.base, self.config, self.ledger)
         if self.config.tiled_loss:
             install_tiled_loss(self.base, self.config, self.ledger)
+        checks.check_sizes(self.trainer, self.config)
         if self.config.context_parallel_size > 1 and not self._stands_back():
             self._install_context_parallel()
         self.ledger.set(self.trainer, _SESSION, self)
 
     def _install_context_parallel(self) -> None:
         trainer, accelerator, config = self.trainer, self.trainer.accelerator, self.config
-        checks.check_trainer(trainer, config)
+        checks.check_trainer(trainer)
         checks.check_model(self.base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         self.ledger.on_restore(self.group.close)

@@ -1,0 +1,140 @@
+"""Layouts made for a mask: how even the work is, counted pair by pair, and how many keys travel.
+
+Shape letters: S global tokens, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ringtile import IntervalMask, Layout, LayoutError, ops
+from ringtile.balance import TOLERANCE
+from strategies import dense, document_lengths, masks
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tables of a few thousand numbers: on a busy machine two threads would wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random_packing(seq_len: int, rng: random.Random) -> list[int]:
+    """Lengths log-uniform between 32 tokens and a limit, itself drawn between 512 and the whole sequence."""
+    longest = math.log2(rng.choice([512, 4096, 32768, seq_len]))
+    lengths, left = [], seq_len
+    while left:
+        lengths.append(min(left, int(2 ** rng.uniform(5, longest))))
+        left -= lengths[-1]
+    rng.shuffle(lengths)
+    return lengths
+
+
+def work(mask: IntervalMask, layout: Layout) -> list[int]:
+    """Of each rank: the pairs that its queries attend."""
+    attended = (mask.end - mask.begin).sum(0, dtype=torch.int64)
+    return [int(attended[layout.positions(rank)].sum()) for rank in range(layout.world_size)]
+
+
+def imbalance(mask: IntervalMask, layout: Layout) -> float:
+    of_ranks = work(mask, layout)
+    return max(of_ranks) * len(of_ranks) / sum(of_ranks)
+
+
+def travelling(mask: IntervalMask, layout: Layout) -> int:
+    """Keys that ranks receive of other ranks, from the plan that the ring executes."""
+    needed, _ = ops.plan(mask.begin, mask.end, layout.tensor)
+    return int(needed[needed[:, 0] != needed[:, 1], 5].sum())
+
+
+def test_packed_documents_are_balanced() -> None:
+    """200 random packings of 131072 tokens over 8 ranks; zigzag leaves its busiest rank at up to 2.8 times the mean."""
+    rng, zigzag = random.Random(0), Layout.zigzag(131072, 8)
+    worst_zigzag = 0.0
+    for _ in range(200):
+        mask = IntervalMask.documents(random_packing(131072, rng))
+        layout = Layout.balanced(mask, 8, chunk=512)
+        assert imbalance(mask, layout) <= 1.05
+        assert {layout.local_len(rank) for rank in range(8)} == {131072 // 8}
+        worst_zigzag = max(worst_zigzag, imbalance(mask, zigzag))
+    assert worst_zigzag > 1.5  # the packings are hard
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (IntervalMask.causal(4096), Layout.zigzag(4096, 4)),
+        (IntervalMask.full(4096), Layout.contiguous(4096, 4)),
+        (IntervalMask.documents([1024] * 4), Layout.contiguous(4096, 4)),
+        (IntervalMask.chunked(4096, 512), Layout.contiguous(4096, 4)),
+    ],
+    ids=["causal", "full", "documents", "chunked"],
+)
+def test_a_named_layout_that_is_even_is_found(mask: IntervalMask, expected: Layout) -> None:
+    layout = Layout.balanced(mask, 4, chunk=64)
+    assert all(torch.equal(layout.positions(rank), expected.positions(rank)) for rank in range(4))
+
+
+def test_trades_cost_fewer_keys_than_dealing_chunks_around() -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        mask = IntervalMask.documents(random_packing(65536, rng))
+        layout = Layout.balanced(mask, 8, chunk=512)
+        dealt = Layout.from_runs(
+            [[((i * 8 + rank) * 512, 1, i * 512, 512) for i in range(16)] for rank in range(8)]
+        )  # fmt: skip
+        assert travelling(mask, layout) < travelling(mask, dealt)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 60), st.data())
+def test_any_mask_gets_a_partition(world_size: int, chunk: int, extra: int, data: st.DataObject) -> None:
+    """Layout checks that it is one; chunk counts differ by at most one, and the work is never above contiguous's."""
+    seq_len = chunk * (world_size - 1) + 1 + extra
+    mask = data.draw(masks(2, seq_len))
+    layout = Layout.balanced(mask, world_size, chunk)
+    counts = [-(-layout.local_len(rank) // chunk) for rank in range(world_size)]
+    assert max(counts) - min(counts) <= 1
+    pairs = dense(mask).sum((0, 2))
+    of_ranks = [int(pairs[layout.positions(rank)].sum()) for rank in range(world_size)]
+    num_chunks = -(-seq_len // chunk)
+    owner = torch.arange(num_chunks) * world_size // num_chunks
+    before = [0] * world_size
+    for index, rank in enumerate(owner.tolist()):
+        before[rank] += int(pairs[index * chunk : (index + 1) * chunk].sum())
+    assert max(of_ranks) <= max(max(before), TOLERANCE * sum(before) / world_size)
+
+
+@given(st.integers(1, 6), st.data())
+def test_documents_are_cut_each_by_itself(world_size: int, data: st.DataObject) -> None:
+    """Every rank holds of every document its share, give or take two tokens: one per chunk."""
+    # The first document alone gives every rank a token.
+    lengths = [2 * world_size, *data.draw(document_lengths(data.draw(st.integers(1, 60))))]
+    layout = Layout.per_document(lengths, world_size)
+    begin = 0
+    for length in lengths:
+        for rank in range(world_size):
+            positions = layout.positions(rank)
+            held = int(((positions >= begin) & (positions < begin + length)).sum())
+            assert abs(held - length / world_size) < 2
+        begin += length
+
+
+def test_documents_of_whole_chunks_have_equal_work() -> None:
+    lengths = [16, 48, 32]
+    layout = Layout.per_document(lengths, 4)
+    assert len(set(work(IntervalMask.documents(lengths), layout))) == 1
+
+
+@pytest.mark.parametrize(("world_size", "chunk"), [(0, 4), (4, 0), (4, 6), (2, 16)])
+def test_too_few_chunks_are_refused(world_size: int, chunk: int) -> None:
+    with pytest.raises(LayoutError, match="a balanced layout of 16 tokens"):
+        Layout.balanced(IntervalMask.causal(16), world_size, chunk)

@@ -1,0 +1,162 @@
+"""Data-parallel engines and meshes under context parallelism: what test_hf_matrix.py does not cross."""
+
+import dataclasses
+import functools
+import os
+from unittest import mock
+
+import pytest
+import ringtile
+from accelerate import ParallelismConfig
+from hf_engines import engine as engine_arguments
+from hf_models import tiny_model
+from hf_training import Run, assert_equal_training, make_trainer, train
+from pool import run_ranks
+from test_hf_trainer import assert_equal_runs
+
+SIZE_TWO = {"context_parallel_size": 2}
+
+
+@functools.cache
+def _reference(**options) -> Run:
+    return train(None, **options)
+
+
+def _assert_equal(runs: list[Run], **options) -> None:
+    for run in runs:
+        assert_equal_runs(run, _reference(**options))
+
+
+# ---- FSDP2 and HSDP -----------------------------------------------------------------------------
+
+
+def test_fsdp2_evaluates_and_predicts_as_one_process():
+    _assert_equal(run_ranks(2, train, SIZE_TWO, engine="FSDP2"))
+
+
+# Rows enough for no last batch to be filled with copies. One process takes those of all data-parallel groups at once.
+ROWS = {"num_rows": 32, "per_device_train_batch_size": 2, "evaluate": False}
+
+
+def _train_on_mesh(config, mesh, **options):
+    return train(config, engine="FSDP2", parallelism_config=ParallelismConfig(**mesh), **options)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh"),
+    [
+        (2, {"cp_size": 2}),
+        (2, {"dp_shard_size": 2}),
+        (4, {"dp_shard_size": 2, "cp_size": 2}),
+        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+        pytest.param(8, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_meshes_equal_one_process(world_size, mesh):
+    """With or without accelerate's own cp dimension, which is then where our size comes from."""
+    config = {} if "cp_size" in mesh else SIZE_TWO
+    options = {**ROWS, "per_device_train_batch_size": world_size}
+    for run in run_ranks(world_size, _train_on_mesh, config, mesh, **ROWS):
+        assert_equal_training(run, _reference(**options))
+
+
+def test_mesh_of_accelerate_launch_equals_one_process():
+    """What `accelerate launch --use_parallelism_config --parallelism_config_cp_size 2` puts into the environment."""
+    _assert_equal(run_ranks(2, _train_launched), evaluate=False)
+
+
+def _train_launched():
+    variables = {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_CP_SIZE": "2",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
+    with mock.patch.dict(os.environ, variables):
+        return train({}, engine="FSDP2", evaluate=False)
+
+
+def _wrapper(engine):
+    """The class that wraps the model in training, and the ranks that share a sequence."""
+    with engine_arguments(engine) as arguments:
+        trainer = make_trainer(max_steps=1, **arguments)
+        ringtile.enable(trainer, SIZE_TWO)
+        trainer.train()
+        ringtile.restore(trainer)
+    return [cls.__name__ for cls in type(trainer.model_wrapped).__mro__]
+
+
+@pytest.mark.parametrize(
+    ("engine", "wrapper"), [("DDP", "DistributedDataParallel"), ("FSDP2", "FSDPModule"), ("ZeRO-2", "DeepSpeedEngine")]
+)
+def test_engine_is_the_one_asked_for(engine, wrapper):
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+    for classes in run_ranks(2, _wrapper, engine):
+        assert wrapper in classes
+
+
+def test_checkpointing_of_fsdp2_equals_one_process():
+    fsdp_config = {"version": 2, "activation_checkpointing": True, "reshard_after_forward": False}
+    runs = run_ranks(2, train, SIZE_TWO, engine="FSDP2", evaluate=False, fsdp_config=fsdp_config)
+    _assert_equal(runs, evaluate=False)
+
+
+# ---- sizes in two places ------------------------------------------------------------------------
+
+
+def _enable_on_mesh(config, mesh):
+    with engine_arguments("FSDP2") as arguments:
+        trainer = make_trainer(parallelism_config=ParallelismConfig(**mesh), **arguments)
+        try:
+            ringtile.enable(trainer, config)
+        except ringtile.ConfigError as error:
+            return str(error)
+        size = trainer._ringtile_session.config.context_parallel_size
+        ringtile.restore(trainer)
+        return size
+
+
+def test_size_is_read_from_parallelism_config():
+    assert run_ranks(2, _enable_on_mesh, {"layout": "striped"}, {"cp_size": 2}) == [2, 2]
+    assert run_ranks(2, _enable_on_mesh, SIZE_TWO, {"cp_size": 2}) == [2, 2]
+
+
+def test_other_size_than_in_parallelism_config_is_named():
+    for message in run_ranks(2, _enable_on_mesh, {"context_parallel_size": 1}, {"cp_size": 2}):
+        assert "context_parallel_size is 1 but ParallelismConfig.cp_size is 2" in message
+
+
+# ---- DeepSpeed ----------------------------------------------------------------------------------
+
+
+def _without_flops(run: Run) -> Run:
+    """transformers counts the flops of the parameters that it sees whole: fewer under ZeRO-3."""
+    return dataclasses.replace(run, total_flos=_reference().total_flos)
+
+
+@pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3"])
+def test_zero_evaluates_and_predicts_as_one_process(engine):
+    pytest.importorskip("deepspeed")
+    _assert_equal([_without_flops(run) for run in run_ranks(2, train, SIZE_TWO, engine=engine)])
+
+
+def _train_loaded(folder):
+    """ZeRO-3 shards a model while it is loaded, when the TrainingArguments exist already."""
+    from transformers import AutoModelForCausalLM
+
+    with engine_arguments("ZeRO-3") as arguments:
+        trainer = make_trainer(model=tiny_model(), **arguments)
+        assert trainer.is_deepspeed_enabled
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return train(SIZE_TWO, engine="ZeRO-3", model=model, evaluate=False)
+
+
+def test_model_loaded_in_shards_equals_one_process(tmp_path):
+    pytest.importorskip("deepspeed")
+    tiny_model().save_pretrained(tmp_path)
+    _assert_equal([_without_flops(run) for run in run_ranks(2, _train_loaded, str(tmp_path))], evaluate=False)
