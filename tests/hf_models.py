@@ -28,6 +28,8 @@ FAMILIES = {
     "mistral-sliding": ("mistral", {"sliding_window": 6}),
     "gemma2": ("gemma2", {"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
+    "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),

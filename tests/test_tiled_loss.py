@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31  # T, E, V
-OPTIONS = {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 1e-2}
+OPTIONS = {"label_smoothing": 0.1, "logit_scale": -1.7, "softcap": 2.0, "z_loss": 1e-2}
 
 
 def problem(
@@ -34,11 +34,12 @@ def definition(
     bias: Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
     softcap: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
     """One loss per token, in float64, from all logits."""
-    logits = functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    logits = logit_scale * functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     lse = torch.logsumexp(logits, -1)
@@ -292,6 +293,7 @@ def test_tied_weight_used_twice_and_a_second_backward() -> None:
         ({"label_smoothing": 1.5}, r"label_smoothing is 1.5, expected 0..1"),
         ({"softcap": -1.0}, "softcap is -1.0, expected at least 0"),
         ({"z_loss": float("nan")}, "z_loss is nan"),
+        ({"logit_scale": float("inf")}, "logit_scale is inf"),
         ({"num_items": 0}, "num_items is 0.0"),
         ({"num_items": 3, "reduction": "sum"}, 'num_items is 3.0 with reduction "sum"'),
         ({"tile_tokens": 0}, "tile_tokens is 0"),

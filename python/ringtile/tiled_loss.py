@@ -44,6 +44,7 @@ def tiled_linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
     softcap: float = 0.0,
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
@@ -52,8 +53,8 @@ def tiled_linear_cross_entropy(
     """cross_entropy(hidden weight^T + bias, labels), never holding more logits than those of one tile.
 
     hidden (..., E), weight (V, E), bias (V); labels int64 (...), already aligned: labels[t] is the class of
-    hidden[t], nothing is shifted here. With x the logits, x' = softcap * tanh(x / softcap) (softcap 0: x' = x)
-    and lse = log sum exp x', the loss of a token is
+    hidden[t], nothing is shifted here. With x = logit_scale * (hidden weight^T + bias),
+    x' = softcap * tanh(x / softcap) (softcap 0: x' = x) and lse = log sum exp x', the loss of a token is
 
         (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2
 
@@ -73,6 +74,8 @@ def tiled_linear_cross_entropy(
     for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
         if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
             raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
+    if not math.isfinite(logit_scale):
+        raise InputError(f"logit_scale is {logit_scale}, expected a finite number")
     labels_flat = labels.reshape(-1)
     rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
     labels_flat = labels_flat[rows]
@@ -87,6 +90,7 @@ def tiled_linear_cross_entropy(
         labels_flat,
         dtype,
         tile_tokens or loss_tile_tokens(weight.size(0), dtype),
+        logit_scale,
         (label_smoothing, softcap, z_loss),
     )
     hidden_rows = hidden.flatten(0, -2)
@@ -126,12 +130,14 @@ class _Job:
     labels: Tensor  # int64: theirs
     dtype: torch.dtype  # in which the products are computed
     tile_tokens: int
+    logit_scale: float
     options: tuple[float, float, float]  # label_smoothing, softcap, z_loss
 
     def run(
         self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss of every token (T), and gradients of the sum of factors * loss (None: factors of 1).
+        """The loss of every token (T), and gradients of the sum of factors * loss (None: factors of 1), which are
+        still to be multiplied by logit_scale.
 
         needed: whether hidden (T, E), weight (V, E), bias (V) need a gradient. hidden's has its dtype, the
         other two are float32 (float64).
@@ -152,6 +158,8 @@ class _Job:
                 x = hidden[rows].to(self.dtype)  # (t, E)
                 product = linear(x, weight_cast, bias_cast, product_buffer[: x.size(0)])
                 logits = product if state_buffer is None else state_buffer[: x.size(0)].copy_(product)
+                if self.logit_scale != 1.0:
+                    logits.mul_(self.logit_scale)
                 tile_loss, lse = (loss.new_empty(x.size(0)) for _ in range(2))
                 # No row is ignored here: -1 is no label.
                 ops.cross_entropy_fwd_bwd_(logits, labels, tile_loss, lse, -1, *self.options, any(needed))
@@ -178,7 +186,7 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss, *ctx.saved_tensors)
+        _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss * ctx.job.logit_scale, *ctx.saved_tensors)
         return None, *as_gradients(gradients, ctx.saved_tensors)
 
 
@@ -208,7 +216,7 @@ class _Reduced(torch.autograd.Function):
         if gradients is None:
             _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *ctx.saved_tensors)
         # The mean of no token has no gradient. Two dims: a factor without dims would be rounded to bfloat16.
-        factor = (dtotal / (ctx.denominator or 1.0)).view(1, 1)
+        factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1, 1)
         for gradient in gradients:
             if gradient is not None:
                 gradient.view(-1, gradient.size(-1)).mul_(factor)

@@ -7,7 +7,9 @@ redeems it with `tiled_linear_cross_entropy`. In eval mode both do what they did
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from types import MethodType
 from typing import Any
 
@@ -20,26 +22,38 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
 from ringtile.hf.mlp import from_liger
 from ringtile.hf.patches import Ledger
+from ringtile.ops import state_dtype
 from ringtile.tiled_loss import loss_tile_tokens, tiled_linear_cross_entropy
 from ringtile.tiles import compute_dtype
 
 _OPERATORS = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "pow", "matmul", "rmatmul"),
-    *("iadd", "isub", "imul", "itruediv", "neg", "abs", "lt", "le", "gt", "ge"),
+    *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "pow", "matmul", "rmatmul"),
+    *("iadd", "isub", "neg", "abs", "lt", "le", "gt", "ge"),
     *("getitem", "setitem", "len", "iter", "bool", "array"),
 )
 
 
 class TiledLogits:
-    """Logits of shape (..., V) that are never computed: the hidden states (..., E), weight (V, E) and bias (V).
+    """Logits of shape (..., V) that are never computed: scale * (hidden weight^T + bias), softcapped.
+
+    hidden (..., E), weight (V, E), bias (V). softcap None: not capped. A model may multiply and divide them by
+    numbers and cap them once: `c * tanh(x / c)`, whatever it is made of, goes to the loss as an argument.
 
     No tensor on purpose: DDP, FSDP and accelerate look through a model's outputs for tensors. The loss function
     takes it apart; whatever else is done with it raises Refused, so that a model, a Trainer or a metric that
-    scales, caps or reads its logits cannot go wrong in silence.
+    changes or reads its logits cannot go wrong in silence.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Fraction = Fraction(1),
+        softcap: Fraction | None = None,
+    ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.scale, self.softcap = scale, softcap  # exact: x / 30 * 30 is x
         self.shape = torch.Size((*hidden.shape[:-1], weight.size(0)))
         self.dtype, self.device = compute_dtype(hidden, weight), hidden.device
 
@@ -47,13 +61,45 @@ class TiledLogits:
         """Itself: the loss is computed in float32 anyway."""
         return self
 
+    def to(self, dtype: torch.dtype) -> TiledLogits:
+        """Itself, for the dtype in which the loss is computed."""
+        if dtype != state_dtype(self.dtype):
+            raise _refused(f"to({dtype})")
+        return self
+
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
+
+    def tanh(self) -> TiledLogits:
+        """softcap * tanh(x / softcap) with a softcap of 1; what multiplies it later changes the softcap."""
+        if self.softcap is not None:
+            raise _refused("a second tanh")
+        return TiledLogits(self.hidden, self.weight, self.bias, self.scale, Fraction(1))
+
+    def __mul__(self, factor: Any) -> TiledLogits:
+        return self._times(factor, "mul", invert=False)
+
+    __rmul__ = __imul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> TiledLogits:
+        return self._times(divisor, "truediv", invert=True)
+
+    __itruediv__ = __truediv__
+
+    def _times(self, number: Any, operation: str, invert: bool) -> TiledLogits:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or not number:
+            raise _refused(f"{operation} by {number!r}")
+        factor = 1 / Fraction(number) if invert else Fraction(number)
+        # f c tanh(x / c) = C tanh(f x / C) with C = |f| c
+        softcap = None if self.softcap is None else self.softcap * abs(factor)
+        return TiledLogits(self.hidden, self.weight, self.bias, self.scale * factor, softcap)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if function in (torch.tanh, nn.functional.tanh) and len(args) == 1 and not kwargs:
+            return args[0].tanh()
         raise _refused(getattr(function, "__name__", str(function)))
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +111,8 @@ class TiledLogits:
 def _refused(operation: str) -> Refused:
     return Refused(
         f"tiled_loss: {operation!r} was applied to the logits, which do not exist in training; expected a model that "
-        "hands them to its loss function as they are. Set tiled_loss: false, or call model.eval() first to read logits"
+        "hands them to its loss function as they are, multiplied by a number, or softcapped. Set tiled_loss: false, or "
+        "call model.eval() first to read logits"
     )
 
 
@@ -101,7 +148,7 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
             "leave it out of the adapter's target_modules"
         )
     ledger.set(head, "forward", MethodType(_head_forward, head))
-    ledger.set(model, "_loss_function", functools.partial(_causal_lm_loss, config.tile_tokens))
+    ledger.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config.tile_tokens))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,7 +163,7 @@ def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor | TiledLogits:
     return TiledLogits(hidden, head.weight, head.bias)
 
 
-def _causal_lm_loss(
+def tiled_causal_lm_loss(
     tile_tokens: int,
     logits: Tensor | TiledLogits,
     labels: Tensor | None,
@@ -152,6 +199,8 @@ def _causal_lm_loss(
         shift_labels.reshape(hidden.shape[:-1]).to(hidden.device),
         logits.bias,
         ignore_index=ignore_index,
+        logit_scale=float(logits.scale),
+        softcap=float(logits.softcap or 0),
         num_items=num_items_in_batch,
         tile_tokens=min(tile_tokens, loss_tile_tokens(vocab_size, logits.dtype)),
     )
