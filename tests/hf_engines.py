@@ -25,21 +25,14 @@ _VARIABLES = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": 
 @contextlib.contextmanager
 def engine(name: str) -> Iterator[dict[str, Any]]:
     """Inside, a Trainer with the TrainingArguments that are yielded trains under DDP, FSDP2 or ZeRO-1, -2, -3."""
-    if name == "DDP":
-        yield {}
-        return
-    previous = dict(os.environ)
-    os.environ.update(_VARIABLES)
-    kind = DistributedType.MULTI_GPU if name == "FSDP2" else DistributedType.MULTI_CPU
-    arguments = (
-        {"fsdp": True, "fsdp_config": {"version": 2}} if name == "FSDP2" else {"deepspeed": _zero(int(name[-1]))}
-    )
-    try:
-        with mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", kind)):
-            yield {"use_cpu": False, **arguments}
-    finally:
-        os.environ.clear()
-        os.environ.update(previous)
+    kind, arguments = DistributedType.MULTI_CPU, {}
+    if name == "FSDP2":
+        kind, arguments = DistributedType.MULTI_GPU, {"use_cpu": False, "fsdp": True, "fsdp_config": {"version": 2}}
+    elif name != "DDP":
+        arguments = {"use_cpu": False, "deepspeed": _zero(int(name[-1]))}
+    backend = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", kind))
+    with mock.patch.dict(os.environ, _VARIABLES), backend if arguments else contextlib.nullcontext():
+        yield arguments
 
 
 def _zero(stage: int) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def make_trainer(
     model: torch.nn.Module | None = None,
     lora: bool = False,
     num_rows: int = 22,
+    folder: str | None = None,
     trainer_arguments: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Trainer:
@@ -138,7 +139,7 @@ def make_trainer(
     }
     model = model or tiny_model(family).train()  # before the arguments, under which DeepSpeed may shard new models
     model = with_lora(model) if lora else model
-    folder = tempfile.mkdtemp(prefix="ringtile-test-")
+    folder = folder or tempfile.mkdtemp(prefix="ringtile-test-")
     extra = {"data_collator": collator or Padded(), **(trainer_arguments or {})}
     if trainer_class.__name__ == "SFTTrainer":
         from trl import SFTConfig
@@ -163,12 +164,12 @@ def train(config: dict[str, Any] | None, *, engine: str = "DDP", **options: Any)
         return _train(config, **{**arguments, **options})
 
 
-def _train(config: dict[str, Any] | None, *, evaluate: bool = True, **options: Any) -> Run:
+def _train(config: dict[str, Any] | None, *, evaluate: bool = True, resume: str | None = None, **options: Any) -> Run:
     trainer = make_trainer(**options)
     run = Run()
     if config is not None:
         ringtile.enable(trainer, config)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     for entry in trainer.state.log_history:
         if "loss" in entry:
             run.losses.append(entry["loss"])
