@@ -8,14 +8,14 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
+from ringtile.hf.find import find_mlps
 from ringtile.hf.patches import Ledger
 from ringtile.tiled_mlp import run_tiles
 from ringtile.tiles import check_tile_tokens
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def tile_mlps(
@@ -23,12 +23,14 @@ def tile_mlps(
 ) -> Ledger:
     """Makes every MLP of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
 
-    An MLP is a module with gate_proj, up_proj and down_proj (Llama, Qwen, Mistral and their kin). num_shards:
-    as many tiles per call instead, whatever the number of tokens. use_original_mlp: run the module's own
-    forward on each tile, also where ringtile's GLU kernels do the same in fewer flops; see `tiled_mlp`.
+    What an MLP is, dense or a mixture of experts: `find_mlps`. num_shards: as many tiles per call instead, whatever
+    the number of tokens. use_original_mlp: run the module's own forward on each tile, also where ringtile's GLU
+    kernels do the same in fewer flops; see `tiled_mlp`. Under ZeRO-3 an MLP's parameters are gathered as one from
+    then on, once per pass and not once per tile, so call it before deepspeed.initialize.
 
-    InputError: tile_tokens or num_shards below 1. Refused: no MLP found, or one whose forward was replaced by
-    something that cannot be called tile by tile. ConfigError: Liger's MLP without use_original_mlp.
+    InputError: tile_tokens or num_shards below 1. Refused: no MLP found, or one that ZeRO-3 already gathers in
+    parts, or whose forward was replaced by something that cannot be called tile by tile. ConfigError: Liger's MLP
+    without use_original_mlp.
     """
     ledger = Ledger()
     try:
@@ -56,15 +58,12 @@ def _tile_mlps(
     check_tile_tokens(tile_tokens)
     if num_shards is not None and num_shards < 1:
         raise InputError(f"num_shards is {num_shards}, expected at least 1 tile per call")
-    mlps = {
-        name: module
-        for name, module in model.named_modules()
-        if all(isinstance(getattr(module, projection, None), nn.Module) for projection in _PROJECTIONS)
-    }
+    mlps = find_mlps(model)
     if not mlps:
         raise Refused(
-            f"tiled MLP: {type(model).__name__} has no module with {', '.join(_PROJECTIONS)}; call "
-            "ringtile.tiled_mlp(module, x) in its MLP's place, or set tiled_mlp: false"
+            f"tiled MLP: the layers of {type(model).__name__} have no module that takes one tensor and maps it to an "
+            "inner width and back, as LlamaMLP and MixtralSparseMoeBlock do (OPT's and BERT's layers call the linear "
+            "maps themselves); call ringtile.tiled_mlp(module, x) in the model, or set tiled_mlp: false"
         )
     for name, module in mlps.items():
         if from_liger(module) and not use_original_mlp:
@@ -72,8 +71,23 @@ def _tile_mlps(
                 f"{name} is Liger's MLP, which tiled_mlp would replace; set tiled_mlp_use_original_mlp: true to run "
                 "Liger's in tiles, or switch Liger's GLU off (swiglu=False, geglu=False)"
             )
-        forward = _TiledForward(_own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
+        _gather_as_one(name, module, ledger)
+        forward = _TiledForward(name, _own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
         ledger.set(module, "forward", MethodType(forward, module))
+
+
+def _gather_as_one(name: str, module: nn.Module, ledger: Ledger) -> None:
+    """Makes the module a leaf for DeepSpeed's ZeRO-3, whose hooks would gather each part's parameters per tile."""
+    if any(hasattr(part, "ds_id") for part in module.modules() if part is not module):
+        if not getattr(module, "_z3_leaf", False):
+            raise Refused(
+                f"tiled MLP: ZeRO-3 already gathers the parameters of {name} part by part, which would be once per "
+                "tile; call ringtile.enable or tile_mlps before deepspeed.initialize"
+            )
+    elif not hasattr(module, "_z3_leaf"):
+        module._z3_leaf = True  # type: ignore[assignment]
+        # An engine built since then relies on it.
+        ledger.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))
 
 
 def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -92,14 +106,58 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
 class _TiledForward:
     """The forward of a tiled module. Bound to it as a method, so a deep copy of the model uses its own weights."""
 
+    name: str
     own_forward: Callable[..., Any]
     tile_tokens: int
     num_shards: int | None
     use_original_mlp: bool
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Any:
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            raise Refused(f"tiled MLP: {self.name} was called with {len(given)} arguments, expected one tensor")
+        x = given[0]
         tile_tokens = self.tile_tokens
         if self.num_shards is not None:
             num_tokens = x.shape[:-1].numel()
             tile_tokens = max(1, -(-num_tokens // self.num_shards))  # rounded up: never more tiles than asked for
-        return run_tiles(module, self.own_forward, x, tile_tokens, self.use_original_mlp)
+        recorded = _active_collector.get()  # type: ignore[no-untyped-call]
+        if not recorded:
+            return run_tiles(module, self.own_forward, x, tile_tokens, self.use_original_mlp)
+        forward = _RecordingForward(self.own_forward, [key for key in recorded if not key.startswith("_")])
+        return forward.hand_over(run_tiles(module, forward, x, tile_tokens, self.use_original_mlp), recorded)
+
+
+class _RecordingForward:
+    """An MLP's forward while transformers records the outputs of modules inside it: router logits, for their loss.
+
+    Its hooks put them in lists, which would get every tile's, without a graph. Here each tile returns them behind
+    the MLP's own outputs, and the lists get the whole, differentiable.
+    """
+
+    def __init__(self, own_forward: Callable[..., Any], keys: list[str]) -> None:
+        self.own_forward, self.keys = own_forward, keys
+        self.found: list[str] = []  # the key of each recorded tensor
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Any:
+        of_tile: dict[str, list[Tensor]] = {key: [] for key in self.keys}
+        token = _active_collector.set(of_tile)  # type: ignore[no-untyped-call]
+        try:
+            result = self.own_forward(module, x)
+        finally:
+            _active_collector.reset(token)  # type: ignore[no-untyped-call]
+        self.found = [key for key in self.keys for _ in of_tile[key]]
+        if not self.found:
+            return result
+        self.returns_tuple = isinstance(result, tuple)
+        outputs = result if self.returns_tuple else (result,)
+        return (*outputs, *(tensor for key in self.keys for tensor in of_tile[key]))
+
+    def hand_over(self, outputs: Any, recorded: dict[str, list[Tensor]]) -> Any:
+        """The MLP's own outputs; the others go where they would have gone."""
+        if not self.found:
+            return outputs
+        for key, tensor in zip(self.found, outputs[-len(self.found) :], strict=True):
+            recorded[key].append(tensor)
+        own = outputs[: -len(self.found)]
+        return own if self.returns_tuple else own[0]
