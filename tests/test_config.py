@@ -17,7 +17,7 @@ def test_defaults_change_nothing():
     ("values", "words"),
     [
         ({"context_paralel_size": 2}, ["context_paralel_size", "did you mean context_parallel_size?"]),
-        ({"zebra": 2}, ["zebra", "expected one of context_parallel_size"]),
+        ({"zebra": 2}, ["zebra", "expected one of activation_offload"]),
         ({"context_parallel_size": 0}, ["context_parallel_size", "0", "greater than or equal to 1"]),
         ({"context_parallel_size": True}, ["context_parallel_size", "True", "integer"]),
         ({"context_parallel_size": "2"}, ["context_parallel_size", "'2'", "integer"]),

@@ -1,10 +1,11 @@
 """ringtile: train on sequences that do not fit one device; the loss curve does not change.
 
-The Trainer layer (`enable`, `restore`) needs transformers and is loaded when it is first asked for.
+The Trainer layer (`enable`, `restore`, `offload_activations`) needs transformers and is loaded when first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import Config
@@ -33,7 +34,9 @@ try:
 except BuildError as error:  # `ringtile doctor` must run where the compiled ops do not load, and say why
     _build_error = error
 
+_FROM_TRAINER_LAYER = {"enable": "trainer", "restore": "trainer", "offload_activations": "offload"}
 if TYPE_CHECKING:
+    from .hf.offload import offload_activations
     from .hf.trainer import enable, restore
 
 __version__ = "0.1.0"
@@ -56,6 +59,7 @@ __all__ = [
     "Run",
     "attention",
     "enable",
+    "offload_activations",
     "plan",
     "restore",
     "ring_attention",
@@ -68,8 +72,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__ and _build_error is not None:
         raise _build_error
-    if name in ("enable", "restore"):
-        from .hf import trainer
-
-        return getattr(trainer, name)
+    if name in _FROM_TRAINER_LAYER:
+        return getattr(importlib.import_module(f"ringtile.hf.{_FROM_TRAINER_LAYER[name]}"), name)
     raise AttributeError(f"module 'ringtile' has no attribute {name!r}")

@@ -40,6 +40,8 @@ class Config(Section):
     tiled_mlp_use_original_mlp: bool = True  # False: on ringtile's GLU kernels where those are exact
     tile_tokens: int = Field(default=16384, ge=1)  # tokens in one tile of the MLP and of the loss
     tiled_loss: bool = False
+    activation_offload: bool = False  # the inputs of checkpointed layers in host memory
+    gc_steps: int | None = Field(default=None, ge=1)  # collect garbage at the beginning and every so many steps
     timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # a rank silent for longer is lost
 
     @model_validator(mode="after")

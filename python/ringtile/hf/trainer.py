@@ -15,16 +15,18 @@ from typing import Any
 
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
 from ringtile.hf import checks, data, model
 from ringtile.hf.cut import Cut
+from ringtile.hf.garbage import CollectGarbage
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import cut_batch
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.offload import OffloadActivations
 from ringtile.hf.patches import Ledger
 
 _SESSION = "_ringtile_session"  # the attribute under which an enabled Trainer keeps its session
@@ -89,6 +91,12 @@ class _Session:
             install_tiled_mlp(self.base, self.config, self.ledger)
         if self.config.tiled_loss:
             install_tiled_loss(self.base, self.config, self.ledger)
+        if self.config.activation_offload:
+            offload = OffloadActivations()
+            self._add_callback(offload)
+            self.ledger.on_restore(offload.ledger.restore)
+        if self.config.gc_steps is not None:
+            self._add_callback(CollectGarbage(self.config.gc_steps))
         checks.check_sizes(self.trainer, self.config)
         if self.config.context_parallel_size > 1 and not self._stands_back():
             self._install_context_parallel()
@@ -119,6 +127,10 @@ class _Session:
         model.pin_rope_length(self.base, self.ledger, lambda: self.active_cut)
         if self.watches_loss:
             model.watch_loss(self.base, self.ledger)
+
+    def _add_callback(self, callback: TrainerCallback) -> None:
+        self.trainer.add_callback(callback)
+        self.ledger.on_restore(functools.partial(self.trainer.remove_callback, callback))
 
     def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...), or to the original while another engine cuts sequences."""

@@ -1,0 +1,71 @@
+"""`activation_offload: true`: the inputs that a model's checkpointed layers save, in host memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from transformers import TrainerCallback
+
+from ringtile.errors import Refused
+from ringtile.hf.patches import Ledger
+from ringtile.offload import ActivationOffload, CudaTransfer, Transfer
+
+logger = logging.getLogger(__name__)
+
+
+def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> Ledger:
+    """Puts the hidden state (B, N, E) that each checkpointed layer saves in pinned host memory; numbers do not change.
+
+    Call it after gradient checkpointing was switched on: transformers' `gradient_checkpointing_enable`, reentrant or
+    not, or torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the result
+    undoes it. Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
+
+    Refused: no layer is checkpointed. In the forward or the backward: a hidden state was modified in place.
+    """
+    ledger = Ledger()
+    _install(model, transfer or CudaTransfer(), ledger)
+    return ledger
+
+
+def _install(model: nn.Module, transfer: Transfer, ledger: Ledger) -> None:
+    offload = ActivationOffload(transfer)
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    if not wrappers and not layers:
+        raise Refused(
+            f"activation_offload: {type(model).__name__} has no checkpointed layer, and only what those save is "
+            "offloaded; set gradient_checkpointing: true (under FSDP activation_checkpointing: true in fsdp_config)"
+        )
+    for wrapper in wrappers:
+        ledger.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
+    for layer in layers:
+        ledger.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
+
+
+class OffloadActivations(TrainerCallback):
+    """Offloads while a Trainer trains: only then do its model's layers have their checkpoints, and their engine."""
+
+    def __init__(self, transfer: Transfer | None = None) -> None:
+        self.transfer = transfer
+        self.ledger = Ledger()  # filled while training
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.ledger.restore()  # of a training that ended with an error
+        if args.torch_compile:
+            raise Refused(
+                "activation_offload: torch_compile is true, whose graphs decide what they save; use one of them"
+            )
+        if self.transfer is None and args.device.type != "cuda":  # what a test brings along copies anything
+            logger.warning(
+                "activation_offload: the model is on the %s; nothing is offloaded: only CUDA devices have a host memory"
+                " beside their own",
+                args.device.type,
+            )
+            return
+        _install(model, self.transfer or CudaTransfer(), self.ledger)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ledger.restore()
