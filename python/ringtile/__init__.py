@@ -26,6 +26,7 @@ try:
     from .hf.mlp import tile_mlps
     from .layout import Layout, Run
     from .mask import IntervalMask
+    from .native.context import context_parallel
     from .plan import Plan, plan
     from .ring import attention, ring_attention
     from .tiled_loss import tiled_linear_cross_entropy
@@ -58,6 +59,7 @@ __all__ = [
     "RingtileError",
     "Run",
     "attention",
+    "context_parallel",
     "enable",
     "offload_activations",
     "plan",
