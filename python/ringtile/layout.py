@@ -283,6 +283,7 @@ def _call(
 ) -> contextlib.AbstractContextManager[None]:
     """Checks x on this rank, then against what every other rank is about to do."""
     ops.check_device("the tensor", x)
+    transport.check_device(x.device)
     if x.size(dim) != size:
         raise InputError(
             f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {transport.rank}"
@@ -296,6 +297,7 @@ def _call(
             "dim": dim,
             "the other sizes": str([*x.shape[:dim], *x.shape[dim + 1 :]]),
         },
+        x.device,
     )
 
 

@@ -10,7 +10,7 @@ D head dim, Dv value head dim, W ranks, R runs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,6 +48,15 @@ class RankPlan:
     end: Tensor
     digest: int  # of mask and layout; ranks that disagree have different digests
     rounds: tuple[Round, ...]
+    _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """begin and end on a device, copied there once: a GPU waits for every copy from the CPU."""
+        if device.type == "cpu":
+            return self.begin, self.end
+        if device not in self._copies:
+            self._copies[device] = self.begin.to(device), self.end.to(device)
+        return self._copies[device]
 
 
 class _MaskAndLayout:

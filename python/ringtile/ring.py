@@ -225,6 +225,7 @@ def _check(
 ) -> RankPlan:
     """The rounds of this rank. Raises InputError where its own arguments do not fit each other or the group."""
     ops.check_attention(q, k, v, scale, softcap)
+    transport.check_device(q.device)
     world_size = int(layout[-1, 0]) + 1
     if world_size != transport.world_size:
         raise InputError(f"the layout is for {world_size} ranks, the group has {transport.world_size}; must agree")
@@ -278,7 +279,7 @@ def _open_ring(
         "layout digest": ops.digest(layout, layout[:0], layout[:0]),
         "mask digest": plan.digest,  # of the layout too, but that is compared first
     }
-    with transport.call(op, fields):
+    with transport.call(op, fields, q.device):
         yield _Ring(k, v, plan, transport)
 
 
@@ -298,7 +299,7 @@ def _ring_attention(
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     with _open_ring("forward", q, k, v, begin, end, layout, scale, softcap, group_name) as ring:
-        begin, end = ring.plan.begin.to(q.device), ring.plan.end.to(q.device)
+        begin, end = ring.plan.mask_on(q.device)
         out, lse = _empty_outputs(q, v, ops.state_dtype(q.dtype))
         out.zero_()
         lse.fill_(float("-inf"))
@@ -324,7 +325,7 @@ def _ring_attention_backward(
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _open_ring("backward", q, k, v, begin, end, layout, scale, softcap, group_name) as ring:
-        begin, end = ring.plan.begin.to(q.device), ring.plan.end.to(q.device)
+        begin, end = ring.plan.mask_on(q.device)
         state = ops.state_dtype(q.dtype)
         # dscores = P * (dP - delta): the softmax gives sum(dout * out), and lse = log sum exp scores gives -dlse.
         delta = ((dout.to(state) * out.to(state)).sum(-1).transpose(1, 2) - dlse.to(state)).contiguous()

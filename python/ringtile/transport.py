@@ -3,6 +3,10 @@
 `ProcessGroupTransport` works over a torch.distributed process group, `LoopbackWorld` over threads of one process; the
 ring cannot tell them apart. A transport belongs to one group: it counts that group's calls and bytes, and one thread
 at a time may use it.
+
+On a GPU nothing here waits for the device. Headers travel between the CPUs. A message starts when the current stream
+has come as far as the call that posts it, and waiting for it makes the current stream wait. NCCL runs the messages of
+a group one batch after the other, so all ranks must post their batches in one order; that of the rounds is one.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,17 +51,18 @@ class Message(Protocol):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages on their way; their tensors stay untouched until `wait` returns."""
+    """Messages on their way; their tensors stay untouched, and are kept here, until `wait` returns."""
 
-    messages: list[tuple[int, Message]]  # (peer, message)
+    messages: list[tuple[str, Message]]  # (whose, message)
+    tensors: list[Tensor]
     transport: Transport
     what: str
 
     def wait(self) -> None:
         """Returns when all of them have arrived. Raises PeerLost. A profiler sees it as "ringtile::wait"."""
         with torch.profiler.record_function("ringtile::wait"):
-            for peer, message in self.messages:
-                with self.transport.naming(peer, self.what):
+            for who, message in self.messages:
+                with self.transport.naming(who, self.what):
                     message.wait()
 
 
@@ -77,8 +82,10 @@ class Transport(abc.ABC):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def call(self, op: str, fields: Mapping[str, HeaderValue]) -> Iterator[None]:
+    def call(self, op: str, fields: Mapping[str, HeaderValue], device: torch.device | str = "cpu") -> Iterator[None]:
         """One operation that all ranks take part in: agree on op and fields, then exchange payloads in the body.
+
+        device: where the payloads are; `check_device` has accepted it.
 
         Every rank tells every other its header before any payload travels. If any two differ, every rank meets one
         that differs from its own: all raise RingMismatch, and the group stays usable. Any other failure leaves
@@ -93,7 +100,10 @@ class Transport(abc.ABC):
             self._op = op
             try:
                 if self.world_size > 1:
-                    self._agree({"version": HEADER_VERSION, "call": self._call, "op": op, **fields})
+                    device = torch.device(device)
+                    about = {"op": op, "device": device.type}
+                    self._agree({"version": HEADER_VERSION, "call": self._call, **about, **fields})
+                    self._open(device)
                 yield
             except RingMismatch:
                 raise
@@ -121,13 +131,19 @@ class Transport(abc.ABC):
         return self._post(sends, receives, PAYLOAD_TAG, what)
 
     def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
-        messages: list[tuple[int, Message]] = []
+        messages: list[tuple[str, Message]] = []
         for post, tensors in ((self._receive, receives), (self._send, sends)):
             for peer, tensor in tensors.items():
                 if tensor.numel() > 0:
-                    with self.naming(peer, what):
-                        messages.append((peer, post(tensor, peer, tag)))
-        return Exchange(messages, self, what)
+                    with self.naming(f"rank {peer}", what):
+                        messages.append((f"rank {peer}", post(tensor, peer, tag)))
+        return Exchange(messages, [*sends.values(), *receives.values()], self, what)
+
+    def check_device(self, device: torch.device) -> None:  # noqa: B027
+        """InputError: this group cannot carry tensors of that device."""
+
+    def _open(self, device: torch.device) -> None:  # noqa: B027
+        """What all ranks must do together before any two of them exchange payloads on that device."""
 
     def _agree(self, header: dict[str, HeaderValue]) -> None:
         mine = _encode(header)
@@ -148,8 +164,8 @@ class Transport(abc.ABC):
         )
 
     @contextlib.contextmanager
-    def naming(self, peer: int, what: str) -> Iterator[None]:
-        """Turns the RuntimeError of a message into a PeerLost that says whose and when."""
+    def naming(self, who: str, what: str) -> Iterator[None]:
+        """Turns the RuntimeError of a message into a PeerLost that says whose ("rank 2") and when."""
         try:
             yield
         except RuntimeError as error:
@@ -157,8 +173,8 @@ class Transport(abc.ABC):
                 raise
             reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]  # gloo's: [file:line] reason. Advice.
             raise PeerLost(
-                f"rank {peer} was lost in {what} of call {self._call} ({self._op}) of rank {self.rank}: {reason}; look "
-                f"at rank {peer}'s own output for the cause"
+                f"{who} was lost in {what} of call {self._call} ({self._op}) of rank {self.rank}: {reason}; look at "
+                f"the own output of {who} for the cause"
             ) from error
 
     @abc.abstractmethod
@@ -192,25 +208,78 @@ def _decode(header: Tensor) -> dict[str, HeaderValue]:
 
 
 class ProcessGroupTransport(Transport):
-    """Point-to-point messages of a process group. Ranks are ranks within the group."""
+    """Point-to-point messages of a process group. Ranks are ranks within the group.
+
+    CPU tensors, and so headers, travel over the group if it has a backend for them, else over a gloo group beside it,
+    which all of its ranks make in their first call. CUDA tensors travel over NCCL.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
+        self._beside = None if _backend(group, "cpu") else _gloo_beside(group)
+        self._opened = False
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return self._beside if self._beside is not None and tensor.device.type == "cpu" else self._group()
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._posted(dist.isend(tensor, group=self._group(), group_dst=peer, tag=tag))
+        return self._posted(dist.isend(tensor, group=self._group_for(tensor), group_dst=peer, tag=tag))
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._posted(dist.irecv(tensor, group=self._group(), group_src=peer, tag=tag))
+        return self._posted(dist.irecv(tensor, group=self._group_for(tensor), group_src=peer, tag=tag))
+
+    def check_device(self, device: torch.device) -> None:
+        group = self._group()
+        if device.type == "cpu" or group is None or self.world_size == 1:
+            return
+        if _backend(group, device.type) != "nccl":
+            raise InputError(
+                f"the tensors are on {device} but the group's backend for {device.type} is "
+                f"{_backend(group, device.type)}; expected nccl: init_process_group or new_group with "
+                f'backend="cpu:gloo,cuda:nccl"'
+            )
+
+    def _open(self, device: torch.device) -> None:
+        if device.type == "cpu" or self._opened:
+            return
+        # NCCL connects all ranks of a group in its first operation, and a round may leave some of them out.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group())
+        self._opened = True
+
+    def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
+        tensors = [*sends.values(), *receives.values()]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return super()._post(sends, receives, tag, what)
+        return self._post_batch(sends, receives, what)
+
+    def _post_batch(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
+        """All messages as one: NCCL would run each to its end before the next, and two ranks that both send first wait.
+
+        NCCL tells messages between two ranks apart by their order alone.
+        """
+        pairs = [(dist.irecv, receives), (dist.isend, sends)]
+        batch = [
+            dist.P2POp(function, tensor, group=self._group(), group_peer=peer)
+            for function, tensors in pairs
+            for peer, tensor in tensors.items()
+            if tensor.numel() > 0
+        ]
+        peers = sorted({operation.group_peer for operation in batch})
+        who = f"rank {' or '.join(map(str, peers))}"
+        with self.naming(who, what):
+            works = dist.batch_isend_irecv(batch) if batch else []
+        return Exchange([(who, work) for work in works], [*sends.values(), *receives.values()], self, what)
 
     def hang_up(self) -> None:
-        # gloo closes a connection on which a receive timed out, and has no other way to close one.
+        # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
+        # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
+        nothing = torch.empty(1)
         for peer in range(self.world_size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     never = self._posted(
-                        dist.irecv(torch.empty(1), group=self._group(), group_src=peer, tag=HANG_UP_TAG)
+                        dist.irecv(nothing, group=self._group_for(nothing), group_src=peer, tag=HANG_UP_TAG)
                     )
                     never.wait(datetime.timedelta(milliseconds=1))
 
@@ -220,11 +289,34 @@ class ProcessGroupTransport(Transport):
         return work
 
 
+def _backend(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """The name of what carries a group's tensors of that device type; None: nothing does."""
+    try:
+        return str(group._get_backend(torch.device(device_type)).name())
+    except RuntimeError:
+        return None
+
+
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, made by them alone."""
+    timeout = group._get_backend(group._device_types[0]).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    beside: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    return beside
+
+
 # ---- virtual ranks in one process ---------------------------------------------------------------
 
 
+class _Parcel(NamedTuple):
+    """A copy of what was sent, and the event that marks when a GPU has made it."""
+
+    tensor: Tensor
+    made: torch.cuda.Event | None
+
+
 # By (sender, receiver, tag), in the order of sending; None: the sender has hung up.
-Mailboxes = dict[tuple[int, int, int], queue.Queue[Tensor | None]]
+Mailboxes = dict[tuple[int, int, int], "queue.Queue[_Parcel | None]"]
 
 
 @dataclass(frozen=True)
@@ -232,7 +324,7 @@ class _Arrival:
     """A message to a virtual rank."""
 
     tensor: Tensor
-    mailbox: queue.Queue[Tensor | None]
+    mailbox: queue.Queue[_Parcel | None]
     timeout_seconds: float
 
     def wait(self) -> None:
@@ -243,7 +335,11 @@ class _Arrival:
         if sent is None:
             self.mailbox.put(None)
             raise RuntimeError("it has hung up")
-        self.tensor.copy_(sent)
+        if sent.made is not None:  # by the stream of the sender's thread; this thread may be on another one
+            stream = torch.cuda.current_stream(sent.tensor.device)
+            stream.wait_event(sent.made)
+            sent.tensor.record_stream(stream)
+        self.tensor.copy_(sent.tensor)
 
 
 class _Sent:
@@ -262,7 +358,9 @@ class LoopbackTransport(Transport):
         self._timeout_seconds = timeout_seconds
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        self._mailboxes[self.rank, peer, tag].put(tensor.clone())
+        copy = tensor.clone()
+        made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
+        self._mailboxes[self.rank, peer, tag].put(_Parcel(copy, made))
         return _Sent()
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:

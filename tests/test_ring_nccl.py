@@ -1,0 +1,147 @@
+"""What the ring over NCCL rests on, on CPUs: headers beside the group, batches of messages, one order of batches."""
+
+from __future__ import annotations
+
+import datetime
+import queue
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import run_ranks
+from ringtile import InputError, LoopbackWorld, RingMismatch, transport
+from ringtile.transport import Exchange, LoopbackTransport, ProcessGroupTransport, transport_of
+from test_ring import MASKS, problem, run_ring
+from test_ring_gloo import LAYOUTS, forward_and_backward
+from test_transport import pass_on
+
+Tensors = Mapping[int, torch.Tensor]
+
+# ---- headers beside the group, messages in batches -----------------------------------------------
+
+
+class AsOverNccl(ProcessGroupTransport):
+    """Sends payloads as CUDA tensors are sent."""
+
+    def _post(self, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
+        if tag == transport.PAYLOAD_TAG:
+            return self._post_batch(sends, receives, what)
+        return super()._post(sends, receives, tag, what)
+
+
+def as_over_nccl(group: dist.ProcessGroup) -> ProcessGroupTransport:
+    """Gives a gloo group the transport that a group gets whose backend carries no CPU tensors."""
+    with patch.object(transport, "_backend", lambda group, device_type: None):
+        transport._transports[group] = made = AsOverNccl(group)
+    return made
+
+
+def ring_as_over_nccl(case: tuple[str, str]) -> tuple[bool, bool]:
+    mask, layout_name = case
+    timeout = datetime.timedelta(seconds=7)
+    plain, group = dist.group.WORLD, dist.new_group(timeout=timeout)
+    assert plain is not None and group is not None  # noqa: PT018
+    beside = as_over_nccl(group)._beside
+    assert beside is not None and beside._get_backend(torch.device("cpu")).options._timeout == timeout  # noqa: PT018
+    assert beside.size() == group.size() and beside.rank() == group.rank()  # noqa: PT018
+    p, layout = problem(), LAYOUTS[layout_name](48, dist.get_world_size())
+    one, other = (forward_and_backward(p, MASKS[mask], layout, of) for of in (group, plain))
+    same = all(torch.equal(x, y) for x, y in zip(one[0], other[0], strict=True))
+    return same, one[1:] == other[1:]
+
+
+@pytest.mark.parametrize("case", [("documents", "zigzag"), ("window", "contiguous"), ("full", "striped")])
+def test_ring_with_headers_beside_and_batches_is_the_same(case: tuple[str, str]) -> None:
+    assert run_ranks(4, ring_as_over_nccl, case) == [(True, True)] * 4
+
+
+def disagreement_as_over_nccl() -> str:
+    group = dist.new_group()
+    assert group is not None
+    as_over_nccl(group)
+    with pytest.raises(RingMismatch) as caught:
+        pass_on(group, rounds=dist.get_rank())
+    assert len(pass_on(group)) == 2
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_beside_the_group_are_named() -> None:
+    assert (
+        "disagree on rounds in call 1 (test): rank 0 has 0, rank 1 has 1" in run_ranks(2, disagreement_as_over_nccl)[0]
+    )
+
+
+def refuses_cuda() -> str:
+    with pytest.raises(InputError) as caught:
+        transport_of(dist.group.WORLD).check_device(torch.device("cuda:1"))
+    return str(caught.value)
+
+
+def test_cuda_tensors_over_gloo_are_refused() -> None:
+    expected = "the tensors are on cuda:1 but the group's backend for cuda is gloo; expected nccl"
+    assert all(message.startswith(expected) for message in run_ranks(2, refuses_cuda))
+
+
+def test_ranks_on_different_devices_disagree() -> None:
+    def on_rank(group: transport.LoopbackGroup) -> str:
+        with (
+            pytest.raises(RingMismatch) as caught,
+            group.transport.call("test", {}, ("cpu", "cuda")[group.transport.rank]),
+        ):
+            pass
+        return str(caught.value)
+
+    assert "disagree on device in call 1 (test): rank 0 has cpu, rank 1 has cuda" in LoopbackWorld(2).run(on_rank)[0]
+
+
+# ---- one order of batches ------------------------------------------------------------------------
+
+
+class OneAfterTheOther:
+    """Virtual ranks whose batches run as NCCL's do: the messages of one are through before the next begins."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[LoopbackTransport, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
+        self.boxes: dict[tuple[str, int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+
+    def post(self, of: LoopbackTransport, sends: Tensors, receives: Tensors, what: str) -> Exchange:
+        sends = {peer: x.clone() for peer, x in sends.items() if x.numel()}
+        receives = {peer: x for peer, x in receives.items() if x.numel()}
+
+        def run() -> None:
+            for peer, x in sends.items():
+                self.boxes["message", of.rank, peer].put(x)
+            for peer, x in receives.items():
+                x.copy_(self.boxes["message", peer, of.rank].get(timeout=10))
+                self.boxes["received", of.rank, peer].put(x)
+            for peer in sends:
+                self.boxes["received", peer, of.rank].get(timeout=10)
+
+        batch = SimpleNamespace(wait=self.ranks[of].submit(run).result)
+        return Exchange([("a rank", batch)] if sends or receives else [], [], of, what)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("mask", MASKS)
+def test_ring_over_batches_in_order_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, mask: str, world_size: int
+) -> None:
+    """Also where some ranks have nothing to say in a round: all post the same batches, less those that are empty."""
+    p, layouts = problem(), [LAYOUTS[name](48, world_size) for name in ("contiguous", "zigzag", "uneven")]
+    expected = [run_ring(p, MASKS[mask], layout) for layout in layouts]
+    nccl = OneAfterTheOther()
+    post = LoopbackTransport._post
+
+    def in_order(of: LoopbackTransport, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
+        if tag == transport.PAYLOAD_TAG:
+            return nccl.post(of, sends, receives, what)
+        return post(of, sends, receives, tag, what)
+
+    monkeypatch.setattr(LoopbackTransport, "_post", in_order)
+    for layout, right in zip(layouts, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(run_ring(p, MASKS[mask], layout), right, strict=True))
