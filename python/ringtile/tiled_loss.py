@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import ops
+from .class_shard import ClassShard, Options, local_classes
 from .errors import InputError
 from .tiles import add_products_, as_gradients, check_tile_tokens, compute_dtype, linear, new_totals, tiles
 
 LOGITS_BYTES = 64 * 2**20  # of one tile; products of fewer than MIN_TILE_TOKENS rows waste the machine
 MIN_TILE_TOKENS = 256
+WIDENED_CLASSES = 1024  # of halves that are widened for a product: a few MiB, which stay in the cache
 
 
 def loss_tile_tokens(vocab_size: int, dtype: torch.dtype) -> int:
@@ -49,6 +52,7 @@ def tiled_linear_cross_entropy(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
     tile_tokens: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """cross_entropy(hidden weight^T + bias, labels), never holding more logits than those of one tile.
 
@@ -66,37 +70,27 @@ def tiled_linear_cross_entropy(
     The result is float32 (float64 for float64 hidden), also for bfloat16. tile_tokens: None bounds the logits
     of a tile to LOGITS_BYTES. Differentiable once, with respect to hidden, weight and bias.
 
+    group: weight (v, E) and bias (v) hold this rank's share of the classes, in the order of the ranks and of any
+    size; hidden, labels and everything else are the same on all ranks of the group. So is the loss, and so is the
+    gradient of hidden, which is summed over the ranks. A weight that is a DTensor with placement Shard(0) brings its
+    group along. The softmax goes over all classes; see class_shard.py.
+
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
+    RingMismatch: the ranks of the group were not given the same hidden size, labels or options.
     """
-    _check(hidden, weight, labels, bias, reduction)
-    if tile_tokens is not None:
-        check_tile_tokens(tile_tokens)
     for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
         if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
             raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
     if not math.isfinite(logit_scale):
         raise InputError(f"logit_scale is {logit_scale}, expected a finite number")
+    if tile_tokens is not None:
+        check_tile_tokens(tile_tokens)
+    weight, bias, mesh_group = local_classes(weight, bias)
+    group = mesh_group if group is None else group
+    _check(hidden, weight, labels, bias, reduction, min_classes=1 if group is None else 0)
     labels_flat = labels.reshape(-1)
     rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
     labels_flat = labels_flat[rows]
-    if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < weight.size(0):
-        raise InputError(
-            f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{weight.size(0) - 1} "
-            f"or ignore_index {ignore_index}"
-        )
-    dtype = compute_dtype(hidden, weight)
-    job = _Job(
-        rows,
-        labels_flat,
-        dtype,
-        tile_tokens or loss_tile_tokens(weight.size(0), dtype),
-        logit_scale,
-        (label_smoothing, softcap, z_loss),
-    )
-    hidden_rows = hidden.flatten(0, -2)
-    if reduction == "none":
-        per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
-        return per_token.view(labels.shape)
     denominator = 1.0 if reduction == "sum" else float(rows.numel())
     if num_items is not None:
         denominator = float(num_items)
@@ -105,16 +99,47 @@ def tiled_linear_cross_entropy(
                 f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
                 "it is what the sum of the losses is divided by"
             )
-    total: Tensor = _Reduced.apply(job, denominator, torch.is_grad_enabled(), hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+    dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
+    options = Options(label_smoothing, softcap, z_loss)
+    shard = None
+    if group is not None:
+        facts = {
+            "the number of tokens": labels.numel(),
+            "the number of tokens with a label": rows.numel(),
+            "a checksum of the labels": int((labels_flat * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+            % 2**52,
+            "the hidden size": hidden.size(-1),
+            "hidden.requires_grad": hidden.requires_grad and want_grad,
+            "the size of a number": dtype.itemsize,
+            "tile_tokens": tile_tokens or 0,
+            "logit_scale": logit_scale,
+            **options._asdict(),
+        }
+        shard = ClassShard.agree(group, weight.size(0), facts, hidden.device)
+    num_classes = weight.size(0) if shard is None else shard.num_classes
+    if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < num_classes:
+        raise InputError(
+            f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{num_classes - 1} "
+            f"or ignore_index {ignore_index}"
+        )
+    tile_tokens = tile_tokens or loss_tile_tokens(weight.size(0) if shard is None else shard.largest, dtype)
+    job = _Job(rows, labels_flat, dtype, tile_tokens, logit_scale, options, shard)
+    hidden_rows = hidden.flatten(0, -2)
+    if reduction == "none":
+        per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+        return per_token.view(labels.shape)
+    total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
     return total
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str, min_classes: int
+) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise InputError(f'reduction is {reduction!r}, expected "mean", "sum" or "none"')
     if hidden.dtype not in ops.FLOAT_DTYPES or hidden.dim() < 2:
         raise InputError(f"hidden is {hidden.dtype} of shape {tuple(hidden.shape)}, expected floats (..., tokens, E)")
-    if weight.dim() != 2 or weight.size(1) != hidden.size(-1) or weight.size(0) == 0:
+    if weight.dim() != 2 or weight.size(1) != hidden.size(-1) or weight.size(0) < min_classes:
         raise InputError(f"weight has shape {tuple(weight.shape)}, expected (vocab_size, {hidden.size(-1)})")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
         raise InputError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected {weight.dtype} ({weight.size(0)},)")
@@ -124,14 +149,23 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
         )
 
 
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which factors of dtype are multiplied: float32 for halves on a CPU that has no units for them,
+    where torch's products of halves are 5 times as slow, or worse."""
+    if device.type != "cpu" or dtype == ops.state_dtype(dtype):
+        return dtype
+    return dtype if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512_bf16" else torch.float32
+
+
 @dataclass(frozen=True)
 class _Job:
     rows: Tensor  # int64: the tokens that are not ignored
     labels: Tensor  # int64: theirs
-    dtype: torch.dtype  # in which the products are computed
+    dtype: torch.dtype  # to which the factors of the products are rounded
     tile_tokens: int
     logit_scale: float
-    options: tuple[float, float, float]  # label_smoothing, softcap, z_loss
+    options: Options
+    shard: ClassShard | None  # None: all classes are here
 
     def run(
         self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
@@ -139,38 +173,53 @@ class _Job:
         """The loss of every token (T), and gradients of the sum of factors * loss (None: factors of 1), which are
         still to be multiplied by logit_scale.
 
-        needed: whether hidden (T, E), weight (V, E), bias (V) need a gradient. hidden's has its dtype, the
-        other two are float32 (float64).
+        needed: whether hidden (T, E), weight (V, E), bias (V) need a gradient. hidden's has its dtype, or, summed
+        over the ranks of a shard, the one that the other two have: float32 (float64).
         """
-        state = ops.state_dtype(self.dtype)
+        state, product = ops.state_dtype(self.dtype), product_dtype(self.dtype, hidden.device)
         loss = hidden.new_zeros(hidden.size(0), dtype=state)
-        dhidden = torch.zeros_like(hidden) if needed[0] else None
+        dhidden = torch.zeros_like(hidden, dtype=state if self.shard else None) if needed[0] else None
         weight_total, bias_total = new_totals((weight, bias), needed[1:])
-        weight_cast = weight.to(self.dtype)
-        bias_cast = None if bias is None else bias.to(self.dtype)
         num_rows = min(self.tile_tokens, self.rows.numel())
-        product_buffer = hidden.new_empty((num_rows, weight.size(0)), dtype=self.dtype)
+        product_buffer = hidden.new_empty((num_rows, weight.size(0)), dtype=product)
         # bfloat16 logits are exact in float32, and their gradient is then not rounded before dW is summed.
-        state_buffer = None if self.dtype == state else torch.empty_like(product_buffer, dtype=state)
+        state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
+        # All classes at once, or as many as are to be widened at a time.
+        num_columns = max(1, weight.size(0)) if product == self.dtype else WIDENED_CLASSES
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in tiles(self.rows.numel(), self.tile_tokens):
                 rows, labels = self.rows[tile], self.labels[tile]
-                x = hidden[rows].to(self.dtype)  # (t, E)
-                product = linear(x, weight_cast, bias_cast, product_buffer[: x.size(0)])
-                logits = product if state_buffer is None else state_buffer[: x.size(0)].copy_(product)
+                x = hidden[rows].to(self.dtype).to(product)  # (t, E)
+                products = product_buffer[: x.size(0)]
+                for columns in tiles(weight.size(0), num_columns):
+                    part, part_bias = weight[columns], None if bias is None else bias[columns]
+                    part_bias = None if part_bias is None else part_bias.to(self.dtype).to(product)
+                    linear(x, part.to(self.dtype).to(product), part_bias, products[:, columns])
+                logits = products if state_buffer is None else state_buffer[: x.size(0)].copy_(products)
                 if self.logit_scale != 1.0:
                     logits.mul_(self.logit_scale)
-                tile_loss, lse = (loss.new_empty(x.size(0)) for _ in range(2))
-                # No row is ignored here: -1 is no label.
-                ops.cross_entropy_fwd_bwd_(logits, labels, tile_loss, lse, -1, *self.options, any(needed))
-                loss[rows] = tile_loss
+                loss[rows] = self._cross_entropy_(logits, labels, any(needed))
                 if not any(needed):
                     continue
                 dlogits = logits if factors is None else logits.mul_(factors[rows, None])
                 add_products_(weight_total, bias_total, dlogits, x)
                 if dhidden is not None:
-                    dhidden[rows] = torch.mm(product.copy_(dlogits), weight_cast).to(hidden.dtype)
+                    products.copy_(dlogits)
+                    dx = torch.zeros_like(x)
+                    for columns in tiles(weight.size(0), num_columns):
+                        dx.addmm_(products[:, columns], weight[columns].to(self.dtype).to(product))
+                    dhidden[rows] = dx.to(dhidden.dtype)
+        if self.shard is not None and dhidden is not None:
+            self.shard.sum_(dhidden)
         return loss, [dhidden, weight_total, bias_total]
+
+    def _cross_entropy_(self, logits: Tensor, labels: Tensor, want_grad: bool) -> Tensor:
+        """The loss of every token; the logits become its gradient if want_grad."""
+        if self.shard is not None:
+            return self.shard.cross_entropy_fwd_bwd_(logits, labels, self.options, want_grad)
+        loss, lse = (logits.new_empty(labels.numel()) for _ in range(2))
+        ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -1, *self.options, want_grad)  # -1: none is ignored
+        return loss
 
 
 class _PerToken(torch.autograd.Function):
@@ -215,9 +264,9 @@ class _Reduced(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so good for one backward only
         if gradients is None:
             _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *ctx.saved_tensors)
-        # The mean of no token has no gradient. Two dims: a factor without dims would be rounded to bfloat16.
-        factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1, 1)
+        # The mean of no token has no gradient. One dim: a factor without dims would be rounded to bfloat16.
+        factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)
         for gradient in gradients:
             if gradient is not None:
-                gradient.view(-1, gradient.size(-1)).mul_(factor)
+                gradient.mul_(factor)
         return None, None, None, *as_gradients(gradients, ctx.saved_tensors)
