@@ -6,6 +6,7 @@ top level. docs/train.md describes every key.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import glob
 import pathlib
@@ -23,6 +24,7 @@ from ringtile.config import Config, nearest_key, read_yaml
 from ringtile.errors import ConfigError
 
 SECTIONS = ("model", "data", "training")
+ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # the keys of training that shard it over ranks
 TRAINING_DEFAULTS = {"output_dir": "out", "logging_steps": 1, "report_to": "none"}  # where ours are not transformers'
 
 
@@ -55,6 +57,7 @@ class Recipe:
         """The same training in one plain process: no context parallelism, no tiles, the same rows in every step."""
         rows = self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
         changes = {"per_device_train_batch_size": rows * data_parallel_size, "output_dir": output_dir}
+        changes |= dict.fromkeys(ENGINES)
         return dataclasses.replace(self, training=self.training | changes, ringtile=Config())
 
     def mapping(self) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
 
 def training_fields() -> dict[str, Any]:
     """The keys of TrainingArguments and their types."""
-    hints = typing.get_type_hints(TrainingArguments)
+    hints = typing.get_type_hints(TrainingArguments) | {"fsdp": bool | str | None}  # annotated without its bool
     return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments) if field.init}
 
 
@@ -121,7 +124,7 @@ def convert(key: str, value: Any, field_type: Any) -> Any:
 def make_arguments(training: dict[str, Any]) -> TrainingArguments:
     """TrainingArguments; this also starts the process group under torchrun."""
     try:
-        return TrainingArguments(**training)
+        return TrainingArguments(**copy.deepcopy(training))  # which changes dicts that it is given
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"training: {first_line(error)}") from error
 

@@ -16,6 +16,7 @@ from ringtile.cli.doctor import owner_name, versions
 from ringtile.cli.meter import Meter, peak_bytes
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
 from ringtile.config import Config
+from ringtile.errors import ConfigError
 from ringtile.tiled_loss import loss_tile_tokens
 
 
@@ -46,6 +47,8 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     data_digest = digest_files(files["files"])
     encoder = make_encoder(recipe)
     args = make_arguments(recipe.training)
+    if args.fsdp and args.world_size == 1:
+        raise ConfigError("training.fsdp is set for one process; expected torchrun with several, or no fsdp")
     if args.disable_tqdm or args.process_index > 0:
         datasets.disable_progress_bars()
     with args.main_process_first(desc="reading the data"):  # the others then find it in the cache of `datasets`
@@ -65,6 +68,8 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         eval_dataset=rows.get("eval_files"),
         data_collator=make_collator(encoder.pad_id),
     )
+    if args.fsdp and not trainer.is_fsdp_enabled:
+        raise ConfigError("training.fsdp is set, but accelerate ignores it on a CPU; expected GPUs")
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(LossBar)
     meter = Meter(model, args)
