@@ -357,7 +357,7 @@ class Returning(nn.Module):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Normalized(), "norm is a BatchNorm1d"),
+        (Normalized(), "norm is a BatchNorm1d, which mixes tokens"),
         (Returning(lambda x: (x, x.sum())), r"output 1 has shape \(\)"),
         (Returning(lambda x: x[:, :2]), r"output 0 has shape \(1, 2, 12\) for a tile of 4 tokens"),
         (Returning(lambda x: [x]), "output 0 is a list"),

@@ -140,15 +140,16 @@ class GluTiles:
     def forward(self, x: Tensor, *weights: Tensor | None) -> Tensor:
         gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = self._cast(weights)
         x_rows = x.flatten(0, -2)  # (T, E)
-        out = x.new_empty((x_rows.size(0), down_weight.size(0)), dtype=self.dtype)
+        out = x.new_empty((*x.shape[:-1], down_weight.size(0)), dtype=self.dtype)  # no view, see ModuleTiles
+        out_rows = out.flatten(0, -2)
         gate_buffer, up_buffer = (self._buffer(x_rows, gate_weight) for _ in range(2))
         with torch.autocast(x.device.type, enabled=False):
             for tile in tiles(x_rows.size(0), self.tile_tokens):
                 x_tile = x_rows[tile].to(self.dtype)
                 gate = linear(x_tile, gate_weight, gate_bias, gate_buffer[: x_tile.size(0)])
                 up = linear(x_tile, up_weight, up_bias, up_buffer[: x_tile.size(0)])
-                linear(ops.glu_fwd(gate, up, self.kind), down_weight, down_bias, out[tile])
-        return out.view(*x.shape[:-1], out.size(1))
+                linear(ops.glu_fwd(gate, up, self.kind), down_weight, down_bias, out_rows[tile])
+        return out
 
     def backward(
         self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Tensor | None

@@ -46,7 +46,7 @@ def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_origin
     backward: Liu & Abbeel, arXiv:2305.19370; Chen et al., arXiv:1604.06174.
 
     InputError: x has no token dim, or its dtype is not the weights', or tile_tokens is below 1.
-    Refused: the module normalizes over tokens, or an output is not one row per token.
+    Refused: a part of the module mixes tokens or is sharded by itself, or an output is not one row per token.
     """
     outputs: Output = run_tiles(module, type(module).forward, x, tile_tokens, use_original_mlp)
     return outputs
@@ -126,12 +126,7 @@ class ModuleTiles:
     """Any module, tile by tile; the backward runs its own forward again, with the same random numbers."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor, tile_tokens: int) -> None:
-        for name, child in module.named_modules():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                raise Refused(
-                    f"tiled MLP: {name or 'the module'} is a {type(child).__name__}, whose statistics mix tokens; "
-                    "expected a module that treats every token by itself"
-                )
+        check_parts(module)
         self.call, self.tile_tokens = _Call(module, forward), tile_tokens
         parameters = {name: p for name, p in self.call.named_parameters() if p.requires_grad}
         self.names = tuple(parameters)
@@ -147,20 +142,17 @@ class ModuleTiles:
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
         x_rows = x.flatten(0, -2)  # (T, E)
-        outputs: list[Any] = []
-        shapes: list[tuple[int, ...]] = []
+        outputs: list[Any] = []  # no views: what FSDP hangs at an output would be lost with an in-place sum
         result: Any = None
         for tile in tiles(x_rows.size(0), self.tile_tokens):
             x_tile = _like_input(x_rows[tile], x)
             result = self.call(x_tile)
             rows = _rows(result, x_tile)
             if not outputs:
-                outputs = [None if r is None else r.new_empty((x_rows.size(0), *r.shape[1:])) for r in rows]
-                shapes = [_shape(out, x_tile, x) for out in _as_tuple(result)]
+                outputs = [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in _as_tuple(result)]
             for out, tile_rows in zip(outputs, rows, strict=True):
-                if out is not None:
-                    out[tile] = tile_rows
-        outputs = [None if out is None else out.view(shape) for out, shape in zip(outputs, shapes, strict=True)]
+                if tile_rows is not None:
+                    out.view(x_rows.size(0), *tile_rows.shape[1:])[tile] = tile_rows
         return tuple(outputs) if isinstance(result, tuple) else outputs[0]
 
     def backward(
@@ -201,6 +193,36 @@ class ModuleTiles:
         return None if dx is None else dx.view(x.shape), totals
 
 
+_SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by name: not to import them
+
+
+def check_parts(module: nn.Module) -> None:
+    """Refused, naming the part, where tiles would not give the module's own outputs or all of its gradients."""
+    for name, part in module.named_modules():
+        kernel_size = part.kernel_size if isinstance(part, nn.modules.conv._ConvNd) else ()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) or any(size != 1 for size in kernel_size):
+            problem = f"is a {type(part).__name__}, which mixes tokens; expected a module that treats each by itself"
+        elif hasattr(part, "expert_capacity"):
+            problem = "drops what exceeds an expert's capacity, counted over all tokens; expected no capacity"
+        elif any(isinstance(value, Tensor) and value.requires_grad for value in vars(part).values()):
+            problem = "holds a weight that is no parameter (FSDP1 or DataParallel); expected FSDP2, ZeRO or DDP"
+        elif part is not module and (engine := _engine_of(part)):
+            problem = (
+                f"is sharded by {engine} on its own and would be gathered once per tile; expected the MLP in one: give "
+                "fully_shard the MLP or its layer, call ringtile.enable or tile_mlps before deepspeed.initialize"
+            )
+        else:
+            continue
+        raise Refused(f"tiled MLP: {name or 'the module'} {problem}")
+
+
+def _engine_of(part: nn.Module) -> str | None:
+    """Which engine gathers this module's parameters by hooks of its own."""
+    if hasattr(part, "ds_id"):
+        return "ZeRO-3"
+    return next((_SHARDED[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _SHARDED), None)
+
+
 class _Call(nn.Module):
     """A module whose forward may have been replaced on the instance, called by the forward it had."""
 
@@ -221,11 +243,9 @@ def _like_input(rows: Tensor, x: Tensor) -> Tensor:
     return rows.view(*(1,) * (x.dim() - 2), *rows.shape)
 
 
-def _shape(out: Tensor | None, x_tile: Tensor, x: Tensor) -> tuple[int, ...]:
+def _shape(out: Tensor, x_tile: Tensor, x: Tensor) -> tuple[int, ...]:
     """The shape of a whole output, of which out is the first tile."""
     num_leading = x.dim() - 1
-    if out is None:
-        return ()
     if out.shape[:num_leading] == x_tile.shape[:-1]:
         return (*x.shape[:-1], *out.shape[num_leading:])
     return (x.shape[:-1].numel(), *out.shape[1:])

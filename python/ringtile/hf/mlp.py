@@ -14,7 +14,7 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
 from ringtile.hf.find import find_mlps
 from ringtile.hf.patches import Ledger
-from ringtile.tiled_mlp import run_tiles
+from ringtile.tiled_mlp import check_parts, run_tiles
 from ringtile.tiles import check_tile_tokens
 
 
@@ -71,20 +71,15 @@ def _tile_mlps(
                 f"{name} is Liger's MLP, which tiled_mlp would replace; set tiled_mlp_use_original_mlp: true to run "
                 "Liger's in tiles, or switch Liger's GLU off (swiglu=False, geglu=False)"
             )
-        _gather_as_one(name, module, ledger)
+        check_parts(module)
+        _gather_as_one(module, ledger)
         forward = _TiledForward(name, _own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
         ledger.set(module, "forward", MethodType(forward, module))
 
 
-def _gather_as_one(name: str, module: nn.Module, ledger: Ledger) -> None:
-    """Makes the module a leaf for DeepSpeed's ZeRO-3, whose hooks would gather each part's parameters per tile."""
-    if any(hasattr(part, "ds_id") for part in module.modules() if part is not module):
-        if not getattr(module, "_z3_leaf", False):
-            raise Refused(
-                f"tiled MLP: ZeRO-3 already gathers the parameters of {name} part by part, which would be once per "
-                "tile; call ringtile.enable or tile_mlps before deepspeed.initialize"
-            )
-    elif not hasattr(module, "_z3_leaf"):
+def _gather_as_one(module: nn.Module, ledger: Ledger) -> None:
+    """Makes the module a leaf for DeepSpeed's ZeRO-3, which then gathers its parameters once per pass, not per tile."""
+    if not hasattr(module, "_z3_leaf"):
         module._z3_leaf = True  # type: ignore[assignment]
         # An engine built since then relies on it.
         ledger.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))

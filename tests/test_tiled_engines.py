@@ -1,0 +1,169 @@
+"""Tiled MLPs under the engines that average gradients: the weights of one untiled process, and as many collectives."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_engines import full_weights
+from hf_models import SIZES, tiny_model
+from hf_training import Run, assert_equal_training, train
+from pool import run_ranks
+from ringtile import Refused, tile_mlps
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEPS = 10
+MODELS = {"llama": {}, "phi3": {}, "mixtral": {"num_local_experts": 4}}
+
+
+def model_of(family: str, checkpointed: bool = False) -> nn.Module:
+    model = tiny_model(family, **MODELS[family]).double().train()
+    if family == "mixtral":
+        model.set_experts_implementation("eager")  # the other has no float64
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def rows_of(rank: int) -> Tensor:
+    """13 tokens on rank 0, 26 on rank 1, and so on: different numbers of tiles."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(3, SIZES["vocab_size"], (1, 13 * (rank + 1)), generator=generator)
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    return model(input_ids=rows_of(rank), use_cache=False).logits.square().mean()
+
+
+def one_process(family: str, world_size: int = 2) -> dict[str, Tensor]:
+    """The weights after STEPS of SGD on the mean of all ranks' losses, in one process, untiled."""
+    model = model_of(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (sum(loss_of(model, rank) for rank in range(world_size)) / world_size).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_near(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+def shard(model: nn.Module, wrapped: str) -> nn.Module:
+    """FSDP2 on each decoder layer, on each MLP too, or HSDP on the layers."""
+    world_size = dist.get_world_size()
+    shape, names = ((world_size // 2, 2), ("replicate", "shard")) if wrapped == "HSDP" else ((world_size,), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model.model.layers:
+        if wrapped == "mlp":
+            fully_shard(layer.mlp, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes over the process groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def fsdp2(family: str, wrapped: str, tile_tokens: int | None, use_original_mlp: bool, checkpointed: bool):
+    """The weights after STEPS of SGD, each rank on its own row, and the collectives of the last step by name."""
+    model = model_of(family, checkpointed)
+    if tile_tokens is not None:
+        tile_mlps(model, tile_tokens, use_original_mlp=use_original_mlp)
+    model = shard(model, wrapped)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with Collectives() as collectives:
+            loss_of(model, dist.get_rank()).backward()
+        optimizer.step()
+    return full_weights(model), collectives.counts
+
+
+@functools.cache
+def reference(family: str) -> dict[str, Tensor]:
+    return one_process(family)
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize(("family", "wrapped"), [("llama", "layer"), ("llama", "mlp"), ("mixtral", "mlp")])
+def test_fsdp2_gathers_once_whatever_the_number_of_tiles(family, wrapped, use_original_mlp, checkpointed) -> None:
+    """Peers gather for every tile, so ranks with different numbers of tiles wait for each other forever."""
+    plain = run_ranks(2, fsdp2, family, wrapped, None, use_original_mlp, checkpointed)
+    for tile_tokens in (1000, 4):  # one tile on each rank; 4 on rank 0 and 7 on rank 1
+        tiled = run_ranks(2, fsdp2, family, wrapped, tile_tokens, use_original_mlp, checkpointed)
+        for (weights, collectives), (_, plain_collectives) in zip(tiled, plain, strict=True):
+            assert_near(weights, reference(family))
+            assert collectives == plain_collectives
+    num_units = 2 * SIZES["num_hidden_layers"] + 1 if wrapped == "mlp" else SIZES["num_hidden_layers"] + 1
+    # The root is not resharded between its forward and backward.
+    assert plain[0][1] == {"c10d::_allgather_base_": 2 * num_units - 1, "c10d::_reduce_scatter_base_": num_units}
+
+
+def test_hsdp_equals_one_process() -> None:
+    for weights, _ in run_ranks(4, fsdp2, "llama", "HSDP", 4, False, False):
+        assert_near(weights, one_process("llama", 4))
+
+
+def sharded_parts() -> str:
+    model = model_of("llama")
+    tile_mlps(model, 4, use_original_mlp=True)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.gate_proj)
+    with pytest.raises(Refused) as refusal:
+        loss_of(fully_shard(model), dist.get_rank())
+    return str(refusal.value)
+
+
+def test_fsdp2_inside_an_mlp_is_refused() -> None:
+    for message in run_ranks(2, sharded_parts):
+        assert "tiled MLP: gate_proj is sharded by FSDP2 on its own" in message
+
+
+# ---- under the Trainer --------------------------------------------------------------------------
+
+TRAINING = {"max_steps": STEPS, "num_rows": 48, "gradient_accumulation_steps": 1, "evaluate": False}
+
+
+@functools.cache
+def trained_in_one_process(family: str, lora: bool) -> Run:
+    return train(None, family=family, lora=lora, per_device_train_batch_size=4, **TRAINING)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
+def test_trainer_has_the_weights_of_one_process(engine, family, use_original_mlp) -> None:
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+    config = {"tiled_mlp": True, "tile_tokens": 7, "tiled_mlp_use_original_mlp": use_original_mlp}
+    for run in run_ranks(2, train, config, engine=engine, family=family, **TRAINING):
+        assert_equal_training(run, trained_in_one_process(family, False))
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-3"])
+def test_adapters_have_the_weights_of_one_process(engine) -> None:
+    pytest.importorskip("peft")
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+    config = {"tiled_mlp": True, "tile_tokens": 7}
+    for run in run_ranks(2, train, config, engine=engine, lora=True, **TRAINING):
+        assert_equal_training(run, trained_in_one_process("llama", True))
