@@ -29,6 +29,21 @@ class Gated(nn.Module):
         return self.down_proj(functional.dropout(prod, self.dropout, self.training) if self.dropout else prod)
 
 
+class Fused(nn.Module):
+    """Gate and up by one linear layer, as in Phi-3 and GLM; gate_half: which of its halves the gate is."""
+
+    def __init__(self, activation: str = "silu", bias: bool = False, gate_half: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_up_proj = nn.Linear(HIDDEN, 2 * INTERMEDIATE, bias)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias)
+        self.act_fn, self.gate_half = ACTIVATIONS[activation], gate_half
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(halves[1 - self.gate_half] * self.act_fn(halves[self.gate_half]))
+
+
 def inputs(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> tuple[Tensor, Tensor]:
     """x (*shape, E) and the gradient of the output."""
     generator = torch.Generator().manual_seed(2)

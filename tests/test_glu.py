@@ -3,7 +3,7 @@
 import pytest
 import torch
 from counting import assert_near
-from gated_mlp import HIDDEN, INTERMEDIATE, Gated, glu_of, gradients, inputs
+from gated_mlp import HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
 from ringtile import tiled_mlp
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,7 +38,25 @@ class OtherOrder(Gated):
         return self.down_proj(torch.mul(self.up_proj(x), functional.silu(self.gate_proj(x))))
 
 
-@pytest.mark.parametrize("kind", [Scaled, Negated, Branching, Adapted])
+class SameHalf(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, _ = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(gate * self.act_fn(gate))
+
+
+class HalvesOfTwo(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, _ = self.gate_up_proj(x).chunk(2, dim=-1)
+        _, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class HalvesOfTokens(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super(HalvesOfTokens, self).forward(half) for half in x.chunk(2, dim=0)])
+
+
+@pytest.mark.parametrize("kind", [Scaled, Negated, Branching, Adapted, SameHalf, HalvesOfTwo, HalvesOfTokens])
 def test_what_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
     module = kind().double()
     assert glu_of(module) is None
@@ -59,6 +77,16 @@ def test_a_glu_in_another_order_is_found() -> None:
     ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
     for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
         assert_near(one, other, num_terms=INTERMEDIATE)
+
+
+@pytest.mark.parametrize("gate_half", [0, 1])
+def test_gate_and_up_in_one_are_found(gate_half) -> None:
+    module = Fused(bias=True, gate_half=gate_half).double()
+    assert glu_of(module) is not None
+    x, dout = inputs(9)
+    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
+    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
+        assert_near(one, other, num_terms=2 * INTERMEDIATE)
 
 
 def test_hooks_of_a_projection_are_not_passed_over() -> None:

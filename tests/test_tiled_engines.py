@@ -159,6 +159,21 @@ def test_trainer_has_the_weights_of_one_process(engine, family, use_original_mlp
         assert_equal_training(run, trained_in_one_process(family, False))
 
 
+def zero3_collectives(config: dict[str, object]) -> Counter[str]:
+    with Collectives() as collectives:
+        train(config, engine="ZeRO-3", family="mixtral", **{**TRAINING, "max_steps": 2})
+    return collectives.counts
+
+
+def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
+    """DeepSpeed's hooks at an MLP's parts would gather for every tile; as a leaf it gathers them together."""
+    pytest.importorskip("deepspeed")
+    one, other = run_ranks(2, zero3_collectives, {"tiled_mlp": True, "tile_tokens": 1000})
+    assert one == other
+    assert one["c10d::_allgather_base_"] > 0
+    assert run_ranks(2, zero3_collectives, {"tiled_mlp": True, "tile_tokens": 7}) == [one, other]
+
+
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-3"])
 def test_adapters_have_the_weights_of_one_process(engine) -> None:
     pytest.importorskip("peft")

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from counting import Counting, assert_near, relative_error
-from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Gated, glu_of, gradients, inputs
+from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
 from ringtile import InputError, Refused, tiled_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,8 +36,9 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_output_and_gradients_equal_the_whole_module(activation, bias, use_original_mlp) -> None:
-    module = Gated(activation, bias).double()
+@pytest.mark.parametrize("kind", [Gated, Fused])
+def test_output_and_gradients_equal_the_whole_module(kind, activation, bias, use_original_mlp) -> None:
+    module = kind(activation, bias).double()
     assert glu_of(module) is not None
     x, dout = inputs(2, 11)  # B = 2: a tile crosses from one row of the batch to the next
     out = tiled_mlp(module, x, tile_tokens=5, use_original_mlp=use_original_mlp)
@@ -107,9 +108,10 @@ UNIT = NUM_TOKENS * HIDDEN * INTERMEDIATE  # T*E*F
 
 @pytest.mark.parametrize(("use_original_mlp", "products"), [(False, 11), (True, 12)])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_products_computed(use_original_mlp, products, checkpointed) -> None:
+@pytest.mark.parametrize("kind", [Gated, Fused])
+def test_products_computed(kind, use_original_mlp, products, checkpointed) -> None:
     """22 T*E*F flops on the GLU kernels, 24 in general, and not one more inside a checkpointed layer."""
-    module, norm = Gated(), nn.LayerNorm(HIDDEN)
+    module, norm = kind(), nn.LayerNorm(HIDDEN)
     x, dout = inputs(NUM_TOKENS, dtype=torch.float32)
 
     def layer(x: Tensor) -> Tensor:

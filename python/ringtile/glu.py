@@ -23,23 +23,15 @@ class Glu:
     """act(x gate^T + gate_bias) * (x up^T + up_bias), times down^T, plus down_bias (arXiv:2002.05202)."""
 
     kind: int  # a value of ops.GLU_KINDS
-    gate_weight: Tensor  # (F, E)
-    up_weight: Tensor  # (F, E)
+    gate_first: bool  # of the 2 F columns that the weights_in together make
+    weights_in: tuple[Tensor, ...]  # gate and up (F, E), or one (2 F, E) of both
     down_weight: Tensor  # (E_out, F)
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
+    biases_in: tuple[Tensor | None, ...]
     down_bias: Tensor | None
 
     @property
     def weights(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.gate_weight,
-            self.up_weight,
-            self.down_weight,
-            self.gate_bias,
-            self.up_bias,
-            self.down_bias,
-        )
+        return (*self.weights_in, self.down_weight, *self.biases_in, self.down_bias)
 
 
 class _Symbol:
@@ -55,11 +47,20 @@ class _Symbol:
     def __mul__(self, other: Any) -> _Symbol:
         return _Symbol(operator.mul, self, other)
 
+    def chunk(self, chunks: int, dim: int) -> tuple[_Symbol, _Symbol]:
+        if (chunks, dim) != (2, -1):
+            raise TypeError("gate and up in one are two halves of the last dimension")
+        return _Symbol(_half, self, 0), _Symbol(_half, self, 1)
+
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> _Symbol:
         return cls(operator.mul if function in (torch.mul, Tensor.mul) else function, *args, **(kwargs or {}))
+
+
+def _half(both: _Symbol, index: int) -> None:
+    """Names one of the results of chunk."""
 
 
 def _linear_of(symbol: Any) -> tuple[Any, Tensor, Tensor | None] | None:
@@ -107,47 +108,79 @@ def find_glu(module: nn.Module, forward: Callable[..., Any]) -> Glu | None:
         return None
     if len(down[0].arguments) != 2 or down[0].options:
         return None
-    for left, right in (down[0].arguments, down[0].arguments[::-1]):
-        activation, up = _activation_of(left), _linear_of(right)
-        gate = None if activation is None else _linear_of(activation[0])
-        if activation is None or gate is None or up is None or gate[0] is not x or up[0] is not x:
+    for left, up in (down[0].arguments, down[0].arguments[::-1]):
+        activation = _activation_of(left)
+        into = None if activation is None else _inputs_of(activation[0], up, x)
+        if activation is None or into is None:
             continue
-        weights = (gate[1], up[1], down[1], gate[2], up[2], down[2])
-        one_dtype = len({weight.dtype for weight in weights if weight is not None}) == 1
-        if one_dtype and gate[1].shape == up[1].shape and gate[1].size(0) == down[1].size(1):
-            return Glu(ops.GLU_KINDS[activation[1]], *weights)
+        gate_first, linears = into
+        weights_in, biases_in = zip(*linears, strict=True)
+        glu = Glu(ops.GLU_KINDS[activation[1]], gate_first, weights_in, down[1], biases_in, down[2])
+        one_dtype = len({weight.dtype for weight in glu.weights if weight is not None}) == 1
+        width = 2 * down[1].size(1) // len(weights_in)
+        if one_dtype and all(weight.size(0) == width for weight in weights_in):
+            return glu
     return None
+
+
+def _inputs_of(gate: Any, up: Any, x: _Symbol) -> tuple[bool, list[tuple[Tensor, Tensor | None]]] | None:
+    """Whether gate is the first, and weight and bias of the linear layers of x that make gate and up."""
+    made_by, gate_first = [gate, up], True
+    if all(isinstance(symbol, _Symbol) and symbol.function is _half for symbol in made_by):
+        (both, gate_index), (other, up_index) = gate.arguments, up.arguments
+        if both is not other or gate_index == up_index:
+            return None
+        made_by, gate_first = [both], gate_index == 0
+    linears = [_linear_of(symbol) for symbol in made_by]
+    found = [linear[1:] for linear in linears if linear is not None and linear[0] is x]
+    return (gate_first, found) if len(found) == len(linears) else None
 
 
 class GluTiles:
     """A GLU tile by tile; the backward computes gate and up again, nothing else."""
 
     def __init__(self, glu: Glu, x: Tensor, tile_tokens: int) -> None:
-        if x.size(-1) != glu.gate_weight.size(1):
-            raise InputError(f"x has hidden size {x.size(-1)}, the gate projection takes {glu.gate_weight.size(1)}")
-        self.kind, self.tile_tokens = glu.kind, tile_tokens
-        self.dtype = compute_dtype(x, glu.gate_weight)
+        hidden_size = glu.weights_in[0].size(1)
+        if x.size(-1) != hidden_size:
+            raise InputError(f"x has hidden size {x.size(-1)}, the gate projection takes {hidden_size}")
+        self.kind, self.gate_first, self.tile_tokens = glu.kind, glu.gate_first, tile_tokens
+        self.dtype = compute_dtype(x, glu.down_weight)
         self.weights = glu.weights
+        self.width = glu.down_weight.size(1)  # F
+        num_in = len(glu.weights_in)
+        step = 2 * self.width // num_in
+        self.columns = [slice(step * index, step * (index + 1)) for index in range(num_in)]
+
+    def _by_role(self, tensors: Sequence[Any]) -> tuple[list[tuple[Any, Any, slice]], Any, Any]:
+        """Of what is ordered as Glu.weights: (weight, bias, columns they make) for gate and up; down's weight, bias."""
+        num_in = len(self.columns)
+        into = zip(tensors[:num_in], tensors[num_in + 1 : -1], self.columns, strict=True)
+        return list(into), tensors[num_in], tensors[-1]
 
     def _cast(self, weights: Sequence[Tensor | None]) -> list[Any]:
         return [None if weight is None else weight.to(self.dtype) for weight in weights]
 
-    def _buffer(self, x_rows: Tensor, gate_weight: Tensor) -> Tensor:
-        """(tile, F), used again by every tile."""
-        num_rows = min(self.tile_tokens, x_rows.size(0))
-        return x_rows.new_empty((num_rows, gate_weight.size(0)), dtype=self.dtype)
+    def _buffer(self, x_rows: Tensor, width: int) -> Tensor:
+        """(tile, width), used again by every tile."""
+        return x_rows.new_empty((min(self.tile_tokens, x_rows.size(0)), width), dtype=self.dtype)
+
+    def _gate_and_up(self, x_tile: Tensor, into: Sequence[tuple[Any, Any, slice]], both: Tensor) -> list[Tensor]:
+        """Both, written into (t, 2 F)."""
+        for weight, bias, columns in into:
+            linear(x_tile, weight, bias, both[:, columns])
+        halves = [both[:, : self.width], both[:, self.width :]]
+        return halves if self.gate_first else halves[::-1]
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Tensor:
-        gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias = self._cast(weights)
+        into, down_weight, down_bias = self._by_role(self._cast(weights))
         x_rows = x.flatten(0, -2)  # (T, E)
         out = x.new_empty((*x.shape[:-1], down_weight.size(0)), dtype=self.dtype)  # no view, see ModuleTiles
         out_rows = out.flatten(0, -2)
-        gate_buffer, up_buffer = (self._buffer(x_rows, gate_weight) for _ in range(2))
+        buffer = self._buffer(x_rows, 2 * self.width)
         with torch.autocast(x.device.type, enabled=False):
             for tile in tiles(x_rows.size(0), self.tile_tokens):
                 x_tile = x_rows[tile].to(self.dtype)
-                gate = linear(x_tile, gate_weight, gate_bias, gate_buffer[: x_tile.size(0)])
-                up = linear(x_tile, up_weight, up_bias, up_buffer[: x_tile.size(0)])
+                gate, up = self._gate_and_up(x_tile, into, buffer[: x_tile.size(0)])
                 linear(ops.glu_fwd(gate, up, self.kind), down_weight, down_bias, out_rows[tile])
         return out
 
@@ -156,25 +189,29 @@ class GluTiles:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         (dout,) = douts
         assert dout is not None
-        gate_weight, up_weight, down_weight, gate_bias, up_bias, _ = self._cast(weights)
+        into, down_weight, _ = self._by_role(self._cast(weights))
         x_rows, dout_rows = x.flatten(0, -2), dout.flatten(0, -2)  # (T, E) each
         totals = new_totals(weights, needed[1:])
-        gate_total, up_total, down_total, gate_bias_total, up_bias_total, down_bias_total = totals
+        into_totals, down_total, down_bias_total = self._by_role(totals)
         dx = x.new_empty(x_rows.shape) if needed[0] else None
-        gate_buffer, up_buffer, dprod_buffer = (self._buffer(x_rows, gate_weight) for _ in range(3))
+        buffer, dprod_buffer = self._buffer(x_rows, 2 * self.width), self._buffer(x_rows, self.width)
         with torch.autocast(x.device.type, enabled=False):
             for tile in tiles(x_rows.size(0), self.tile_tokens):
                 x_tile, dout_tile = x_rows[tile].to(self.dtype), dout_rows[tile]
-                gate = linear(x_tile, gate_weight, gate_bias, gate_buffer[: x_tile.size(0)])
-                up = linear(x_tile, up_weight, up_bias, up_buffer[: x_tile.size(0)])
+                both = buffer[: x_tile.size(0)]
+                gate, up = self._gate_and_up(x_tile, into, both)
                 # forward: out = prod down^T, prod = act(gate) * up
                 dprod = torch.mm(dout_tile, down_weight, out=dprod_buffer[: x_tile.size(0)])
                 ops.glu_bwd_(gate, up, dprod, self.kind)
-                dgate, dup, prod = gate, up, dprod  # what the kernel left in their place
+                dboth, prod = both, dprod  # what the kernel left in their place
                 add_products_(down_total, down_bias_total, dout_tile, prod)
-                # forward: gate = x gate_weight^T, up = x up_weight^T
-                add_products_(gate_total, gate_bias_total, dgate, x_tile)
-                add_products_(up_total, up_bias_total, dup, x_tile)
+                # forward: both[:, columns] = x weight^T
+                for columns, (weight_total, bias_total, _) in zip(self.columns, into_totals, strict=True):
+                    add_products_(weight_total, bias_total, dboth[:, columns], x_tile)
                 if dx is not None:
-                    dx[tile] = torch.mm(dgate, gate_weight).addmm_(dup, up_weight)
+                    (weight, _, columns), *rest = into
+                    dx_tile = torch.mm(dboth[:, columns], weight)
+                    for weight, _, columns in rest:
+                        dx_tile.addmm_(dboth[:, columns], weight)
+                    dx[tile] = dx_tile
         return None if dx is None else dx.view(x.shape), totals
