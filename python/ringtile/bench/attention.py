@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ringtile import ops
 from ringtile.bench.compare import Candidate, compare, memory_of, results
 from ringtile.bench.points import (
     Attend,
@@ -28,30 +30,45 @@ from ringtile.bench.points import (
     make_inputs,
     shorter,
 )
+from ringtile.errors import ConfigError
 from ringtile.mask import IntervalMask
 from ringtile.ring import attention
 
+DEVICES = ("cpu", "cuda")
 MAX_ERROR_SEQ_LEN = 1024  # up to here the float64 result is computed too
 WARM_UP_SEQ_LEN = 64
 
 
-def ringtile_attend(case: Case) -> Attend:
+def ringtile_attend(case: Case, device: str = "cpu") -> Attend:
     return lambda q, k, v: attention(q, k, v, mask=case.mask)
 
 
-def torch_attend(case: Case) -> Attend | None:
+def torch_attend(case: Case, device: str = "cpu") -> Attend | None:
     """SDPA that is told the mask by its own argument."""
     is_causal = case.is_causal
     return None if is_causal is None else lambda q, k, v: sdpa(q, k, v, is_causal=is_causal)
 
 
-def torch_mask_attend(case: Case) -> Attend:
+def torch_backend_attend(backend: SDPBackend, case: Case, device: str = "cpu") -> Attend | None:
+    """The same by one of SDPA's kernels, where it has a choice."""
+    plain = torch_attend(case, device)
+    if plain is None or device == "cpu":
+        return None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return plain(q, k, v)
+
+    return attend
+
+
+def torch_mask_attend(case: Case, device: str = "cpu") -> Attend:
     """SDPA with a boolean mask, which is made once and not timed."""
-    attend = bool_mask(case.mask)
+    attend = bool_mask(case.mask).to(device)
     return lambda q, k, v: sdpa(q, k, v, attn_mask=attend)
 
 
-def torch_per_document_attend(case: Case) -> Attend | None:
+def torch_per_document_attend(case: Case, device: str = "cpu") -> Attend | None:
     """A causal SDPA for every document."""
     documents = case.documents
     if documents is None:
@@ -68,17 +85,17 @@ def torch_per_document_attend(case: Case) -> Attend | None:
     return attend
 
 
-def flex_attend(case: Case) -> Attend:
+def flex_attend(case: Case, device: str = "cpu") -> Attend:
     """flex_attention, compiled for this mask and shape; its block mask is made once and not timed."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
 
-    begin, end = (x.expand(case.mask.begin.size(0), -1) for x in (case.mask.begin, case.mask.end))
+    begin, end = (x.expand(case.mask.begin.size(0), -1).to(device) for x in (case.mask.begin, case.mask.end))
 
     def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= begin[row, query]) & (key < end[row, query])
 
     seq_len = case.mask.seq_len
-    block_mask = create_block_mask(attends, begin.size(0), None, seq_len, seq_len, device="cpu")
+    block_mask = create_block_mask(attends, begin.size(0), None, seq_len, seq_len, device=device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,18 +122,20 @@ def bool_mask(mask: IntervalMask) -> Tensor:
 
 
 class Provider(NamedTuple):
-    """A way to compute attention. make: None for a case that it does not have."""
+    """A way to compute attention. make(case, device): None for a case that it does not have there."""
 
-    make: Callable[[Case], Attend | None]
-    backward: bool = True
+    make: Callable[..., Attend | None]
+    backward_on: tuple[str, ...] = DEVICES
 
 
 PROVIDERS = {
     "ringtile": Provider(ringtile_attend),
     "torch": Provider(torch_attend),
+    "torch_flash": Provider(partial(torch_backend_attend, SDPBackend.FLASH_ATTENTION)),
+    "torch_cudnn": Provider(partial(torch_backend_attend, SDPBackend.CUDNN_ATTENTION)),
     "torch_mask": Provider(torch_mask_attend),
     "torch_per_document": Provider(torch_per_document_attend),
-    "flex": Provider(flex_attend, backward=False),  # it has none on a CPU
+    "flex": Provider(flex_attend, backward_on=("cuda",)),
 }
 
 
@@ -135,6 +154,7 @@ def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
             repeats,
             exact=partial(exact_results, case, inputs),
             memory=partial(memory_of, "attention", point=point) if entry.memory else None,
+            device=point.device,
         )
 
 
@@ -142,7 +162,7 @@ def exact_results(case: Case, inputs: Inputs) -> tuple[Tensor, ...] | None:
     """out, dq, dk, dv in float64; None beyond MAX_ERROR_SEQ_LEN."""
     if case.mask.seq_len > MAX_ERROR_SEQ_LEN:
         return None
-    return results(attend_candidate(torch_mask_attend(case), inputs.double()))
+    return results(attend_candidate(torch_mask_attend(case, inputs.q.device.type), inputs.double()))
 
 
 def candidate_of(name: str, point: Point) -> Candidate | None:
@@ -153,8 +173,9 @@ def candidate_of(name: str, point: Point) -> Candidate | None:
 
 def make_candidate(name: str, case: Case, inputs: Inputs) -> Candidate | None:
     """None where the provider does not have the case."""
-    attend = PROVIDERS[name].make(case)
-    return None if attend is None else attend_candidate(attend, inputs, PROVIDERS[name].backward)
+    device = inputs.q.device.type
+    attend = PROVIDERS[name].make(case, device)
+    return None if attend is None else attend_candidate(attend, inputs, device in PROVIDERS[name].backward_on)
 
 
 def attend_candidate(attend: Attend, inputs: Inputs, backward: bool = True) -> Candidate:
@@ -182,11 +203,16 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "num_heads": (8,),
     "num_kv_heads": (8, 2),
     "world_size": (1,),
+    "device": ("cpu",),
 }
 
 
 def check(point: Point) -> None:
     """Refuses what cannot be measured: ConfigError, InputError."""
+    if point.device not in DEVICES:
+        raise ConfigError(f"--device is {point.device!r}; expected one of {', '.join(DEVICES)}")
+    if point.device == "cuda" and (reason := ops.why_not_on(0)):
+        raise ConfigError(f"--device is cuda, expected cpu: ringtile's CUDA kernels are not in use here: {reason}")
     flops_of(point, make_case(point.case, point.seq_len).mask)
     check_kernel(point)
 
@@ -205,3 +231,12 @@ def quick_entries() -> Iterator[Entry]:
     documents = ("ringtile", "torch_mask", "torch_per_document", "flex")
     yield Entry(Point("documents-8", "float32", 8192, 128), documents, memory=True)
     yield Entry(Point("window-1024", "float32", 8192, 64), ("ringtile", "torch_mask"))
+    gpu = partial(Point, dtype="bfloat16", num_heads=16, num_kv_heads=16, device="cuda")
+    whole = ("ringtile", "torch_flash", "torch_cudnn")
+    for head_dim in (128, 64):
+        for case in ("causal", "full"):
+            yield Entry(gpu(case, seq_len=8192, head_dim=head_dim), whole)
+        yield Entry(gpu("causal", seq_len=1024, head_dim=head_dim), whole)
+    yield Entry(gpu("causal", seq_len=8192, head_dim=128, num_kv_heads=4), whole)
+    for case in ("documents-8", "window-1024"):
+        yield Entry(gpu(case, seq_len=16384, head_dim=128), ("ringtile", "torch_per_document", "flex"))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringtile.bench.measure import (
     PASSES,
+    MatmulPeak,
     Peak,
     Sampler,
     mean_sample,
@@ -39,6 +40,7 @@ def compare(
     repeats: int,
     exact: Callable[[], tuple[Tensor, ...] | None],
     memory: Callable[[str], Mapping[str, int]] | None,
+    device: str = "cpu",
 ) -> Measured:
     """The medians of `repeats` samples of every provider that has this case.
 
@@ -47,7 +49,7 @@ def compare(
     bytes by pass of a provider, measured elsewhere: a process keeps the peak, and the heap, of all that ran in it.
     """
     right = exact()
-    peak = Peak()
+    peak = MatmulPeak() if device == "cuda" else Peak()
     samplers: dict[str, Sampler] = {"peak": partial(mean_sample, peak.run)}
     found: dict[str, Found] = {}
     skipped = {}
@@ -65,15 +67,15 @@ def compare(
         max_error, rms_error = ({}, {}) if right is None else errors(first, right)
         del first
         found[name] = Found(max_error, rms_error, memory(name) if memory and candidate.backward else {})
-        samplers[name] = partial(mean_sample, partial(timed, candidate))
+        samplers[name] = partial(mean_sample, partial(timed, candidate, device))
     seconds = take_turns(samplers, repeats)
     peak_flops_per_s = peak.flops / seconds.pop("peak")["peak"].median
     return Measured(work.point, make_rows(work, seconds, peak_flops_per_s, found), skipped)
 
 
-def timed(candidate: Candidate) -> dict[str, float]:
+def timed(candidate: Candidate, device: str = "cpu") -> dict[str, float]:
     """Seconds by pass."""
-    return timed_passes(candidate.forward, candidate.backward)
+    return timed_passes(candidate.forward, candidate.backward, device)
 
 
 def results(candidate: Candidate) -> tuple[Tensor, ...]:
@@ -116,16 +118,17 @@ def memory_of(subject: str, name: str, point: Any) -> dict[str, int]:
 
 def _memory_of(subject: str, name: str, point: Any, num_threads: int) -> dict[str, int]:
     torch.set_num_threads(num_threads)
+    device = getattr(point, "device", "cpu")
     module = importlib.import_module(f"ringtile.bench.{subject}")
     growth = (0, 0)
     for size in (module.smaller(point), point):  # the first loads what is loaded once
         candidate: Candidate = module.candidate_of(name, size)
         assert candidate.backward is not None
-        reset_resident_peak()
-        before = resident_peak_bytes()
+        reset_resident_peak(device)
+        before = resident_peak_bytes(device)
         out = candidate.forward()
-        forward = resident_peak_bytes() - before
+        forward = resident_peak_bytes(device) - before
         gradients = candidate.backward(out)
-        growth = (forward, resident_peak_bytes() - before)
+        growth = (forward, resident_peak_bytes(device) - before)
         del out, gradients
     return dict(zip(PASSES, (growth[0], growth[1], growth[1]), strict=True))

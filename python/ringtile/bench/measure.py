@@ -13,6 +13,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from ringtile import ops
 PASSES = ("forward", "backward", "forward+backward")
 SAMPLE_SECONDS = 0.05  # a sample is as many runs as take this long, so that the clock's own cost is nothing
 MAX_WAITED = 0.02  # of a sample's time; more, and another is taken
+SLEEP_CYCLES = 2_000_000  # of a GPU: about a millisecond, for what the CPU does before and in an attention call
+MATMUL_SIZE = 8192  # of a GPU's peak
 COPY_BYTES = 1 << 28  # larger than any cache
 PROC = pathlib.Path("/proc")  # Linux; what is read there is left out elsewhere
 
@@ -99,33 +102,71 @@ def waited_seconds(threads: str = "*") -> float:
     return waited / 1e9
 
 
-def reset_resident_peak() -> None:
+def reset_resident_peak(device: str = "cpu") -> None:
     """Makes resident_peak_bytes start anew, where the system can."""
-    if (PROC / "self/clear_refs").exists():
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif (PROC / "self/clear_refs").exists():
         (PROC / "self/clear_refs").write_text("5")
 
 
-def resident_peak_bytes() -> int:
-    """The most resident memory that this process held."""
+def resident_peak_bytes(device: str = "cpu") -> int:
+    """The most resident memory that this process held; on a GPU the most that its tensors took."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
     if (PROC / "self/status").exists():  # ru_maxrss would start at the parent's
         lines = (PROC / "self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def timed_passes(forward: Callable[[], Tensor], backward: Callable[[Tensor], object] | None) -> dict[str, float]:
-    """The seconds of one forward and, of what it returned, one backward."""
-    began = time.perf_counter()
+def timed_passes(
+    forward: Callable[[], Tensor], backward: Callable[[Tensor], object] | None, device: str = "cpu"
+) -> dict[str, float]:
+    """The seconds of one forward and, of what it returned, one backward; on a GPU those of its work alone."""
+    if device == "cuda":
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # the CPU runs ahead, as in training
+    marks = [_mark(device)]
     out = forward()
-    between = time.perf_counter()
+    marks.append(_mark(device))
     if backward is None:
-        return {"forward": between - began}
+        return {"forward": _seconds(*marks)}
     backward(out)
-    ended = time.perf_counter()
-    return dict(zip(PASSES, (between - began, ended - between, ended - began), strict=True))
+    marks.append(_mark(device))
+    spans = [(marks[0], marks[1]), (marks[1], marks[2]), (marks[0], marks[2])]
+    return {which: _seconds(*span) for which, span in zip(PASSES, spans, strict=True)}
+
+
+def _mark(device: str) -> float | torch.cuda.Event:
+    """Now; on a GPU when its work so far is done."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> float:
+    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+    return float(ended) - float(began)  # type: ignore[arg-type]
 
 
 # ---- the machine --------------------------------------------------------------------------------
+
+
+class MatmulPeak:
+    """The peak of a GPU's matrix units, as torch's product of two square bfloat16 matrices reaches it."""
+
+    def __init__(self) -> None:
+        self.left, self.right = (
+            torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        self.flops = 2.0 * MATMUL_SIZE**3
+
+    def run(self) -> dict[str, float]:
+        return {"peak": timed_passes(lambda: self.left @ self.right, None, "cuda")["forward"]}
 
 
 class Peak:
@@ -145,17 +186,22 @@ class Peak:
         return {"peak": time.perf_counter() - began}
 
 
-def copy_bytes_per_s(repeats: int) -> float:
-    """Memory bandwidth of torch's threads: bytes read and written by a copy that no cache holds."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+def copy_bytes_per_s(repeats: int, device: str = "cpu") -> float:
+    """Memory bandwidth of torch's threads, or of a GPU: bytes read and written by a copy that no cache holds."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = take_turns({"copy": lambda: mean_sample(lambda: timed_passes(lambda: target.copy_(source), None))}, repeats)
+    run = partial(timed_passes, lambda: target.copy_(source), None, device)
+    copy = take_turns({"copy": lambda: mean_sample(run)}, repeats)
     return 2 * COPY_BYTES / copy["copy"]["forward"].median
 
 
-def machine() -> dict[str, object]:
+def machine(device: str = "cpu") -> dict[str, object]:
     """What a reader must know of the machine, to judge the numbers."""
-    return {
+    gpu: dict[str, object] = {}
+    if device == "cuda":
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": cudnn}
+    return gpu | {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "isa": ops.cpu_isa(),

@@ -37,6 +37,7 @@ class Point:
     num_heads: int = 8
     num_kv_heads: int = 8
     world_size: int = 1
+    device: str = "cpu"
 
 
 class Entry(NamedTuple):
@@ -102,7 +103,8 @@ def make_inputs(point: Point, batch: int) -> Inputs:
     generator = torch.Generator().manual_seed(0)
     heads = (point.num_heads, point.num_kv_heads, point.num_kv_heads, point.num_heads)
     shapes = [(batch, point.seq_len, count, point.head_dim) for count in heads]
-    return leaves(torch.randn(shape, generator=generator).to(DTYPES[point.dtype]) for shape in shapes)
+    numbers = (torch.randn(shape, generator=generator) for shape in shapes)
+    return leaves(x.to(point.device, DTYPES[point.dtype]) for x in numbers)
 
 
 def leaves(tensors: Iterable[Tensor]) -> Inputs:

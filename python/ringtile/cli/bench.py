@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "num_heads": (int, "attention, ring: query heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads"),
     "world_size": (int, "ring: ranks"),
+    "device": (str, "attention: cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
     "intermediate_size": (int, "mlp: width inside"),
     "vocab_size": (int, "loss: classes"),
@@ -83,7 +84,9 @@ def run(args: argparse.Namespace) -> Outcome:
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // max(e.point.world_size for e in entries)))
 
     console = Console(width=max(Console().width, WIDTH))
-    report: dict[str, Any] = {"machine": machine() | {"copy_bytes_per_s": copy_bytes_per_s(args.repeats)}, "rows": []}
+    device = "cuda" if any(getattr(entry.point, "device", "") == "cuda" for entry in entries) else "cpu"
+    copied = copy_bytes_per_s(args.repeats, device)
+    report: dict[str, Any] = {"machine": machine(device) | {"copy_bytes_per_s": copied}, "rows": []}
     skipped: list[str] = []
     for measured in subject.measure(entries, args.repeats):
         report["rows"] += measured.rows
@@ -123,10 +126,11 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
                 f"{', '.join('--' + known.replace('_', '-') for known in subject.GRID)}"
             )
     if args.quick:
+        given.setdefault("device", ["cpu"])
         entries = [
             Entry(entry.point, tuple(name for name in entry.providers if name in providers), entry.memory)
             for entry in subject.quick_entries()
-            if all(getattr(entry.point, name) in values for name, values in given.items())
+            if all(getattr(entry.point, name, "cpu") in values for name, values in given.items())
         ]
         if not entries:
             raise ConfigError(
@@ -139,11 +143,12 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
 
 
 def print_table(console: Console, measured: Measured) -> None:
-    """One point: a line a provider. Times with their spread, the fraction of the multiply-add peak, time over ours."""
+    """One point: a line a provider. Times with their spread, the fraction of the peak, time over ours."""
     rows = measured.rows
     point = rows[0]
     sizes = " ".join(f"{letter} {point[name]}" for name, letter in LETTERS.items() if name in point)
-    title = f"{point['case']} {point['dtype']} {sizes}, {point['threads']} threads"
+    where = "GPU" if point.get("device") == "cuda" else f"{point['threads']} threads"
+    title = f"{point['case']} {point['dtype']} {sizes}, {where}"
     if point["world_size"] > 1:
         title += f" x {point['world_size']} ranks"
     table = Table("provider", title=title, title_justify="left", box=None, padding=(0, 1))
