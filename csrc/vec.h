@@ -35,6 +35,14 @@ static inline vec vec_select(vec_bits mask, vec yes, vec no) {
     return (vec)(((vec_bits)yes & mask) | ((vec_bits)no & ~mask));
 }
 
+// Lane l is a[l + offset] where l has no bit of `half`, and b[l - half + offset] where it has.
+static inline __attribute__((always_inline)) vec vec_weave(vec a, vec b, int half, int offset) {
+    vec_bits from;
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; l++) from[l] = (l & half ? LANES + l - half : l) + offset;
+    return __builtin_shuffle(a, b, from);
+}
+
 static inline vec vec_abs(vec x) { return (vec)((vec_bits)x & ~(vec_bits)(vec_set((real)-0.0))); }
 
 // The larger number; `b` where one of them is NaN.

@@ -102,18 +102,23 @@ static void add_gradients_within(const key_ranges *ranges, int64_t panel, int64_
 static void backward_panel(const rt_attn_params *p, const block *b, int64_t panel, int64_t tile_begin,
                            int64_t begin, int64_t end, bool keys_finite, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const int64_t n = end - begin, at = begin - tile_begin, rows = panel * PANEL;
-    const int64_t num_rows = panel_rows(b, panel);
+    const int64_t n = end - begin, first_key = begin - tile_begin, rows = panel * PANEL;
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
-    const real *k = s->k + at * d;
-    real *dk = s->dk + at * d, *dv_tile = s->dv + at * dv;
+    const real *k = s->k + first_key * d, *v_words = s->v_words + first_key * dv_words;
+    real *dk = s->dk + first_key * d, *dv_tile = s->dv + first_key * dv;
 
-    score_panel(p, n, num_rows, s->k_words + at * d_words, s->q_panels + rows * d_words, s->weights); // S^T
+    span spans[MAX_SPANS];
+    const int64_t num_spans = find_spans(&s->ranges, b, panel, begin, end, spans);
+    for (int64_t i = 0; i < num_spans; i++) {
+        const span at = spans[i];
+        score_span(p, &at, s->k_words + first_key * d_words, s->q_panels + rows * d_words, s->weights); // S^T
+        gemm_inputs(kind, 1, at.num_keys, round_up(at.num_rows, LANES), num_words(kind, p->v_head_dim),
+                    v_words + at.key * dv_words, dv_words, s->dout_panels + rows * dv_words + at.row,
+                    s->dscores + at.key * PANEL + at.row); // dP^T
+    }
     if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
-    gemm_inputs(kind, 1, n, round_up(num_rows, LANES), num_words(kind, p->v_head_dim),
-                s->v_words + at * dv_words, dv_words, s->dout_panels + rows * dv_words, s->dscores); // dP^T
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
     softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
                      s->dscores);
@@ -126,9 +131,18 @@ static void backward_panel(const rt_attn_params *p, const block *b, int64_t pane
             return;
         }
     }
-    gemm(n, dv, num_rows, s->weights, PANEL, 1, s->dout + rows * dv, dv, dv_tile, dv, true); // dv += P^T dout
-    gemm(n, d, num_rows, s->dscores, PANEL, 1, s->q + rows * d, d, dk, d, true); // dk += dS^T (scale q)
-    gemm(num_rows, d, n, s->dscores, 1, PANEL, k, d, s->dq + rows * d, d, true); // dq += dS k
+    for (int64_t i = 0; i < num_spans; i++) {
+        const span at = spans[i];
+        const real *weights = s->weights + at.key * PANEL + at.row,
+                   *dscores = s->dscores + at.key * PANEL + at.row;
+        const real *q = s->q + (rows + at.row) * d, *dout = s->dout + (rows + at.row) * dv;
+        real *dq = s->dq + (rows + at.row) * d;
+        gemm(at.num_keys, dv, at.num_rows, weights, PANEL, 1, dout, dv, dv_tile + at.key * dv, dv,
+             true); // dv += P^T dout
+        gemm(at.num_keys, d, at.num_rows, dscores, PANEL, 1, q, d, dk + at.key * d, d,
+             true); // dk += dS^T (scale q)
+        gemm(at.num_rows, d, at.num_keys, dscores, 1, PANEL, k + at.key * d, d, dq, d, true); // dq += dS k
+    }
 }
 
 // Adds (n, padded) rows of a tile to the gradient of one kv head.
@@ -204,8 +218,8 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
             pack_queries(p, &b, kind, p->dout, p->dout_stride, p->v_head_dim, panel, s->v_words);
             q = s->k_words, dout = s->v_words;
         }
-        transpose_panel(q, num_words(kind, p->head_dim), s->q_panels + panel * PANEL * d_words);
-        transpose_panel(dout, num_words(kind, p->v_head_dim), s->dout_panels + panel * PANEL * dv_words);
+        transpose_panel(q, d_words, s->q_panels + panel * PANEL * d_words);
+        transpose_panel(dout, dv_words, s->dout_panels + panel * PANEL * dv_words);
     }
     for (int64_t row = 0; row < b.num_panels * PANEL; row++) {
         const int64_t at = (b.batch * p->num_heads + row_head(&b, row)) * p->num_queries + row_token(&b, row);

@@ -17,6 +17,8 @@ enum {
     TILE_KEYS = 128,
     ENOUGH_TASKS = 16, // where blocks of BLOCK_ROWS would be fewer, they are smaller, to fill the cores
     BLOCK_HEADS = 8,   // of a group, at least, before its tokens fill the block
+    SPAN_KEYS = 8, // a panel's spans begin and end at multiples of it, so that none is too thin for a product
+    MAX_SPANS = 2 * PANEL_VECS + 1,
 };
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -90,7 +92,9 @@ typedef struct key_ranges {
     real_bits lo[BLOCK_ROWS], hi[BLOCK_ROWS];
     int64_t begin[BLOCK_PANELS], end[BLOCK_PANELS]; // per panel: keys that some row attends lie in here
     int64_t full_begin[BLOCK_PANELS], full_end[BLOCK_PANELS]; // per panel: keys that every row attends
-    int64_t first, last;                                      // of the block
+    int64_t vec_begin[BLOCK_PANELS][PANEL_VECS],
+        vec_end[BLOCK_PANELS][PANEL_VECS]; // as begin, end, of each vector
+    int64_t first, last;                   // of the block
 } key_ranges;
 
 // First key of the run whose position is at least `bound`, in [0, length].
@@ -117,12 +121,19 @@ static void find_ranges(const rt_attn_params *p, const block *b, const rt_run *r
     ranges->last = 0;
     for (int64_t panel = 0; panel < b->num_panels; panel++) {
         int64_t begin = INT64_MAX, end = 0, full_begin = 0, full_end = INT64_MAX;
-        for (int64_t row = panel * PANEL; row < (panel + 1) * PANEL; row++) {
-            const int64_t lo = ranges->lo[row], hi = ranges->hi[row];
-            if (lo < hi) begin = min64(begin, lo);
-            end = max64(end, hi);
-            full_begin = max64(full_begin, lo);
-            full_end = min64(full_end, hi);
+        for (int64_t j = 0; j < PANEL_VECS; j++) {
+            int64_t vec_begin = INT64_MAX, vec_end = 0;
+            for (int64_t row = panel * PANEL + j * LANES; row < panel * PANEL + (j + 1) * LANES; row++) {
+                const int64_t lo = ranges->lo[row], hi = ranges->hi[row];
+                if (lo < hi) vec_begin = min64(vec_begin, lo);
+                vec_end = max64(vec_end, hi);
+                full_begin = max64(full_begin, lo);
+                full_end = min64(full_end, hi);
+            }
+            ranges->vec_begin[panel][j] = vec_begin;
+            ranges->vec_end[panel][j] = vec_end;
+            begin = min64(begin, vec_begin);
+            end = max64(end, vec_end);
         }
         ranges->begin[panel] = begin;
         ranges->end[panel] = end;
@@ -147,6 +158,38 @@ static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_beg
 
 static inline bool panel_is_full(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end) {
     return begin >= ranges->full_begin[panel] && end <= ranges->full_end[panel];
+}
+
+// Keys of a panel that only some of its vectors of rows attend, so that the products leave out most masked pairs.
+typedef struct span {
+    int64_t key, num_keys; // from the first key that the panel looks at
+    int64_t row, num_rows; // of the panel; whole vectors, but for the block's last rows
+} span;
+
+// Cuts the panel's keys [begin, end) into spans, in order; pairs outside all of them are masked. Returns how many.
+static int64_t find_spans(const key_ranges *ranges, const block *b, int64_t panel, int64_t begin, int64_t end,
+                          span spans[MAX_SPANS]) {
+    int64_t count = 0;
+    for (int64_t key = begin, next = end; key < end; key = next, next = end) {
+        int64_t first = PANEL_VECS, last = -1;
+        for (int64_t j = 0; j < PANEL_VECS; j++) {
+            const int64_t vec_begin = max64(ranges->vec_begin[panel][j], begin);
+            const int64_t vec_end = min64(ranges->vec_end[panel][j], end);
+            if (vec_begin >= vec_end) continue;
+            const int64_t from = begin + (vec_begin - begin) / SPAN_KEYS * SPAN_KEYS;
+            const int64_t to = min64(begin + round_up(vec_end - begin, SPAN_KEYS), end);
+            if (key < from) next = min64(next, from);
+            if (key < from || key >= to) continue;
+            next = min64(next, to);
+            first = min64(first, j);
+            last = j;
+        }
+        if (last < 0) continue;
+        const int64_t row = first * LANES;
+        spans[count++] =
+            (span){key - begin, next - key, row, min64((last + 1) * LANES, panel_rows(b, panel)) - row};
+    }
+    return count;
 }
 
 // x (key, row) keeps its value where the row attends the key and becomes `masked` elsewhere; keys [begin, end).
@@ -245,23 +288,41 @@ static bool pack_queries(const rt_attn_params *p, const block *b, word_kind kind
     return is_zero(check);
 }
 
-// to (width, PANEL) = rows (PANEL, padded) transposed, in squares that stay in the L1 cache.
-static void transpose_panel(const real *rows, int64_t width, real *to) {
-    const int64_t padded = round_up(width, LANES);
-    for (int64_t d0 = 0; d0 < width; d0 += LANES)
-        for (int64_t i0 = 0; i0 < PANEL; i0 += LANES)
-            for (int64_t d = d0; d < min64(d0 + LANES, width); d++)
-                for (int64_t i = i0; i < i0 + LANES; i++) to[d * PANEL + i] = rows[i * padded + d];
+// to (LANES, LANES) = from (LANES, LANES) transposed: blocks of half its size trade places, then of a quarter, ...
+static void transpose_square(const real *from, int64_t from_row, real *to, int64_t to_row) {
+    vec rows[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = vec_load(from + i * from_row);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & half) continue;
+            const vec upper = rows[i], lower = rows[i + half];
+            rows[i] = vec_weave(upper, lower, half, 0);
+            rows[i + half] = vec_weave(upper, lower, half, half);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) vec_store(to + i * to_row, rows[i]);
+}
+
+// to (padded, PANEL) = rows (PANEL, padded) transposed.
+static void transpose_panel(const real *rows, int64_t padded, real *to) {
+    for (int64_t d = 0; d < padded; d += LANES)
+        for (int64_t i = 0; i < PANEL; i += LANES)
+            transpose_square(rows + i * padded + d, padded, to + d * PANEL + i, PANEL);
 }
 
 // ---- weights ------------------------------------------------------------------------------------
 
-// scores (n keys, PANEL) = scale k q^T, of a packed panel: the scale is in q's numbers already, but not in its pairs.
-static void score_panel(const rt_attn_params *p, int64_t n, int64_t num_rows, const real *k, const real *q,
-                        real *scores) {
+// scores (keys, PANEL) = scale k q^T, within a span of a packed panel: the scale is in q's numbers already, but not in
+// its pairs.
+static void score_span(const rt_attn_params *p, const span *at, const real *k, const real *q, real *scores) {
     const word_kind kind = input_kind(p);
-    gemm_inputs(kind, kind == REALS ? 1 : (real)p->scale, n, round_up(num_rows, LANES),
-                num_words(kind, p->head_dim), k, row_words(kind, p->head_dim), q, scores);
+    const int64_t k_row = row_words(kind, p->head_dim);
+    gemm_inputs(kind, kind == REALS ? 1 : (real)p->scale, at->num_keys, round_up(at->num_rows, LANES),
+                num_words(kind, p->head_dim), k + at->key * k_row, k_row, q + at->row,
+                scores + at->key * PANEL + at->row);
 }
 
 // scores = softcap * tanh(scores / softcap), over n keys of a panel.

@@ -108,17 +108,24 @@ static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *
         const bool full = panel_is_full(&s->ranges, panel, begin, end);
         const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
-        const int64_t n = end - begin, rows = panel * PANEL, num_rows = panel_rows(b, panel);
-        score_panel(p, n, num_rows, k, s->q_panels + panel * PANEL * d, s->weights);
+        const int64_t n = end - begin, rows = panel * PANEL;
+        span spans[MAX_SPANS];
+        const int64_t num_spans = find_spans(&s->ranges, b, panel, begin, end, spans);
+        for (int64_t i = 0; i < num_spans; i++)
+            score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
         softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
         scale_rows(s->rescale + rows, PANEL, dv, out);
-        // out += weights v
-        if (full || v_finite)
-            gemm(num_rows, dv, n, s->weights, 1, PANEL, v, dv, out, dv, true);
-        else
+        if (!full && !v_finite) {
             add_values_within(&s->ranges, panel, begin, end, s->weights, v, dv, out);
+            continue;
+        }
+        for (int64_t i = 0; i < num_spans; i++) { // out += weights v
+            const span at = spans[i];
+            gemm(at.num_rows, dv, at.num_keys, s->weights + at.key * PANEL + at.row, 1, PANEL,
+                 v + at.key * dv, dv, out + at.row * dv, dv, true);
+        }
     }
 }
 
@@ -157,7 +164,7 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
         if (kind == REALS)
             for (int64_t i = 0; i < PANEL * d; i += LANES)
                 vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
-        transpose_panel(s->k, num_words(kind, p->head_dim), s->q_panels + panel * PANEL * d);
+        transpose_panel(s->k, d, s->q_panels + panel * PANEL * d);
     }
     for (int64_t row = 0; row < b.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(b.num_panels * PANEL * dv) * sizeof(real));

@@ -82,7 +82,7 @@ def rounds_of(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> RankPlan
     """The rounds of `rank`. A model asks for the same few masks in every layer, so the last ones are remembered.
 
     begin, end: int32 CPU (Bm, S), the global mask; layout: int64 CPU (R, 5), `Layout.tensor`.
-    Raises LayoutError when the runs are not a partition of 0..S-1.
+    Raises LayoutError when the runs are not a partition of 0..S-1, InputError when the mask is of another length.
     """
     return _rounds_of(_MaskAndLayout(begin, end, layout), rank)
 
@@ -90,6 +90,11 @@ def rounds_of(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> RankPlan
 @functools.lru_cache(maxsize=16)
 def _rounds_of(key: _MaskAndLayout, rank: int) -> RankPlan:
     layout = Layout.from_tensor(key.layout)
+    if key.begin.shape != key.end.shape or key.begin.size(-1) != layout.seq_len:
+        raise InputError(
+            f"the mask has begin {tuple(key.begin.shape)} and end {tuple(key.end.shape)}; expected the "
+            f"{layout.seq_len} tokens of the layout in both"
+        )
     world_size = layout.world_size
     needed, pairs = ops.plan(key.begin, key.end, key.layout)
     rounds = []
