@@ -346,10 +346,10 @@ static void test_a_bad_label_is_refused_or_nan(void) {
             t.stride = 4;
             t.labels[0] = bad_labels[b];
             double loss[2] = {9, 9}, lse[2] = {9, 9}; // room for both state dtypes
-            const rt_dtype state_dtype = t.dtype == RT_F64 ? RT_F64 : RT_F32;
             const rt_cross_entropy_params p = params_of(&t, (options){0, 0, 0}, true);
             const double before = load_element(t.dtype, t.logits, 7);
 #ifdef RINGTILE_TESTS_CORE_ON_EMULATOR_H
+            const rt_dtype state_dtype = t.dtype == RT_F64 ? RT_F64 : RT_F32;
             CHECK_STATUS(rt_cross_entropy_fwd_bwd(&p, t.logits, t.labels, loss, lse, no_threads()), RT_OK);
             CHECK(isnan(load_element(state_dtype, loss, 0)) && isnan(load_element(state_dtype, lse, 0)));
             for (int col = 0; col < 4; col++) CHECK(isnan(load_element(t.dtype, t.logits, col)));
@@ -359,7 +359,7 @@ static void test_a_bad_label_is_refused_or_nan(void) {
             CHECK_STATUS(rt_cross_entropy_fwd_bwd(&p, t.logits, t.labels, loss, lse, no_threads()),
                          RT_BAD_LABEL);
             CHECK(loss[0] == 9 && loss[1] == 9 && lse[0] == 9 && lse[1] == 9);
-            CHECK(load_element(t.dtype, t.logits, 7) == before && load_element(state_dtype, loss, 0) != 0);
+            CHECK(load_element(t.dtype, t.logits, 7) == before);
 #endif
             free_problem(&t);
         }
