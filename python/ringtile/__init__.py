@@ -1,6 +1,7 @@
 """ringtile: train on sequences that do not fit one device; the loss curve does not change.
 
-The Trainer layer (`enable`, `restore`, `offload_activations`) needs transformers and is loaded when first asked for.
+What needs more than torch and ringtile's own kernels is loaded when it is first asked for: the Trainer layer
+(`enable`, `restore`, `offload_activations`) needs transformers, that of plain PyTorch DTensors and FlexAttention.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ try:
     from .hf.mlp import tile_mlps
     from .layout import Layout, Run
     from .mask import IntervalMask
-    from .native.context import context_parallel
     from .plan import Plan, plan
     from .ring import attention, ring_attention
     from .tiled_loss import tiled_linear_cross_entropy
@@ -35,10 +35,30 @@ try:
 except BuildError as error:  # `ringtile doctor` must run where the compiled ops do not load, and say why
     _build_error = error
 
-_FROM_TRAINER_LAYER = {"enable": "trainer", "restore": "trainer", "offload_activations": "offload"}
+_LAZY = {
+    "ContextParallel": "native.parallel_style",
+    "context_parallel": "native.context",
+    "context_parallel_shard": "native.buffers",
+    "context_parallel_unshard": "native.buffers",
+    "create_cp_block_mask": "native.flex",
+    "disable_context_parallel_dispatcher": "native.parallel_style",
+    "enable": "hf.trainer",
+    "enable_context_parallel_dispatcher": "native.parallel_style",
+    "flex_attention": "native.flex",
+    "offload_activations": "hf.offload",
+    "restore": "hf.trainer",
+}
 if TYPE_CHECKING:
     from .hf.offload import offload_activations
     from .hf.trainer import enable, restore
+    from .native.buffers import context_parallel_shard, context_parallel_unshard
+    from .native.context import context_parallel
+    from .native.flex import create_cp_block_mask, flex_attention
+    from .native.parallel_style import (
+        ContextParallel,
+        disable_context_parallel_dispatcher,
+        enable_context_parallel_dispatcher,
+    )
 
 __version__ = "0.1.0"
 
@@ -46,6 +66,7 @@ __all__ = [
     "BuildError",
     "Config",
     "ConfigError",
+    "ContextParallel",
     "InputError",
     "IntervalMask",
     "Layout",
@@ -60,7 +81,13 @@ __all__ = [
     "Run",
     "attention",
     "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "create_cp_block_mask",
+    "disable_context_parallel_dispatcher",
     "enable",
+    "enable_context_parallel_dispatcher",
+    "flex_attention",
     "offload_activations",
     "plan",
     "restore",
@@ -74,6 +101,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__ and _build_error is not None:
         raise _build_error
-    if name in _FROM_TRAINER_LAYER:
-        return getattr(importlib.import_module(f"ringtile.hf.{_FROM_TRAINER_LAYER[name]}"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"ringtile.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'ringtile' has no attribute {name!r}")

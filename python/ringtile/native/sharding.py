@@ -108,12 +108,14 @@ def override(group: Group, sequence: Sequence) -> Iterator[None]:
         overrides.remove(sequence)
 
 
-def layout_for(group: Group | str, local_len: int) -> Layout:
-    """The layout in force for so many local tokens. InputError: there is none, or two."""
+def layout_for(group: Group, local_len: int, name: str = "") -> Layout:
+    """The layout in force for so many local tokens, named or remembered. InputError: there is none, or two."""
     transport = transport_of(group)
     memory = _memory(transport)
     if memory.overrides:
         return memory.overrides[-1].layout
+    if name:
+        return Layout.named(name, local_len * transport.world_size, transport.world_size)
     layout = memory.by_local_len.get(local_len)
     if layout is not None:
         return layout
@@ -133,15 +135,11 @@ def sequence_of(
     layout: a name, of a sequence of which all ranks hold local_len tokens; "" for what was cut last. An op, because it
     looks at what no compiled graph may hold on to; `like` (any tensor) keeps it in the place where it was called.
     """
-    transport = transport_of(group_name)
-    memory = _memory(transport)
+    memory = _memory(transport_of(group_name))
     if memory.overrides:
         arguments = memory.overrides[-1].arguments(like, local_len, is_causal)
     else:
-        if layout:
-            found = Layout.named(layout, local_len * transport.world_size, transport.world_size)
-        else:
-            found = layout_for(group_name, local_len)
+        found = layout_for(group_name, local_len, layout)
         arguments = Sequence(found, None).arguments(like, local_len, is_causal)
     begin, end, runs = arguments
     return begin.clone(), end.clone(), runs.clone()
