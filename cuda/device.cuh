@@ -2,7 +2,7 @@
 // is the instruction; under a host compiler it is what tests/emulator says the instruction does, with checks. Kernels
 // include only this and keep to it: no threadIdx, no __shared__, no pointer to shared memory.
 //
-// Shared memory is one dynamic array per block, addressed in bytes from shared_base(). Grids have one dimension, blocks
+// Shared memory is one dynamic array per block, addressed in bytes from shared_base(). Blocks have one dimension and
 // whole warps. Warp functions are called by all 32 lanes together.
 #ifndef RINGTILE_CUDA_DEVICE_CUH
 #define RINGTILE_CUDA_DEVICE_CUH
@@ -26,6 +26,12 @@ struct alignas(16) chunk { // what one thread copies at a time
     uint32_t word[4];
 };
 
+// Blocks to start; a number alone is that of x.
+struct grid_size {
+    int64_t x, y, z;
+    grid_size(int64_t x, int64_t y = 1, int64_t z = 1) : x(x), y(y), z(z) {}
+};
+
 #ifndef __CUDACC__
 
 #include "emulator.h"
@@ -33,6 +39,7 @@ struct alignas(16) chunk { // what one thread copies at a time
 #else
 
 #define RT_DEVICE __device__ __forceinline__
+#define RT_HOST_DEVICE __host__ __device__ inline
 #define RT_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
 #define RT_PARAMS const __grid_constant__ // a kernel's one argument, kept in constant memory
 
@@ -40,29 +47,46 @@ struct alignas(16) chunk { // what one thread copies at a time
 
 // ---- host side ---------------------------------------------------------------------------------
 
-// Starts num_blocks blocks of num_threads threads on a stream (a cudaStream_t) of the current device; nothing waits.
-//   RT_CUDA   the CUDA runtime refused; cudaGetLastError() is cleared
+// Starts blocks of num_threads threads on a stream (a cudaStream_t) of the current device; nothing waits.
+//   RT_BAD_SHAPE   more blocks than x < 2^31, y and z < 2^16
+//   RT_CUDA        the CUDA runtime refused; its last error is cleared
 template <class Params>
-rt_status launch(void (*kernel)(Params), int64_t num_blocks, int num_threads, int shared_bytes, void *stream,
+rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *stream,
                  const Params &params) {
-    if (num_blocks == 0) return RT_OK;
-    if (num_blocks > INT32_MAX) return RT_BAD_SHAPE;
-    if (shared_bytes > 48 * 1024 && cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                         shared_bytes) != cudaSuccess) {
-        cudaGetLastError();
-        return RT_CUDA;
-    }
-    kernel<<<(unsigned)num_blocks, (unsigned)num_threads, (size_t)shared_bytes,
-             static_cast<cudaStream_t>(stream)>>>(params);
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return RT_OK;
+    if (grid.x > INT32_MAX || grid.y > UINT16_MAX || grid.z > UINT16_MAX) return RT_BAD_SHAPE;
+    if (shared_bytes > 48 * 1024)
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    kernel<<<dim3((unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z), (unsigned)num_threads,
+             (size_t)shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
     return cudaGetLastError() == cudaSuccess ? RT_OK : RT_CUDA;
 }
 
 // ---- who am I ----------------------------------------------------------------------------------
 
-RT_DEVICE int thread_index() { return (int)threadIdx.x; }
+// Volatile: what follows from an index is computed again where it is used, not kept in registers all through a kernel.
+RT_DEVICE int thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+RT_DEVICE int block_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+RT_DEVICE int block_index_y() {
+    int y;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
+    return y;
+}
+RT_DEVICE int block_index_z() {
+    int z;
+    asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(z));
+    return z;
+}
 RT_DEVICE int num_threads() { return (int)blockDim.x; }
-RT_DEVICE int64_t block_index() { return blockIdx.x; }
-RT_DEVICE int64_t num_blocks() { return gridDim.x; }
+RT_DEVICE int num_blocks() { return (int)gridDim.x; } // along x
 
 // ---- waiting and talking -----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 // The core on CUDA devices: the functions of ringtile.h with a stream in place of threads, and the same params, whose
 // arrays lie in the memory of the current device; runs and the sizes and strides of a shard lie in host memory, and
-// are read before the call returns. Launches go to `stream` (a cudaStream_t), nothing waits for the device, and a call
-// can be captured in a CUDA graph.
+// are read before the call returns. Launches go to `stream` (a cudaStream_t), nothing allocates or waits for the device,
+// and a call can be captured in a CUDA graph.
 //   RT_CUDA   besides the errors of ringtile.h: the CUDA runtime refused
 #ifndef RINGTILE_CUDA_H
 #define RINGTILE_CUDA_H
@@ -22,7 +22,13 @@ rt_status rt_cuda_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dp
 rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                         void *loss, void *lse, void *stream);
 
+// bf16 and f16 multiply in tensor cores, with f32 sums and weights rounded to the dtype. Strides are as free as on the
+// CPU; rows of q, k, v and dout that begin at multiples of 16 bytes are the fast case.
+//   RT_BAD_SHAPE   also where num_queries or num_keys is above 2^31 - 1025, or num_kv_heads or batch above 65535
+rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream);
+
 #ifdef __cplusplus
 }
 #endif
+
 #endif // RINGTILE_CUDA_H

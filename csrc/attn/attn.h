@@ -1,12 +1,20 @@
-// The preconditions of attention, shared by the kernels' entry points and the reference.
+// The preconditions of attention, shared by the kernels' entry points (CPU and CUDA) and the reference.
 #ifndef RINGTILE_ATTN_ATTN_H
 #define RINGTILE_ATTN_ATTN_H
 
 #include "../ringtile.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_BAD_SCALE, RT_BAD_POINTER, RT_BAD_RUN,
 //   RT_BAD_STRIDE
 rt_status rt_attn_check_fwd(const rt_attn_params *p);
 rt_status rt_attn_check_bwd(const rt_attn_params *p);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif // RINGTILE_ATTN_ATTN_H

@@ -73,7 +73,8 @@ ucontext_t boot;
 std::vector<std::unique_ptr<Thread>> threads;
 Thread *current;
 int threads_in_block;
-int64_t block, blocks_in_grid;
+int64_t block; // x fastest
+grid_size grid{1};
 const std::function<void()> *kernel_body;
 Meeting warp_meetings[MAX_WARPS], block_meeting;
 std::vector<SharedCell> shared_cells;
@@ -281,19 +282,19 @@ void take_back_all() { regions.clear(); }
 
 Statistics statistics() { return counted; }
 
-void run(const std::function<void()> &kernel, int64_t num_blocks, int num_threads, int num_shared_bytes) {
+void run(const std::function<void()> &kernel, grid_size blocks, int num_threads, int num_shared_bytes) {
     if (num_threads < 32 || num_threads % 32 != 0 || num_threads > MAX_THREADS)
         throw Fault{"a block of " + std::to_string(num_threads) + " threads"};
     while ((int)threads.size() < num_threads) add_thread();
     kernel_body = &kernel;
     threads_in_block = num_threads;
-    blocks_in_grid = num_blocks;
+    grid = blocks;
     for (Region &region : regions)
         if (region.writable)
             region.cells.assign(
                 (size_t)((region.end - region.begin + region.cell_bytes - 1) / region.cell_bytes), {});
     shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
-    for (block = 0; block < num_blocks; block++) {
+    for (block = 0; block < grid.x * grid.y * grid.z; block++) {
         shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
         for (Meeting &meeting : warp_meetings) meeting = {};
         block_meeting = {};
@@ -319,8 +320,10 @@ void run(const std::function<void()> &kernel, int64_t num_blocks, int num_thread
 
 int thread_index() { return current->index; }
 int num_threads() { return threads_in_block; }
-int64_t block_index() { return block; }
-int64_t num_blocks() { return blocks_in_grid; }
+int block_index(int dim) {
+    return (int)(dim == 0 ? block % grid.x : dim == 1 ? block / grid.x % grid.y : block / grid.x / grid.y);
+}
+int num_blocks(int dim) { return (int)(dim == 0 ? grid.x : dim == 1 ? grid.y : grid.z); }
 
 void block_barrier() {
     block_meeting.name = "block_barrier";

@@ -20,6 +20,7 @@
 #include <string>
 
 #define RT_DEVICE inline
+#define RT_HOST_DEVICE inline
 #define RT_KERNEL(max_threads) void
 #define RT_PARAMS const
 
@@ -40,7 +41,7 @@ void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes = 
 void take_back_all();
 
 // Throws the first Fault.
-void run(const std::function<void()> &kernel, int64_t num_blocks, int num_threads, int shared_bytes);
+void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes);
 
 // Calls of load_matrices since the start, and 16-byte rows in them that had to wait for another one's memory banks.
 struct Statistics {
@@ -54,8 +55,8 @@ enum class Access { READ, WRITE };
 
 int thread_index();
 int num_threads();
-int64_t block_index();
-int64_t num_blocks();
+int block_index(int dim);
+int num_blocks(int dim);
 void block_barrier();
 
 void check_global(Access access, const void *address, int64_t num_bytes);
@@ -97,10 +98,10 @@ template <class T> const T &of_lane(const Lanes &lanes, int lane) {
 extern "C" void emulator_report(const char *message);
 
 template <class Params>
-rt_status launch(void (*kernel)(Params), int64_t num_blocks, int num_threads, int shared_bytes, void *,
+rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *,
                  const Params &params) {
     try {
-        emulator::run([&] { kernel(params); }, num_blocks, num_threads, shared_bytes);
+        emulator::run([&] { kernel(params); }, grid, num_threads, shared_bytes);
     } catch (const emulator::Fault &fault) {
         emulator_report(fault.message.c_str());
         return RT_CUDA;
@@ -110,8 +111,10 @@ rt_status launch(void (*kernel)(Params), int64_t num_blocks, int num_threads, in
 
 inline int thread_index() { return emulator::thread_index(); }
 inline int num_threads() { return emulator::num_threads(); }
-inline int64_t block_index() { return emulator::block_index(); }
-inline int64_t num_blocks() { return emulator::num_blocks(); }
+inline int block_index() { return emulator::block_index(0); }
+inline int block_index_y() { return emulator::block_index(1); }
+inline int block_index_z() { return emulator::block_index(2); }
+inline int num_blocks() { return emulator::num_blocks(0); }
 
 inline void block_barrier() { emulator::block_barrier(); }
 inline void warp_barrier() {

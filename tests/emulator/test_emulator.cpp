@@ -18,7 +18,7 @@ static void check(bool ok, const char *what, const std::string &detail) {
 // Runs the kernel and wants a fault that says `expected`, or none where that is empty.
 template <class Kernel>
 static void expect(const char *what, const std::string &expected, Kernel kernel, int num_threads = 64,
-                   int64_t num_blocks = 1, int shared_bytes = 1024) {
+                   grid_size num_blocks = 1, int shared_bytes = 1024) {
     std::string got;
     try {
         emulator::run(kernel, num_blocks, num_threads, shared_bytes);

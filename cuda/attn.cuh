@@ -1,0 +1,9 @@
+// The launchers that cuda/instantiations compiles, one file for each pass and pair of head dims, and cuda/attn.cu chooses from.
+#ifndef RINGTILE_CUDA_ATTN_CUH
+#define RINGTILE_CUDA_ATTN_CUH
+
+#include "device.cuh"
+
+template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream);
+
+#endif // RINGTILE_CUDA_ATTN_CUH

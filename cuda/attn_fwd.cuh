@@ -1,0 +1,217 @@
+// Attention forward for bf16 and f16 (FlashAttention-2, arXiv:2307.08691): a block of threads merges all keys into out and
+// lse of one tile of queries of one head.
+//
+//   per tile of keys:   S = Q K^T;  the maximum and the sum of each row go on (online softmax);  O = O * rescale + P V
+//   at the end:         out -= sigmoid(lse_block - lse) * (out - O / sum),  lse = log(exp(lse) + exp(lse_block))
+//
+// A warp owns 16 M rows of S, so softmax needs only the four lanes that share a row, and P goes from sums to left factor
+// without leaving its registers. Of K and V one tile each is in shared memory: V arrives while S is computed, the next K
+// during softmax and P V.
+//
+// What bounds it: 2 ROWS KEYS (D + DV) multiply-adds a tile in tensor cores. A right fragment that a warp loads from
+// shared memory serves its 16 M rows: at M = 2 the loads take 3/4 of the time of the products, at M = 1 5/4 of it. M = 2
+// costs 4 (DV + KEYS) / 4 * 2 registers of sums, which 255 do not hold at DV = 256.
+#ifndef RINGTILE_CUDA_ATTN_FWD_CUH
+#define RINGTILE_CUDA_ATTN_FWD_CUH
+
+#include "attn.cuh"
+#include "attn_tile.cuh"
+
+// D, DV: head dims, rounded up to what is compiled; dims in between are filled with zeros.
+template <int D, int DV> struct forward_shape {
+    static constexpr int WARPS = 4, THREADS = 32 * WARPS;
+    static constexpr int M = DV <= 128 ? 2 : 1; // fragments of rows per warp
+    static constexpr int ROWS = 16 * M * WARPS, KEYS = 64;
+    using walk = key_walk<ROWS, KEYS>;
+
+    // Shared memory: Q, K, V, ranges. At most 99 KB, what a block of sm_86 and sm_89 may have.
+    static constexpr int K_AT = tile<ROWS, D>::BYTES, V_AT = K_AT + tile<KEYS, D>::BYTES,
+                         RANGES_AT = V_AT + tile<KEYS, DV>::BYTES, BYTES = RANGES_AT + walk::BYTES;
+    static_assert(BYTES <= 99 * 1024);
+};
+
+// The running softmax of a lane's rows, 8 apart: fragment m holds rows 2 m and 2 m + 1 of them.
+template <int M> struct softmax_rows {
+    float top[2 * M]; // in units of log 2; -inf before the first key
+    float sum[2 * M]; // of this lane's columns, relative to top
+};
+
+template <int M, int N> RT_DEVICE void cap_scores(sums<M, N> &scores, float cap) {
+#pragma unroll
+    for (int i = 0; i < M * N * 4; i++) {
+        float &score = scores[i / (N * 4)][i / 4 % N][i % 4];
+        score = tanh_approx(score * cap);
+    }
+}
+
+// -inf where a query does not attend a key.
+template <int M, int N, class Walk>
+RT_DEVICE void mask_scores(sums<M, N> &scores, const Walk &walk, typename Walk::place at) {
+    const int lane = lane_index(), first_key = at.tile * 8 * N + lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const key_range keys = walk.range(at.slot, lane_row<M>(r));
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++) {
+            const int key = first_key + i / 2 * 8 + i % 2;
+            if (key < keys.lo || key >= keys.hi) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
+        }
+    }
+}
+
+// The maximum of each row goes on, and what was summed so far is rescaled to it. `reference` is that maximum, or 0 where
+// a row has seen no key yet, or only scores of -inf: any finite number gives weights of 0 there.
+template <int M, int N, int O_COLS>
+RT_DEVICE void raise_top(const sums<M, N> &scores, float scale_log2, softmax_rows<M> &rows,
+                         float (&reference)[2 * M], sums<M, O_COLS> &o) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const int m = r / 2, first = r % 2 * 2; // elements first, first + 1 of each fragment
+        float top = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][first], scores[m][n][first + 1]));
+        top = fmaxf(top, shuffle_xor(top, 1));
+        top = fmaxf(top, shuffle_xor(top, 2));
+        top = fmaxf(rows.top[r], top * scale_log2);
+        reference[r] = top == -INFINITY ? 0 : top;
+        const float rescale = exp2_approx(rows.top[r] - reference[r]);
+        rows.top[r] = top;
+        rows.sum[r] *= rescale;
+#pragma unroll
+        for (int n = 0; n < O_COLS; n++) {
+            o[m][n][first] *= rescale;
+            o[m][n][first + 1] *= rescale;
+        }
+    }
+}
+
+// O += P V, 16 keys at a time: exponentials of the next keys can overlap with products of these.
+template <class T, int M, int KEYS, int DV>
+RT_DEVICE void add_values(const sums<M, KEYS / 8> &scores, float scale_log2, const float (&reference)[2 * M],
+                          tile<KEYS, DV> v, softmax_rows<M> &rows, sums<M, DV / 8> &o) {
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+        sums<M, 2> weights;
+#pragma unroll
+        for (int i = 0; i < M * 8; i++) {
+            const int m = i / 8, n = i / 4 % 2, j = i % 4, r = 2 * m + j / 2;
+            weights[m][n][j] = exp2_approx(fmaf(scores[m][2 * k + n][j], scale_log2, -reference[r]));
+            rows.sum[r] += weights[m][n][j];
+        }
+        uint32_t left[M][4];
+        pack_weights<T, M>(left, weights);
+        multiply_weights<T, M>(o, left, v, k);
+    }
+}
+
+// Merges a lane's part of the rows into out and lse. Both logarithms are f32; what they are added to is f64, so that an
+// lse in f64 keeps an absolute error of 2^-23 however large it is. Rows that saw no key keep their state.
+template <int M, int O_COLS>
+RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_rows<M> &rows,
+                          const sums<M, O_COLS> &o) {
+    const int lane = lane_index();
+    const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries;
+    double before[2 * M];
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const int token = at.first_token + lane_row<M>(r);
+        before[r] = token < p.num_queries ? load_lse(p, lse_row + token) : 0;
+    }
+    warp_barrier(); // the four lanes of a row have read its lse before one of them writes it
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        float sum = rows.sum[r] + shuffle_xor(rows.sum[r], 1);
+        sum += shuffle_xor(sum, 2);
+        const int token = at.first_token + lane_row<M>(r);
+        if (token >= p.num_queries || sum == 0) continue;
+        const double block = rows.top[r] * LN_2 + (double)logf(sum),
+                     high = before[r] > block ? before[r] : block;
+        const float distance = (float)(before[r] - block), share = 1 / (1 + expf(distance)),
+                    inverse = 1 / sum;
+        if (lane % 4 == 0) store_lse(p, lse_row + token, high + (double)log1pf(expf(-fabsf(distance))));
+
+        float *const out =
+            (float *)p.out + at.batch * p.out_stride[0] + token * p.out_stride[1] + at.head * p.out_stride[2];
+        const bool empty = before[r] == -INFINITY; // then out holds nothing yet
+#pragma unroll
+        for (int i = 0; i < 2 * O_COLS; i++) {
+            const int col = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            const float value = o[r / 2][i / 2][r % 2 * 2 + i % 2] * inverse;
+            if (col >= p.v_head_dim) continue;
+            const float kept = empty ? 0 : global_load(out + col);
+            global_store(out + col, empty ? value : kept - share * (kept - value));
+        }
+    }
+}
+
+template <class T, int D, int DV>
+RT_KERNEL((forward_shape<D, DV>::THREADS))
+attn_fwd_kernel(RT_PARAMS attn_args args) {
+    using shape = forward_shape<D, DV>;
+    constexpr int M = shape::M, N = shape::KEYS / 8;
+    const rt_attn_params &p = args.p;
+
+    const shared_address base = shared_base();
+    const tile<shape::ROWS, D> q_tile{base};
+    const tile<shape::KEYS, D> k_tile{base + shape::K_AT};
+    const tile<shape::KEYS, DV> v_tile{base + shape::V_AT};
+    const typename shape::walk walk{args, base + shape::RANGES_AT};
+
+    const auto load_keys = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim, auto at) {
+        const rt_run &run = args.runs[at.run];
+        const int first = at.tile * shape::KEYS;
+        const int64_t row = run.local_begin + first;
+        const T *const from =
+            (const T *)array + block_index_z() * stride[0] + row * stride[1] + block_index_y() * stride[2];
+        load_tile<T, shape::THREADS>(to, from, stride[1], (int)run.length - first, (int)dim, args.aligned);
+        async_commit();
+    };
+
+    auto at = walk.first();
+    if (walk.ended(at)) return; // nobody attends anything
+    load_queries<T, shape::THREADS>(q_tile, p.q, p.q_stride, p.head_dim, args);
+    load_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
+    fix_sign<shape::THREADS>(q_tile, p.scale);
+
+    softmax_rows<M> rows;
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) rows.top[r] = -INFINITY, rows.sum[r] = 0;
+    sums<M, DV / 8> o;
+    clear<M, DV / 8>(o);
+
+    while (!walk.ended(at)) {
+        async_wait<0>();
+        block_barrier(); // K is there, and nobody reads the old V any more
+        load_keys(v_tile, p.v, p.v_stride, p.v_head_dim, at);
+
+        const bool live = walk.template any_of_warp<M>(at), full = walk.template all_of_warp<M>(at);
+        sums<M, N> scores;
+        if (live) {
+            clear<M, N>(scores);
+            multiply_rows<T, M, N>(scores, q_tile, 16 * M * warp_index(), k_tile);
+            if (p.softcap > 0) cap_scores<M, N>(scores, args.cap);
+            if (!full) mask_scores<M, N>(scores, walk, at);
+        }
+        at = walk.after(at);
+        async_wait<0>();
+        block_barrier(); // V is there, and nobody reads K any more
+        if (!walk.ended(at)) load_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
+
+        if (live) {
+            float reference[2 * M];
+            raise_top<M, N>(scores, args.scale_log2, rows, reference, o);
+            add_values<T, M>(scores, args.scale_log2, reference, v_tile, rows, o);
+        }
+    }
+    merge_rows(p, query_tile_of_block<shape::ROWS>(p), rows, o);
+}
+
+template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream) {
+    using shape = forward_shape<D, DV>;
+    return for_runs(p, [&](const attn_args &args) {
+        return launch(attn_fwd_kernel<T, D, DV>, query_grid<shape::ROWS>(p), shape::THREADS, shape::BYTES,
+                      stream, args);
+    });
+}
+
+#endif // RINGTILE_CUDA_ATTN_FWD_CUH

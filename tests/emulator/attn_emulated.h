@@ -1,0 +1,102 @@
+// Attention problems for the CUDA kernels on the emulator, and how far from the f64 reference they may be.
+//
+// To the bounds of tests/c/attn_bounds.h, whose u is here 2^-23 (exp2_approx is off by 2 ulp, and stands for one rounding
+// there), 16-bit kernels add the rounding of weights, and of dS, to the dtype: relative 2^-8 or 2^-11, and for f16 an
+// absolute 2^-25 below its normal numbers. tanh_approx adds 2^-21 to tanh(x), and so softcap times that to a score.
+#ifndef RINGTILE_TESTS_ATTN_EMULATED_H
+#define RINGTILE_TESTS_ATTN_EMULATED_H
+
+#include "../../cuda/ringtile_cuda.h"
+#include "../c/attn_check.h"
+
+void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
+void emulator_take_back_all(void);
+int64_t emulator_bank_conflicts(void);
+
+static inline void lend_case(const attn_case *c) {
+    emulator_take_back_all();
+    for (int i = 0; i < NUM_ARRAYS; i++)
+        emulator_lend(c->x[i].data, c->x[i].num_elements * (int64_t)dtype_bytes(c->x[i].dtype), i >= OUT);
+    const int64_t mask_rows = c->p.mask_batch_stride > 0 ? c->p.batch : 1;
+    emulator_lend(c->begin, mask_rows * c->p.num_queries * (int64_t)sizeof(int32_t), false);
+    emulator_lend(c->end, mask_rows * c->p.num_queries * (int64_t)sizeof(int32_t), false);
+}
+
+static inline bool is_16_bit(rt_dtype dtype) { return dtype == RT_BF16 || dtype == RT_F16; }
+
+// How far a weight, or a dS, is from its rounding to the dtype.
+static inline double rounding_of(rt_dtype dtype, double x) {
+    return is_16_bit(dtype) ? unit_roundoff(dtype) * fabs(x) + (dtype == RT_F16 ? 0x1p-25 : 0) : 0;
+}
+
+// Adds to the bounds of out and lse what the kernel's rounding of weights and its tanh cost.
+static inline void add_forward_rounding(const attn_case *c, rt_dtype dtype, attn_case *bounds) {
+    const rt_attn_params *p = &c->p;
+    int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
+    double *weights = must_alloc((size_t)p->num_keys * sizeof(*weights));
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t token = 0; token < p->num_queries; token++) {
+            const int64_t n = attended_keys(c, b, token, rows);
+            for (int64_t head = 0; n > 0 && head < p->num_heads; head++) {
+                double top = -INFINITY, sum = 0, max_value = 0;
+                for (int64_t j = 0; j < n; j++)
+                    top = fmax(top, weights[j] = score_of(c, 0, b, token, head, rows[j]).score);
+                for (int64_t j = 0; j < n; j++) sum += weights[j] = exp(weights[j] - top);
+                const double cap_error = 2 * p->softcap * 0x1p-21;
+                add(&bounds->x[LSE], b, token, head, 0, cap_error);
+                for (int64_t d = 0; d < p->v_head_dim; d++) {
+                    double error = 0;
+                    max_value = fabs(get(&c->x[OUT], b, token, head, d));
+                    for (int64_t j = 0; j < n; j++) {
+                        const double v =
+                            fabs(get(&c->x[V], b, rows[j], head / (p->num_heads / p->num_kv_heads), d));
+                        error += (rounding_of(dtype, weights[j]) + cap_error * weights[j]) / sum * v;
+                        max_value = fmax(max_value, v);
+                    }
+                    add(&bounds->x[OUT], b, token, head, d, error + 2 * cap_error * max_value);
+                }
+            }
+        }
+    free(weights);
+    free(rows);
+}
+
+// The runs of the case in num_calls calls, with the state of earlier calls.
+static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_calls) {
+    lend_case(c);
+    for (int64_t call = 0; call < num_calls; call++) {
+        const int64_t first = c->p.num_k_runs * call / num_calls,
+                      last = c->p.num_k_runs * (call + 1) / num_calls;
+        rt_attn_params p = c->p;
+        p.k_runs = c->runs + first;
+        p.num_k_runs = last - first;
+        (void)pass;
+        CHECK_STATUS(rt_cuda_attn_fwd(&p, NULL), RT_OK);
+    }
+}
+
+// What out holds before a row has seen a key is nobody's business.
+static inline void poison_empty_rows(attn_case *c) {
+    FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d)
+    if (get(&c->x[LSE], b, token, head, 0) == -INFINITY) set(&c->x[OUT], b, token, head, d, NAN);
+}
+
+static inline void check_forward(attn_case *c, uint64_t *state, int64_t num_calls) {
+    attn_case want = widen(c, state), bounds = widen(c, state);
+    forward_bounds(&want, 0x1p-23, num_calls, &bounds);
+    add_forward_rounding(&want, c->p.dtype, &bounds);
+    poison_empty_rows(c);
+    run_on_emulator(FORWARD, c, num_calls);
+    CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
+    FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d) // rows that saw no key keep the poison
+    if (get(&want.x[LSE], b, token, head, 0) == -INFINITY) {
+        CHECK(isnan(get(&c->x[OUT], b, token, head, d)));
+        set(&c->x[OUT], b, token, head, d, get(&want.x[OUT], b, token, head, d));
+    }
+    check_array(OUT, c, &want, &bounds);
+    check_array(LSE, c, &want, &bounds);
+    free_arrays(&want);
+    free_arrays(&bounds);
+}
+
+#endif // RINGTILE_TESTS_ATTN_EMULATED_H
