@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from pool import close_pools
+
+pytest.register_assert_rewrite("hf_training")
+
+from pool import close_pools  # noqa: E402
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

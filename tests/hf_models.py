@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SIZES = {
@@ -75,8 +75,9 @@ def with_lora(model: PreTrainedModel) -> Any:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of as many words as the models have tokens, for trainers that want to hold one."""
+    """A tokenizer of as many words, w3 to w95, as the models have tokens, for trainers that want to hold one."""
     special = {0: "<pad>", 1: "<bos>", 2: "<eos>"}
     words = {special.get(i, f"w{i}"): i for i in range(96)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")

@@ -24,6 +24,9 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 TOLERANCE = 1e-6
 
 
+NOT_METRICS = {"loss", "grad_norm", "train_runtime", "train_tokens_per_second"}
+
+
 def make_rows(num_rows: int, seed: int = 0, late_targets: bool = False) -> list[dict[str, Any]]:
     """Rows of 8 to 22 tokens that ignore their first targets: some of the first half, or, with `late_targets`, three
     quarters, so that the first of two ranks holds none in a contiguous layout with padding on the left."""
@@ -38,6 +41,17 @@ def make_rows(num_rows: int, seed: int = 0, late_targets: bool = False) -> list[
         ] = -100
         rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
     return rows
+
+
+def make_pairs(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    """Prompts with a chosen and a rejected completion, as text of words for `tiny_tokenizer`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(shortest: int, longest: int) -> str:
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        return "".join(f" w{int(token)}" for token in torch.randint(3, 96, (length,), generator=generator))
+
+    return [{"prompt": words(3, 9), "chosen": words(2, 12), "rejected": words(2, 12)} for _ in range(num_rows)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,7 @@ class Run:
     eval_loss: float = 0.0
     predictions: torch.Tensor | None = None
     label_ids: torch.Tensor | None = None
+    metrics: list[dict[str, float]] = field(default_factory=list)  # whatever else the Trainer logged of a step
     num_input_tokens: int = 0
     total_flos: float = 0.0
     epoch: float = 0.0
@@ -141,20 +156,21 @@ def make_trainer(
     model = with_lora(model) if lora else model
     folder = folder or tempfile.mkdtemp(prefix="ringtile-test-")
     extra = {"data_collator": collator or Padded(), **(trainer_arguments or {})}
-    if trainer_class.__name__ == "SFTTrainer":
-        from trl import SFTConfig
+    if trainer_class.__module__.startswith("trl."):
+        import trl
 
-        training_arguments = SFTConfig(folder, **{"max_length": 64, "bf16": False, **settings})
+        config_class = getattr(trl, trainer_class.__name__.replace("Trainer", "Config"))
+        training_arguments = config_class(folder, **{"max_length": 64, "bf16": False, **settings})
+        if trainer_class.__name__ != "SFTTrainer":
+            train_rows, eval_rows = make_pairs(num_rows), make_pairs(5, seed=1)
         train_rows, eval_rows = (datasets.Dataset.from_list(rows) for rows in (train_rows, eval_rows))
         extra = {"processing_class": tiny_tokenizer(), **(trainer_arguments or {})}
     else:
         training_arguments = TrainingArguments(folder, **settings)
     return trainer_class(
-        model,
-        training_arguments,
-        train_dataset=Stream(train_rows) if stream else train_rows,
-        eval_dataset=eval_rows,
-        **extra,
+        model=model,
+        args=training_arguments,
+        **{"train_dataset": Stream(train_rows) if stream else train_rows, "eval_dataset": eval_rows, **extra},
     )
 
 
@@ -174,6 +190,7 @@ def _train(config: dict[str, Any] | None, *, evaluate: bool = True, resume: str 
         if "loss" in entry:
             run.losses.append(entry["loss"])
             run.grad_norms.append(float(entry.get("grad_norm", 0.0)))
+            run.metrics.append({name: entry[name] for name in sorted(entry.keys() - NOT_METRICS)})
     run.weights = full_weights(trainer.model)
     run.num_input_tokens = trainer.state.num_input_tokens_seen
     run.total_flos, run.epoch, run.global_step = (

@@ -28,20 +28,18 @@ def _refusal(trainer, config=CONFIG):
 # ---- refused by enable, whatever the world -------------------------------------------------------
 
 
-class OwnLoss(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch) * 2
+class OwnStep(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"trainer_arguments": {"compute_loss_func": lambda *args, **kwargs: None}}, "compute_loss_func"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
-        ({"trainer_class": OwnLoss}, "OwnLoss.compute_loss replaces that of transformers.Trainer"),
+        ({"trainer_class": OwnStep}, "OwnStep.training_step replaces that of transformers.Trainer"),
     ],
 )
 def test_trainer_setting_is_refused(options, words):

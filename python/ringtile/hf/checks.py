@@ -29,11 +29,27 @@ _TRAINER_METHODS = {
     "get_cp_size": (),
 }
 _ACCELERATOR_METHODS = {"prepare_data_loader": ("data_loader",), "gather": ("tensor",), "_prepare_cp": ("args",)}
-# Whose versions of those methods are known to treat tokens alike wherever they are.
-_KNOWN_HOMES = ("transformers.trainer", "trl.trainer.sft_trainer")
+# Whose compute_loss treats tokens alike wherever they are; any other is given the outputs of whole sequences.
+_SFT = "trl.trainer.sft_trainer"
+_SHARD_HOMES = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
+# Whose versions of the other methods are known not to care; axolotl's were read, the others tested.
+_KNOWN_HOMES = (
+    *_SHARD_HOMES,
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.reward_trainer",
+    "axolotl.core.trainers.mixins.activation_checkpointing",
+    "axolotl.core.trainers.mixins.layer_offloading",
+)
+_GENERATES = "each rank would sample completions of its own, and a shard of those is not a shard of one sequence"
+_REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine", "FullyShardedDataParallel"}  # by name: not to import them
+
+
+def uses_the_models_loss(trainer: Trainer) -> bool:
+    """Whether the loss is the model's own: SFTTrainer and label smoothing compute it from shift_labels themselves."""
+    return _home(trainer, "compute_loss").__module__ != _SFT and trainer.label_smoother is None
 
 
 def check_sizes(trainer: Trainer, config: Config) -> None:
@@ -46,13 +62,14 @@ def check_sizes(trainer: Trainer, config: Config) -> None:
         )
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Raises Refused or ConfigError when this Trainer's numbers would not be those of one process."""
+def check_trainer(trainer: Trainer) -> bool:
+    """Whether this Trainer must see the outputs of whole sequences, because it computes its loss in a way of its own.
+
+    Raises Refused or ConfigError when its numbers would not be those of one process.
+    """
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
-        "compute_loss_func": (trainer.compute_loss_func is not None, "it sees the logits of a shard only"),
-        "label_smoothing_factor": (args.label_smoothing_factor != 0, "transformers shifts its labels in each shard"),
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its noise depends on the length of a shard"),
         "use_liger_kernel": (args.use_liger_kernel, "its loss has not been shown to use the global labels"),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
@@ -62,18 +79,23 @@ def check_trainer(trainer: Trainer) -> None:
     for setting, (is_set, reason) in refused.items():
         if is_set:
             raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
-    if not trainer.model_accepts_loss_kwargs:
+    _check_parallelism(trainer)
+    whole = trainer.compute_loss_func is not None or _home(trainer, "compute_loss").__module__ not in _SHARD_HOMES
+    if not whole and not trainer.model_accepts_loss_kwargs:
         raise Refused(
             f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a "
             f"model that takes it: a mean over each shard is not the mean over the sequence"
         )
-    _check_parallelism(trainer)
+    return whole
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raises Refused for models that mix tokens elsewhere than in causal attention, or need the sequence whole."""
+def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
+    """Raises Refused for models that mix tokens elsewhere than in causal attention, or need the sequence whole.
+
+    classifier: the model scores the last token for a Trainer that computes the loss.
+    """
     config, name = model.config.get_text_config(), type(model).__name__
-    if LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is not ForCausalLMLoss:
+    if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is not ForCausalLMLoss:
         raise Refused(
             f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model"
         )
@@ -125,13 +147,24 @@ def _check_touch_points(trainer: Trainer) -> None:
                     f"{type(owner).__name__}.{method}({', '.join(arguments)}) is not there ({versions}); expected "
                     f"transformers >= 5.17 and accelerate >= 1.15 as ringtile was tested with"
                 )
+    for cls in type(trainer).__mro__:
+        if cls.__name__ in _REFUSED_TRAINERS:
+            raise Refused(f"{cls.__name__} is not supported: {_REFUSED_TRAINERS[cls.__name__]}")
     for method in _TRAINER_METHODS:
-        home = next(cls for cls in type(trainer).__mro__ if method in vars(cls))
-        if home.__module__ not in _KNOWN_HOMES or method in vars(trainer):
+        home = _home(trainer, method)
+        if method != "compute_loss" and home.__module__ not in _KNOWN_HOMES:
             raise Refused(
-                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer or trl.SFTTrainer: "
-                f"ringtile cannot know that a replaced {method} treats shards as it treats sequences"
+                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
+                f"SFTTrainer, DPOTrainer or RewardTrainer, with at most a compute_loss of your own: ringtile cannot "
+                f"know that a replaced {method} treats shards as it treats sequences"
             )
+
+
+def _home(trainer: Trainer, method: str) -> type:
+    """The class that a method comes from; a class without a known home for one that was set on the instance."""
+    if method in vars(trainer):
+        return type(trainer.__dict__[method])
+    return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
 
 
 def _check_parallelism(trainer: Trainer) -> None:

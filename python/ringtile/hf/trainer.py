@@ -15,11 +15,11 @@ from typing import Any
 
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
-from ringtile.hf import checks, data, model
+from ringtile.hf import checks, data, joined, model
 from ringtile.hf.cut import Cut
 from ringtile.hf.garbage import CollectGarbage
 from ringtile.hf.group import ContextParallelGroup
@@ -84,6 +84,7 @@ class _Session:
         self.active_cut: Cut | None = None  # of the batch that is inside the model now
         self.last_cut: Cut | None = None
         self.training_checked = False
+        self.in_step = False  # inside compute_loss or prediction_step of a Trainer that sees whole outputs
 
     def install(self) -> None:
         self.base = model.base_model(self.trainer.model)
@@ -104,29 +105,60 @@ class _Session:
 
     def _install_context_parallel(self) -> None:
         trainer, accelerator, config = self.trainer, self.trainer.accelerator, self.config
-        checks.check_trainer(trainer)
-        checks.check_model(self.base)
+        whole = checks.check_trainer(trainer)
+        checks.check_model(self.base, classifier=whole and joined.has_score(self.base))
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         self.ledger.on_restore(self.group.close)
         self.makes_positions = model.makes_positions(self.base)
-        # SFTTrainer computes the loss itself, from shift_labels.
-        self.watches_loss = type(trainer).compute_loss is Trainer.compute_loss
         self._replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
-        self._replace(trainer, "compute_loss", self._compute_loss)
-        self._replace(trainer, "prediction_step", self._prediction_step)
         self._replace(trainer, "evaluation_loop", self._evaluation_loop)
         self._replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
         self._replace(trainer, "floating_point_ops", self._floating_point_ops)
         self.ledger.set(accelerator, "_prepare_cp", self._prepare_cp)
         if not self._accelerate_has_context_parallel():
             self._replace(trainer, "get_cp_size", self._get_cp_size)
-            self._replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
             self._replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
-        assert trainer.model is not None  # or base_model had refused it
-        model.switch_attention(trainer.model, self.ledger)
-        model.pin_rope_length(self.base, self.ledger, lambda: self.active_cut)
+        if whole:
+            self._install_whole_outputs()
+        else:
+            self._install_shards()
+
+    def _install_shards(self) -> None:
+        """The Trainer computes its loss on a shard."""
+        trainer = self.trainer
+        self.watches_loss = checks.uses_the_models_loss(trainer)
+        self._replace(trainer, "compute_loss", self._compute_loss)
+        self._replace(trainer, "prediction_step", self._prediction_step)
+        if not self._accelerate_has_context_parallel():
+            self._replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        if trainer.label_smoother is not None:
+            self._replace(trainer, "label_smoother", self._smooth_labels)
+        self._switch_model(trainer.model, self.base)
         if self.watches_loss:
             model.watch_loss(self.base, self.ledger)
+
+    def _install_whole_outputs(self) -> None:
+        """The Trainer computes its loss on the outputs of whole sequences, on every rank of the group."""
+        trainer = self.trainer
+        for name in ("compute_loss", "prediction_step"):
+            self._replace(trainer, name, self._with_whole_outputs)
+        if self._accelerate_has_context_parallel():
+            self._replace(trainer, "_get_num_items_in_batch", self._get_num_copies_of_items)
+        if hasattr(trainer, "_tp_size"):  # TRL's word for how often a token is counted
+            self.ledger.set(trainer, "_tp_size", self.group.size)
+        for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
+            if wrapped is not None:
+                wrapped = trainer.accelerator.unwrap_model(wrapped)
+                base = model.base_model(wrapped)
+                self._switch_model(wrapped, base)
+                if not joined.has_score(base):
+                    model.watch_loss(base, self.ledger)
+                joined.Joined(self._begin_whole, self._check_used).install(wrapped, base, self.ledger)
+
+    def _switch_model(self, wrapped: nn.Module | None, base: PreTrainedModel) -> None:
+        assert wrapped is not None  # or base_model had refused it
+        model.switch_attention(wrapped, self.ledger)
+        model.pin_rope_length(base, self.ledger, lambda: self.active_cut)
 
     def _add_callback(self, callback: TrainerCallback) -> None:
         self.trainer.add_callback(callback)
@@ -173,6 +205,14 @@ class _Session:
     @contextlib.contextmanager
     def _cut(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Cut]]:
         """The local part of a batch for the model to run on inside the context, and how it was cut."""
+        local, cut = self._begin_cut(inputs)
+        try:
+            yield local, cut
+        finally:
+            self.active_cut = None
+        self._check_used(cut, self.watches_loss and cut.num_targets is not None)
+
+    def _begin_cut(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Cut]:
         self.group.check_same_batch(inputs)
         local, cut = cut_batch(
             inputs,
@@ -183,13 +223,13 @@ class _Session:
             makes_positions=self.makes_positions,
         )
         self.active_cut = self.last_cut = cut
-        try:
-            yield local, cut
-        finally:
-            self.active_cut = None
-        self._check_used(cut)
+        return local, cut
 
-    def _check_used(self, cut: Cut) -> None:
+    def _begin_whole(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Cut] | None:
+        """The cut of a batch that the Trainer's loss or evaluation hands to a model; others are left whole."""
+        return self._begin_cut(inputs) if self.in_step else None
+
+    def _check_used(self, cut: Cut, watches_loss: bool) -> None:
         """Raises Refused unless every layer attended through the ring and the loss saw the shifted labels."""
         name, num_layers = type(self.base).__name__, self.base.config.get_text_config().num_hidden_layers
         if cut.attention_calls == 0 or cut.attention_calls % num_layers:
@@ -197,7 +237,7 @@ class _Session:
                 f"{name} has {num_layers} layers but called ringtile's attention {cut.attention_calls} times in a "
                 f"forward pass; expected once per layer: the others would attend within a shard only"
             )
-        if self.watches_loss and cut.num_targets is not None and cut.loss_calls == 0:
+        if watches_loss and cut.loss_calls == 0:
             raise Refused(
                 f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
                 f"shift the labels again, within each shard"
@@ -214,13 +254,30 @@ class _Session:
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
-        if model.training and not self.training_checked:
-            checks.check_training_model(model, self.base)
-            self.training_checked = True
+        self._check_training(model)
         with self._cut(inputs) as (local, cut):
             if num_items_in_batch is None and cut.num_targets is not None:
                 num_items_in_batch = self._targets_per_rank(cut.num_targets)
             return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def _with_whole_outputs(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """compute_loss or prediction_step, in which the models cut their inputs and join their outputs."""
+        self._check_training(model)
+        outermost, self.in_step = not self.in_step, True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self.in_step = not outermost
+            self.active_cut = None
+
+    def _check_training(self, model: nn.Module) -> None:
+        if model.training and not self.training_checked:
+            checks.check_training_model(model, self.base)
+            self.training_checked = True
+
+    def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
+        """Label smoothing is a mean over targets like the loss itself; the labels were shifted before the cut."""
+        return original(outputs, labels, **{**kwargs, "shift_labels": False})
 
     def _targets_per_rank(self, num_targets: Tensor) -> Tensor:
         """What makes a sum over shards the mean over one batch, where the Trainer asked for that mean.
@@ -275,6 +332,11 @@ class _Session:
         """T: the original counts every batch once per rank of a group. Not rounded: without averaging it is a share."""
         num_items = original(*args, **kwargs)
         return None if num_items is None else num_items / self.group.size
+
+    def _get_num_copies_of_items(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """T times the size of the group: each of its ranks computes the loss of the whole batch."""
+        num_items = original(*args, **kwargs)
+        return None if num_items is None else num_items * self.group.size
 
     def _track_num_input_tokens(self, original: Callable[..., Any], inputs: dict[str, Any]) -> None:
         before = self.trainer.state.num_input_tokens_seen

@@ -1,0 +1,263 @@
+"""Trainers that compute a loss of their own, and TRL's: the same losses, metrics and weights as one process."""
+
+import pytest
+import ringtile
+import torch
+from hf_models import SIZES, tiny_model
+from hf_training import TOLERANCE, assert_equal_training, make_trainer, train
+from pool import run_ranks
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer
+
+CONFIG = {"context_parallel_size": 2}
+
+
+def _assert_equal(function, world_size=2, expected=None, **options) -> None:
+    """function(config, **options) trains on two ranks as in one process without ringtile."""
+    expected = expected or function(None, **options)
+    for run in run_ranks(world_size, function, CONFIG, timeout=110.0, **options):
+        assert_equal_training(run, expected)
+        for metrics, wanted in zip(run.metrics, expected.metrics, strict=True):
+            assert metrics.keys() == wanted.keys()
+            for name in metrics:  # logits and rewards are differences of numbers up to 5
+                assert metrics[name] == pytest.approx(wanted[name], rel=TOLERANCE, abs=TOLERANCE * 5), name
+
+
+# ---- Trainer subclasses, loss functions, label smoothing ----------------------------------------
+
+
+class TwiceTheLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+class LastThird(Trainer):
+    """The mean over the last third of every row: nothing a shard could know of."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        begin = 2 * inputs["labels"].size(1) // 3
+        logits, labels = outputs.logits[:, begin:-1], inputs["labels"][:, begin + 1 :]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = loss / self.current_gradient_accumulation_steps if model.training else loss
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird])
+def test_own_compute_loss_sees_whole_sequences(trainer_class):
+    options = {"trainer_class": trainer_class}
+    expected = train(None, **options)
+    for run in run_ranks(2, train, CONFIG, **options):
+        assert_equal_training(run, expected)
+        assert run.eval_loss == pytest.approx(expected.eval_loss, rel=TOLERANCE)
+        assert (run.predictions - expected.predictions).abs().max() <= TOLERANCE
+        assert run.num_input_tokens == expected.num_input_tokens
+
+
+def _squared(outputs, labels, num_items_in_batch=None):
+    """A loss function of a user, which shifts the labels itself."""
+    logits, labels = outputs.logits[:, :-1], labels[:, 1:]
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") ** 2
+    return losses.sum() / (num_items_in_batch if num_items_in_batch is not None else labels.ne(-100).sum())
+
+
+def _train_squared(config, **options):
+    # Squares have gradients of norm 12: at the usual rate of 0.3 they would magnify rounding from step to step.
+    options = {"trainer_arguments": {"compute_loss_func": _squared}, "learning_rate": 0.01, **options}
+    return train(config, evaluate=False, **options)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_compute_loss_func_sees_whole_sequences(average):
+    _assert_equal(_train_squared, average_tokens_across_devices=average)
+
+
+def test_compute_loss_func_of_two_groups_equals_two_ranks():
+    expected = run_ranks(2, _train_squared, None)[0]
+    for run in run_ranks(4, _train_squared, CONFIG):
+        assert_equal_training(run, expected)
+
+
+def test_label_smoothing_equals_one_process():
+    _assert_equal(train, label_smoothing_factor=0.1)
+
+
+def _read_tiled_logits():
+    trainer = make_trainer(trainer_class=LastThird)
+    ringtile.enable(trainer, {**CONFIG, "tiled_loss": True})
+    try:
+        trainer.train()
+    except ringtile.Refused as error:
+        return str(error)
+    finally:
+        ringtile.restore(trainer)
+
+
+def test_own_loss_on_logits_that_do_not_exist_is_refused():
+    for message in run_ranks(2, _read_tiled_logits):
+        assert "the logits, which do not exist in training" in message
+
+
+class PositionalCall(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(inputs["input_ids"], inputs["attention_mask"]).logits.square().mean()
+
+
+def test_model_called_with_positional_arguments_equals_one_process():
+    _assert_equal(train, trainer_class=PositionalCall, evaluate=False)
+
+
+class AsTuple(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs, return_dict=False)[0]
+
+
+class HiddenStates(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, output_hidden_states=True)
+        return sum(hidden[:, 3].square().mean() for hidden in outputs.hidden_states)
+
+
+def test_hidden_states_are_joined():
+    _assert_equal(train, trainer_class=HiddenStates, evaluate=False, learning_rate=0.01)
+
+
+def _first_refusal(trainer_class):
+    trainer = make_trainer(trainer_class=trainer_class)
+    ringtile.enable(trainer, CONFIG)
+    try:
+        trainer.train()
+    except ringtile.Refused as error:
+        return str(error)
+    finally:
+        ringtile.restore(trainer)
+
+
+def test_outputs_without_names_are_refused():
+    for message in run_ranks(2, _first_refusal, AsTuple):
+        assert "returns a tuple; expected return_dict=True" in message
+
+
+# ---- TRL ----------------------------------------------------------------------------------------
+
+
+def _train_trl(name, config, **options):
+    import trl
+
+    return train(config, trainer_class=getattr(trl, name), evaluate=False, **options)
+
+
+def _train_sft(config, **options):
+    return _train_trl("SFTTrainer", config, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packing": True, "packing_strategy": "bfd", "max_length": 48},
+        {"packing": True, "packing_strategy": "bfd_split", "max_length": 16},
+        {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
+        {"padding_free": True, "max_length": None},
+        {"loss_type": "dft"},
+        {"label_smoothing_factor": 0.1},
+        {"pad_to_multiple_of": 8},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_sft_equals_one_process(options):
+    # 16 rows and no more steps than they give: in the last batch of an epoch TRL's metrics leave out ranks.
+    pytest.importorskip("trl")
+    _assert_equal(_train_sft, num_rows=32, max_steps=2, **options)
+
+
+def _train_completions(config):
+    import datasets
+    from hf_training import make_pairs
+
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in make_pairs(16)]
+    return _train_trl(
+        "SFTTrainer", config, max_steps=2, trainer_arguments={"train_dataset": datasets.Dataset.from_list(rows)}
+    )
+
+
+def test_sft_on_completions_equals_one_process():
+    pytest.importorskip("trl")
+    _assert_equal(_train_completions)
+
+
+def _train_dpo(config, **options):
+    reference = tiny_model(seed=3)
+    return _train_trl("DPOTrainer", config, trainer_arguments={"ref_model": reference}, max_steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": ["sigmoid"]},
+        {"loss_type": ["ipo", "sft"], "loss_weights": [0.7, 0.3]},
+        {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.5},
+        {"loss_type": ["robust"], "label_smoothing": 0.1, "use_weighting": True},
+        {"loss_type": ["aot"], "f_divergence_type": "reverse_kl"},
+    ],
+    ids=lambda options: "-".join(options["loss_type"]),
+)
+def test_dpo_equals_one_process(options):
+    pytest.importorskip("trl")
+    _assert_equal(_train_dpo, num_rows=16, **options)
+
+
+def _train_dpo_lora(config, engine="DDP"):
+    """With adapters the reference is the model without them."""
+    return _train_trl("DPOTrainer", config, lora=True, max_steps=2, num_rows=16, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_dpo_with_lora_equals_one_process(engine):
+    for package in ("trl", "peft"):
+        pytest.importorskip(package)
+    _assert_equal(_train_dpo_lora, expected=_train_dpo_lora(None), engine=engine)
+
+
+def _train_reward(config, engine="DDP", **options):
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1))
+    return _train_trl("RewardTrainer", config, model=model, max_steps=2, num_rows=16, engine=engine, **options)
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_reward_model_equals_one_process(engine):
+    pytest.importorskip("trl")
+    _assert_equal(_train_reward, expected=_train_reward(None), engine=engine)
+
+
+def test_centered_rewards_equal_one_process():
+    pytest.importorskip("trl")
+    _assert_equal(_train_reward, center_rewards_coefficient=0.1)
+
+
+def _evaluate_dpo(config):
+    import trl
+
+    trainer = make_trainer(
+        trainer_class=trl.DPOTrainer, num_rows=4, trainer_arguments={"ref_model": tiny_model(seed=3)}
+    )
+    if config is not None:
+        ringtile.enable(trainer, config)
+    metrics = trainer.evaluate()
+    if config is not None:
+        ringtile.restore(trainer)
+    return metrics["eval_loss"]
+
+
+def test_dpo_evaluates_as_one_process():
+    pytest.importorskip("trl")
+    assert run_ranks(2, _evaluate_dpo, CONFIG) == pytest.approx([_evaluate_dpo(None)] * 2, rel=TOLERANCE)
+
+
+def test_trainers_that_generate_are_refused():
+    class GRPOTrainer(Trainer):
+        """By its name; TRL's own needs a reward function and a tokenizer with a chat template."""
+
+    with pytest.raises(ringtile.Refused, match="each rank would sample completions of its own"):
+        ringtile.enable(make_trainer(trainer_class=GRPOTrainer), CONFIG)
