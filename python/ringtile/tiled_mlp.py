@@ -29,6 +29,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .errors import InputError, Refused
 from .glu import GluTiles, find_glu
+from .linear_sums import LinearSums
 from .tiles import as_gradients, check_tile_tokens, new_totals, tiles
 
 Output = Tensor | tuple[Tensor | None, ...]
@@ -167,6 +168,7 @@ class ModuleTiles:
             torch.random.fork_rng(self.devices, device_type=x.device.type),
             torch.autocast(**self.autocast),
             torch.enable_grad(),
+            LinearSums(tuple(leaves.values()), totals),
         ):
             torch.set_rng_state(self.cpu_random_state)
             set_device_states(self.devices, self.device_random_states, device_type=x.device.type)

@@ -1,0 +1,70 @@
+"""Linear layers that add their weight's gradient to a total themselves, instead of handing it to autograd rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from .tiles import add_products_, new_totals
+
+
+class LinearSums(TorchFunctionMode):
+    """While it is on, backward through torch.nn.functional.linear with one of these weights adds to its total.
+
+    The product of a tile is then neither rounded to the weight's dtype nor written down before it is added. Totals are
+    made when they are first added to; what else is done with a weight goes through autograd as ever.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], totals: list[Tensor | None]) -> None:
+        super().__init__()
+        self.weights, self.totals = weights, totals
+        self.index = {id(weight): index for index, weight in enumerate(weights)}
+
+    def total(self, index: int | None) -> Tensor | None:
+        if index is None:
+            return None
+        if self.totals[index] is None:
+            (self.totals[index],) = new_totals([self.weights[index]], [True])
+        return self.totals[index]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        index = self.index.get(id(weight))
+        if index is None or type(input) is not Tensor or input.dim() < 2:
+            return nn.functional.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias, self, index, self.index.get(id(bias)))  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sums: LinearSums,
+        weight_index: int,
+        bias_index: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums, ctx.weight_index, ctx.bias_index = sums, weight_index, bias_index
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            x_rows, dout_rows = x.flatten(0, -2).to(dout.dtype), dout.flatten(0, -2)  # as the forward rounded x
+            add_products_(ctx.sums.total(ctx.weight_index), ctx.sums.total(ctx.bias_index), dout_rows, x_rows)
+            dx = (dout @ weight.to(dout.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None
