@@ -157,3 +157,62 @@ def test_an_mlp_called_with_more_than_one_tensor_is_refused() -> None:
     assert torch.equal(mlp(x=x), mlp(x))
     with pytest.raises(Refused, match=r"model\.layers\.0\.mlp was called with 2 arguments, expected one tensor"):
         mlp(x, scale=2.0)
+
+
+# ---- other layers in an MLP's place -------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """A quantized linear layer as libraries make them: widths, integers, a scale, and a forward that unpacks."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.register_buffer("packed", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.packed.to(x.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("quantized", [("up_proj",), ("gate_proj", "up_proj", "down_proj")])
+def test_quantized_layers_run_by_their_own_forward(quantized) -> None:
+    model = double_model("llama")
+    for layer in model.model.layers:
+        for name in quantized:
+            setattr(layer.mlp, name, Packed(getattr(layer.mlp, name)))
+    logits, expected = logits_and_gradients(model)
+    tile_mlps(model, 7)
+    tiled_logits, gradients = logits_and_gradients(model)
+    torch.testing.assert_close(tiled_logits, logits)
+    assert gradients.keys() == expected.keys()
+    for name, grad in gradients.items():
+        torch.testing.assert_close(grad, expected[name], msg=name)
+
+
+def test_jitter_that_a_router_writes_into_its_input() -> None:
+    """One tile draws what the whole does. Two tiles in the backward draw again what they drew in the forward."""
+    model = double_model("mixtral", num_local_experts=4, router_jitter_noise=0.2)
+    torch.manual_seed(3)
+    logits, expected = logits_and_gradients(model)
+    tile_mlps(model, 26)
+    torch.manual_seed(3)
+    tiled_logits, gradients = logits_and_gradients(model)
+    torch.testing.assert_close(tiled_logits, logits)
+    for name, grad in gradients.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_a_compiled_model_has_the_same_gradients(use_original_mlp) -> None:
+    model = double_model("llama")
+    logits, expected = logits_and_gradients(model)
+    tile_mlps(model, 7, use_original_mlp=use_original_mlp)
+    compiled = torch.compile(model, backend="aot_eager")
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 13), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    tiled_logits = compiled(input_ids=ids, use_cache=False).logits
+    tiled_logits.square().mean().backward()
+    torch.testing.assert_close(tiled_logits, logits)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], msg=name)

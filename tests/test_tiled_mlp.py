@@ -286,6 +286,26 @@ def test_checkpointed_layer_has_the_same_gradients(use_reentrant, use_original_m
         assert_near(leaf.grad, oracle, num_terms=18)
 
 
+class CheckpointedInside(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_checkpoint_inside_the_module(checkpointed, use_original_mlp) -> None:
+    module = CheckpointedInside(bias=True).double()
+    x, dout = inputs(2, 9)
+
+    def run(x: Tensor) -> Tensor:
+        return tiled_mlp(module, x, 4, use_original_mlp)
+
+    out = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+    oracle = gradients(module(x), dout, x, *module.parameters())
+    for ours, theirs in zip(gradients(out, dout, x, *module.parameters()), oracle, strict=True):
+        assert_near(ours, theirs, num_terms=18)
+
+
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_used_twice_in_one_graph_and_differentiated_twice(use_original_mlp) -> None:
     module = Gated().double()

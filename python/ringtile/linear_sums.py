@@ -17,7 +17,8 @@ class LinearSums(TorchFunctionMode):
     """While it is on, backward through torch.nn.functional.linear with one of these weights adds to its total.
 
     The product of a tile is then neither rounded to the weight's dtype nor written down before it is added. Totals are
-    made when they are first added to; what else is done with a weight goes through autograd as ever.
+    made when they are first added to. What else is done with a weight goes through autograd as ever, and so do layers
+    inside a checkpoint, whose recomputation this mode does not reach.
     """
 
     def __init__(self, weights: Sequence[Tensor], totals: list[Tensor | None]) -> None:
@@ -39,7 +40,8 @@ class LinearSums(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         index = self.index.get(id(weight))
-        if index is None or type(input) is not Tensor or input.dim() < 2:
+        in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if index is None or in_checkpoint or type(input) is not Tensor or input.dim() < 2:
             return nn.functional.linear(input, weight, bias)
         return _Linear.apply(input, weight, bias, self, index, self.index.get(id(bias)))  # type: ignore[no-untyped-call]
 

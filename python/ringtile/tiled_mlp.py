@@ -146,7 +146,7 @@ class ModuleTiles:
         outputs: list[Any] = []  # no views: what FSDP hangs at an output would be lost with an in-place sum
         result: Any = None
         for tile in tiles(x_rows.size(0), self.tile_tokens):
-            x_tile = _like_input(x_rows[tile], x)
+            x_tile = _like_input(x_rows[tile], x).clone()  # the module may write into it: jitter of routers does
             result = self.call(x_tile)
             rows = _rows(result, x_tile)
             if not outputs:
@@ -174,7 +174,7 @@ class ModuleTiles:
             set_device_states(self.devices, self.device_random_states, device_type=x.device.type)
             for tile in tiles(x_rows.size(0), self.tile_tokens):
                 x_tile = _like_input(x_rows[tile].detach(), x).requires_grad_(needed[0])
-                rows = _rows(torch.func.functional_call(self.call, leaves, (x_tile,)), x_tile)
+                rows = _rows(torch.func.functional_call(self.call, leaves, (x_tile.clone(),)), x_tile)
                 pairs = [
                     (out, dout.reshape(x_rows.size(0), *out.shape[1:])[tile])
                     for out, dout in zip(rows, douts, strict=True)
