@@ -9,14 +9,16 @@ import json
 import os
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from oracle import dense_gradients
 from ringtile import IntervalMask, attention, ops
+from ringtile.ring import DELTA_ELEMENTS, _delta
 from strategies import dense
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Problem(NamedTuple):
@@ -102,6 +104,7 @@ import json, torch
 from oracle import dense_gradients
 from ringtile import IntervalMask, RingtileError, ops
 from test_attention import problem, run_attention
+from ringtile.ring import DELTA_ELEMENTS, _delta
 from strategies import dense
 try:
     isa = ops.cpu_isa()
@@ -198,3 +201,29 @@ def test_a_poisoned_token_reaches_its_document_only(poison: float) -> None:
         others = torch.tensor([*range(10), *range(20, 30)])
         torch.testing.assert_close(x.index_select(tokens, others), y.index_select(tokens, others), **REORDERED)
         assert not x.select(tokens, 12).isfinite().all(), name
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that an op makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result._base is None:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_delta_never_holds_all_products() -> None:
+    out, dout = (torch.randn(1, 4099, 8, 128).bfloat16() for _ in range(2))
+    dlse = torch.randn(1, 8, 4099, dtype=torch.float64)
+    assert out.numel() > 4 * DELTA_ELEMENTS
+    with _Largest() as largest:
+        delta = _delta(dout, out, dlse, torch.float32)
+    assert largest.numel <= DELTA_ELEMENTS
+    exact = (dout.double() * out.double()).sum(-1).transpose(1, 2) - dlse
+    # Each of the 128 products and sums rounds once in float32, of magnitudes that add up to `size`.
+    size = (dout.double() * out.double()).abs().sum(-1).transpose(1, 2) + dlse.abs()
+    assert ((delta - exact).abs() <= 128 * 2.0**-24 * size).all()
+    assert delta.is_contiguous()
