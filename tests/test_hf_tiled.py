@@ -11,7 +11,7 @@ from hf_models import SIZES, tiny_model
 from hf_training import enter_world, make_trainer, train
 from pool import run_ranks
 from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
-from ringtile.hf.loss import TiledLogits, install_tiled_loss, tiled_causal_lm_loss
+from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tiled_causal_lm_loss
 from ringtile.hf.patches import Ledger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -248,11 +248,12 @@ def test_model_that_scales_or_caps_its_logits(family, overrides) -> None:
 )
 def test_any_chain_of_factors_and_one_tanh(change) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(11, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
+    hidden, head = torch.randn(11, 8, dtype=torch.float64), nn.Linear(8, 31, bias=False, dtype=torch.float64)
+    head.forward = MethodType(_head_forward, head)
     labels = torch.randint(0, 31, (1, 11))
     shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-    logits = change(TiledLogits(hidden[None], weight, None))
-    oracle = change(hidden[None] @ weight.t())
+    logits = change(head(hidden[None]))
+    oracle = change(hidden[None] @ head.weight.t())
     ours = tiled_causal_lm_loss(16384, logits, labels, 31)
     theirs = nn.functional.cross_entropy(oracle[0].double(), shift_labels[0])
     torch.testing.assert_close(ours, theirs, rtol=1e-6 if oracle.dtype == torch.float32 else 1e-14, atol=0)

@@ -1,7 +1,8 @@
 """The Trainer's `tiled_loss: true`: a causal language model that trains without ever holding its logits.
 
 In training, the output projection returns a TiledLogits, a promise of logits, and the model's loss function
-redeems it with `tiled_linear_cross_entropy`. In eval mode both do what they did before.
+redeems it with `tiled_linear_cross_entropy`; a weight that FSDP2 or ZeRO-3 has sharded is gathered for that, once for
+all tiles. In eval mode both do what they did before.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, Refused
+from ringtile.errors import ConfigError, InputError, Refused
 from ringtile.hf.mlp import from_liger
 from ringtile.hf.patches import Ledger
 from ringtile.ops import state_dtype
@@ -31,13 +33,14 @@ _OPERATORS = (
     *("iadd", "isub", "neg", "abs", "lt", "le", "gt", "ge"),
     *("getitem", "setitem", "len", "iter", "bool", "array"),
 )
+_SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # whose hooks gather and free a weight, and touch no output
 
 
 class TiledLogits:
-    """Logits of shape (..., V) that are never computed: scale * (hidden weight^T + bias), softcapped.
+    """Logits of shape (..., V) that are never computed: scale * head(hidden), softcapped.
 
-    hidden (..., E), weight (V, E), bias (V). softcap None: not capped. A model may multiply and divide them by
-    numbers and cap them once: `c * tanh(x / c)`, whatever it is made of, goes to the loss as an argument.
+    head: the output projection, V x E; hidden (..., E). softcap None: not capped. A model may multiply and divide
+    them by numbers and cap them once: `c * tanh(x / c)`, whatever it is made of, goes to the loss as an argument.
 
     No tensor on purpose: DDP, FSDP and accelerate look through a model's outputs for tensors. The loss function
     takes it apart; whatever else is done with it raises Refused, so that a model, a Trainer or a metric that
@@ -45,17 +48,12 @@ class TiledLogits:
     """
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Fraction = Fraction(1),
-        softcap: Fraction | None = None,
+        self, head: nn.Linear, hidden: Tensor, scale: Fraction = Fraction(1), softcap: Fraction | None = None
     ) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.head, self.hidden = head, hidden
         self.scale, self.softcap = scale, softcap  # exact: x / 30 * 30 is x
-        self.shape = torch.Size((*hidden.shape[:-1], weight.size(0)))
-        self.dtype, self.device = compute_dtype(hidden, weight), hidden.device
+        self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        self.dtype, self.device = compute_dtype(hidden, head.weight), hidden.device
 
     def float(self) -> TiledLogits:
         """Itself: the loss is computed in float32 anyway."""
@@ -74,7 +72,7 @@ class TiledLogits:
         """softcap * tanh(x / softcap) with a softcap of 1; what multiplies it later changes the softcap."""
         if self.softcap is not None:
             raise _refused("a second tanh")
-        return TiledLogits(self.hidden, self.weight, self.bias, self.scale, Fraction(1))
+        return TiledLogits(self.head, self.hidden, self.scale, Fraction(1))
 
     def __mul__(self, factor: Any) -> TiledLogits:
         return self._times(factor, "mul", invert=False)
@@ -92,7 +90,7 @@ class TiledLogits:
         factor = 1 / Fraction(number) if invert else Fraction(number)
         # f c tanh(x / c) = C tanh(f x / C) with C = |f| c
         softcap = None if self.softcap is None else self.softcap * abs(factor)
-        return TiledLogits(self.hidden, self.weight, self.bias, self.scale * factor, softcap)
+        return TiledLogits(self.head, self.hidden, self.scale * factor, softcap)
 
     @classmethod
     def __torch_function__(
@@ -141,7 +139,8 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
     if model.loss_function is not ForCausalLMLoss:
         raise Refused(f"tiled_loss: {name} computes its loss with {model.loss_function!r}, expected ForCausalLMLoss")
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if type(head) is not nn.Linear or "forward" in vars(head):
+    is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
+    if not is_linear or "forward" in vars(head):
         raise Refused(
             f"tiled_loss: the output projection of {name} is a {type(head).__module__}.{type(head).__name__}"
             f"{' with a replaced forward' if 'forward' in vars(head) else ''}, expected a plain torch.nn.Linear; "
@@ -152,15 +151,23 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor | TiledLogits:
+def _head_forward(
+    head: nn.Linear, hidden: Tensor, loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+) -> Tensor | TiledLogits:
+    """The model's call in training returns TiledLogits. The loss function's call, with a loss of (hidden, weight,
+    bias), returns that loss: inside the hooks of ZeRO-3, which gather the weight for it."""
+    if loss is not None:
+        return loss(hidden, head.weight, head.bias)
     if not head.training:
         return nn.Linear.forward(head, hidden)
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
-        raise Refused(
-            "tiled_loss: the output projection has hooks, which would never see its logits; FSDP2 and ZeRO-3 free its "
-            "weight in one: shard it together with the root module, or set tiled_loss: false"
-        )
-    return TiledLogits(hidden, head.weight, head.bias)
+    for hooks in (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks):
+        for hook in hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith(_SHARDING):
+                raise Refused(
+                    f"tiled_loss: the output projection has hooks, which would never see its logits ({hook!r}); remove "
+                    "them, or set tiled_loss: false"
+                )
+    return TiledLogits(head, hidden)
 
 
 def tiled_causal_lm_loss(
@@ -175,7 +182,7 @@ def tiled_causal_lm_loss(
 ) -> Tensor:
     """transformers' ForCausalLMLoss: its arguments, its shift of the labels, its mean or sum over items."""
     if not isinstance(logits, TiledLogits):
-        loss: Tensor = ForCausalLMLoss(
+        plain: Tensor = ForCausalLMLoss(
             logits,
             labels,
             vocab_size,
@@ -184,24 +191,37 @@ def tiled_causal_lm_loss(
             shift_labels,
             **kwargs,
         )
-        return loss
-    hidden, weight = logits.hidden, logits.weight
-    if vocab_size != weight.size(0):
+        return plain
+    if vocab_size != logits.shape[-1]:
         raise Refused(
-            f"tiled_loss: the config's vocab_size is {vocab_size}, the output projection has {weight.size(0)}"
+            f"tiled_loss: the config's vocab_size is {vocab_size}, the output projection has {logits.shape[-1]}"
         )
     if shift_labels is None:
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    tiled: Tensor = tiled_linear_cross_entropy(
-        hidden,
-        weight,
-        shift_labels.reshape(hidden.shape[:-1]).to(hidden.device),
-        logits.bias,
+    if shift_labels.numel() != logits.shape[:-1].numel():
+        raise InputError(
+            f"tiled_loss: labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}; "
+            "expected one per token: logits_to_keep and labels do not go together"
+        )
+    tiled = functools.partial(
+        tiled_linear_cross_entropy,
+        labels=shift_labels.reshape(logits.shape[:-1]).to(logits.device),
         ignore_index=ignore_index,
         logit_scale=float(logits.scale),
         softcap=float(logits.softcap or 0),
         num_items=num_items_in_batch,
         tile_tokens=min(tile_tokens, loss_tile_tokens(vocab_size, logits.dtype)),
     )
-    return tiled
+    head = logits.head
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = tiled(hidden, weight, bias=bias)
+        return result
+
+    if isinstance(head, FSDPModule):
+        head.unshard()  # unless it still is, after the call that returned the logits; the backward frees it
+    if hasattr(head.weight, "ds_id"):  # ZeRO-3
+        gathered: Tensor = head(logits.hidden, loss=loss)
+        return gathered
+    return loss(logits.hidden, head.weight, head.bias)

@@ -1,0 +1,100 @@
+"""The tiled loss where the output projection's weight is cut over the ranks by FSDP2 or ZeRO-3, and under TRL."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_training import Run, enter_world, train
+from pool import run_ranks
+from ringtile.hf.loss import TiledLogits
+from test_hf_tiled import TILED, batch, double_model, tile_loss
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+foreach_all_gather = _fsdp_param_group.foreach_all_gather
+WHERE = ["root", "own", "own, kept", "with the norm"]
+
+
+def wrap(model: nn.Module, where: str, **settings: object) -> None:
+    """Shards the model over all ranks; the output projection in a group that `where` names."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    settings["mesh"] = mesh
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    if where == "with the norm":
+        fully_shard([model.model.norm, model.lm_head], **settings)
+    elif where != "root":
+        fully_shard(model.lm_head, reshard_after_forward=where == "own", **settings)
+    fully_shard(model, **settings)
+
+
+def fsdp2_gradients(where: str | None, tile_tokens: int) -> tuple[float, dict[str, Tensor], list[int]]:
+    """Two accumulated batches, a row per rank; where None: no engine, no tiles, gradients averaged by hand."""
+    enter_world()
+    model = double_model()
+    if where is not None:
+        del model._loss_function  # what is tiled is transformers' own
+        tile_loss(model, tile_tokens=tile_tokens)
+        wrap(model, where)
+    rank, losses, gathers = dist.get_rank(), [], []
+    for part in range(2):
+        rows = slice(rank, rank + 1)
+        inputs = {name: x[rows].roll(part, 1) for name, x in batch().items()}
+        with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=foreach_all_gather) as gather:
+            loss = model(**inputs, num_items_in_batch=21).loss
+            loss.backward()
+        gathers.append(gather.call_count)
+        losses.append(loss.item())
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradients[name] = p.grad.full_tensor() if where is not None else p.grad.clone()
+        if where is None:
+            dist.all_reduce(gradients[name])
+            gradients[name] /= dist.get_world_size()
+    return sum(losses), gradients, gathers
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_fsdp2_gives_the_gradients_of_no_engine(where) -> None:
+    """And gathers as often with 1 token in a tile as with all in one."""
+    expected = run_ranks(2, fsdp2_gradients, None, 1)
+    one, many = (run_ranks(2, fsdp2_gradients, where, tile_tokens) for tile_tokens in (1, 100))
+    for rank in range(2):
+        for runs in (one, many):
+            assert runs[rank][0] == pytest.approx(expected[rank][0], rel=1e-12)
+            for name, gradient in expected[rank][1].items():
+                torch.testing.assert_close(runs[rank][1][name], gradient, rtol=1e-10, atol=1e-13)
+        assert one[rank][2] == many[rank][2]
+        # both layers twice, the root once; the output projection: before its call, and for the loss if freed by then
+        assert many[rank][2] == [{"root": 5, "own": 7, "own, kept": 6, "with the norm": 7}[where]] * 2
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
+def test_training_equals_training_without_tiles(engine) -> None:
+    """10 steps of SGD in float32, two rows a rank: weights equal to 1e-6 of the largest."""
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+    options = {"evaluate": False, "max_steps": 10, "num_rows": 48, "gradient_accumulation_steps": 1}
+    plain: list[Run] = run_ranks(2, train, None, **options)
+    config = {"tiled_loss": True, "tile_tokens": 7}
+    tiled: list[Run] = run_ranks(2, train, config, engine=engine, timeout=240.0, **options)  # DeepSpeed may compile
+    for ours, theirs in zip(tiled, plain, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+        for name, weight in theirs.weights.items():
+            assert (ours.weights[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+
+
+def test_trl_keeps_its_own_tiles() -> None:
+    """SFTTrainer multiplies by the output projection's weight itself, in tiles (fused_lm_head): the projection is not
+    called, its loss and metrics are TRL's, and evaluation is as it was."""
+    trl = pytest.importorskip("trl")
+    options = {"trainer_class": trl.SFTTrainer, "num_rows": 16, "max_steps": 2, "gradient_accumulation_steps": 1}
+    plain = train(None, evaluate=False, **options)
+    with mock.patch.object(TiledLogits, "__init__", side_effect=AssertionError("called the output projection")):
+        tiled = train({**TILED}, evaluate=False, **options)
+    assert tiled.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(tiled.weights[name], weight, rtol=1e-6, atol=1e-6)
