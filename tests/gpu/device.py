@@ -1,0 +1,9 @@
+"""Where the tests of this folder run: on the GPU if there is one, else on the CPU, as a rehearsal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no GPU")

@@ -1,0 +1,298 @@
+"""Every kernel on the GPU against float64, on random and on adversarial inputs.
+
+Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim, Dv value head dim, T tokens, F, V columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from device import DEVICE, ON_GPU
+from oracle import dense_gradients
+from ringtile import IntervalMask, attention, ops
+from strategies import dense
+from torch import Tensor
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(DEVICE, dtype)
+
+
+def assert_near(got: Tensor, expected: Tensor, bound: Tensor) -> None:
+    """|got - expected| <= bound, number by number; equal infinities pass."""
+    error = torch.where(got.double() == expected, 0.0, (got.double() - expected).abs())
+    assert bool((error <= bound).all()), float((error - bound).max())
+
+
+# ---- sharding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_small_shard_and_unshard_are_index_select(dtype: torch.dtype, dim: int) -> None:
+    runs = [(1, 2, 3, 4), (20, 1, 0, 3)]  # positions 20, 21, 22, 1, 3, 5, 7
+    index = torch.tensor([20, 21, 22, 1, 3, 5, 7], device=DEVICE)
+    for shape in ((23, 23, 23), (23, 23, 32)):
+        x = normal(*shape).to(dtype)
+        for view in (x, x.transpose(0, 1), x[..., 1:] if dim < 2 else x[1:]):
+            if view.size(dim) != 23:
+                continue
+            local = ops.shard_seq(view, runs, dim)
+            assert torch.equal(local, view.index_select(dim, index))
+            full = torch.zeros_like(view)
+            ops.unshard_seq_(local, ops.runs_tensor(runs), dim, full)
+            expected = torch.zeros_like(view).index_copy_(dim, index, local)
+            assert torch.equal(full, expected)
+
+
+# ---- GLU ----------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("num_cols", "scale"), [(1001, 1.0), (1024, 30.0)])
+def test_small_glu_is_the_formula(kind: str, dtype: torch.dtype, num_cols: int, scale: float) -> None:
+    """Bound: one rounding to dtype, and some 30 of the arithmetic in the terms of act and act', which are at most
+    1 + |x| in size, and x^2 times the error in the argument of an exp."""
+    gate, up, dprod = (normal(7, num_cols, dtype=dtype, scale=scale if i == 0 else 1.0, seed=i) for i in range(3))
+    x = gate.double().requires_grad_()
+    act = ACTIVATIONS[kind](x)
+    (slope,) = torch.autograd.grad(act.sum(), x)
+    act, u, dy, x = act.detach(), up.double(), dprod.double(), x.detach()
+    prod = ops.glu_fwd(gate, up, ops.GLU_KINDS[kind])
+    ops.glu_bwd_(gate, up, dprod, ops.GLU_KINDS[kind])
+    rounding, eps = torch.finfo(dtype).eps / 2, torch.finfo(ops.state_dtype(dtype)).eps
+    for got, want, factor in (
+        (prod, act * u, u),
+        (dprod, act * u, u),
+        (up, act * dy, dy),
+        (gate, slope * dy * u, dy * u),
+    ):
+        size = 1 + x.abs() + torch.where(x.abs() < 12, x * x, 0.0)
+        assert_near(got, want, rounding * want.abs() + 30 * eps * size * factor.abs() + torch.finfo(dtype).tiny)
+
+
+# ---- cross entropy ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("vocab_size", [97, 32000])
+@pytest.mark.parametrize("options", [(0.0, 0.0, 0.0), (0.1, 30.0, 1e-3)])
+def test_small_cross_entropy_is_the_formula(
+    dtype: torch.dtype, vocab_size: int, options: tuple[float, float, float]
+) -> None:
+    """Bound: roundings of x' (|x'| <= 60), of an exp and a quotient, and of sums of 8 numbers at a time: below 200."""
+    smoothing, softcap, z_loss = options
+    logits = normal(6, vocab_size, dtype=dtype, scale=8.0)
+    logits[1, 5] = 50.0  # nearly all of the probability
+    logits[2, 7:] = -torch.inf
+    labels = torch.tensor([3, 5, 2, -100, 96, 0], device=DEVICE)
+    x = logits.double().requires_grad_()
+    capped = softcap * torch.tanh(x / softcap) if softcap else x
+    lse = capped.logsumexp(-1)
+    keep = labels != -100
+    picked = capped.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    want = (1 - smoothing) * (lse - picked) + z_loss * lse**2
+    if smoothing:
+        want = want + smoothing * (lse - capped.mean(-1))
+    (gradient,) = torch.autograd.grad(want[keep].sum(), x)
+    gradient = gradient.nan_to_num()  # of -inf, whose probability is 0
+    state = ops.state_dtype(dtype)
+    loss, got_lse = (torch.full((6,), 7.0, dtype=state, device=DEVICE) for _ in range(2))
+    ops.cross_entropy_fwd_bwd_(logits, labels, loss, got_lse, -100, smoothing, softcap, z_loss, True)
+    error = 200 * torch.finfo(state).eps
+    zero = torch.zeros((), dtype=torch.float64, device=DEVICE)
+    assert_near(loss, torch.where(keep, want.detach(), zero), error * (1 + want.detach().abs()))
+    assert_near(got_lse, torch.where(keep, lse.detach(), zero), error * (1 + lse.detach().abs()))
+    is_label = F.one_hot(labels.clamp(min=0), vocab_size)  # where a probability near 1 and 1 cancel
+    bound = torch.finfo(dtype).eps / 2 * gradient.abs() + error * (gradient.abs() + 1 / vocab_size + is_label)
+    assert_near(logits, torch.where(keep[:, None], gradient, zero), bound + torch.finfo(dtype).tiny)
+
+
+def test_small_bad_label_is_nan_on_a_gpu_and_refused_on_a_cpu() -> None:
+    logits, labels = normal(2, 8), torch.tensor([8, 0], device=DEVICE)
+    loss, lse = torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE)
+    if DEVICE.type == "cpu":
+        with pytest.raises(RuntimeError, match="label"):
+            ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -100, 0.0, 0.0, 0.0, True)
+        return
+    ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -100, 0.0, 0.0, 0.0, True)
+    assert torch.equal(loss.isnan().cpu(), torch.tensor([True, False]))
+    assert torch.equal(logits.isnan().all(1).cpu(), torch.tensor([True, False]))
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def problem(
+    dtype: torch.dtype, head_dim: int, v_head_dim: int, num_kv_heads: int = 4, seq_len: int = 256, scale: float = 1.0
+) -> Problem:
+    """B 2, H 4. scale: of q, and so of the scores."""
+    sizes = ((4, head_dim, scale), (num_kv_heads, head_dim, 1.0), (num_kv_heads, v_head_dim, 1.0), (4, v_head_dim, 1.0))
+    return Problem(
+        *(normal(2, seq_len, heads, dim, dtype=dtype, scale=s, seed=i) for i, (heads, dim, s) in enumerate(sizes))
+    )
+
+
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+def ours(p: Problem, mask: IntervalMask) -> list[Tensor]:
+    """The RESULTS."""
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    out = attention(*leaves, mask=mask)
+    return [out.detach(), *torch.autograd.grad(out, leaves, p.dout)]
+
+
+def torchs(p: Problem, mask: IntervalMask) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    attend = dense(mask).to(DEVICE)[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, p.dout)]
+
+
+def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: list[Tensor]) -> None:
+    """The accuracy rule: errors are at most torch's, in the mean square, and the largest one.
+
+    Where torch too rounds once, the largest error is one rounding of a large number, after some 64 of the state's, and
+    the draw says whose is larger.
+    """
+    exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
+    for name, mine, theirs in zip(RESULTS, results, torchs(p, mask), strict=True):
+        expected = getattr(exact, name)
+        my_error, their_error = (mine.double() - expected).abs(), (theirs.double() - expected).abs()
+        assert my_error.square().mean() <= their_error.square().mean(), name
+        once = (torch.finfo(p.q.dtype).eps / 2 + 64 * torch.finfo(torch.float32).eps) * expected.abs().max()
+        assert my_error.max() <= max(their_error.max(), once), name
+
+
+S = 256
+MASKS = {
+    "full": IntervalMask.full(S),
+    "causal": IntervalMask.causal(S),
+    "documents": IntervalMask.documents([100, 1, 90, 65]),
+    "window": IntervalMask.sliding_window(S, 70),
+    "prefix": IntervalMask.prefix_lm(S, 33),
+}
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", DIMS if DEVICE.type == "cuda" else [(64, 64)])
+def test_attention_obeys_the_accuracy_rule(dtype: torch.dtype, mask: str, dims: tuple[int, int]) -> None:
+    p = problem(dtype, *dims)
+    assert_not_less_exact_than_torch(p, MASKS[mask], ours(p, MASKS[mask]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_attention_with_few_kv_heads_obeys_it(dtype: torch.dtype, num_kv_heads: int) -> None:
+    p = problem(dtype, 128, 128, num_kv_heads)
+    assert_not_less_exact_than_torch(p, MASKS["causal"], ours(p, MASKS["causal"]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_attention_with_large_scores_is_finite_and_right(dtype: torch.dtype) -> None:
+    """Scores of some hundred: nearly all weight on one key, exponents far below the smallest number."""
+    p, mask = problem(dtype, 64, 64, scale=30.0), MASKS["causal"]
+    exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
+    for mine, theirs, right in zip(ours(p, mask), torchs(p, mask), (exact.out, *exact[2:]), strict=True):
+        assert bool(mine.isfinite().all())
+        assert (mine.double() - right).norm() <= 1.01 * (theirs.double() - right).norm()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("seq_len", [1, 63, 65, 130])
+def test_small_attention_of_any_length(dtype: torch.dtype, seq_len: int) -> None:
+    """Tails of tiles. A hundred roundings of numbers below 10, of the dtype in which weights are kept."""
+    p, mask = problem(dtype, 64, 64, seq_len=seq_len), IntervalMask.causal(seq_len)
+    exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
+    for mine, right in zip(ours(p, mask), (exact.out, *exact[2:]), strict=True):
+        torch.testing.assert_close(mine.double(), right, rtol=0, atol=10 * 100**0.5 * torch.finfo(dtype).eps)
+
+
+def test_small_poison_stays_in_its_document() -> None:
+    p, mask = problem(torch.bfloat16, 64, 64, seq_len=130), IntervalMask.documents([50, 40, 40])
+    clean = ours(p, mask)
+    others = torch.tensor([*range(50), *range(90, 130)], device=DEVICE)
+    for poison in (torch.nan, torch.inf):
+        bad = Problem(*(x.clone() for x in p))
+        for x in bad:
+            x[:, 60, :, 3] = poison
+        for mine, before in zip(ours(bad, mask), clean, strict=True):
+            torch.testing.assert_close(mine[:, others], before[:, others], rtol=0, atol=1e-2)
+            assert not bool(mine[:, 60].isfinite().all())
+
+
+def test_small_queries_without_keys_give_zeros() -> None:
+    p, mask = (
+        problem(torch.bfloat16, 64, 64, seq_len=70),
+        IntervalMask.from_padding(torch.tensor([[0] * 9 + [1] * 61] * 2)),
+    )
+    for x in p:
+        x[:, :9] = torch.nan
+    for mine in ours(p, mask):
+        assert bool((mine[:, :9] == 0).all())
+        assert bool(mine.isfinite().all())
+
+
+# ---- determinism, streams, graphs ---------------------------------------------------------------
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    p = problem(torch.bfloat16, 128, 128, num_kv_heads=1)
+    first = ours(p, MASKS["causal"])
+    for _ in range(5):
+        assert all(torch.equal(x, y) for x, y in zip(ours(p, MASKS["causal"]), first, strict=True))
+
+
+@ON_GPU
+def test_nothing_waits_for_the_device() -> None:
+    p = problem(torch.bfloat16, 64, 64)
+    first = ours(p, MASKS["causal"])  # the mask is copied to the device once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = ours(p, MASKS["causal"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
+@ON_GPU
+def test_a_call_can_be_captured_in_a_graph() -> None:
+    p = problem(torch.bfloat16, 64, 64)
+    expected = ours(p, MASKS["causal"])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ours(p, MASKS["causal"])
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = ours(p, MASKS["causal"])
+    for x in captured:
+        x.zero_()
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))

@@ -1,0 +1,51 @@
+"""The ring over virtual ranks of one GPU, against float64 and against torch's attention.
+
+A round's keys are copied from thread to thread on the device, in the streams of the threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from device import DEVICE, ON_GPU
+from oracle import Attention
+from ringtile import Layout, LoopbackWorld, ring_attention
+from ringtile.transport import LoopbackGroup
+from test_gpu_kernels import MASKS, RESULTS, Problem, assert_not_less_exact_than_torch, problem
+from test_ring import assemble
+
+
+def run_ring(p: Problem, mask: str, layout: Layout, own_streams: bool = False) -> Attention:
+    def on_rank(group: LoopbackGroup) -> Attention:
+        rank = group.transport.rank
+        stream = torch.cuda.stream(torch.cuda.Stream(DEVICE)) if own_streams else contextlib.nullcontext()
+        with stream:
+            leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
+            out, lse = ring_attention(*leaves, mask=MASKS[mask], layout=layout, group=group, return_lse=True)
+            gradients = torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, rank))
+            return Attention(*(x.detach().cpu() for x in (out, lse, *gradients)))
+
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # the inputs were made on another stream
+    return assemble(LoopbackWorld(layout.world_size).run(on_rank), layout)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 16] if DEVICE.type == "cuda" else [3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_ring_obeys_the_accuracy_rule(world_size: int, mask: str) -> None:
+    p = problem(torch.bfloat16, 64, 64, num_kv_heads=2)
+    for name in ("zigzag", "striped") if mask == "causal" else ("zigzag",):
+        ring = run_ring(p, mask, Layout.named(name, 256, world_size))
+        assert_not_less_exact_than_torch(p, MASKS[mask], [getattr(ring, result).to(DEVICE) for result in RESULTS])
+
+
+@ON_GPU
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_ranks_on_streams_of_their_own_give_the_same_bits(world_size: int) -> None:
+    p, layout = problem(torch.bfloat16, 64, 64), Layout.zigzag(256, world_size)
+    expected = run_ring(p, "causal", layout)
+    for _ in range(5):
+        again = run_ring(p, "causal", layout, own_streams=True)
+        assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
