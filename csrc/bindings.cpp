@@ -58,7 +58,6 @@ struct Place {
     }
 };
 
-#ifndef RINGTILE_CUDA
 // ---- attention ---------------------------------------------------------------------------------
 
 void set_strides(int64_t (&strides)[3], const Tensor &x) {
@@ -119,12 +118,15 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     p.out = out.data_ptr();
     set_strides(p.out_stride, out);
 
-    p.workspace_bytes = RT_CORE(attn_fwd_workspace_bytes)(&p, place.num_workers());
+#ifndef RINGTILE_CUDA // there it needs none
+    p.workspace_bytes = rt_attn_fwd_workspace_bytes(&p, place.num_workers());
     const Tensor workspace = place.bytes(p.workspace_bytes);
     p.workspace = workspace.data_ptr();
+#endif
     check(RT_CORE(attn_fwd)(&p, place.queue()), op);
 }
 
+#ifndef RINGTILE_CUDA // not written yet
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
                Tensor dk, Tensor dv, double scale, double softcap) {
@@ -153,8 +155,8 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     p.workspace = workspace.data_ptr();
     check(RT_CORE(attn_bwd)(&p, place.queue()), op);
 }
-
 #endif
+
 // ---- sequence ----------------------------------------------------------------------------------
 
 // x and y differ only in the size of dim; which of them is local is the op's business.
@@ -248,8 +250,8 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
 // ---- registration ------------------------------------------------------------------------------
 
 STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
-#ifndef RINGTILE_CUDA
     m.impl("attn_fwd_", TORCH_BOX(&attn_fwd_));
+#ifndef RINGTILE_CUDA
     m.impl("attn_bwd_", TORCH_BOX(&attn_bwd_));
 #endif
     m.impl("shard_seq_", TORCH_BOX(&shard_seq_));
