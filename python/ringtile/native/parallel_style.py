@@ -47,8 +47,8 @@ class ContextParallel(ParallelStyle):
     (none: all attend all). A mask of one interval per query runs as a ring; any other, and a score_mod in an argument
     of that name, with gathered key and value, which are then the second and third argument or have their names.
     layout: the name of how the sequence is cut, where all ranks hold equally many tokens. A `context_parallel` block
-    around the call overrides it, layout and mask. Without either it is the layout of the `context_parallel_shard` over
-    the mesh that left so many tokens; two layouts that did raise InputError.
+    around the call overrides it, layout and mask. Without either it is the layout of the last `context_parallel_shard`
+    over the mesh that left so many tokens; two layouts of one length raise InputError.
     Tensors are local ones; attention's heads may be sharded by tensor parallelism over another dim of the mesh.
     """
 

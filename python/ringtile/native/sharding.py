@@ -76,7 +76,9 @@ class Sequence:
 class _Memory:
     """What one rank knows of its group's sequences."""
 
-    by_local_len: dict[int, Layout | None] = field(default_factory=dict)  # None: two cuts leave so many tokens
+    # N -> S -> the layout, the latest cut last; None: there were two for these numbers. A wrong guess among lengths S
+    # does not stay silent, because ranks compare their layouts before a key travels, and N of some rank differs.
+    by_local_len: dict[int, dict[int, Layout | None]] = field(default_factory=dict)
     overrides: list[Sequence] = field(default_factory=list)
 
 
@@ -92,9 +94,8 @@ def _memory(transport: Transport) -> _Memory:
 def remember(group: Group, layout: Layout) -> None:
     """From now on attention over this group, on this many local tokens, is attention over this layout."""
     transport = transport_of(group)
-    known = _memory(transport).by_local_len
-    local_len = layout.local_len(transport.rank)
-    known[local_len] = layout if known.get(local_len, layout) == layout else None
+    known = _memory(transport).by_local_len.setdefault(layout.local_len(transport.rank), {})
+    known[layout.seq_len] = layout if known.pop(layout.seq_len, layout) == layout else None
 
 
 @contextlib.contextmanager
@@ -116,13 +117,14 @@ def layout_for(group: Group, local_len: int, name: str = "") -> Layout:
         return memory.overrides[-1].layout
     if name:
         return Layout.named(name, local_len * transport.world_size, transport.world_size)
-    layout = memory.by_local_len.get(local_len)
+    known = memory.by_local_len.get(local_len, {0: None})
+    seq_len, layout = next(reversed(known.items()))
     if layout is not None:
         return layout
-    found = "two layouts" if local_len in memory.by_local_len else "nothing"
+    found = f"{seq_len} tokens in two layouts" if seq_len else "nothing"
     raise InputError(
-        f"rank {transport.rank} has {local_len} local tokens, and context_parallel_shard has cut {found} of that size "
-        "for this group; name the layout: ContextParallel(..., layout=...) or context_parallel(..., layout=...)"
+        f"rank {transport.rank} has {local_len} local tokens, and context_parallel_shard has cut {found} "
+        "to that size for this group; name it: ContextParallel(..., layout=...) or context_parallel(..., layout=...)"
     )
 
 
