@@ -1,8 +1,11 @@
 """What the tests of tiling measure: matrix products, the largest tensor made, errors against float64."""
 
+import weakref
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Counting(TorchDispatchMode):
@@ -42,3 +45,33 @@ def assert_near(actual: Tensor, oracle: Tensor, num_terms: int, num_roundings: i
     assert actual.shape == oracle.shape
     eps = torch.finfo(actual.dtype).eps
     assert relative_error(actual, oracle) <= num_roundings * max(1, num_terms) * eps
+
+
+class Alive(TorchDispatchMode):
+    """The most elements that tensors made inside held at one time, in storages of at least `at_least` elements."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__()
+        self.at_least, self.now, self.peak = at_least, 0, 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in given | self._seen:
+                self._count(made)
+        return result
+
+    def _count(self, made: Tensor) -> None:
+        storage = made.untyped_storage()
+        num_elements = storage.nbytes() // made.itemsize
+        if num_elements >= self.at_least:
+            self._seen.add(storage._cdata)
+            self.now += num_elements
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, storage._cdata, num_elements)
+
+    def _free(self, key: int, num_elements: int) -> None:
+        self._seen.discard(key)
+        self.now -= num_elements

@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 from hf_training import Run, enter_world, train
 from pool import run_ranks
+from ringtile import Refused
 from ringtile.hf.loss import TiledLogits
-from test_hf_tiled import TILED, batch, double_model, tile_loss
+from test_hf_tiled import TILED, assert_same, batch, double_model, loss_and_gradients, oracle_loss, tile_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+__all__ = ["oracle_loss"]  # a fixture
 foreach_all_gather = _fsdp_param_group.foreach_all_gather
 WHERE = ["root", "own", "own, kept", "with the norm"]
 
@@ -98,3 +100,35 @@ def test_trl_keeps_its_own_tiles() -> None:
     assert tiled.losses == pytest.approx(plain.losses, rel=1e-6)
     for name, weight in plain.weights.items():
         torch.testing.assert_close(tiled.weights[name], weight, rtol=1e-6, atol=1e-6)
+
+
+def adapted(**settings: object) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = double_model()
+    torch.manual_seed(8)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings))
+    return model.double()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
+)
+def test_peft_on_the_output_projection_is_refused(settings) -> None:
+    """TRL's chunked loss takes the weight of what PEFT has wrapped, and loses the adapter."""
+    with pytest.raises(Refused, match="leave it out of the adapter's target_modules and modules_to_save"):
+        tile_loss(undo_oracle(adapted(**settings)))
+
+
+def undo_oracle(model: nn.Module) -> nn.Module:
+    del model._loss_function  # what is tiled is transformers' own
+    return model
+
+
+@pytest.mark.usefixtures("oracle_loss")
+def test_peft_elsewhere_changes_no_gradient() -> None:
+    model = adapted(target_modules=["q_proj", "down_proj"])
+    expected = loss_and_gradients(model)
+    assert len(expected[1]) == 8
+    tile_loss(model, tile_tokens=5)
+    assert_same(loss_and_gradients(model), expected)

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
-from counting import Counting, assert_near, relative_error
+from counting import Alive, Counting, assert_near, relative_error
 from ringtile import InputError, tiled_linear_cross_entropy
 from ringtile.tiled_loss import LOGITS_BYTES, MIN_TILE_TOKENS, loss_tile_tokens, product_dtype
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31  # T, E, V
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": -1.7, "softcap": 2.0, "z_loss": 1e-2}
@@ -129,6 +130,28 @@ def test_never_more_logits_than_one_tile(reduction, dtype) -> None:
     with Counting() as count:
         tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, tile_tokens=16).sum().backward()
     assert count.largest == 16 * 200  # hidden and its gradient have 400 * 8
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, OPTIONS])
+def test_one_tile_of_logits_is_alive_with_a_large_vocabulary(options, checkpointed) -> None:
+    """TRL's documented chunks, concatenated inside a checkpointed layer, keep every tile's logits for the backward.
+
+    Elements alive at one time: one tile of logits, and the gradient of the weight (4 V).
+    """
+    vocab_size, tile = 128256, 8 * 128256
+    hidden, labels = torch.randn(64, 4, requires_grad=True), torch.randint(vocab_size, (64,))
+    weight = torch.randn(vocab_size, 4, requires_grad=True)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return tiled_linear_cross_entropy(hidden, weight, labels, tile_tokens=8, **options)
+
+    with Alive(at_least=vocab_size) as alive:
+        (checkpoint(loss, hidden, use_reentrant=False) if checkpointed else loss(hidden)).backward()
+    assert tile < alive.peak <= tile + (8 if checkpointed else 4) * vocab_size  # a checkpoint sums the weight's twice
+    with Alive(at_least=vocab_size) as alive, torch.no_grad():
+        loss(hidden)
+    assert alive.peak == tile
 
 
 def test_default_tile_is_bounded_in_bytes() -> None:

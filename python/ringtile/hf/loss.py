@@ -144,7 +144,7 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
         raise Refused(
             f"tiled_loss: the output projection of {name} is a {type(head).__module__}.{type(head).__name__}"
             f"{' with a replaced forward' if 'forward' in vars(head) else ''}, expected a plain torch.nn.Linear; "
-            "leave it out of the adapter's target_modules"
+            "leave it out of the adapter's target_modules and modules_to_save"
         )
     ledger.set(head, "forward", MethodType(_head_forward, head))
     ledger.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config.tile_tokens))
