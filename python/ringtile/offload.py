@@ -86,12 +86,14 @@ class CudaTransfer:
 class _Saved:
     """One hidden state: on the device and on its way to the host, on the host, or on its way back."""
 
+    on_device: Tensor | None = None
+
     def __init__(self, tensor: Tensor, transfer: Transfer, previous: _Saved | None) -> None:
         self.transfer, self.device = transfer, tensor.device
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
-        self.on_device: Tensor | None = tensor.detach()  # the memory, not the graph that made it
-        self.version = tensor._version
-        self.host, self.ticket = transfer.begin_to_host(self.on_device)
+        held = tensor.detach()  # the memory, not the graph that made it
+        self.host, self.ticket = transfer.begin_to_host(held)
+        self.on_device, self.version = held, held._version
 
     def is_copy_of(self, tensor: Tensor) -> bool:
         """Whether this holds the same numbers: not only equal ones, but the same memory, unmodified."""
