@@ -138,8 +138,11 @@ def make_batch(config: Config, step: int) -> Batch:
 # ---- the parallelism ----------------------------------------------------------------------------
 
 
-def parallelize(model: Llama, mesh: DeviceMesh) -> None:
-    """Tensor parallelism inside every block, then FSDP2 over dp and cp. Attention is context-parallel in `train`."""
+def parallelize(model: Llama, mesh: DeviceMesh) -> DeviceMesh:
+    """Tensor parallelism inside every block, then FSDP2 over dp and cp, whose mesh is returned.
+
+    Attention is context-parallel in `train`.
+    """
     if mesh["tp"].size() > 1:
         split = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "gate", "up")}
         for block in model.blocks:
@@ -151,6 +154,7 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=data_mesh)
     fully_shard(model, mesh=data_mesh)
+    return data_mesh
 
 
 def train(config: Config) -> list[float]:
@@ -158,10 +162,9 @@ def train(config: Config) -> list[float]:
     mesh = init_device_mesh("cpu", (config.dp, config.cp, config.tp), mesh_dim_names=("dp", "cp", "tp"))
     torch.manual_seed(0)
     model = Llama(config)
-    parallelize(model, mesh)
+    data_group = parallelize(model, mesh).get_group()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, foreach=False)
     first = load(config.load, model, optimizer) if config.load else 0
-    data_group = mesh["dp_cp"].get_group()
     losses = []
     for step in range(first, config.steps):
         whole = make_batch(config, step)

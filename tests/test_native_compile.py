@@ -121,6 +121,12 @@ def test_export_keeps_the_op() -> None:
     assert program.module()(*qkv()).equal(Module()(*qkv()))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sequence_op_passes_opcheck(is_causal: bool) -> None:
+    arguments = (torch.zeros(1), "zigzag", 8, is_causal, "")
+    torch.library.opcheck(torch.ops.ringtile.sequence_of.default, arguments)
+
+
 # ---- selective activation checkpointing ---------------------------------------------------------
 
 

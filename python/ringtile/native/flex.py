@@ -296,14 +296,14 @@ def flex_hop_in_ring(
 
     It has compared a BlockMask with local lengths before, so one of the global sequence cannot come this far.
     """
-    if score_mod is not flex._identity or block_mask[-1] is not noop_mask or kernel_options["OUTPUT_MAX"]:
+    if score_mod is not flex._identity or block_mask[-1] is not noop_mask or kernel_options.get("OUTPUT_MAX"):
         raise Refused(
             "torch's flex_attention with a score_mod, a block_mask or max_scores on a cut sequence; call "
             "ringtile.flex_attention, which has the same arguments"
         )
     out, lse = ring(group, sequence, query, key, value, False, scale)
     lse = lse.to(state_dtype(out.dtype))
-    return out, lse if kernel_options["BACKEND"] == "FLASH" else lse / math.log(2), lse.new_empty(0)
+    return out, lse if kernel_options.get("BACKEND") == "FLASH" else lse / math.log(2), lse.new_empty(0)
 
 
 def _told(group: str, error: InputError | Refused) -> InputError | Refused:
