@@ -30,27 +30,27 @@ def _plugin():
             del sys.modules[name]
 
 
-def _registered(**cfg):
+def registered(**cfg):
     """axolotl's configuration after the plugin saw it."""
     _plugin().RingtilePlugin().register(cfg)
     return cfg
 
 
 def test_keys_are_moved_out_of_axolotls_sight():
-    cfg = _registered(context_parallel_size=2, tiled_mlp=True, tiled_mlp_num_shards=4, layout="striped", gc_steps=5)
+    cfg = registered(context_parallel_size=2, tiled_mlp=True, tiled_mlp_num_shards=4, layout="striped", gc_steps=5)
     ours = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_mlp_num_shards": 4, "layout": "striped"}
     assert cfg == {"ringtile": ours, "gc_steps": 5}
 
 
 def test_old_name_of_the_size_and_the_section_are_read():
-    assert _registered(sequence_parallel_degree=2) == {"ringtile": {"context_parallel_size": 2}}
-    assert _registered(ringtile={"tiled_loss": True}) == {"ringtile": {"tiled_loss": True}}
-    assert _registered(context_parallel_size=2, sequence_parallel_degree=2)["ringtile"] == {"context_parallel_size": 2}
+    assert registered(sequence_parallel_degree=2) == {"ringtile": {"context_parallel_size": 2}}
+    assert registered(ringtile={"tiled_loss": True}) == {"ringtile": {"tiled_loss": True}}
+    assert registered(context_parallel_size=2, sequence_parallel_degree=2)["ringtile"] == {"context_parallel_size": 2}
 
 
 def test_two_sizes_are_named():
     with pytest.raises(ringtile.ConfigError, match="context_parallel_size is 4 but context_parallel_size is 2 too"):
-        _registered(context_parallel_size=4, sequence_parallel_degree=2)
+        registered(context_parallel_size=4, sequence_parallel_degree=2)
 
 
 def test_section_is_validated_with_axolotls_own_configuration():

@@ -28,6 +28,11 @@ def _refusal(trainer, config=CONFIG):
 # ---- refused by enable, whatever the world -------------------------------------------------------
 
 
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
 class OwnStep(Trainer):
     def training_step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)
@@ -39,6 +44,7 @@ class OwnStep(Trainer):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"trainer_class": OwnLoss, "torch_compile": True}, "OwnLoss computes its loss from the outputs"),
         ({"trainer_class": OwnStep}, "OwnStep.training_step replaces that of transformers.Trainer"),
     ],
 )
@@ -74,6 +80,21 @@ def test_missing_touch_point_is_refused_with_versions():
         error = str(_refusal(make_trainer()))
     assert "_get_num_items_in_batch(batch_samples, device) is not there" in error
     assert torch.__version__ in error
+
+
+def test_changed_function_of_accelerate_is_refused_by_name():
+    def other_version(dataloader, device=None, num_processes=None):
+        return dataloader
+
+    with mock.patch("accelerate.data_loader.prepare_data_loader", other_version):
+        error = str(_refusal(make_trainer()))
+    assert "accelerate.data_loader.prepare_data_loader(num_processes, process_index" in error
+    assert "is not there" in error
+
+
+def test_compute_loss_of_any_arguments_is_accepted():
+    """It is the size of the world that is refused here, last of all."""
+    assert "there are 1 ranks" in str(_refusal(make_trainer(trainer_class=OwnLoss)))
 
 
 def test_tensor_parallelism_is_refused():

@@ -7,6 +7,7 @@ import ringtile
 import torch
 from hf_training import TOLERANCE, Padded, Run, assert_equal_training, make_trainer, packed, train
 from pool import run_ranks
+from transformers import DataCollatorWithFlattening
 
 
 @functools.cache
@@ -27,12 +28,18 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
         assert torch.equal(run.label_ids, expected.label_ids)
 
 
+def packed_for_flash(rows):
+    """Documents in one row, named by cu_seq_lens and seq_idx beside their position ids."""
+    return DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+
+
 CASES = {
     "right": ("zigzag", {}),
     "right-contiguous": ("contiguous", {}),
     "left": ("zigzag", {"collator": Padded("left")}),
     "rank-without-targets": ("contiguous", {"collator": Padded("left"), "late_targets": True}),
     "packed": ("zigzag", {"collator": packed}),
+    "flash-kwargs": ("zigzag", {"collator": packed_for_flash}),
     "packed-sliding-striped": ("striped", {"collator": packed, "family": "qwen3-sliding"}),
     "own-token-average": ("zigzag", {"average_tokens_across_devices": False}),
     "checkpointing": ("zigzag", {"gradient_checkpointing": True, "family": "mistral-sliding"}),

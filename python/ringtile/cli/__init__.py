@@ -1,4 +1,4 @@
-"""The command line: `ringtile train`, `plan`, `bench`, `doctor`, also as `python -m ringtile` and under torchrun.
+"""The command line: `ringtile train`, `verify`, `plan`, `bench`, `doctor`; `python -m ringtile`, under torchrun too.
 
 A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit status: 0 done; 1 a check failed;
 2 refused (bad usage, bad input, a lost peer: one line on stderr, no traceback).
@@ -20,6 +20,7 @@ from ringtile.errors import ConfigError, PeerLost, RingMismatch, RingtileError
 
 VERBS = {
     "train": "train a model from a YAML file; torchrun it for several ranks",
+    "verify": "prove that n ranks compute what one computes, op by op and in training",
     "plan": "which keys travel between the ranks of a ring, and what that costs",
     "bench": "how fast this machine runs it, and what else is installed, on the same work",
     "doctor": "what is installed, what was built, what is chosen, what is patched",

@@ -38,15 +38,18 @@ class Recipe:
     ringtile: Config
 
     @classmethod
-    def load(cls, path: pathlib.Path) -> Recipe:
-        """Reads a YAML file; relative paths in `model` and `data` start at its folder. ConfigError names the key."""
+    def load(cls, path: pathlib.Path, default_data: Mapping[str, Any] | None = None) -> Recipe:
+        """Reads a YAML file; relative paths in `model` and `data` start at its folder. ConfigError names the key.
+
+        default_data: the section `data` of a file that has none.
+        """
         folder = path.absolute().parent
         try:
             mapping = read_yaml(path)
             check_keys(mapping, {*SECTIONS, *Config.model_fields}, "")
             return cls(
                 model=load_model_keys(mapping.get("model"), folder),
-                data=load_data_config(mapping.get("data"), folder),
+                data=load_data_config(mapping.get("data", default_data), folder),
                 training=load_training(mapping.get("training", {})),
                 ringtile=Config.load({key: value for key, value in mapping.items() if key not in SECTIONS}),
             )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
-import accelerate
+import accelerate.data_loader
 import torch
 import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, masking_utils
+from transformers.integrations import sdpa_attention
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
@@ -28,6 +31,19 @@ _TRAINER_METHODS = {
     "floating_point_ops": ("inputs",),
     "get_cp_size": (),
 }
+_FUNCTIONS = (
+    (
+        accelerate.data_loader,
+        "prepare_data_loader",
+        (
+            *("num_processes", "process_index", "split_batches", "put_on_device", "rng_types", "dispatch_batches"),
+            *("even_batches", "use_seedable_sampler", "data_seed", "non_blocking", "use_stateful_dataloader"),
+        ),
+    ),
+    (sdpa_attention, "sdpa_attention_forward", ("module", "query", "key", "value", "attention_mask", "scaling")),
+    (masking_utils, "sdpa_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
+    (masking_utils, "eager_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
+)
 _ACCELERATOR_METHODS = {"prepare_data_loader": ("data_loader",), "gather": ("tensor",), "_prepare_cp": ("args",)}
 # Whose compute_loss treats tokens alike wherever they are; any other is given the outputs of whole sequences.
 _SFT = "trl.trainer.sft_trainer"
@@ -81,6 +97,11 @@ def check_trainer(trainer: Trainer) -> bool:
             raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
     _check_parallelism(trainer)
     whole = trainer.compute_loss_func is not None or _home(trainer, "compute_loss").__module__ not in _SHARD_HOMES
+    if whole and args.torch_compile:
+        raise Refused(
+            f"{name} computes its loss from the outputs of whole sequences and uses torch_compile; expected one of the "
+            f"two: the hooks that cut and join have not been shown to survive compilation"
+        )
     if not whole and not trainer.model_accepts_loss_kwargs:
         raise Refused(
             f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a "
@@ -138,15 +159,19 @@ def _check_touch_points(trainer: Trainer) -> None:
     versions = (
         f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
     )
-    for owner, methods in ((trainer, _TRAINER_METHODS), (trainer.accelerator, _ACCELERATOR_METHODS)):
-        for method, arguments in methods.items():
-            function = getattr(owner, method, None)
-            missing = set(arguments) - set(inspect.signature(function).parameters) if function else None
-            if missing is None or missing:
-                raise Refused(
-                    f"{type(owner).__name__}.{method}({', '.join(arguments)}) is not there ({versions}); expected "
-                    f"transformers >= 5.17 and accelerate >= 1.15 as ringtile was tested with"
-                )
+    touched = [
+        *((trainer, name, arguments) for name, arguments in _TRAINER_METHODS.items()),
+        *((trainer.accelerator, name, arguments) for name, arguments in _ACCELERATOR_METHODS.items()),
+        *((module, name, arguments) for module, name, arguments in _FUNCTIONS),
+    ]
+    for owner, name, arguments in touched:
+        function = getattr(owner, name, None)
+        if function is None or not _takes(function, arguments):
+            place = getattr(owner, "__name__", type(owner).__name__)
+            raise Refused(
+                f"{place}.{name}({', '.join(arguments)}) is not there ({versions}); expected transformers >= 5.17 and "
+                f"accelerate >= 1.15 as ringtile was tested with"
+            )
     for cls in type(trainer).__mro__:
         if cls.__name__ in _REFUSED_TRAINERS:
             raise Refused(f"{cls.__name__} is not supported: {_REFUSED_TRAINERS[cls.__name__]}")
@@ -158,6 +183,12 @@ def _check_touch_points(trainer: Trainer) -> None:
                 f"SFTTrainer, DPOTrainer or RewardTrainer, with at most a compute_loss of your own: ringtile cannot "
                 f"know that a replaced {method} treats shards as it treats sequences"
             )
+
+
+def _takes(function: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any or set(arguments) <= parameters.keys()
 
 
 def _home(trainer: Trainer, method: str) -> type:

@@ -1,0 +1,157 @@
+"""What `ringtile verify` checks op by op: on all ranks, with the model's sizes, against plain float64 on one.
+
+Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+import ringtile
+from ringtile.config import Config
+from ringtile.hf.find import find_mlps
+from ringtile.mask import IntervalMask
+
+MAX_TOKENS = 320  # of a check: enough for uneven shards and tiles, and for float64 scores of all pairs
+MAX_VOCABULARY = 4096
+EPS = 2.0**-24  # half an ulp of 1 in float32
+
+
+class Proof(NamedTuple):
+    """One line of the table: the largest |got - exact| over the largest |exact| of its tensors, and what is allowed."""
+
+    name: str
+    difference: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.limit  # False for NaN
+
+
+def prove_ops(model: PreTrainedModel, config: Config, group: dist.ProcessGroup | None) -> list[Proof]:
+    """The proofs of the ops that a training run with this model and configuration uses. A collective of the group.
+
+    The limit is the worst case of a float32 sum: its number of terms times half an ulp.
+    """
+    torch.manual_seed(0)  # the same numbers on every rank
+    text = model.config.get_text_config()
+    proofs = []
+    if config.context_parallel_size > 1:
+        proofs += [_ring(name, mask, text, config, group) for name, mask in _masks(text).items()]
+    if config.tiled_mlp and (mlps := find_mlps(model)):
+        name, mlp = next(iter(mlps.items()))
+        proofs.append(_tiled_mlp(name, mlp, text.hidden_size, config))
+    if config.tiled_loss:
+        proofs.append(_tiled_loss(text))
+    return proofs
+
+
+def _masks(text: Any) -> dict[str, IntervalMask]:
+    lengths = [MAX_TOKENS // 8, MAX_TOKENS // 2, MAX_TOKENS - MAX_TOKENS // 8 - MAX_TOKENS // 2]
+    causal, documents = IntervalMask.causal(MAX_TOKENS), IntervalMask.documents(lengths)
+    window = getattr(text, "sliding_window", None) or MAX_TOKENS // 4
+    return {
+        "causal": causal,
+        f"{len(lengths)} documents": documents,
+        f"window {window}": causal & IntervalMask.sliding_window(MAX_TOKENS, window),
+    }
+
+
+def _ring(name: str, mask: IntervalMask, text: Any, config: Config, group: dist.ProcessGroup | None) -> Proof:
+    """Ring attention forward and backward: out, dq, dk, dv."""
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    multiple = ringtile.Layout.multiple(config.layout, config.context_parallel_size)
+    seq_len = MAX_TOKENS + -MAX_TOKENS % multiple
+    mask = IntervalMask(*(functional.pad(bound, (0, seq_len - MAX_TOKENS)) for bound in (mask.begin, mask.end)))
+    layout = ringtile.Layout.named(config.layout, seq_len, config.context_parallel_size)
+    shapes = [(1, seq_len, heads, head_dim), *[(1, seq_len, kv_heads, head_dim)] * 2, (1, seq_len, heads, head_dim)]
+    q, k, v, gradient = (torch.randn(shape) for shape in shapes)
+
+    rank = dist.get_rank(group)
+    local = [layout.shard(x, dim=1, rank=rank).requires_grad_() for x in (q, k, v)]
+    out = ringtile.ring_attention(*local, mask=mask, layout=layout, group=group)
+    out.backward(layout.shard(gradient, dim=1, rank=rank))  # type: ignore[no-untyped-call]
+    got = [layout.unshard(_present(x), dim=1, group=group) for x in (out.detach(), *(x.grad for x in local))]
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    reference = _dense_attention(mask, *exact)
+    reference.backward(gradient.double())  # type: ignore[no-untyped-call]
+    terms = seq_len * heads // kv_heads + head_dim
+    return _compare(f"ring attention, {name}", got, [reference, *(_present(x.grad) for x in exact)], terms)
+
+
+def _dense_attention(mask: IntervalMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with the mask as a matrix; rows that see nothing are 0. (1, S, H, D)"""
+    groups, keys = q.size(2) // k.size(2), torch.arange(q.size(1))
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    seen = (mask.begin[..., None] <= keys) & (keys < mask.end[..., None])  # (1, S, S)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.size(-1))
+    weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(dim=-1).nan_to_num(0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def _tiled_mlp(name: str, mlp: nn.Module, hidden_size: int, config: Config) -> Proof:
+    """One MLP of the model in uneven tiles against itself in one piece: output, dx, dweights."""
+    x, gradient = torch.randn(1, MAX_TOKENS, hidden_size), torch.randn(1, MAX_TOKENS, hidden_size)
+    tile_tokens = min(config.tile_tokens, MAX_TOKENS // 3 + 1)
+
+    def run(module: nn.Module, dtype: torch.dtype, tiled: bool) -> list[Tensor]:
+        module.to(dtype).zero_grad()
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        tiles = (tile_tokens, config.tiled_mlp_use_original_mlp)
+        outputs: Any = ringtile.tiled_mlp(module, leaf, *tiles) if tiled else module(leaf)
+        out: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+        out.backward(gradient.to(dtype))  # type: ignore[no-untyped-call]
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        return [out.detach(), _present(leaf.grad), *(one.clone() for one in gradients)]
+
+    got = run(mlp, torch.float32, True)
+    exact = run(mlp, torch.float64, False)
+    widest = max(dim for parameter in mlp.parameters() for dim in parameter.shape)
+    return _compare(f"tiled MLP, {name}", got, exact, max(widest, MAX_TOKENS) + hidden_size)
+
+
+def _tiled_loss(text: Any) -> Proof:
+    """Linear cross entropy in uneven tiles against logits in one piece: loss, dhidden, dweight."""
+    vocab_size = min(text.vocab_size, MAX_VOCABULARY)
+    hidden, weight = torch.randn(MAX_TOKENS, text.hidden_size), torch.randn(vocab_size, text.hidden_size)
+    weight /= math.sqrt(text.hidden_size)
+    labels = torch.randint(vocab_size, (MAX_TOKENS,)).masked_fill(torch.rand(MAX_TOKENS) < 0.2, -100)
+
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    loss = ringtile.tiled_linear_cross_entropy(*leaves, labels, tile_tokens=MAX_TOKENS // 3 + 1)
+    loss.backward()
+    exact = [x.double().requires_grad_() for x in (hidden, weight)]
+    reference = functional.cross_entropy(exact[0] @ exact[1].T, labels)
+    reference.backward()  # type: ignore[no-untyped-call]
+    got = [loss.detach(), *(_present(x.grad) for x in leaves)]
+    return _compare(
+        "tiled loss",
+        got,
+        [reference, *(_present(x.grad) for x in exact)],
+        max(vocab_size, MAX_TOKENS) + text.hidden_size,
+    )
+
+
+def _present(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _compare(name: str, got: Iterable[Tensor], exact: Iterable[Tensor], terms: int) -> Proof:
+    differences = [
+        float((one.double() - other.detach()).abs().max() / other.detach().abs().max())
+        for one, other in zip(got, exact, strict=True)
+    ]
+    largest = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return Proof(name, largest, terms * EPS)

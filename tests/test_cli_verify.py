@@ -1,0 +1,71 @@
+"""`ringtile verify` says that two ranks compute what one does, and does not when they do not."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+}
+# A way to run ringtile in which the count that scales the loss is twice what it was.
+BROKEN_SCALE = """
+import sys
+from ringtile.cli import main
+from ringtile.hf.trainer import _Session
+original = _Session._get_num_items_in_batch
+_Session._get_num_items_in_batch = lambda *args, **kwargs: 2 * original(*args, **kwargs)
+sys.exit(main())
+"""
+
+
+def _verify(
+    tmp_path: pathlib.Path, model_type: str, *launch: str, **keys: object
+) -> tuple[subprocess.CompletedProcess[str], pathlib.Path]:
+    config, result = tmp_path / "run.yaml", tmp_path / "verify.json"
+    model = {"model_type": model_type, **SIZES}
+    training = {"use_cpu": True, "output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 1}
+    config.write_text(json.dumps({"model": model, "context_parallel_size": 2, "training": training, **keys}))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [*TORCHRUN, *(launch or ("-m", "ringtile")), "verify", str(config), "--json", str(result)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True), result
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [("llama", {"tiled_mlp": True, "tiled_loss": True}), ("qwen3", {"layout": "striped"}), ("mistral", {})],
+)
+@pytest.mark.timeout(240)
+def test_tiny_model_is_verified(model_type, keys, tmp_path):
+    done, result = _verify(tmp_path, model_type, **keys)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: the same numbers" in done.stdout
+    outcome = json.loads(result.read_text())
+    names = [row["name"] for row in outcome["rows"]]
+    assert sum(name.startswith("ring attention") for name in names) == 3
+    assert any(name.startswith("tiled MLP") for name in names) == ("tiled_mlp" in keys)
+    assert ("tiled loss" in names) == ("tiled_loss" in keys)
+    assert all(row["difference"] <= row["limit"] for row in outcome["rows"])
+    assert len(outcome["losses"]) == len(outcome["losses_single"]) == 5
+    assert done.stdout.count("equal") == len(names)
+
+
+@pytest.mark.timeout(240)
+def test_broken_scale_is_found(tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN_SCALE)
+    done, result = _verify(tmp_path, "llama", str(script))
+    assert done.returncode == 1
+    assert "verdict: NOT the same numbers" in done.stdout
+    different = [row["name"] for row in json.loads(result.read_text())["rows"] if row["difference"] > row["limit"]]
+    assert different == ["loss of 5 training steps", "gradient norm of 5 training steps"]
