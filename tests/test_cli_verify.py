@@ -3,10 +3,14 @@
 import json
 import os
 import pathlib
+import string
 import subprocess
 import sys
 
 import pytest
+from ringtile.cli.data import find_files
+from ringtile.cli.recipe import Recipe
+from ringtile.cli.verify import default_data
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SIZES = {
@@ -35,7 +39,10 @@ def _verify(
     config, result = tmp_path / "run.yaml", tmp_path / "verify.json"
     model = {"model_type": model_type, **SIZES}
     training = {"use_cpu": True, "output_dir": str(tmp_path / "out"), "per_device_train_batch_size": 1}
-    config.write_text(json.dumps({"model": model, "context_parallel_size": 2, "training": training, **keys}))
+    (tmp_path / "text.txt").write_text(string.printable * 100)
+    data = {"files": "text.txt", "seq_len": 256}
+    mapping = {"model": model, "context_parallel_size": 2, "training": training, "data": data, **keys}
+    config.write_text(json.dumps(mapping))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     command = [*TORCHRUN, *(launch or ("-m", "ringtile")), "verify", str(config), "--json", str(result)]
     return subprocess.run(command, env=environment, capture_output=True, text=True), result
@@ -69,3 +76,11 @@ def test_broken_scale_is_found(tmp_path):
     assert "verdict: NOT the same numbers" in done.stdout
     different = [row["name"] for row in json.loads(result.read_text())["rows"] if row["difference"] > row["limit"]]
     assert different == ["loss of 5 training steps", "gradient norm of 5 training steps"]
+
+
+def test_data_may_be_left_out(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {model_type: llama}")
+    data = Recipe.load(path, default_data=default_data()).data
+    assert len(find_files(data.files, "data.files")) > 20
+    assert data.tokenizer == "bytes"
