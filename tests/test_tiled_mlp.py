@@ -157,7 +157,35 @@ def test_nothing_is_kept_without_gradients() -> None:
         assert not tiled_mlp(module, x, 5).requires_grad
 
 
-# ---- one regression test for each bug of tiled MLPs elsewhere -----------------------------------
+# ---- bugs of tiled MLPs elsewhere ---------------------------------------------------------------
+#
+# What went wrong in DeepSpeed, Liger, axolotl and TRL, and the test that would see it here:
+#   fewer tiles than asked for, so that gradients were never marked ready     test_every_number_of_tokens_and_tiles
+#   the forward cut dim 1 and the backward flat rows: wrong for B > 1         test_batch_rows_do_not_exchange_gradients
+#   hooks of parameters fired once per tile                                   test_parameter_hooks_fire_once
+#   gradients summed in bfloat16                                              test_bfloat16_weight_gradients_...
+#   only the first output of a tuple had a gradient                           test_every_output_of_a_tuple_...
+#   no graph where x needs no gradient                                        test_input_without_gradient_...
+#   other dropout or autocast when computed again                             test_dropout_..., test_autocast_...
+#   collectives per tile, and one more to agree on the number of tiles        test_tiled_engines.py
+#   an MLP in a checkpointed layer computed three times                       test_products_computed
+#   all tiles' intermediates alive at once                                    test_no_intermediate_of_more_than_one_tile
+
+
+@pytest.mark.parametrize("module", [Gated(bias=True), Fused(), Experts()], ids=lambda module: type(module).__name__)
+def test_batch_rows_do_not_exchange_gradients(module) -> None:
+    """Tiles of 4 tokens over three rows of 7: no row is cut where a tile is. Each row alone has the same gradient."""
+    module = module.double()
+    x, dout = inputs(3, 7)
+
+    def run(x: Tensor) -> Tensor:
+        out = tiled_mlp(module, x, 4)
+        return out[0] if isinstance(out, tuple) else out
+
+    (dx,) = gradients(run(x), dout, x)
+    for row in range(3):
+        alone = x.detach()[row : row + 1].requires_grad_()
+        assert_near(dx[row : row + 1], gradients(run(alone), dout[row : row + 1], alone)[0], num_terms=INTERMEDIATE)
 
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
@@ -355,6 +383,13 @@ class Normalized(Gated):
         self.norm = nn.BatchNorm1d(HIDDEN)
 
 
+def with_part(**parts: object) -> nn.Module:
+    module = Gated()
+    for name, part in parts.items():
+        setattr(module.down_proj, name, part)
+    return module
+
+
 class Returning(nn.Module):
     def __init__(self, result) -> None:
         super().__init__()
@@ -368,6 +403,10 @@ class Returning(nn.Module):
     ("module", "words"),
     [
         (Normalized(), "norm is a BatchNorm1d, which mixes tokens"),
+        (with_part(conv=nn.Conv1d(4, 4, 3)), r"down_proj\.conv is a Conv1d, which mixes tokens"),
+        (with_part(expert_capacity=3), "down_proj drops what exceeds an expert's capacity"),
+        (with_part(view=torch.zeros(3, requires_grad=True)), "down_proj holds a weight that is no parameter"),
+        (with_part(ds_id=3), "down_proj is sharded by ZeRO-3 on its own"),
         (Returning(lambda x: (x, x.sum())), r"output 1 has shape \(\)"),
         (Returning(lambda x: x[:, :2]), r"output 0 has shape \(1, 2, 12\) for a tile of 4 tokens"),
         (Returning(lambda x: [x]), "output 0 is a list"),
@@ -377,6 +416,11 @@ def test_module_that_cannot_be_tiled_is_refused(module, words) -> None:
     x, _ = inputs(1, 8, dtype=torch.float32)
     with pytest.raises(Refused, match=words):
         tiled_mlp(module, x, 4, use_original_mlp=True)
+
+
+def test_what_is_refused_is_refused_on_the_glu_kernels_too() -> None:
+    with pytest.raises(Refused, match="no parameter"):
+        tiled_mlp(with_part(view=torch.zeros(3, requires_grad=True)), inputs(4, dtype=torch.float32)[0])
 
 
 @pytest.mark.parametrize("tile_tokens", [0, -1, 2.5, True, None])

@@ -62,6 +62,7 @@ def run_tiles(
     check_tile_tokens(tile_tokens)
     if x.dim() < 2 or not x.is_floating_point():
         raise InputError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating point (..., tokens, hidden)")
+    check_parts(module)
     glu = None if use_original_mlp else find_glu(module, forward)
     work: _Work = ModuleTiles(module, forward, x, tile_tokens) if glu is None else GluTiles(glu, x, tile_tokens)
     handover: list[Sequence[Tensor | None]] = []
@@ -127,7 +128,6 @@ class ModuleTiles:
     """Any module, tile by tile; the backward runs its own forward again, with the same random numbers."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor, tile_tokens: int) -> None:
-        check_parts(module)
         self.call, self.tile_tokens = _Call(module, forward), tile_tokens
         parameters = {name: p for name, p in self.call.named_parameters() if p.requires_grad}
         self.names = tuple(parameters)
