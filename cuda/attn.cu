@@ -18,7 +18,15 @@ static bool fits_int(const rt_attn_params &p) {
     return p.num_queries <= MOST && p.num_keys <= MOST && p.batch * p.num_heads <= MOST;
 }
 
-extern "C" rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
+// The bounds of tiles of queries, of at least 16.
+static int64_t bounds_bytes(const rt_attn_params &p) {
+    return (p.mask_batch_stride > 0 ? p.batch : 1) * ((p.num_queries + 15) / 16) * 2 *
+           (int64_t)sizeof(int32_t);
+}
+
+extern "C" {
+
+rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
@@ -26,3 +34,28 @@ extern "C" rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     if (p->dtype == RT_F16) return CHOOSE_DIMS(attn_fwd, f16, *p, stream);
     return RT_BAD_DTYPE;
 }
+
+int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p) {
+    return rt_attn_check_bwd(p) == RT_OK && fits_int(*p) ? bounds_bytes(*p) : 0;
+}
+
+rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
+    rt_status status = rt_attn_check_bwd(p);
+    if (status != RT_OK) return status;
+    if (!fits_int(*p)) return RT_BAD_SHAPE;
+    const int64_t needed = bounds_bytes(*p);
+    if (needed > 0 &&
+        (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
+        return RT_WORKSPACE;
+    if (p->dtype == RT_BF16) {
+        status = CHOOSE_DIMS(attn_bwd_queries, bf16, *p, stream);
+        return status == RT_OK ? CHOOSE_DIMS(attn_bwd_keys, bf16, *p, stream) : status;
+    }
+    if (p->dtype == RT_F16) {
+        status = CHOOSE_DIMS(attn_bwd_queries, f16, *p, stream);
+        return status == RT_OK ? CHOOSE_DIMS(attn_bwd_keys, f16, *p, stream) : status;
+    }
+    return RT_BAD_DTYPE;
+}
+
+} // extern "C"

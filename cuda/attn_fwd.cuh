@@ -36,14 +36,6 @@ template <int M> struct softmax_rows {
     float sum[2 * M]; // of this lane's columns, relative to top
 };
 
-template <int M, int N> RT_DEVICE void cap_scores(sums<M, N> &scores, float cap) {
-#pragma unroll
-    for (int i = 0; i < M * N * 4; i++) {
-        float &score = scores[i / (N * 4)][i / 4 % N][i % 4];
-        score = tanh_approx(score * cap);
-    }
-}
-
 // -inf where a query does not attend a key.
 template <int M, int N, class Walk>
 RT_DEVICE void mask_scores(sums<M, N> &scores, const Walk &walk, typename Walk::place at) {
@@ -157,20 +149,16 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
     const tile<shape::KEYS, DV> v_tile{base + shape::V_AT};
     const typename shape::walk walk{args, base + shape::RANGES_AT};
 
-    const auto load_keys = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim, auto at) {
-        const rt_run &run = args.runs[at.run];
-        const int first = at.tile * shape::KEYS;
-        const int64_t row = run.local_begin + first;
-        const T *const from =
-            (const T *)array + block_index_z() * stride[0] + row * stride[1] + block_index_y() * stride[2];
-        load_tile<T, shape::THREADS>(to, from, stride[1], (int)run.length - first, (int)dim, args.aligned);
+    const auto start_keys = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim,
+                                auto at) {
+        load_keys<T, shape::THREADS>(to, array, stride, dim, args, at.run, at.tile * shape::KEYS);
         async_commit();
     };
 
     auto at = walk.first();
     if (walk.ended(at)) return; // nobody attends anything
     load_queries<T, shape::THREADS>(q_tile, p.q, p.q_stride, p.head_dim, args);
-    load_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
+    start_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
     fix_sign<shape::THREADS>(q_tile, p.scale);
 
     softmax_rows<M> rows;
@@ -182,7 +170,7 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
     while (!walk.ended(at)) {
         async_wait<0>();
         block_barrier(); // K is there, and nobody reads the old V any more
-        load_keys(v_tile, p.v, p.v_stride, p.v_head_dim, at);
+        start_keys(v_tile, p.v, p.v_stride, p.v_head_dim, at);
 
         const bool live = walk.template any_of_warp<M>(at), full = walk.template all_of_warp<M>(at);
         sums<M, N> scores;
@@ -195,7 +183,7 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
         at = walk.after(at);
         async_wait<0>();
         block_barrier(); // V is there, and nobody reads K any more
-        if (!walk.ended(at)) load_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
+        if (!walk.ended(at)) start_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
 
         if (live) {
             float reference[2 * M];

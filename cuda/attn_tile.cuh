@@ -206,6 +206,15 @@ template <int M, int N> RT_DEVICE void clear(sums<M, N> &sum) {
     for (int i = 0; i < M * N * 4; i++) sum[i / (N * 4)][i / 4 % N][i % 4] = 0;
 }
 
+// Products q.k become tanh(cap * q.k).
+template <int M, int N> RT_DEVICE void cap_scores(sums<M, N> &scores, float cap) {
+#pragma unroll
+    for (int i = 0; i < M * N * 4; i++) {
+        float &score = scores[i / (N * 4)][i / 4 % N][i % 4];
+        score = tanh_approx(score * cap);
+    }
+}
+
 // ---- which keys a tile of queries attends -----------------------------------------------------------
 
 // What a block works on, from its index: a grid of (tiles of queries of a group's heads, kv heads, batch). Last tiles
@@ -230,6 +239,16 @@ RT_DEVICE void load_queries(tile<ROWS, COLS> to, const void *array, const int64_
         (const T *)array + at.batch * stride[0] + at.first_token * stride[1] + at.head * stride[2];
     load_tile<T, THREADS>(to, from, stride[1], (int)args.p.num_queries - at.first_token, (int)dim,
                           args.aligned);
+}
+
+// ... and rows of k or v from key `first` of a run on, of the block's kv head.
+template <class T, int THREADS, int ROWS, int COLS>
+RT_DEVICE void load_keys(tile<ROWS, COLS> to, const void *array, const int64_t (&stride)[3], int64_t dim,
+                         const attn_args &args, int run, int first) {
+    const int64_t row = args.runs[run].local_begin + first;
+    const T *const from =
+        (const T *)array + block_index_z() * stride[0] + row * stride[1] + block_index_y() * stride[2];
+    load_tile<T, THREADS>(to, from, stride[1], (int)args.runs[run].length - first, (int)dim, args.aligned);
 }
 
 // A query attends the keys [lo, hi) of a run, counted from its start; lo = hi = 0 if none.

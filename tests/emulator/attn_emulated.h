@@ -61,17 +61,20 @@ static inline void add_forward_rounding(const attn_case *c, rt_dtype dtype, attn
     free(rows);
 }
 
-// The runs of the case in num_calls calls, with the state of earlier calls.
+// The runs of the case in num_calls calls, in a workspace of the exact size.
 static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_calls) {
-    lend_case(c);
     for (int64_t call = 0; call < num_calls; call++) {
         const int64_t first = c->p.num_k_runs * call / num_calls,
                       last = c->p.num_k_runs * (call + 1) / num_calls;
         rt_attn_params p = c->p;
         p.k_runs = c->runs + first;
         p.num_k_runs = last - first;
-        (void)pass;
-        CHECK_STATUS(rt_cuda_attn_fwd(&p, NULL), RT_OK);
+        p.workspace_bytes = pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : 0;
+        p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
+        lend_case(c);
+        emulator_lend(p.workspace, p.workspace_bytes, true);
+        CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&p, NULL) : rt_cuda_attn_fwd(&p, NULL), RT_OK);
+        free(p.workspace);
     }
 }
 
@@ -97,6 +100,100 @@ static inline void check_forward(attn_case *c, uint64_t *state, int64_t num_call
     check_array(LSE, c, &want, &bounds);
     free_arrays(&want);
     free_arrays(&bounds);
+}
+
+// Adds to the bounds of dq, dk and dv what the rounding of P and dS and the tanh cost.
+static inline void add_backward_rounding(const attn_case *c, rt_dtype dtype, attn_case *bounds) {
+    const rt_attn_params *p = &c->p;
+    int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t token = 0; token < p->num_queries; token++) {
+            const int64_t n = attended_keys(c, b, token, rows);
+            for (int64_t head = 0; head < p->num_heads; head++)
+                for (int64_t j = 0; j < n; j++) {
+                    const int64_t row = rows[j], kv_head = head / (p->num_heads / p->num_kv_heads);
+                    const double score = score_of(c, 0, b, token, head, row).score,
+                                 weight = exp(score - get(&c->x[LSE], b, token, head, 0));
+                    double dweight = -get(&c->x[DELTA], b, token, head, 0);
+                    for (int64_t d = 0; d < p->v_head_dim; d++)
+                        dweight += get(&c->x[DOUT], b, token, head, d) * get(&c->x[V], b, row, kv_head, d);
+                    const double tanh_x = p->softcap > 0 ? score / p->softcap : 0,
+                                 slope = 1 - tanh_x * tanh_x;
+                    const double cap_error = p->softcap * 0x1p-21 * weight; // of the weight
+                    const double slope_error = p->softcap > 0 ? 2 * 0x1p-21 * weight : 0;
+                    const double weight_error = rounding_of(dtype, weight) + cap_error;
+                    const double dscore_error = rounding_of(dtype, weight * slope * dweight) +
+                                                fabs(dweight) * (cap_error * slope + slope_error);
+                    for (int64_t d = 0; d < p->v_head_dim; d++)
+                        add(&bounds->x[DV], b, row, kv_head, d,
+                            weight_error * fabs(get(&c->x[DOUT], b, token, head, d)));
+                    for (int64_t d = 0; d < p->head_dim; d++) {
+                        add(&bounds->x[DQ], b, token, head, d,
+                            dscore_error * fabs(p->scale * get(&c->x[K], b, row, kv_head, d)));
+                        add(&bounds->x[DK], b, row, kv_head, d,
+                            dscore_error * fabs(p->scale * get(&c->x[Q], b, token, head, d)));
+                    }
+                }
+        }
+    free(rows);
+}
+
+// With the lse of the forward, its delta, and a gradient of lse; twice, for the same bits.
+static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_calls) {
+    attn_case want = widen(c, state);
+    fill(&want.x[OUT], 0);
+    fill(&want.x[LSE], -INFINITY);
+    CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
+    FOR_EACH_ELEMENT(&c->x[LSE], b, token, head, unit) {
+        double delta = random_unit(state);
+        for (int64_t d = 0; d < c->p.v_head_dim; d++)
+            delta += get(&want.x[DOUT], b, token, head, d) * get(&want.x[OUT], b, token, head, d);
+        set(&c->x[LSE], b, token, head, unit, get(&want.x[LSE], b, token, head, unit));
+        set(&c->x[DELTA], b, token, head, unit, delta);
+    }
+    free_arrays(&want);
+    want = widen(c, state);
+    attn_case bounds = widen(c, state);
+    backward_bounds(&want, 0x1p-23, num_calls, &bounds);
+    add_backward_rounding(&want, c->p.dtype, &bounds);
+    run_on_emulator(BACKWARD, c, num_calls);
+    CHECK_STATUS(rt_attn_bwd_reference(&want.p), RT_OK);
+    for (int i = DQ; i <= DV; i++) check_array((array_name)i, c, &want, &bounds);
+    free_arrays(&want);
+    free_arrays(&bounds);
+}
+
+// ---- problems ----------------------------------------------------------------------------------------------
+
+static const struct {
+    int64_t head_dim, v_head_dim;
+} all_dims[] = {{64, 64},  {96, 96},   {128, 128}, {192, 128}, {256, 256}, // the compiled ones
+                {1, 3},    {40, 64},   {72, 96},   {80, 80},   {100, 17},
+                {128, 64}, {136, 128}, {192, 192}, {64, 128},  {250, 129}};
+enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]) };
+
+// Round r of NUM_DIMS * NUM_MASKS: every head dim with every mask, in any memory layout, over any runs.
+static inline attn_case draw_case(uint64_t *state, int round) {
+    const bool large = round % 5 == 0;
+    const attn_shape shape = {.dtype = round % 2 ? RT_BF16 : RT_F16,
+                              .batch = random_int(state, 1, 2),
+                              .num_queries = random_int(state, 1, large ? 140 : 70),
+                              .seq_len = random_int(state, 1, large ? 300 : 150),
+                              .group = random_int(state, 1, 3),
+                              .num_kv_heads = random_int(state, 1, 2),
+                              .head_dim = all_dims[round % NUM_DIMS].head_dim,
+                              .v_head_dim = all_dims[round % NUM_DIMS].v_head_dim};
+    attn_case c = new_case(state, shape, (mask_kind)(round / NUM_DIMS), round % 3 ? 1 : 3);
+    if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
+    if (round % 7 == 3) c.p.scale *= (double)random_int(state, -1, 0);
+    if (round % 6 == 2) { // lse in f64
+        free(c.x[LSE].data);
+        c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
+        fill(&c.x[LSE], -INFINITY);
+        c.p.lse_f64 = true;
+        bind(&c);
+    }
+    return c;
 }
 
 #endif // RINGTILE_TESTS_ATTN_EMULATED_H

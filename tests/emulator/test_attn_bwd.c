@@ -1,0 +1,25 @@
+// The CUDA attention backward on the emulator, against the f64 reference.
+#include "attn_emulated.h"
+
+static void test_random_problems_agree_with_the_reference(void) {
+    uint64_t state = 2;
+    for (int round = 0; round < NUM_DIMS * NUM_MASKS; round++) {
+        attn_case c = draw_case(&state, round);
+        check_backward(&c, &state, 1 + round % 3);
+        free_case(&c);
+    }
+}
+
+static void test_a_workspace_that_is_missing_is_refused(void) {
+    uint64_t state = 3;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, 5, 9, 1, 1, 8, 8, false}, MASK_FULL, 1);
+    CHECK_STATUS(rt_cuda_attn_bwd(&c.p, NULL), RT_WORKSPACE);
+    free_case(&c);
+}
+
+int main(void) {
+    test_random_problems_agree_with_the_reference();
+    test_a_workspace_that_is_missing_is_refused();
+    CHECK_INT(emulator_bank_conflicts(), 0);
+    return check_finish();
+}
