@@ -154,6 +154,24 @@ def test_buffers_come_back_with_their_memory_also_after_an_error() -> None:
     assert kept.tolist() == [0, 1, 6, 7]
 
 
+def test_buffers_may_become_leaves_inside() -> None:
+    """As PyTorch's own tests use the manager: q, k, v are buffers, and require grad within the block."""
+    x = inputs()
+
+    def gradients(group: LoopbackGroup) -> list[Tensor | None]:
+        tensors = [t.clone() for t in x]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 4, layout="contiguous"):
+            for t in tensors[:3]:
+                t.requires_grad_()
+            sdpa(*tensors[:3], is_causal=True).backward(tensors[3])
+            found = [t.grad for t in tensors[:3]]
+        assert all(t.equal(whole) for t, whole in zip(tensors, x, strict=True))
+        return found
+
+    pieces = zip(*LoopbackWorld(2).run(gradients), strict=True)
+    assert_equal([torch.cat(p, 2) for p in pieces], expected(x, is_causal=True)[1:])
+
+
 def test_backward_outside_that_needs_a_cut_buffer_raises() -> None:
     labels, logits = torch.arange(8), torch.randn(4, 8, requires_grad=True)
 

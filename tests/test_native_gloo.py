@@ -32,6 +32,7 @@ from ringtile import (
     plan,
 )
 from ringtile.transport import transport_of
+from strategies import dense
 from test_native_flex import FLEX, Attention, mask_mod_of, styled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -245,6 +246,21 @@ def test_two_cuts_of_one_size_are_ambiguous() -> None:
 
     with pytest.raises(InputError, match="4 local tokens, and context_parallel_shard has cut 8 tokens in two layouts"):
         world.run(attend)
+
+
+def test_context_around_a_style_brings_its_layout_and_mask() -> None:
+    q, k, v, dout = global_tensors(26, (4, 4), torch.float64)
+    mask, layout = IntervalMask.documents([11, 15]), Layout.striped(26, 2)
+    exact = differentiate(sdpa, q, k, v, dout, attn_mask=dense(mask))
+
+    def attend(group: Any) -> list[Tensor]:
+        rank = group.transport.rank
+        module = styled(ContextParallel(2, layout="zigzag"), sdpa, group)
+        with context_parallel(group, layout=layout, mask=mask):
+            return differentiate(module, *(layout.shard(t, 2, rank) for t in (q, k, v, dout)), is_causal=True)
+
+    for pieces, wanted in zip(zip(*LoopbackWorld(2).run(attend), strict=True), exact, strict=True):
+        torch.testing.assert_close(torch.stack(pieces, 3).flatten(2, 3), wanted, rtol=0, atol=1e-12)
 
 
 def test_wrong_guess_between_two_lengths_is_no_silent_one() -> None:
