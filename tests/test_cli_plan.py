@@ -29,6 +29,7 @@ def test_command_line_is_what_users_script_against() -> None:
         options[verb] = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
     assert options == {
         "train": {"--compare", "--plot"},
+        "verify": set(),
         "doctor": set(),
         "bench": {
             "--quick",
@@ -44,6 +45,11 @@ def test_command_line_is_what_users_script_against() -> None:
             "--num-heads",
             "--num-kv-heads",
             "--world-size",
+            "--device",
+            "--hidden-size",
+            "--intermediate-size",
+            "--vocab-size",
+            "--num-tiles",
         },
         "plan": {
             "--seq-len",

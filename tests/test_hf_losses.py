@@ -212,9 +212,9 @@ def _train_dpo_lora(config, engine="DDP"):
     return _train_trl("DPOTrainer", config, lora=True, max_steps=2, num_rows=16, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-2"])
 def test_dpo_with_lora_equals_one_process(engine):
-    for package in ("trl", "peft"):
+    for package in ("trl", "peft", *(["deepspeed"] if engine == "ZeRO-2" else [])):
         pytest.importorskip(package)
     _assert_equal(_train_dpo_lora, expected=_train_dpo_lora(None), engine=engine)
 
