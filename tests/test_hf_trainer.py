@@ -1,12 +1,14 @@
 """A real Trainer under context parallelism: losses, gradient norms, weights and predictions of one process."""
 
 import functools
+from unittest.mock import patch
 
 import pytest
 import ringtile
 import torch
 from hf_training import TOLERANCE, Padded, Run, assert_equal_training, make_trainer, packed, train
 from pool import run_ranks
+from ringtile.hf import attention
 from transformers import DataCollatorWithFlattening
 
 
@@ -59,6 +61,23 @@ def test_two_ranks_with_tiles_equal_one_process():
     config = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
     for run in run_ranks(2, train, config, collator=packed):
         assert_equal_runs(run, _reference(collator=packed))
+
+
+def _block_kernels(config):
+    """What the attention layers of a run ask the ring for."""
+    asked, ring_attention = set(), attention.ring_attention
+
+    def spy(*arguments, **options):
+        asked.add(options["block_kernel"])
+        return ring_attention(*arguments, **options)
+
+    with patch.object(attention, "ring_attention", spy):
+        train(config)
+    return asked
+
+
+def test_block_kernel_of_the_configuration_reaches_the_ring():
+    assert run_ranks(2, _block_kernels, {"context_parallel_size": 2, "block_kernel": "auto"}) == [{"auto"}] * 2
 
 
 def test_two_groups_of_two_ranks_equal_two_ranks_without():

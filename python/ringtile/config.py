@@ -35,6 +35,7 @@ class Config(Section):
 
     context_parallel_size: int = Field(default=1, ge=1)  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
+    block_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # of the attention forward, see docs/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: int | None = Field(default=None, ge=1)  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = True  # False: on ringtile's GLU kernels where those are exact

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class RankPlan:
     digest: int  # of mask and layout; ranks that disagree have different digests
     rounds: tuple[Round, ...]
     _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _pieces: dict[int, Any] = field(default_factory=dict)  # of block.py
 
     def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """begin and end on a device, copied there once: a GPU waits for every copy from the CPU."""

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from . import ops
+from . import block, ops
+from .block import BlockKernel
 from .errors import InputError, RingtileError
 from .layout import Layout
 from .mask import IntervalMask
@@ -46,6 +47,7 @@ def ring_attention(
     group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    block_kernel: BlockKernel = "ringtile",
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -61,6 +63,7 @@ def ring_attention(
     group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    block_kernel: BlockKernel = "ringtile",
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -75,6 +78,7 @@ def ring_attention(
     group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    block_kernel: BlockKernel = "ringtile",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens `layout` gives it.
@@ -83,7 +87,8 @@ def ring_attention(
     float16; unit stride in the last dim, any other strides; H a multiple of G. mask and layout speak of the global
     sequence and are the same on every rank. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into
     c tanh(x / c). Every rank of the group makes the same calls in the same order, forward and backward; one group
-    serves one thread. Differentiable once.
+    serves one thread. Differentiable once. block_kernel: "aten" lets aten's flash attention compute what it can of the
+    forward, "auto" where it is measured to be faster (so that bits may differ from run to run).
 
     Returns out (B, N, H, Dv) of q's dtype, and with return_lse the log-sum-exp of the scores, (B, H, N) in float32
     (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and gradient 0.
@@ -91,9 +96,11 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
     PeerLost when one is gone.
     """
+    if block_kernel not in block.BLOCK_KERNELS:
+        raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(block.BLOCK_KERNELS)}")
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     out, lse = torch.ops.ringtile.ring_attention(
-        q, k, v, mask.begin, mask.end, layout.tensor, scale, float(softcap), group_name(group)
+        q, k, v, mask.begin, mask.end, layout.tensor, scale, float(softcap), group_name(group), block_kernel
     )
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
@@ -302,14 +309,14 @@ def _ring_attention(
     scale: float,
     softcap: float,
     group_name: str,
+    block_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor]:
     with _open_ring("forward", q, k, v, begin, end, layout, scale, softcap, group_name) as ring:
-        begin, end = ring.plan.mask_on(q.device)
         out, lse = _empty_outputs(q, v, ops.state_dtype(q.dtype))
         out.zero_()
         lse.fill_(float("-inf"))
-        for round, round_k, round_v in ring.rounds():
-            ops.attn_fwd_(q, round_k, round_v, begin, end, round.k_runs, out, lse, scale, softcap)
+        for i, (_, round_k, round_v) in enumerate(ring.rounds()):
+            block.attn_fwd_(block_kernel, ring.plan, i, q, round_k, round_v, out, lse, scale, softcap)
     return out.to(q.dtype), lse
 
 
@@ -388,6 +395,7 @@ def _(
     scale: float,
     softcap: float,
     group_name: str,
+    block_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
     return _empty_outputs(q, v, q.dtype)
@@ -400,18 +408,18 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str]"
+_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str]"
 
 
 def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, group_name = inputs
+    *tensors, scale, softcap, group_name, _ = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.numbers = (scale, softcap, group_name)  # type: ignore[attr-defined]
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
-    return dq, dk, dv, None, None, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None, None, None
 
 
 _ring_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -86,6 +86,7 @@ def attention_forward(
         group=cut.group,
         scale=scaling,
         softcap=softcap or 0.0,
+        block_kernel=cut.block_kernel,
     )
     return out, None
 

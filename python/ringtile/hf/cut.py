@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ringtile.block import BlockKernel
 from ringtile.layout import Layout
 from ringtile.mask import IntervalMask
 from ringtile.transport import Group
@@ -26,6 +27,7 @@ class Cut:
     mask: IntervalMask  # over P tokens
     max_position: int  # of the global position ids
     num_targets: Tensor | None  # int64 (): targets of the global batch; None without labels
+    block_kernel: BlockKernel = "ringtile"
     attention_calls: int = 0  # attention layers that used this Cut so far
     loss_calls: int = 0  # loss functions that received this Cut so far
     _masks: dict[int, IntervalMask] = field(default_factory=dict)

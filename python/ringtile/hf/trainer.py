@@ -222,6 +222,7 @@ class _Session:
             world_size=self.group.size,
             makes_positions=self.makes_positions,
         )
+        cut.block_kernel = self.config.block_kernel
         self.active_cut = self.last_cut = cut
         return local, cut
 
