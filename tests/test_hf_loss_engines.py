@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 __all__ = ["oracle_loss"]  # a fixture
 foreach_all_gather = _fsdp_param_group.foreach_all_gather
-WHERE = ["root", "own", "own, kept", "with the norm"]
+WHERE = ["root", "own", "own, kept", "with the norm", "tied"]
 
 
 def wrap(model: nn.Module, where: str, **settings: object) -> None:
@@ -28,15 +28,21 @@ def wrap(model: nn.Module, where: str, **settings: object) -> None:
         fully_shard(layer, **settings)
     if where == "with the norm":
         fully_shard([model.model.norm, model.lm_head], **settings)
+    elif where == "tied":  # as accelerate does
+        fully_shard(
+            [model.model.norm, model.model.embed_tokens, model.lm_head], reshard_after_forward=False, **settings
+        )
     elif where != "root":
         fully_shard(model.lm_head, reshard_after_forward=where == "own", **settings)
     fully_shard(model, **settings)
 
 
-def fsdp2_gradients(where: str | None, tile_tokens: int) -> tuple[float, dict[str, Tensor], list[int]]:
+def fsdp2_gradients(
+    where: str | None, tile_tokens: int, tied: bool = False
+) -> tuple[float, dict[str, Tensor], list[int]]:
     """Two accumulated batches, a row per rank; where None: no engine, no tiles, gradients averaged by hand."""
     enter_world()
-    model = double_model()
+    model = double_model(tie_word_embeddings=tied)
     if where is not None:
         del model._loss_function  # what is tiled is transformers' own
         tile_loss(model, tile_tokens=tile_tokens)
@@ -62,8 +68,9 @@ def fsdp2_gradients(where: str | None, tile_tokens: int) -> tuple[float, dict[st
 @pytest.mark.parametrize("where", WHERE)
 def test_fsdp2_gives_the_gradients_of_no_engine(where) -> None:
     """And gathers as often with 1 token in a tile as with all in one."""
-    expected = run_ranks(2, fsdp2_gradients, None, 1)
-    one, many = (run_ranks(2, fsdp2_gradients, where, tile_tokens) for tile_tokens in (1, 100))
+    tied = where == "tied"
+    expected = run_ranks(2, fsdp2_gradients, None, 1, tied)
+    one, many = (run_ranks(2, fsdp2_gradients, where, tile_tokens, tied) for tile_tokens in (1, 100))
     for rank in range(2):
         for runs in (one, many):
             assert runs[rank][0] == pytest.approx(expected[rank][0], rel=1e-12)
@@ -71,7 +78,7 @@ def test_fsdp2_gives_the_gradients_of_no_engine(where) -> None:
                 torch.testing.assert_close(runs[rank][1][name], gradient, rtol=1e-10, atol=1e-13)
         assert one[rank][2] == many[rank][2]
         # both layers twice, the root once; the output projection: before its call, and for the loss if freed by then
-        assert many[rank][2] == [{"root": 5, "own": 7, "own, kept": 6, "with the norm": 7}[where]] * 2
+        assert many[rank][2] == [{"root": 5, "own": 7, "own, kept": 6, "with the norm": 7, "tied": 5}[where]] * 2
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
