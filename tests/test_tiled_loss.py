@@ -231,6 +231,20 @@ def test_float16_loss_scale() -> None:
         assert_near(ours, theirs, num_terms=VOCAB)
 
 
+def test_weight_gradient_is_closer_than_the_plain_one() -> None:
+    """Plain adds a few terms of size 1, the labels', and hundreds of 1 / V in one sum, and rounds each to the size of
+    that sum. Apart from each other the first are few, and the second round to their own size."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1024, 64), (torch.randn(4000, 64) / 8).requires_grad_()
+    labels = torch.randint(4000, (1024,))
+    exact, plain = (
+        torch.autograd.grad(functional.cross_entropy(functional.linear(h, w), labels), w)[0]
+        for h, w in ((hidden.double(), weight.double()), (hidden, weight))
+    )
+    (ours,) = torch.autograd.grad(tiled_linear_cross_entropy(hidden, weight, labels, tile_tokens=512), weight)
+    assert relative_error(ours, exact) < relative_error(plain, exact) / 2
+
+
 @pytest.fixture(params=["avx512_bf16", "generic"])
 def isa(request, monkeypatch) -> str:
     """A CPU that multiplies bfloat16, and one where products are done in float32, here 10 classes at a time."""
