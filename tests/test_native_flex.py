@@ -17,6 +17,7 @@ from oracle import dense_attention
 from pool import run_ranks
 from ringtile import (
     ContextParallel,
+    InputError,
     IntervalMask,
     Layout,
     LoopbackWorld,
@@ -348,3 +349,60 @@ def test_style_of_flex_attention_runs_the_ring(mask: IntervalMask | None) -> Non
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     assert_equal(run(layout, on_rank), expected(x, attn_mask=None if mask is None else dense(mask)[:, None]))
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def refuses(error: type[Exception], message: str, on_rank: Callable[[LoopbackGroup], Any]) -> None:
+    with pytest.raises(error, match=message):
+        LoopbackWorld(2).run(on_rank)
+
+
+def test_block_mask_of_another_layout_is_refused() -> None:
+    """create_cp_block_mask cuts contiguously where nothing is said, and the tokens were cut as zigzag."""
+    x = inputs(16)
+
+    def through_style(group: LoopbackGroup) -> None:
+        local = context_parallel_shard(group, [*x[:3]], [2] * 3, "zigzag")
+        block_mask = create_cp_block_mask(mask_mod_of(IntervalMask.causal(16)), None, None, 16, 16, group)
+        styled(ContextParallel(2, FLEX), flex_attention, group)(*local, block_mask=block_mask)
+
+    def in_context(group: LoopbackGroup) -> None:
+        tensors = [t.clone() for t in x[:3]]
+        block_mask = create_cp_block_mask(mask_mod_of(IntervalMask.causal(16)), None, None, 16, 16, group)
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3):
+            flex_attention(*tensors, block_mask=block_mask)
+
+    refuses(InputError, "made for another layout", through_style)
+    refuses(InputError, "made for another layout", in_context)
+
+
+def test_two_masks_are_refused() -> None:
+    x, block_mask = inputs(16), create_block_mask(two_intervals, None, None, 16, 16, device="cpu")
+
+    def attend(group: LoopbackGroup) -> None:
+        tensors = [t.clone() for t in x[:3]]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3, mask=IntervalMask.causal(16)):
+            flex_attention(*tensors, block_mask=block_mask)
+
+    refuses(Refused, "block_mask inside context_parallel", attend)
+
+
+def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
+    x = inputs(16, num_kv_heads=2)
+
+    def attend(group: LoopbackGroup, **arguments: Any) -> None:
+        local = [Layout.contiguous(16, 2).shard(t, 2, group.transport.rank) for t in x[:3]]
+        with context_parallel(group, layout="contiguous"):
+            flex_attention(*local, **arguments)
+
+    refuses(InputError, "4 heads, key 2; pass enable_gqa=True", attend)
+    aux = AuxRequest(max_scores=True)
+    refuses(Refused, "max_scores", lambda group: attend(group, enable_gqa=True, return_aux=aux))
+    refuses(Refused, "unknown length", lambda group: attend(group, enable_gqa=True, score_mod=alibi))
+
+
+def test_sequences_of_two_lengths_are_refused() -> None:
+    with pytest.raises(InputError, match="Q_LEN is 8, KV_LEN 16"):
+        create_cp_block_mask(two_intervals, None, None, 8, 16, LoopbackWorld(1).groups[0])

@@ -31,7 +31,7 @@ from ..mask import IntervalMask
 from ..ops import state_dtype
 from ..transport import group_name, transport_of
 from .attention import ring
-from .sharding import Mesh, NamedSequence, Sequence, group_of, layout_of
+from .sharding import Mesh, NamedSequence, Sequence, check_cut, group_of, layout_of
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -238,16 +238,21 @@ def flex_in_mode(
 ) -> Any:
     """`flex_attention` inside `context_parallel`: a BlockMask may also be one of the global sequence.
 
-    Without a BlockMask the mask of the context holds. It does not hold together with one.
+    Without a BlockMask the mask of the context holds; both together are refused.
     """
     if block_mask is None and score_mod is None:
         return in_ring(group, sequence, query, key, value, scale, enable_gqa, return_lse, return_aux)
+    if block_mask is not None and isinstance(sequence, Sequence) and sequence.is_masked:
+        raise _told(group, Refused("a block_mask inside context_parallel(mask=...); give one of them"))
     if not hasattr(block_mask, "ringtile_origin"):
         if isinstance(sequence, NamedSequence):
             raise _told(
                 group, Refused("flex_attention of an unknown length; name buffers or a Layout to context_parallel")
             )
         block_mask = _of_global(block_mask, sequence, group)
+    origin: Origin | None = block_mask.ringtile_origin  # type: ignore[union-attr]
+    if origin is not None:
+        check_cut(group, origin.layout)
     return flex_attention(
         query,
         key,

@@ -27,7 +27,7 @@ from ..transport import Group, group_name
 from .attention import sdpa
 from .flex import Origin, gathered
 from .mode import RingMode
-from .sharding import NamedSequence, group_of, layout_for
+from .sharding import NamedSequence, check_cut, group_of, layout_for
 
 
 class _AttentionType(Enum):
@@ -96,6 +96,8 @@ def _run_flex(forward: Callable[..., Any], group: Group, sequence: NamedSequence
                 f"{len(masks)} BlockMasks, or one of another sequence, under ContextParallel; expected one, made by "
                 "create_cp_block_mask or context_parallel_shard"
             )
+    if origin is not None:
+        check_cut(group, origin.layout)
     if score_mod is None and (origin is None or origin.sequence is not None):
         if masks:
             arguments[masks[0]] = None

@@ -58,9 +58,9 @@ class Sequence:
     def __init__(self, layout: Layout, mask: IntervalMask | None) -> None:
         if mask is not None and mask.seq_len != layout.seq_len:
             raise InputError(f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; must agree")
+        self.layout, self.is_masked = layout, mask is not None
         mask = IntervalMask.full(layout.seq_len) if mask is None else mask
         causal = mask & IntervalMask.causal(layout.seq_len)
-        self.layout = layout
         self.layout_tensor = layout.tensor
         self.begin, self.end = mask.begin, mask.end
         self.causal_begin, self.causal_end = causal.begin, causal.end
@@ -126,6 +126,21 @@ def layout_for(group: Group, local_len: int, name: str = "") -> Layout:
         f"rank {transport.rank} has {local_len} local tokens, and context_parallel_shard has cut {found} "
         "to that size for this group; name it: ContextParallel(..., layout=...) or context_parallel(..., layout=...)"
     )
+
+
+def check_cut(group: Group, layout: Layout) -> None:
+    """InputError where the tokens of this group, of that length, are known to be cut in another layout."""
+    transport = transport_of(group)
+    memory = _memory(transport)
+    if memory.overrides:
+        cut: Layout | None = memory.overrides[-1].layout
+    else:
+        cut = memory.by_local_len.get(layout.local_len(transport.rank), {}).get(layout.seq_len)
+    if cut is not None and cut != layout:
+        raise InputError(
+            "the BlockMask was made for another layout than the one in which the tokens were cut; pass that one to "
+            "create_cp_block_mask(..., load_balancer=...)"
+        )
 
 
 @torch.library.custom_op("ringtile::sequence_of", mutates_args=())
