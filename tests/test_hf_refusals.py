@@ -103,6 +103,12 @@ def test_tensor_parallelism_is_refused():
     assert "tensor parallelism of size 2" in str(_refusal(trainer))
 
 
+def test_fsdp1_is_refused():
+    trainer = make_trainer()  # without an accelerator FSDP1 does not start, so accelerate only says that it has
+    trainer.accelerator.state.fsdp_plugin = types.SimpleNamespace(fsdp_version=1)
+    assert "FSDP1 (fsdp_version 1)" in str(_refusal(trainer))
+
+
 def test_other_size_in_parallelism_config_is_named():
     trainer = make_trainer()
     parallelism = types.SimpleNamespace(

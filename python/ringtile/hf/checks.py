@@ -60,7 +60,7 @@ _GENERATES = "each rank would sample completions of its own, and a shard of thos
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ENGINES = (DistributedDataParallel, FSDPModule)
-_ENGINE_NAMES = {"DeepSpeedEngine", "FullyShardedDataParallel"}  # by name: not to import them
+_ENGINE_NAMES = {"DeepSpeedEngine"}  # by name: not to import it
 
 
 def uses_the_models_loss(trainer: Trainer) -> bool:
@@ -145,8 +145,8 @@ def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
     if not isinstance(inner, _ENGINES) and type(inner).__name__ not in _ENGINE_NAMES:
         raise Refused(
             f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
-            f"ranks; expected DistributedDataParallel, FSDP or DeepSpeed. accelerate {accelerate.__version__} leaves a "
-            f"model bare when evaluate() or predict() runs before train(): build a new Trainer, or use eval_on_start"
+            f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
+            f"a model bare when evaluate() or predict() runs before train(): build a new Trainer, or use eval_on_start"
         )
     for path, module in base.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -204,6 +204,9 @@ def _check_parallelism(trainer: Trainer) -> None:
         raise Refused(
             f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); expected one process per GPU (torchrun)"
         )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise Refused("FSDP1 (fsdp_version 1) was not tested under context parallelism; expected fsdp_version 2")
     if trainer.get_tp_size() > 1:
         raise Refused(f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: the two are not combined yet")
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
