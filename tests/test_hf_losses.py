@@ -4,7 +4,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import SIZES, tiny_model
-from hf_training import TOLERANCE, assert_equal_training, make_trainer, train
+from hf_training import TOLERANCE, assert_equal_training, make_pairs, make_trainer, train
 from pool import run_ranks
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer
@@ -173,7 +173,6 @@ def test_sft_equals_one_process(options):
 
 def _train_completions(config):
     import datasets
-    from hf_training import make_pairs
 
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in make_pairs(16)]
     return _train_trl(
@@ -234,6 +233,18 @@ def test_reward_model_equals_one_process(engine):
 def test_centered_rewards_equal_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_reward, center_rewards_coefficient=0.1)
+
+
+def _train_margins(config):
+    import datasets
+
+    rows = [{**row, "margin": 0.1 * i} for i, row in enumerate(make_pairs(16))]
+    return _train_reward(config, trainer_arguments={"train_dataset": datasets.Dataset.from_list(rows)})
+
+
+def test_rewards_with_margins_equal_one_process():
+    pytest.importorskip("trl")
+    _assert_equal(_train_margins)
 
 
 def _evaluate_dpo(config):
