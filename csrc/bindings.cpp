@@ -45,11 +45,18 @@ struct Place {
         STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream));
         return stream;
     }
+    static int64_t attn_fwd_bytes(const rt_attn_params *) { return 0; } // it needs none
+    static int64_t attn_bwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_bwd_workspace_bytes(p); }
 #else
     Place(const char *, const Tensor &x) : device(x.device()) {}
 
     rt_parallel queue() const { return torch_threads(); }
-    int64_t num_workers() const { return queue().num_workers; }
+    int64_t attn_fwd_bytes(const rt_attn_params *p) const {
+        return rt_attn_fwd_workspace_bytes(p, queue().num_workers);
+    }
+    int64_t attn_bwd_bytes(const rt_attn_params *p) const {
+        return rt_attn_bwd_workspace_bytes(p, queue().num_workers);
+    }
 #endif
 
     // Scratch from torch's allocator, whose blocks are 64-byte aligned.
@@ -118,15 +125,12 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     p.out = out.data_ptr();
     set_strides(p.out_stride, out);
 
-#ifndef RINGTILE_CUDA // there it needs none
-    p.workspace_bytes = rt_attn_fwd_workspace_bytes(&p, place.num_workers());
+    p.workspace_bytes = place.attn_fwd_bytes(&p);
     const Tensor workspace = place.bytes(p.workspace_bytes);
     p.workspace = workspace.data_ptr();
-#endif
     check(RT_CORE(attn_fwd)(&p, place.queue()), op);
 }
 
-#ifndef RINGTILE_CUDA // not written yet
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
                Tensor dk, Tensor dv, double scale, double softcap) {
@@ -150,12 +154,11 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     set_strides(p.dout_stride, dout), set_strides(p.dq_stride, dq);
     set_strides(p.dk_stride, dk), set_strides(p.dv_stride, dv);
 
-    p.workspace_bytes = RT_CORE(attn_bwd_workspace_bytes)(&p, place.num_workers());
+    p.workspace_bytes = place.attn_bwd_bytes(&p);
     const Tensor workspace = place.bytes(p.workspace_bytes);
     p.workspace = workspace.data_ptr();
     check(RT_CORE(attn_bwd)(&p, place.queue()), op);
 }
-#endif
 
 // ---- sequence ----------------------------------------------------------------------------------
 
@@ -251,9 +254,7 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
 
 STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
     m.impl("attn_fwd_", TORCH_BOX(&attn_fwd_));
-#ifndef RINGTILE_CUDA
     m.impl("attn_bwd_", TORCH_BOX(&attn_bwd_));
-#endif
     m.impl("shard_seq_", TORCH_BOX(&shard_seq_));
     m.impl("unshard_seq_", TORCH_BOX(&unshard_seq_));
     m.impl("glu_fwd", TORCH_BOX(&glu_fwd));
