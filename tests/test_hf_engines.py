@@ -149,7 +149,7 @@ def _train_loaded(folder):
     from transformers import AutoModelForCausalLM
 
     with engine_arguments("ZeRO-3") as arguments:
-        trainer = make_trainer(model=tiny_model(), **arguments)
+        trainer = make_trainer(**arguments)
         assert trainer.is_deepspeed_enabled
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
