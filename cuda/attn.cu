@@ -30,6 +30,7 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
+    if (p->dtype == RT_F32) return attn_fwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(attn_fwd, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(attn_fwd, f16, *p, stream);
     return RT_BAD_DTYPE;
@@ -47,6 +48,7 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     if (needed > 0 &&
         (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;
+    if (p->dtype == RT_F32) return attn_bwd_plain(*p, stream);
     if (p->dtype == RT_BF16) {
         status = CHOOSE_DIMS(attn_bwd_queries, bf16, *p, stream);
         return status == RT_OK ? CHOOSE_DIMS(attn_bwd_keys, bf16, *p, stream) : status;

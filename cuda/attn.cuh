@@ -8,4 +8,7 @@ template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, vo
 template <class T, int D, int DV> rt_status attn_bwd_queries(const rt_attn_params &p, void *stream); // dq
 template <class T, int D, int DV> rt_status attn_bwd_keys(const rt_attn_params &p, void *stream);    // dk, dv
 
+rt_status attn_fwd_plain(const rt_attn_params &p, void *stream); // f32
+rt_status attn_bwd_plain(const rt_attn_params &p, void *stream);
+
 #endif // RINGTILE_CUDA_ATTN_CUH

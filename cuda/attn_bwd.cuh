@@ -17,6 +17,7 @@
 #define RINGTILE_CUDA_ATTN_BWD_CUH
 
 #include "attn.cuh"
+#include "attn_query_walk.cuh"
 #include "attn_tile.cuh"
 
 // D, DV: head dims, rounded up to what is compiled. Shared memory is at most 99 KB, what a block of sm_86 and sm_89 may have.
@@ -125,105 +126,41 @@ template <class T, int D, int DV> struct query_side {
 
 // ---- rows are keys, columns are queries --------------------------------------------------------
 
-// The positions that some query of a tile attends lie in [begin, end).
-struct tile_bounds {
-    int begin, end;
-};
-
-// A grid of (tiles of TILE queries, rows of the mask); bounds (rows, tiles) are the workspace.
-template <int TILE> RT_KERNEL(32) attn_tile_bounds_kernel(RT_PARAMS attn_args args) {
-    const rt_attn_params &p = args.p;
-    tile_bounds bounds = {INT32_MAX, INT32_MIN};
-    for (int i = lane_index(); i < TILE; i += 32) {
-        const int64_t token = (int64_t)block_index() * TILE + i, at = block_index_y() * p.num_queries + token;
-        if (token >= p.num_queries) continue;
-        const int begin = global_load(p.begin + at), end = global_load(p.end + at);
-        if (begin < end) bounds = {least(bounds.begin, begin), most(bounds.end, end)};
-    }
-    bounds = {min_of_lanes(bounds.begin), max_of_lanes(bounds.end)};
-    if (lane_index() == 0)
-        global_store((tile_bounds *)p.workspace + (int64_t)block_index_y() * num_blocks() + block_index(),
-                     bounds);
-}
-
 template <class T, int D, int DV> struct key_side {
     using shape = backward_shape<D, DV>;
     static constexpr int STATE_BYTES = 2 * shape::COLS * 2 * (int)sizeof(query_sums);
 
-    struct place {
-        int head, tile; // of the group, of queries
-    };
+    using walk = query_walk<shape::ROWS, shape::COLS>;
+    using place = typename walk::place;
     struct state { // of one query
         tile_bounds interval;
         query_sums sums;
     };
 
     const attn_args &args;
+    walk queries;
     shared_address at_state; // (2 stages): intervals (COLS), sums (COLS)
-    int run, first_key;      // of the block's tile
-    int position[2];         // of this lane's keys; INT32_MAX, which nobody attends, behind the run
-    int num_query_tiles;
+    int position[2];         // of this lane's keys
 
     RT_DEVICE key_side(const attn_args &args, shared_address at_state)
-        : args(args), at_state(at_state), run(0) {
-        int index = block_index();
-        for (; index >= num_tiles((int)args.runs[run].length, shape::ROWS); run++)
-            index -= num_tiles((int)args.runs[run].length, shape::ROWS);
-        first_key = index * shape::ROWS;
-        for (int r = 0; r < 2; r++) position[r] = position_of(lane_row<1>(r));
-        num_query_tiles = num_tiles((int)args.p.num_queries, shape::COLS);
+        : args(args), queries(args), at_state(at_state) {
+        for (int r = 0; r < 2; r++) position[r] = queries.position_of(lane_row<1>(r));
     }
 
-    RT_DEVICE int position_of(int row) const {
-        const rt_run &keys = args.runs[run];
-        const int64_t key = first_key + row;
-        if (key >= keys.length) return INT32_MAX;
-        const int64_t position = keys.global_begin + key * keys.stride;
-        return position < INT32_MAX ? (int)position : INT32_MAX;
-    }
-
-    RT_DEVICE int group() const { return (int)args.p.num_heads / (int)args.p.num_kv_heads; }
-    RT_DEVICE bool ended(place at) const { return at.head >= group(); }
-    RT_DEVICE place first() const {
-        const int tile = next_tile(0);
-        return tile < INT32_MAX ? place{0, tile} : place{group(), 0};
-    }
-    RT_DEVICE place after(place at) const {
-        const int tile = next_tile(at.tile + 1);
-        return tile < INT32_MAX        ? place{at.head, tile}
-               : at.head + 1 < group() ? place{at.head + 1, next_tile(0)}
-                                       : place{group(), 0};
-    }
-    // The first tile of queries from `from` on whose bounds meet the keys' positions; INT32_MAX if there is none.
-    RT_DEVICE int next_tile(int from) const {
-        const tile_bounds *const bounds =
-            (const tile_bounds *)args.p.workspace +
-            (args.p.mask_batch_stride > 0 ? (int64_t)block_index_z() * num_query_tiles : 0);
-        const int first = position_of(0), last = last_position();
-        for (; from < num_query_tiles; from += 32) {
-            int next = INT32_MAX;
-            const int tile = from + lane_index();
-            if (tile < num_query_tiles) {
-                const tile_bounds of = global_load(bounds + tile);
-                if (of.begin <= last && of.end > first) next = tile;
-            }
-            next = min_of_lanes(next);
-            if (next < INT32_MAX) return next;
-        }
-        return INT32_MAX;
-    }
-    RT_DEVICE int last_position() const {
-        return position_of(least(shape::ROWS, (int)args.runs[run].length - first_key) - 1);
-    }
+    RT_DEVICE place first() const { return queries.first(); }
+    RT_DEVICE place after(place at) const { return queries.after(at); }
+    RT_DEVICE bool ended(place at) const { return queries.ended(at); }
 
     RT_DEVICE void load_rows(tile<shape::ROWS, D> x1, tile<shape::ROWS, DV> x2) const {
-        load_keys<T, shape::THREADS>(x1, args.p.k, args.p.k_stride, args.p.head_dim, args, run, first_key);
-        load_keys<T, shape::THREADS>(x2, args.p.v, args.p.v_stride, args.p.v_head_dim, args, run, first_key);
+        load_keys<T, shape::THREADS>(x1, args.p.k, args.p.k_stride, args.p.head_dim, args, queries.run,
+                                     queries.first_key);
+        load_keys<T, shape::THREADS>(x2, args.p.v, args.p.v_stride, args.p.v_head_dim, args, queries.run,
+                                     queries.first_key);
     }
     template <int COLS>
     RT_DEVICE void load_queries_at(tile<shape::COLS, COLS> to, const void *array, const int64_t (&stride)[3],
                                    int64_t dim, place at) const {
-        const int token = at.tile * shape::COLS, head = block_index_y() * group() + at.head;
+        const int token = at.tile * shape::COLS, head = queries.head_of(at);
         load_tile<T, shape::THREADS>(
             to, (const T *)array + block_index_z() * stride[0] + token * stride[1] + head * stride[2],
             stride[1], (int)args.p.num_queries - token, (int)dim, args.aligned);
@@ -240,7 +177,7 @@ template <class T, int D, int DV> struct key_side {
         if (ended(at) || thread_index() >= shape::COLS || token >= args.p.num_queries) return of;
         const int64_t mask_at = block_index_z() * args.p.mask_batch_stride + token;
         of.interval = {global_load(args.p.begin + mask_at), global_load(args.p.end + mask_at)};
-        of.sums = load_query_sums(args.p, block_index_z(), block_index_y() * group() + at.head, token);
+        of.sums = load_query_sums(args.p, block_index_z(), queries.head_of(at), token);
         return of;
     }
     RT_DEVICE void store_state(int stage, const state &of) const {
@@ -256,7 +193,8 @@ template <class T, int D, int DV> struct key_side {
     }
 
     RT_DEVICE bool any_of_warp(place, int stage) const {
-        const int first = position_of(16 * warp_index()), last = position_of(16 * warp_index() + 15);
+        const int first = queries.position_of(16 * warp_index());
+        const int last = queries.position_of(16 * warp_index() + 15);
         bool any = false;
         for (int col = lane_index(); col < shape::COLS; col += 32) {
             const tile_bounds of = shared_load<tile_bounds>(interval_at(stage, col));
@@ -265,7 +203,8 @@ template <class T, int D, int DV> struct key_side {
         return any_lane(any);
     }
     RT_DEVICE bool all_of_warp(place, int stage) const {
-        const int first = position_of(16 * warp_index()), last = position_of(16 * warp_index() + 15);
+        const int first = queries.position_of(16 * warp_index());
+        const int last = queries.position_of(16 * warp_index() + 15);
         bool all = true;
         for (int col = lane_index(); col < shape::COLS; col += 32) {
             const tile_bounds of = shared_load<tile_bounds>(interval_at(stage, col));
@@ -299,8 +238,9 @@ template <class T, int D, int DV> struct key_side {
         const int batch = block_index_z(), head = block_index_y();
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int64_t key = first_key + lane_row<1>(r), token = args.runs[run].local_begin + key;
-            if (key >= args.runs[run].length) continue;
+            const rt_run &run = args.runs[queries.run];
+            const int64_t key = queries.first_key + lane_row<1>(r), token = run.local_begin + key;
+            if (key >= run.length) continue;
             if constexpr (FIRST)
                 add_row<D>((float *)p.dk + batch * p.dk_stride[0] + token * p.dk_stride[1] +
                                head * p.dk_stride[2],
@@ -422,14 +362,8 @@ template <class T, int D, int DV> rt_status attn_bwd_keys(const rt_attn_params &
     constexpr int BYTES = key_pass_bytes<D, DV>;
     static_assert(BYTES <= 99 * 1024);
     return for_runs(p, [&](const attn_args &args) {
-        int64_t tiles = 0;
-        for (int run = 0; run < args.num_runs; run++)
-            tiles += num_tiles((int)args.runs[run].length, shape::ROWS);
-        const grid_size grid{tiles, p.num_kv_heads, p.batch};
-        const int64_t mask_rows = p.mask_batch_stride > 0 ? p.batch : 1;
-        rt_status status =
-            launch(attn_tile_bounds_kernel<shape::COLS>,
-                   {num_tiles((int)p.num_queries, shape::COLS), mask_rows}, 32, 0, stream, args);
+        const grid_size grid = key_grid<shape::ROWS>(args);
+        rt_status status = find_tile_bounds<shape::COLS>(args, stream);
         if (status != RT_OK) return status;
         if constexpr (D + DV <= 320) {
             return launch(attn_bwd_kernel<T, D, DV, side, true, true>, grid, shape::THREADS, BYTES, stream,

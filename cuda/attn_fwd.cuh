@@ -96,8 +96,7 @@ RT_DEVICE void add_values(const sums<M, KEYS / 8> &scores, float scale_log2, con
     }
 }
 
-// Merges a lane's part of the rows into out and lse. Both logarithms are f32; what they are added to is f64, so that an
-// lse in f64 keeps an absolute error of 2^-23 however large it is. Rows that saw no key keep their state.
+// Merges a lane's part of the rows into out and lse. Rows that saw no key keep their state.
 template <int M, int O_COLS>
 RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_rows<M> &rows,
                           const sums<M, O_COLS> &o) {
@@ -116,12 +115,10 @@ RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_
         sum += shuffle_xor(sum, 2);
         const int token = at.first_token + lane_row<M>(r);
         if (token >= p.num_queries || sum == 0) continue;
-        const double block = rows.top[r] * LN_2 + (double)logf(sum),
-                     high = before[r] > block ? before[r] : block;
-        const float distance = (float)(before[r] - block), share = 1 / (1 + expf(distance)),
-                    inverse = 1 / sum;
-        if (lane % 4 == 0) store_lse(p, lse_row + token, high + (double)log1pf(expf(-fabsf(distance))));
+        const merged_lse merged = merge_lse(before[r], rows.top[r] * LN_2 + (double)logf(sum));
+        if (lane % 4 == 0) store_lse(p, lse_row + token, merged.lse);
 
+        const float inverse = 1 / sum;
         float *const out =
             (float *)p.out + at.batch * p.out_stride[0] + token * p.out_stride[1] + at.head * p.out_stride[2];
         const bool empty = before[r] == -INFINITY; // then out holds nothing yet
@@ -131,7 +128,7 @@ RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_
             const float value = o[r / 2][i / 2][r % 2 * 2 + i % 2] * inverse;
             if (col >= p.v_head_dim) continue;
             const float kept = empty ? 0 : global_load(out + col);
-            global_store(out + col, empty ? value : kept - share * (kept - value));
+            global_store(out + col, empty ? value : kept - merged.share * (kept - value));
         }
     }
 }

@@ -21,7 +21,8 @@ struct attn_args {
     rt_run runs[MAX_RUNS];
     int num_runs;
     float scale_log2, cap;
-    bool aligned; // rows of q, k, v, dout begin at multiples of 16 bytes
+    float inverse_softcap; // 0: off
+    bool aligned;          // rows of q, k, v, dout begin at multiples of 16 bytes
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
@@ -36,6 +37,7 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start) 
     const double scale = p.scale == 0 ? 1 : fabs(p.scale);
     args.scale_log2 = (float)((p.softcap > 0 ? p.softcap : scale) * LOG2_E);
     args.cap = p.softcap > 0 ? (float)(scale / p.softcap) : 0;
+    args.inverse_softcap = p.softcap > 0 ? (float)(1 / p.softcap) : 0;
     args.aligned = rows_are_aligned(p.q, p.q_stride, 2) && rows_are_aligned(p.k, p.k_stride, 2) &&
                    rows_are_aligned(p.v, p.v_stride, 2) && rows_are_aligned(p.dout, p.dout_stride, 2);
     rt_status status = RT_OK;
@@ -62,6 +64,19 @@ RT_DEVICE void store_lse(const rt_attn_params &p, int64_t i, double lse) {
         global_store((double *)p.lse + i, lse);
     else
         global_store((float *)p.lse + i, (float)lse);
+}
+
+// What merging a block's log-sum-exp into the one before gives: the new one, and the block's share of the output. Both
+// logarithms are f32; what they are added to is f64, so that an lse in f64 keeps an absolute error of 2^-23 however
+// large it is.
+struct merged_lse {
+    double lse;
+    float share; // sigmoid(block - before)
+};
+RT_DEVICE merged_lse merge_lse(double before, double block) {
+    const float distance = (float)(before - block);
+    return {(before > block ? before : block) + (double)log1pf(expf(-fabsf(distance))),
+            1 / (1 + expf(distance))};
 }
 
 // Absolute error about 2^-23, which is what a score of that size has anyway.

@@ -40,7 +40,8 @@ struct grid_size {
 
 #define RT_DEVICE __device__ __forceinline__
 #define RT_HOST_DEVICE __host__ __device__ inline
-#define RT_KERNEL(max_threads) __global__ void __launch_bounds__(max_threads)
+// Threads of a block at most, and blocks on a multiprocessor at least, which together bound the registers.
+#define RT_KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 #define RT_PARAMS const __grid_constant__ // a kernel's one argument, kept in constant memory
 
 #include <cuda_runtime.h>

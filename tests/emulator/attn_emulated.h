@@ -13,13 +13,20 @@ void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
 int64_t emulator_bank_conflicts(void);
 
-static inline void lend_case(const attn_case *c) {
+// Of k and v only the rows [first_key, last_key).
+static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last_key) {
     emulator_take_back_all();
-    for (int i = 0; i < NUM_ARRAYS; i++)
-        emulator_lend(c->x[i].data, c->x[i].num_elements * (int64_t)dtype_bytes(c->x[i].dtype), i >= OUT);
-    const int64_t mask_rows = c->p.mask_batch_stride > 0 ? c->p.batch : 1;
-    emulator_lend(c->begin, mask_rows * c->p.num_queries * (int64_t)sizeof(int32_t), false);
-    emulator_lend(c->end, mask_rows * c->p.num_queries * (int64_t)sizeof(int32_t), false);
+    for (int i = 0; i < NUM_ARRAYS; i++) {
+        const tensor *x = &c->x[i];
+        const int64_t bytes = (int64_t)dtype_bytes(x->dtype);
+        const bool part = (i == K || i == V) && last_key - first_key < c->p.num_keys;
+        const int64_t first = part ? first_key * x->stride[1] : 0;
+        const int64_t last = part ? (last_key - 1) * x->stride[1] + x->size[3] : x->num_elements;
+        emulator_lend((char *)x->data + first * bytes, (last - first) * bytes, i >= OUT);
+    }
+    const int64_t num_intervals = (c->p.mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_queries;
+    emulator_lend(c->begin, num_intervals * (int64_t)sizeof(int32_t), false);
+    emulator_lend(c->end, num_intervals * (int64_t)sizeof(int32_t), false);
 }
 
 static inline bool is_16_bit(rt_dtype dtype) { return dtype == RT_BF16 || dtype == RT_F16; }
@@ -71,7 +78,7 @@ static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_ca
         p.num_k_runs = last - first;
         p.workspace_bytes = pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : 0;
         p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
-        lend_case(c);
+        lend_case(c, 0, p.num_keys);
         emulator_lend(p.workspace, p.workspace_bytes, true);
         CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&p, NULL) : rt_cuda_attn_fwd(&p, NULL), RT_OK);
         free(p.workspace);
@@ -170,12 +177,22 @@ static const struct {
 } all_dims[] = {{64, 64},  {96, 96},   {128, 128}, {192, 128}, {256, 256}, // the compiled ones
                 {1, 3},    {40, 64},   {72, 96},   {80, 80},   {100, 17},
                 {128, 64}, {136, 128}, {192, 192}, {64, 128},  {250, 129}};
-enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]) };
+enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
 
-// Round r of NUM_DIMS * NUM_MASKS: every head dim with every mask, in any memory layout, over any runs.
+// Whether the kernels may copy rows in chunks of 16 bytes.
+static inline bool rows_are_aligned(const attn_case *c) {
+    bool aligned = true;
+    for (int i = Q; i <= DOUT; i++)
+        for (int dim = 0; dim < 3; dim++)
+            aligned &= c->x[i].stride[dim] * (int64_t)dtype_bytes(c->x[i].dtype) % 16 == 0;
+    return aligned;
+}
+
+// Round r of NUM_ROUNDS: every head dim with every mask and dtype, in any memory layout, over any runs.
 static inline attn_case draw_case(uint64_t *state, int round) {
-    const bool large = round % 5 == 0;
-    const attn_shape shape = {.dtype = round % 2 ? RT_BF16 : RT_F16,
+    static const rt_dtype dtypes[] = {RT_BF16, RT_F16, RT_F32};
+    const bool large = round % 7 == 0;
+    const attn_shape shape = {.dtype = dtypes[(round + round / NUM_DIMS) % 3],
                               .batch = random_int(state, 1, 2),
                               .num_queries = random_int(state, 1, large ? 140 : 70),
                               .seq_len = random_int(state, 1, large ? 300 : 150),
@@ -183,10 +200,16 @@ static inline attn_case draw_case(uint64_t *state, int round) {
                               .num_kv_heads = random_int(state, 1, 2),
                               .head_dim = all_dims[round % NUM_DIMS].head_dim,
                               .v_head_dim = all_dims[round % NUM_DIMS].v_head_dim};
-    attn_case c = new_case(state, shape, (mask_kind)(round / NUM_DIMS), round % 3 ? 1 : 3);
+    const bool want_aligned =
+        round / NUM_DIMS % 2 == 0 && shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0;
+    attn_case c = new_case(state, shape, (mask_kind)(round / NUM_DIMS), round % 4 ? 1 : 3);
+    while (want_aligned && !rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(state, shape, (mask_kind)(round / NUM_DIMS), round % 4 ? 1 : 3);
+    }
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
-    if (round % 7 == 3) c.p.scale *= (double)random_int(state, -1, 0);
-    if (round % 6 == 2) { // lse in f64
+    if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
+    if (round % 5 == 2) { // lse in f64
         free(c.x[LSE].data);
         c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
         fill(&c.x[LSE], -INFINITY);
@@ -194,6 +217,23 @@ static inline attn_case draw_case(uint64_t *state, int round) {
         bind(&c);
     }
     return c;
+}
+
+// 64 queries that attend the 128 keys before them, of 1024: of k and v only the tiles that hold those may be read.
+static inline void check_that_dead_tiles_stay_unread(pass pass, rt_dtype dtype) {
+    enum { KEYS = 1024, FIRST = 320, LAST = 512, DIM = 64 };
+    uint64_t state = 5;
+    attn_case c = new_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY, 1);
+    c.p.mask_batch_stride = 0;
+    for (int32_t i = 0; i < 64; i++) c.begin[i] = LAST - 191 + i, c.end[i] = LAST - 63 + i;
+    fill(&c.x[LSE], pass == FORWARD ? -INFINITY : 5);
+    fill(&c.x[DELTA], 0);
+    char workspace[64 * 16] __attribute__((aligned(64)));
+    c.p.workspace = workspace, c.p.workspace_bytes = sizeof(workspace);
+    lend_case(&c, FIRST, LAST);
+    emulator_lend(workspace, sizeof(workspace), true);
+    CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&c.p, NULL) : rt_cuda_attn_fwd(&c.p, NULL), RT_OK);
+    free_case(&c);
 }
 
 #endif // RINGTILE_TESTS_ATTN_EMULATED_H

@@ -21,7 +21,7 @@
 
 #define RT_DEVICE inline
 #define RT_HOST_DEVICE inline
-#define RT_KERNEL(max_threads) void
+#define RT_KERNEL(...) void
 #define RT_PARAMS const
 
 using std::isfinite;
