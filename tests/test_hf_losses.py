@@ -83,19 +83,8 @@ def test_label_smoothing_equals_one_process():
     _assert_equal(train, label_smoothing_factor=0.1)
 
 
-def _read_tiled_logits():
-    trainer = make_trainer(trainer_class=LastThird)
-    ringtile.enable(trainer, {**CONFIG, "tiled_loss": True})
-    try:
-        trainer.train()
-    except ringtile.Refused as error:
-        return str(error)
-    finally:
-        ringtile.restore(trainer)
-
-
 def test_own_loss_on_logits_that_do_not_exist_is_refused():
-    for message in run_ranks(2, _read_tiled_logits):
+    for message in run_ranks(2, _first_refusal, LastThird, {**CONFIG, "tiled_loss": True}):
         assert "the logits, which do not exist in training" in message
 
 
@@ -123,9 +112,9 @@ def test_hidden_states_are_joined():
     _assert_equal(train, trainer_class=HiddenStates, evaluate=False, learning_rate=0.01)
 
 
-def _first_refusal(trainer_class):
+def _first_refusal(trainer_class, config=CONFIG):
     trainer = make_trainer(trainer_class=trainer_class)
-    ringtile.enable(trainer, CONFIG)
+    ringtile.enable(trainer, config)
     try:
         trainer.train()
     except ringtile.Refused as error:
