@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.distributed_c10d import GroupName
+from torch._C._distributed_c10d import PrefixStore, _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _get_process_group_store
 
 from .errors import InputError, PeerLost, RingMismatch, RingtileError
 
@@ -298,10 +298,17 @@ def _backend(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, made by them alone."""
+    """A gloo group of the same ranks, made by them alone, which torch.distributed has no list of.
+
+    They meet under the group's own name. dist.new_group(use_local_synchronization=True) would let them meet under the
+    number of groups that each is in, and ranks that are in different numbers of groups would wait for ever.
+    """
     timeout = group._get_backend(group._device_types[0]).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    beside: dist.ProcessGroup = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    store = PrefixStore("ringtile/", _get_process_group_store(group))
+    beside = dist.ProcessGroup(store, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    beside._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return beside
 
 
