@@ -1,6 +1,9 @@
-"""The session's pools of ranks are closed when the session ends."""
+"""The session's pools of ranks are closed, and what tests left in temporary folders is removed, when it ends."""
 
 from __future__ import annotations
+
+import tempfile
+from multiprocessing.util import get_temp_dir
 
 import pytest
 
@@ -8,6 +11,15 @@ pytest.register_assert_rewrite("hf_training")
 
 from pool import close_pools  # noqa: E402
 
+_folder = tempfile.TemporaryDirectory(prefix="ringtile-")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    get_temp_dir()  # made now, in its usual place: multiprocessing removes it when the process ends
+    tempfile.tempdir = _folder.name
+
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     close_pools()
+    tempfile.tempdir = None
+    _folder.cleanup()

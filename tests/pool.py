@@ -84,6 +84,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str, group
     import torch
     import torch.distributed as dist
 
+    tempfile.tempdir = str(Path(store).parent)  # which the pool removes
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=group_timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)

@@ -40,6 +40,7 @@ class ContextParallelGroup:
         blocks = [list(range(first, first + size)) for first in range(0, world_size, size)]
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in blocks]
         self.process_group: dist.ProcessGroup = groups[self.data_index]
+        self.mean(torch.zeros((), device=device))  # a rank that closed it now would cut off those still connecting
 
     def close(self) -> None:
         """Frees the process group. Local: the other ranks of the group do the same at their own time."""
