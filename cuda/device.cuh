@@ -164,6 +164,28 @@ template <class T> RT_DEVICE void shared_store(shared_address to, const T &value
 template <class T> RT_DEVICE T global_load(const T *from) { return *from; }
 template <class T> RT_DEVICE void global_store(T *to, const T &value) { *to = value; }
 
+// ---- blocks that wait for each other -------------------------------------------------------------
+
+// Words that blocks meet at are touched by nothing else in a launch. Only a block that is running may be waited for: threads
+// that have started go on whatever the others do (the parallel forward progress of sm_70 and later), but nothing says
+// when, or in which order, blocks start. Tickets do.
+
+// Adds 1 and returns what was there before: a block with a higher number finds those with lower ones running.
+RT_DEVICE int take_ticket(int *counter) { return atomicAdd(counter, 1); }
+// Waits until *word is `value`. What the thread that stored it had done or seen before, this thread then sees; the others
+// of its block after a barrier.
+RT_DEVICE void wait_until(const int *word, int value) {
+    int now;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    } while (now != value);
+}
+RT_DEVICE void store_release(int *word, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// ---- copies from global to shared memory ---------------------------------------------------------
+
 // Starts to copy 16 bytes to shared memory: the first num_bytes from global memory, then zeros. Both sides are aligned to
 // 16; where num_bytes is 0, `from` is not read. A group is what a thread has started since its last commit.
 RT_DEVICE void async_copy(shared_address to, const void *from, int num_bytes) {

@@ -3,7 +3,9 @@
 
 #include <csetjmp>
 #include <cstdio>
+#include <map>
 #include <memory>
+#include <random>
 #include <ucontext.h>
 #include <vector>
 
@@ -11,7 +13,7 @@ namespace emulator {
 namespace {
 
 constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32, STACK_BYTES = 256 * 1024;
-constexpr int NOBODY = -1, SEVERAL = -2;
+constexpr int NOBODY = -1, SEVERAL = -2, NOT_PLAIN = -3;
 constexpr int CELL_BYTES = 2; // shared memory is watched in units of the smallest element
 
 // Time as vector clocks. A warp's clock moves on at every barrier it takes part in; a thread's `seen` holds, for every
@@ -34,6 +36,8 @@ struct Thread {
     const int64_t *waits_for; // blocked while *waits_for == waits_value
     int64_t waits_value;
     const char *waits_in;
+    const int *word; // blocked while *word != word_value
+    int word_value;
     Clock seen[MAX_WARPS];
     std::vector<AsyncCopy> copies; // started, not waited for
     int64_t group;                 // of the next copy
@@ -57,8 +61,22 @@ struct SharedCell {
 };
 
 struct GlobalCell {
-    int64_t write_block = -1, read_block = -1;
+    int64_t write_block = -1,
+            read_block = -1; // NOT_PLAIN: part of a word of wait_until, store_release, take_ticket
     Touch writer;
+    int num_releases = 0; // of the writer's block, at that time
+};
+
+// A thread's store_release: all that `thread` of the block did before it, and all that it had seen of the others.
+struct Release {
+    int64_t block;
+    int thread, number;
+    Clock seen[MAX_WARPS];
+};
+
+struct Acquisition { // a wait_until that is over
+    Touch when;
+    Release release;
 };
 
 struct Region {
@@ -68,24 +86,34 @@ struct Region {
     std::vector<GlobalCell> cells;
 };
 
+struct Block {
+    int64_t index; // x fastest
+    bool done;
+    std::vector<std::unique_ptr<Thread>> threads;
+    Meeting warp_meetings[MAX_WARPS], block_meeting;
+    std::vector<SharedCell> shared_cells;
+    std::vector<char> shared_bytes;
+    int num_releases, releasing_thread;
+    std::vector<Acquisition> acquisitions;
+};
+
 jmp_buf scheduler;
 ucontext_t boot;
-std::vector<std::unique_ptr<Thread>> threads;
+std::vector<std::unique_ptr<Block>> blocks; // those that run side by side
+Block *block;
 Thread *current;
-int threads_in_block;
-int64_t block; // x fastest
+int most_blocks = 1, threads_in_block;
+std::minstd_rand draw;
 grid_size grid{1};
 const std::function<void()> *kernel_body;
-Meeting warp_meetings[MAX_WARPS], block_meeting;
-std::vector<SharedCell> shared_cells;
-std::vector<char> shared_bytes;
 std::vector<Region> regions;
+std::map<const int *, Release> words;       // what was last released to whom waits for a word
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
 Statistics counted;
 
 [[noreturn]] void fail(const std::string &what) {
-    throw Fault{"block " + std::to_string(block) + ", thread " + std::to_string(current->index) + ": " +
-                what};
+    throw Fault{"block " + std::to_string(block->index) + ", thread " + std::to_string(current->index) +
+                ": " + what};
 }
 
 std::string thread_name(int thread) {
@@ -118,8 +146,8 @@ void fiber_main() {
 
 void add_thread() {
     auto thread = std::make_unique<Thread>();
-    thread->index = (int)threads.size();
-    thread->stack = std::make_unique<char[]>(STACK_BYTES);
+    thread->index = (int)block->threads.size();
+    thread->stack = std::make_unique_for_overwrite<char[]>(STACK_BYTES);
     getcontext(&thread->start);
     thread->start.uc_stack.ss_sp = thread->stack.get();
     thread->start.uc_stack.ss_size = STACK_BYTES;
@@ -127,16 +155,18 @@ void add_thread() {
     makecontext(&thread->start, fiber_main, 0);
     current = thread.get();
     swapcontext(&boot, &thread->start);
-    threads.push_back(std::move(thread));
+    block->threads.push_back(std::move(thread));
 }
 
 bool is_ready(const Thread &thread) {
-    return !thread.done && (thread.waits_for == nullptr || *thread.waits_for != thread.waits_value);
+    return !thread.done && (thread.waits_for == nullptr || *thread.waits_for != thread.waits_value) &&
+           (thread.word == nullptr || *thread.word == thread.word_value);
 }
 
 void resume(Thread &thread) {
     current = &thread;
     thread.waits_for = nullptr;
+    thread.word = nullptr;
     if (_setjmp(scheduler) == 0) _longjmp(thread.at, 1);
     if (!faults.empty()) throw *faults.front();
 }
@@ -147,24 +177,89 @@ bool run_warp(int warp) {
     for (bool progress = true; progress; any |= progress) {
         progress = false;
         for (int i = warp * 32; i < warp * 32 + 32; i++)
-            if (is_ready(*threads[(size_t)i])) {
-                resume(*threads[(size_t)i]);
+            if (is_ready(*block->threads[(size_t)i])) {
+                resume(*block->threads[(size_t)i]);
                 progress = true;
             }
     }
     return any;
 }
 
-void run_block() {
-    for (bool progress = true; progress;) {
-        progress = false;
-        for (int warp = 0; warp < threads_in_block / 32; warp++) progress |= run_warp(warp);
+// The next block of the grid, in a place where none runs any more.
+void start_block(Block &in, int64_t index, int num_shared_bytes) {
+    block = &in;
+    block->index = index;
+    block->done = false;
+    block->shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
+    block->shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
+    for (Meeting &meeting : block->warp_meetings) meeting = {};
+    block->block_meeting = {};
+    block->num_releases = 0;
+    block->releasing_thread = NOBODY;
+    block->acquisitions.clear();
+    while ((int)block->threads.size() < threads_in_block) add_thread();
+    for (int i = 0; i < threads_in_block; i++) {
+        Thread &thread = *block->threads[(size_t)i];
+        thread.done = false;
+        thread.waits_for = nullptr;
+        thread.word = nullptr;
+        memset(thread.seen, 0, sizeof(thread.seen));
+        thread.copies.clear();
+        thread.group = 0;
     }
-    for (int i = 0; i < threads_in_block; i++)
-        if (!threads[(size_t)i]->done) {
-            current = threads[(size_t)i].get();
+}
+
+// Every warp once, as far as it can go: up to a barrier, mostly. Whether one of them could go on.
+bool advance(Block &running) {
+    block = &running;
+    bool progress = false;
+    for (int warp = 0; warp < threads_in_block / 32; warp++) progress |= run_warp(warp);
+    block->done = true;
+    for (int i = 0; i < threads_in_block; i++) block->done &= block->threads[(size_t)i]->done;
+    return progress;
+}
+
+// No block can go on. Those that have not started would not help: how many run at a time is the GPU's choice. A block
+// that waits for itself is at fault before one that waits for others.
+[[noreturn]] void fail_as_all_wait() {
+    current = nullptr;
+    for (const auto &stuck : blocks) {
+        if (stuck->done) continue;
+        const auto begin = stuck->threads.begin(), end = begin + threads_in_block;
+        const auto at_word =
+            std::find_if(begin, end, [](const auto &thread) { return thread->word != nullptr; });
+        if (at_word != end && current != nullptr) continue;
+        block = stuck.get();
+        current = at_word != end
+                      ? at_word->get()
+                      : std::find_if(begin, end, [](const auto &thread) { return !thread->done; })->get();
+        if (at_word == end)
             fail(std::string("waits forever in ") + current->waits_in + ", where other threads do not come");
+    }
+    fail("waits forever for " + std::to_string(current->word_value) + " in a word that stays " +
+         std::to_string(*current->word));
+}
+
+// The blocks of the grid, most_blocks at a time; which of them goes on is drawn anew at every barrier.
+void run_blocks(int num_shared_bytes) {
+    const int64_t num_blocks = grid.x * grid.y * grid.z;
+    while ((int)blocks.size() < most_blocks) blocks.push_back(std::make_unique<Block>());
+    int64_t started = 0;
+    for (const auto &place : blocks)
+        if (!(place->done = started == num_blocks)) start_block(*place, started++, num_shared_bytes);
+    for (;;) {
+        bool progress = false, all_done = true;
+        const size_t first = most_blocks > 1 ? draw() % blocks.size() : 0;
+        for (size_t i = 0; i < blocks.size() && !progress; i++) {
+            Block &next = *blocks[(first + i) % blocks.size()];
+            if (next.done) continue;
+            all_done = false;
+            progress = advance(next);
+            if (next.done && started < num_blocks) start_block(next, started++, num_shared_bytes);
         }
+        if (all_done) return;
+        if (!progress) fail_as_all_wait();
+    }
 }
 
 void wait_for(const Meeting &meeting, int64_t number) {
@@ -178,9 +273,9 @@ void wait_for(const Meeting &meeting, int64_t number) {
 void join_clocks(int first, int count) {
     Clock seen[MAX_WARPS] = {};
     for (int i = first; i < first + count; i++)
-        for (int w = 0; w < MAX_WARPS; w++) seen[w] = std::max(seen[w], threads[(size_t)i]->seen[w]);
+        for (int w = 0; w < MAX_WARPS; w++) seen[w] = std::max(seen[w], block->threads[(size_t)i]->seen[w]);
     for (int w = warp_of(first); w <= warp_of(first + count - 1); w++) seen[w]++;
-    for (int i = first; i < first + count; i++) memcpy(threads[(size_t)i]->seen, seen, sizeof(seen));
+    for (int i = first; i < first + count; i++) memcpy(block->threads[(size_t)i]->seen, seen, sizeof(seen));
 }
 
 bool is_before_now(const Touch &touch) {
@@ -202,8 +297,8 @@ std::string at_shared(shared_address address) { return " shared byte " + std::to
 void check_shared_place(shared_address address, int num_bytes) {
     if (address % (shared_address)num_bytes != 0)
         fail("misaligned access of " + std::to_string(num_bytes) + " bytes at" + at_shared(address));
-    if ((int64_t)address + num_bytes > (int64_t)shared_bytes.size())
-        fail("access outside the block's " + std::to_string(shared_bytes.size()) + " bytes, at" +
+    if ((int64_t)address + num_bytes > (int64_t)block->shared_bytes.size())
+        fail("access outside the block's " + std::to_string(block->shared_bytes.size()) + " bytes, at" +
              at_shared(address));
 }
 
@@ -238,10 +333,10 @@ void write_shared_cell(SharedCell &cell, shared_address address) {
 }
 
 void finish_copy(const AsyncCopy &copy) {
-    memset(&shared_bytes[copy.to], 0, 16);
-    if (copy.num_bytes > 0) memcpy(&shared_bytes[copy.to], copy.from, (size_t)copy.num_bytes);
+    memset(&block->shared_bytes[copy.to], 0, 16);
+    if (copy.num_bytes > 0) memcpy(&block->shared_bytes[copy.to], copy.from, (size_t)copy.num_bytes);
     for (size_t i = 0; i < 16 / CELL_BYTES; i++) {
-        SharedCell &cell = shared_cells[copy.to / CELL_BYTES + i];
+        SharedCell &cell = block->shared_cells[copy.to / CELL_BYTES + i];
         cell.state = SharedCell::WRITTEN;
         cell.writer = touch_now();
     }
@@ -255,18 +350,56 @@ Region *region_of(const char *begin, const char *end) {
     return nullptr;
 }
 
+// Whether what another block wrote was released by it, and acquired by this one.
+bool is_acquired(const GlobalCell &cell) {
+    return std::any_of(block->acquisitions.rbegin(), block->acquisitions.rend(), [&](const Acquisition &of) {
+        const Release &release = of.release;
+        return release.block == cell.write_block && is_before_now(of.when) &&
+               (cell.writer.thread == release.thread
+                    ? cell.num_releases < release.number
+                    : cell.writer.clock < release.seen[warp_of(cell.writer.thread)]);
+    });
+}
+
 void touch_global_cell(Access access, GlobalCell &cell) {
-    if (cell.write_block >= 0 && (cell.write_block != block || !is_before_now(cell.writer)))
+    if (cell.write_block == NOT_PLAIN)
+        fail("race in global memory: touches a word that blocks wait for or count with");
+    if (cell.write_block >= 0 &&
+        !(cell.write_block == block->index ? is_before_now(cell.writer) : is_acquired(cell)))
         fail("race in global memory: touches what block " + std::to_string(cell.write_block) + ", " +
              thread_name(cell.writer.thread) + " wrote");
     if (access == Access::READ) {
-        cell.read_block = cell.read_block < 0 || cell.read_block == block ? block : SEVERAL;
+        cell.read_block = cell.read_block < 0 || cell.read_block == block->index ? block->index : SEVERAL;
         return;
     }
-    if (cell.read_block != -1 && cell.read_block != block)
+    if (cell.read_block != -1 && cell.read_block != block->index)
         fail("race in global memory: writes what another block read");
-    cell.write_block = block;
-    cell.writer = touch_now();
+    cell = {block->index, -1, touch_now(), block->num_releases};
+}
+
+Region &region_at(const void *address, int64_t num_bytes) {
+    const char *const begin = static_cast<const char *>(address);
+    if ((uintptr_t)begin % (uintptr_t)num_bytes != 0) fail("misaligned access to global memory");
+    Region *const region = region_of(begin, begin + num_bytes);
+    if (region == nullptr) fail("access to global memory outside every array that was lent");
+    return *region;
+}
+
+template <class Touch> void for_cells(Region &region, const void *address, int64_t num_bytes, Touch touch) {
+    const int64_t begin = static_cast<const char *>(address) - region.begin;
+    for (int64_t i = begin / region.cell_bytes; i <= (begin + num_bytes - 1) / region.cell_bytes; i++)
+        touch(region.cells[(size_t)i]);
+}
+
+// Blocks meet at these words: in this launch nobody touches them otherwise.
+void check_word(const int *word) {
+    Region &region = region_at(word, sizeof(*word));
+    if (!region.writable) fail("writes an array that was lent for reading");
+    for_cells(region, word, sizeof(*word), [](GlobalCell &cell) {
+        if (cell.write_block >= 0 || cell.read_block != -1)
+            fail("race in global memory: waits for or counts with a word that is also touched otherwise");
+        cell.write_block = NOT_PLAIN;
+    });
 }
 
 } // namespace
@@ -282,37 +415,29 @@ void take_back_all() { regions.clear(); }
 
 Statistics statistics() { return counted; }
 
-void run(const std::function<void()> &kernel, grid_size blocks, int num_threads, int num_shared_bytes) {
+void run_side_by_side(int num_blocks, uint32_t seed) {
+    most_blocks = num_blocks;
+    blocks.clear();
+    draw.seed(seed);
+}
+
+void run(const std::function<void()> &kernel, grid_size num_blocks, int num_threads, int num_shared_bytes) {
     if (num_threads < 32 || num_threads % 32 != 0 || num_threads > MAX_THREADS)
         throw Fault{"a block of " + std::to_string(num_threads) + " threads"};
-    while ((int)threads.size() < num_threads) add_thread();
     kernel_body = &kernel;
     threads_in_block = num_threads;
-    grid = blocks;
+    grid = num_blocks;
+    words.clear();
     for (Region &region : regions)
         if (region.writable)
             region.cells.assign(
                 (size_t)((region.end - region.begin + region.cell_bytes - 1) / region.cell_bytes), {});
-    shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
-    for (block = 0; block < grid.x * grid.y * grid.z; block++) {
-        shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
-        for (Meeting &meeting : warp_meetings) meeting = {};
-        block_meeting = {};
-        for (int i = 0; i < num_threads; i++) {
-            Thread &thread = *threads[(size_t)i];
-            thread.done = false;
-            thread.waits_for = nullptr;
-            memset(thread.seen, 0, sizeof(thread.seen));
-            thread.copies.clear();
-            thread.group = 0;
-        }
-        try {
-            run_block();
-        } catch (const Fault &) {
-            faults.clear();
-            threads.clear(); // those that are in the middle of the kernel cannot be used again
-            throw;
-        }
+    try {
+        run_blocks(num_shared_bytes);
+    } catch (const Fault &) {
+        faults.clear();
+        blocks.clear(); // threads that are in the middle of the kernel cannot be used again
+        throw;
     }
 }
 
@@ -321,23 +446,24 @@ void run(const std::function<void()> &kernel, grid_size blocks, int num_threads,
 int thread_index() { return current->index; }
 int num_threads() { return threads_in_block; }
 int block_index(int dim) {
-    return (int)(dim == 0 ? block % grid.x : dim == 1 ? block / grid.x % grid.y : block / grid.x / grid.y);
+    const int64_t index = block->index;
+    return (int)(dim == 0 ? index % grid.x : dim == 1 ? index / grid.x % grid.y : index / grid.x / grid.y);
 }
 int num_blocks(int dim) { return (int)(dim == 0 ? grid.x : dim == 1 ? grid.y : grid.z); }
 
 void block_barrier() {
-    block_meeting.name = "block_barrier";
-    if (++block_meeting.num_arrived < threads_in_block) {
-        wait_for(block_meeting, block_meeting.number);
+    block->block_meeting.name = "block_barrier";
+    if (++block->block_meeting.num_arrived < threads_in_block) {
+        wait_for(block->block_meeting, block->block_meeting.number);
         return;
     }
     join_clocks(0, threads_in_block);
-    block_meeting.num_arrived = 0;
-    block_meeting.number++;
+    block->block_meeting.num_arrived = 0;
+    block->block_meeting.number++;
 }
 
 void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
-    Meeting &meeting = warp_meetings[warp_of(current->index)];
+    Meeting &meeting = block->warp_meetings[warp_of(current->index)];
     if (meeting.num_arrived == 0) meeting.name = name;
     if (strcmp(meeting.name, name) != 0)
         fail(std::string("calls ") + name + " while lanes of its warp are in " + meeting.name);
@@ -354,29 +480,49 @@ void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
 void join_clocks_of_warp() { join_clocks(warp_of(current->index) * 32, 32); }
 
 void check_global(Access access, const void *address, int64_t num_bytes) {
-    const char *const begin = static_cast<const char *>(address);
-    if ((uintptr_t)begin % (uintptr_t)num_bytes != 0) fail("misaligned access to global memory");
-    Region *const region = region_of(begin, begin + num_bytes);
-    if (region == nullptr) fail("access to global memory outside every array that was lent");
-    if (!region->writable) {
-        if (access == Access::WRITE) fail("writes an array that was lent for reading");
-        return;
+    Region &region = region_at(address, num_bytes);
+    if (region.writable)
+        for_cells(region, address, num_bytes, [=](GlobalCell &cell) { touch_global_cell(access, cell); });
+    else if (access == Access::WRITE)
+        fail("writes an array that was lent for reading");
+}
+
+int take_ticket(int *counter) {
+    check_word(counter);
+    return (*counter)++;
+}
+
+void wait_until(const int *word, int value) {
+    check_word(word);
+    if (*word != value) {
+        current->word = word;
+        current->word_value = value;
+        give_way();
     }
-    const int64_t first = (begin - region->begin) / region->cell_bytes,
-                  last = (begin + num_bytes - 1 - region->begin) / region->cell_bytes;
-    for (int64_t i = first; i <= last; i++) touch_global_cell(access, region->cells[(size_t)i]);
+    const auto found = words.find(word);
+    if (found != words.end()) block->acquisitions.push_back({touch_now(), found->second});
+}
+
+void store_release(int *word, int value) {
+    check_word(word);
+    if (block->num_releases++ > 0 && block->releasing_thread != current->index)
+        fail("store_release by a second thread of the block, which the emulator does not follow");
+    block->releasing_thread = current->index;
+    Release &release = words[word] = {block->index, current->index, block->num_releases, {}};
+    memcpy(release.seen, current->seen, sizeof(release.seen));
+    *word = value;
 }
 
 void *check_shared(Access access, shared_address address, int num_bytes) {
     check_shared_place(address, num_bytes);
     for (int i = 0; i < num_bytes; i += CELL_BYTES) {
-        SharedCell &cell = shared_cells[(address + (shared_address)i) / CELL_BYTES];
+        SharedCell &cell = block->shared_cells[(address + (shared_address)i) / CELL_BYTES];
         if (access == Access::READ)
             read_shared_cell(cell, address);
         else
             write_shared_cell(cell, address);
     }
-    return &shared_bytes[address];
+    return &block->shared_bytes[address];
 }
 
 // The bytes may arrive at any time from now on: to others it is a write now, and once more at the end of the wait.
@@ -388,7 +534,7 @@ void async_copy(shared_address to, const void *from, int num_bytes) {
         fail("async copy from outside every array that was lent");
     check_shared(Access::WRITE, to, 16);
     for (size_t i = 0; i < 16 / CELL_BYTES; i++)
-        shared_cells[to / CELL_BYTES + i].state = SharedCell::COPYING;
+        block->shared_cells[to / CELL_BYTES + i].state = SharedCell::COPYING;
     current->copies.push_back({to, from, num_bytes, current->group});
 }
 
@@ -428,5 +574,8 @@ void emulator_lend(const void *begin, int64_t num_bytes, bool writable) {
     emulator::lend(begin, num_bytes, writable);
 }
 void emulator_take_back_all(void) { emulator::take_back_all(); }
+void emulator_run_side_by_side(int num_blocks, uint32_t seed) {
+    emulator::run_side_by_side(num_blocks, seed);
+}
 int64_t emulator_bank_conflicts(void) { return emulator::statistics().bank_conflicts; }
 }

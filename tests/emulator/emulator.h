@@ -1,7 +1,9 @@
-// Runs the CUDA kernels on the host, one block after the other: cuda/device.cuh includes this where nvcc does not compile.
-// The threads of a block are fibers of one host thread that give way only where a kernel waits. What a GPU would do
-// silently is a Fault here, with the block and thread at fault:
-//   global memory    an access outside the arrays that were lent, misaligned, or to what another block writes
+// Runs the CUDA kernels on the host, one block after the other, or some side by side: cuda/device.cuh includes this where
+// nvcc does not compile. The threads of a block are fibers of one host thread that give way only where a kernel waits. What
+// a GPU would do silently is a Fault here, with the block and thread at fault:
+//   global memory    an access outside the arrays that were lent, misaligned, or to what another block writes, unless it
+//                    was written before a store_release that a wait_until has seen, and both reach these threads
+//   turns            a wait_until that no running block ends
 //   shared memory    an access outside the block's bytes, misaligned, to what nobody wrote, or in a race: two threads at
 //                    the same bytes, one of them writing, and no barrier between them
 //   async copies     a look at the bytes before the wait and the barrier; a copy that nobody waits for
@@ -40,6 +42,10 @@ struct Fault {
 void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes = 2);
 void take_back_all();
 
+// From now on so many blocks of a launch run side by side, and which goes on after a barrier is drawn from the seed. At
+// first it is one.
+void run_side_by_side(int num_blocks, uint32_t seed);
+
 // Throws the first Fault.
 void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes);
 
@@ -60,6 +66,9 @@ int num_blocks(int dim);
 void block_barrier();
 
 void check_global(Access access, const void *address, int64_t num_bytes);
+int take_ticket(int *counter);
+void wait_until(const int *word, int value);
+void store_release(int *word, int value);
 void *check_shared(Access access, shared_address address, int num_bytes); // where the bytes are
 void async_copy(shared_address to, const void *from, int num_bytes);
 void async_commit();
@@ -159,6 +168,10 @@ template <class T> void global_store(T *to, const T &value) {
     emulator::check_global(emulator::Access::WRITE, to, sizeof(T));
     *to = value;
 }
+
+inline int take_ticket(int *counter) { return emulator::take_ticket(counter); }
+inline void wait_until(const int *word, int value) { emulator::wait_until(word, value); }
+inline void store_release(int *word, int value) { emulator::store_release(word, value); }
 
 inline void async_copy(shared_address to, const void *from, int num_bytes) {
     emulator::async_copy(to, from, num_bytes);

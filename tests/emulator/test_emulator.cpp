@@ -106,6 +106,103 @@ static void test_global_memory() {
     emulator::take_back_all();
 }
 
+// Blocks add to the same numbers, in the order of their tickets.
+static void test_turns() {
+    struct {
+        int ticket, turn;
+        float numbers[64];
+    } x = {};
+    emulator::lend(&x, sizeof(x), true, 4);
+    const auto mine = [&] {
+        if (thread_index() == 0) shared_store(slot(0), take_ticket(&x.ticket));
+        block_barrier();
+        return shared_load<int>(slot(0));
+    };
+    const auto add = [&] {
+        float *const number = x.numbers + 63 - thread_index();
+        global_store(number, global_load(number) * 2 + (float)block_index());
+    };
+    const auto wait = [&](int turn) {
+        if (thread_index() == 0) wait_until(&x.turn, turn);
+    };
+    const auto release = [&](int turn) {
+        if (thread_index() == 0) store_release(&x.turn, turn + 1);
+    };
+    const auto expect_of_blocks = [&](const char *what, const std::string &expected, auto kernel) {
+        x = {};
+        expect(what, expected, kernel, 64, 5);
+    };
+    for (const int side_by_side : {1, 2, 5}) {
+        emulator::run_side_by_side(side_by_side, 7);
+        std::vector<int> order;
+        expect_of_blocks("turns", "", [&] {
+            const int turn = mine();
+            wait(turn);
+            block_barrier();
+            add();
+            if (thread_index() == 0) order.push_back(block_index());
+            block_barrier();
+            release(turn);
+        });
+        float want = 0;
+        for (const int of : order) want = want * 2 + (float)of;
+        check(order.size() == 5 && x.numbers[0] == want && x.numbers[63] == want, "turns", "a wrong sum");
+        expect_of_blocks("turns without a wait", "race in global memory: touches what block", [&] {
+            const int turn = mine();
+            add();
+            block_barrier();
+            release(turn);
+        });
+        expect_of_blocks("no barrier between wait and work", "race in global memory: touches what block",
+                         [&] {
+                             const int turn = mine();
+                             wait(turn);
+                             add();
+                             block_barrier();
+                             release(turn);
+                         });
+        expect_of_blocks("no barrier between work and release", "race in global memory: touches what block",
+                         [&] {
+                             const int turn = mine();
+                             wait(turn);
+                             block_barrier();
+                             add();
+                             release(turn);
+                         });
+        expect_of_blocks("work after the release", "race in global memory: ", [&] {
+            const int turn = mine();
+            wait(turn);
+            block_barrier();
+            add();
+            block_barrier();
+            release(turn);
+            if (turn < 4) add();
+        });
+        expect_of_blocks("turns without a release", "in a word that stays 0", [&] {
+            const int turn = mine();
+            wait(turn);
+            block_barrier();
+            add();
+        });
+    }
+    emulator::run_side_by_side(1, 0);
+    expect_of_blocks("a wait for a block that starts later", "block 0, thread 0: waits forever for 4", [&] {
+        const int turn = 4 - mine();
+        wait(turn);
+        block_barrier();
+        release(turn);
+    });
+    expect_of_blocks("a plain look at a word of turns", "touches a word that blocks", [&] {
+        mine();
+        global_load(&x.ticket);
+    });
+    expect_of_blocks("a plain store to a word of turns", "also touched otherwise", [&] {
+        if (thread_index() == 0) global_store(&x.turn, block_index());
+        if (thread_index() == 0) wait_until(&x.turn, 0);
+    });
+    emulator::take_back_all();
+}
+
 static void test_async_copies() {
     alignas(16) static chunk from[64];
     emulator::lend(from, sizeof(from), false);
@@ -262,6 +359,7 @@ static void test_numbers() {
 int main() {
     test_shared_memory();
     test_global_memory();
+    test_turns();
     test_async_copies();
     test_meetings();
     test_product<bf16>("a product of bf16 fragments");
