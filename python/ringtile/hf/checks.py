@@ -29,7 +29,7 @@ _TRAINER_METHODS = {
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "_track_num_input_tokens": ("inputs",),
     "floating_point_ops": ("inputs",),
-    "get_cp_size": (),
+    "get_total_train_batch_size": ("args",),
 }
 _FUNCTIONS = (
     (

@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
@@ -116,7 +116,7 @@ class _Session:
         self._replace(trainer, "floating_point_ops", self._floating_point_ops)
         self.ledger.set(accelerator, "_prepare_cp", self._prepare_cp)
         if not self._accelerate_has_context_parallel():
-            self._replace(trainer, "get_cp_size", self._get_cp_size)
+            self._replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self._replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if whole:
             self._install_whole_outputs()
@@ -349,8 +349,10 @@ class _Session:
         flops: float = original(inputs) / self.group.size
         return flops
 
-    def _get_cp_size(self, original: Callable[..., Any]) -> int:
-        return self.group.size
+    def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
+        """get_cp_size stays 1: later transformers divide the number of items by it, which we do already."""
+        rows: int = original(args) // self.group.size
+        return rows
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         return data.prepare_loader(self.trainer.accelerator, self.group, data_loader)
