@@ -7,16 +7,19 @@ that this is one. Nothing else of them is changed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 # accelerate sees a device that is the CPU, DDP is given no device ids, DeepSpeed looks for no accelerator.
 _VARIABLES = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": "true", "DS_ACCELERATOR": "cpu"}
@@ -32,7 +35,20 @@ def engine(name: str) -> Iterator[dict[str, Any]]:
         arguments = {"use_cpu": False, "deepspeed": _zero(int(name[-1]))}
     backend = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", kind))
     with mock.patch.dict(os.environ, _VARIABLES), backend if arguments else contextlib.nullcontext():
-        yield arguments
+        try:
+            yield arguments
+        finally:
+            unset_hf_deepspeed_config()  # under that of ZeRO-3 later models would be sharded
+
+
+@functools.cache
+def needs_deepspeed() -> None:
+    """Skips a test without DeepSpeed. With it, compiles what it will load, which a rank's timeout would interrupt."""
+    pytest.importorskip("deepspeed")
+    with mock.patch.dict(os.environ, _VARIABLES):
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+        ShareMemCommBuilder().load(verbose=False)
 
 
 def _zero(stage: int) -> dict[str, Any]:

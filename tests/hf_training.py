@@ -18,7 +18,6 @@ from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 # fp32: a loss of 5 and weights of 1 are sums over ~20 tokens and 32 channels, added in another order on two ranks; each
 # step passes such rounding on to the next. Measured: 1e-7 to 5e-7. Any lost token, mask or factor shows above 1e-3.
@@ -110,7 +109,6 @@ def enter_world() -> None:
     """Makes transformers see the process group of this rank, or its absence, as if started for it."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    unset_hf_deepspeed_config()  # of an earlier ZeRO-3 run, under which new models would be sharded
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

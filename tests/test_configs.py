@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -11,7 +10,7 @@ import datasets
 import pytest
 import transformers
 import yaml
-from hf_engines import engine
+from hf_engines import engine, needs_deepspeed
 from hf_training import enter_world
 from pool import run_ranks
 from ringtile.cli import main, training
@@ -99,8 +98,8 @@ def rank_losses(path: pathlib.Path, name: str, cache: pathlib.Path) -> tuple[lis
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("file", "name"), [("fsdp2", "FSDP2"), ("deepspeed_zero3", "ZeRO-3")])
 def test_sharded_engines_train_as_one_process(file: str, name: str, tmp_path: pathlib.Path) -> None:
-    if name.startswith("ZeRO") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs deepspeed")
+    if name.startswith("ZeRO"):
+        needs_deepspeed()
     changes: dict[str, Any] = {"use_cpu": False}
     config = yaml.safe_load((CONFIGS / "alst" / f"{file}.yaml").read_text())
     if "deepspeed" in config["training"]:  # it knows a few optimizers, and must be told of others

@@ -9,6 +9,7 @@ import pytest
 import ringtile
 from accelerate import ParallelismConfig
 from hf_engines import engine as engine_arguments
+from hf_engines import needs_deepspeed
 from hf_models import tiny_model
 from hf_training import Run, assert_equal_training, make_trainer, train
 from pool import run_ranks
@@ -94,7 +95,7 @@ def _wrapper(engine):
 )
 def test_engine_is_the_one_asked_for(engine, wrapper):
     if engine.startswith("ZeRO"):
-        pytest.importorskip("deepspeed")
+        needs_deepspeed()
     for classes in run_ranks(2, _wrapper, engine):
         assert wrapper in classes
 
@@ -140,7 +141,7 @@ def _without_flops(run: Run) -> Run:
 
 @pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3"])
 def test_zero_evaluates_and_predicts_as_one_process(engine):
-    pytest.importorskip("deepspeed")
+    needs_deepspeed()
     _assert_equal([_without_flops(run) for run in run_ranks(2, train, SIZE_TWO, engine=engine)])
 
 
@@ -157,6 +158,6 @@ def _train_loaded(folder):
 
 
 def test_model_loaded_in_shards_equals_one_process(tmp_path):
-    pytest.importorskip("deepspeed")
+    needs_deepspeed()
     tiny_model().save_pretrained(tmp_path)
     _assert_equal([_without_flops(run) for run in run_ranks(2, _train_loaded, str(tmp_path))], evaluate=False)

@@ -8,6 +8,7 @@ import functools
 import itertools
 
 import pytest
+from hf_engines import needs_deepspeed
 from hf_training import Run, assert_equal_training, packed, train
 from pool import run_ranks
 
@@ -40,11 +41,6 @@ def _reference(trainer: str, weights: str, way: str, rows_of_a_batch: int) -> Ru
     return train(None, per_device_train_batch_size=rows_of_a_batch, **_options(trainer, weights, way))
 
 
-def _packages(trainer: str, engine: str, weights: str) -> list[str]:
-    wanted = {"trl": trainer == "SFTTrainer", "peft": weights == "LoRA", "deepspeed": engine.startswith("ZeRO")}
-    return [name for name, is_wanted in wanted.items() if is_wanted]
-
-
 CHOICES = (TRAINERS, ENGINES, WORLDS, WEIGHTS, WAYS)
 
 
@@ -64,8 +60,12 @@ def _cells():
 
 @pytest.mark.parametrize(("trainer", "engine", "world", "weights", "way"), _cells())
 def test_cell_equals_one_process(trainer, engine, world, weights, way):
-    for package in _packages(trainer, engine, weights):
-        pytest.importorskip(package)
+    if trainer == "SFTTrainer":
+        pytest.importorskip("trl")
+    if weights == "LoRA":
+        pytest.importorskip("peft")
+    if engine.startswith("ZeRO"):
+        needs_deepspeed()
     expected = _reference(trainer, weights, way, WORLDS[world])
     config, options = {"context_parallel_size": 2}, _options(trainer, weights, way)
     for run in run_ranks(WORLDS[world], train, config, engine=engine, **options):

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from hf_engines import full_weights
+from hf_engines import full_weights, needs_deepspeed
 from hf_models import SIZES, tiny_model
 from hf_training import Run, assert_equal_training, train
 from pool import run_ranks
@@ -155,7 +155,7 @@ def trained_in_one_process(family: str, lora: bool) -> Run:
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
 def test_trainer_has_the_weights_of_one_process(engine, family, use_original_mlp) -> None:
     if engine.startswith("ZeRO"):
-        pytest.importorskip("deepspeed")
+        needs_deepspeed()
     config = {"tiled_mlp": True, "tile_tokens": 7, "tiled_mlp_use_original_mlp": use_original_mlp}
     for run in run_ranks(2, train, config, engine=engine, family=family, **TRAINING):
         assert_equal_training(run, trained_in_one_process(family, False))
@@ -169,7 +169,7 @@ def zero3_collectives(config: dict[str, object]) -> Counter[str]:
 
 def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
     """DeepSpeed's hooks at an MLP's parts would gather for every tile; as a leaf it gathers them together."""
-    pytest.importorskip("deepspeed")
+    needs_deepspeed()
     one, other = run_ranks(2, zero3_collectives, {"tiled_mlp": True, "tile_tokens": 1000})
     assert one == other
     assert one["c10d::_allgather_base_"] > 0
@@ -180,7 +180,7 @@ def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
 def test_adapters_have_the_weights_of_one_process(engine) -> None:
     pytest.importorskip("peft")
     if engine.startswith("ZeRO"):
-        pytest.importorskip("deepspeed")
+        needs_deepspeed()
     config = {"tiled_mlp": True, "tile_tokens": 7}
     for run in run_ranks(2, train, config, engine=engine, lora=True, **TRAINING):
         assert_equal_training(run, trained_in_one_process("llama", True))
