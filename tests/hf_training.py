@@ -130,6 +130,7 @@ def make_trainer(
     num_rows: int = 22,
     folder: str | None = None,
     trainer_arguments: dict[str, Any] | None = None,
+    arguments_class: type[TrainingArguments] = TrainingArguments,
     **arguments: Any,
 ) -> Trainer:
     """A Trainer on 22 training and 5 evaluation rows; SGD without clipping, so that weights show every gradient."""
@@ -166,7 +167,7 @@ def make_trainer(
         train_rows, eval_rows = (datasets.Dataset.from_list(rows) for rows in (train_rows, eval_rows))
         extra = {"processing_class": tiny_tokenizer(), **(trainer_arguments or {})}
     else:
-        training_arguments = TrainingArguments(folder, **settings)
+        training_arguments = arguments_class(folder, **settings)
     return trainer_class(
         model=model,
         args=training_arguments,

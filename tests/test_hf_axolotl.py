@@ -1,14 +1,21 @@
-"""The axolotl plugin, with a stand-in for axolotl's base class: axolotl pins other versions of what we stand on."""
+"""The axolotl plugin: with axolotl where it is installed, else with a stand-in for its base class.
+
+axolotl pins other versions of what ringtile is tested with, so it is no dependency of these tests.
+"""
 
 import importlib
+import importlib.util
 import sys
 import types
 
 import pytest
 import ringtile
-from hf_training import make_trainer
+import yaml
+from hf_training import TOLERANCE, assert_equal_training, make_trainer, train
 from pool import run_ranks
 from pydantic import BaseModel, ValidationError
+
+needs_axolotl = pytest.mark.skipif(not importlib.util.find_spec("axolotl"), reason="axolotl is not installed")
 
 
 class BasePlugin:
@@ -19,6 +26,8 @@ class BasePlugin:
 
 
 def _plugin():
+    if importlib.util.find_spec("axolotl"):
+        return importlib.import_module("ringtile.hf.axolotl")
     base = types.ModuleType("axolotl.integrations.base")
     base.BasePlugin = BasePlugin
     modules = {name: types.ModuleType(name) for name in ("axolotl", "axolotl.integrations")}
@@ -51,6 +60,11 @@ def test_old_name_of_the_size_and_the_section_are_read():
 def test_two_sizes_are_named():
     with pytest.raises(ringtile.ConfigError, match="context_parallel_size is 4 but context_parallel_size is 2 too"):
         registered(context_parallel_size=4, sequence_parallel_degree=2)
+
+
+def test_workers_of_ray_may_register_again():
+    cfg = {"use_ray": True, "context_parallel_size": 1, "ringtile": {"context_parallel_size": 2}}
+    assert registered(**cfg)["ringtile"] == {"context_parallel_size": 2}
 
 
 def test_section_is_validated_with_axolotls_own_configuration():
@@ -95,3 +109,66 @@ def test_trainer_is_enabled_once_it_is_built():
 def test_orpo_is_refused():
     with pytest.raises(ringtile.ConfigError, match="orpo_alpha"):
         _plugin().RingtilePlugin().post_trainer_create({"orpo_alpha": 0.1}, None)
+
+
+# ---- axolotl itself -----------------------------------------------------------------------------
+
+BASE = """
+base_model: none
+datasets: [{path: none, type: alpaca}]
+micro_batch_size: 1
+gradient_accumulation_steps: 1
+learning_rate: 1.0e-5
+plugins: [ringtile.hf.axolotl.RingtilePlugin]
+"""
+
+
+def validated(text, **keys):
+    """What axolotl 0.19.0 makes of a YAML file on a machine with 8 H100: the plugin's register, then its schema."""
+    from axolotl.utils.config import prepare_plugins, validate_config
+    from axolotl.utils.dict import DictDefault
+
+    cfg = DictDefault({**yaml.safe_load(text), **keys})
+    prepare_plugins(cfg)
+    capabilities = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 8, "compute_capability": "sm_90"}
+    return validate_config(cfg, capabilities=capabilities, env_capabilities={"torch_version": "2.13.0"})
+
+
+@needs_axolotl
+def test_axolotl_itself_never_sees_our_keys():
+    keys = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_mlp_num_shards": 4, "layout": "striped"}
+    cfg = validated(BASE, **keys, sample_packing=True, micro_batch_size=2)
+    assert cfg.ringtile == keys
+    assert (cfg.context_parallel_size, cfg.tiled_mlp, cfg.tiled_mlp_num_shards) == (1, None, None)
+    assert validated(BASE, sequence_parallel_degree=4).ringtile == {"context_parallel_size": 4}
+
+
+@needs_axolotl
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"context_parallel_size": "two"}, "context_parallel_size is 'two'"),
+        ({"layout": "zigzags"}, "layout is 'zigzags'"),
+        ({"ringtile": {"layouts": "zigzag"}}, "unknown key layouts: did you mean layout"),
+        ({"tiled_mlp_num_shards": 4}, "tiled_mlp_num_shards is 4 but tiled_mlp is false"),
+    ],
+)
+def test_axolotl_itself_refuses_our_mistakes(keys, words):
+    with pytest.raises(ValidationError, match=words):
+        validated(BASE, **keys)
+
+
+def _train_axolotl(config, **options):
+    from axolotl.core.trainers.base import AxolotlTrainer
+    from axolotl.core.training_args import AxolotlTrainingArguments
+
+    return train(config, trainer_class=AxolotlTrainer, arguments_class=AxolotlTrainingArguments, **options)
+
+
+@needs_axolotl
+def test_axolotls_trainer_on_two_ranks_equals_one_process():
+    options = {"remove_unused_columns": False}
+    expected = _train_axolotl(None, **options)
+    for run in run_ranks(2, _train_axolotl, {"context_parallel_size": 2}, timeout=200.0, **options):
+        assert_equal_training(run, expected)
+        assert run.eval_loss == pytest.approx(expected.eval_loss, rel=TOLERANCE)

@@ -56,6 +56,29 @@ def test_own_compute_loss_sees_whole_sequences(trainer_class):
         assert run.num_input_tokens == expected.num_input_tokens
 
 
+class MeanPerBatch(Trainer):
+    """The mean of the means of its batches, as axolotl's Trainer computes it: one that counts no targets."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.model_accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize("options", [{}, {"average_tokens_across_devices": False}, {"label_smoothing_factor": 0.1}])
+def test_mean_of_means_equals_one_process(options):
+    options = {"trainer_class": MeanPerBatch, **options}
+    expected = train(None, **options)
+    for run in run_ranks(2, train, CONFIG, **options):
+        assert_equal_training(run, expected)
+        assert run.eval_loss == pytest.approx(expected.eval_loss, rel=TOLERANCE)
+
+
+def test_mean_of_means_of_two_groups_equals_two_ranks():
+    expected = run_ranks(2, train, None, trainer_class=MeanPerBatch)[0]
+    for run in run_ranks(4, train, CONFIG, trainer_class=MeanPerBatch):
+        assert_equal_training(run, expected)
+
+
 def _squared(outputs, labels, num_items_in_batch=None):
     """A loss function of a user, which shifts the labels itself."""
     logits, labels = outputs.logits[:, :-1], labels[:, 1:]

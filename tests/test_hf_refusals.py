@@ -97,6 +97,13 @@ def test_compute_loss_of_any_arguments_is_accepted():
     assert "there are 1 ranks" in str(_refusal(make_trainer(trainer_class=OwnLoss)))
 
 
+def test_sft_that_counts_no_targets_is_refused():
+    trl = pytest.importorskip("trl")
+    trainer = make_trainer(trainer_class=trl.SFTTrainer)
+    trainer.model_accepts_loss_kwargs = False
+    assert "SFTTrainer sets model_accepts_loss_kwargs to false" in str(_refusal(trainer))
+
+
 def test_tensor_parallelism_is_refused():
     trainer = make_trainer()
     trainer.model._tp_size = 2

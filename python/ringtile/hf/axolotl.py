@@ -49,6 +49,8 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
         Raises ConfigError when a key is given in two places.
         """
         section = dict(cfg.get(_SECTION) or {})
+        if section and cfg.get("use_ray") and cfg.get("context_parallel_size") == 1:
+            del cfg["context_parallel_size"]  # Ray's workers register again: axolotl's validation has filled it in
         for key in (_OLD_SIZE, *Config.model_fields):
             if key in _AXOLOTLS_OWN or cfg.get(key) is None:
                 continue

@@ -102,12 +102,23 @@ def check_trainer(trainer: Trainer) -> bool:
             f"{name} computes its loss from the outputs of whole sequences and uses torch_compile; expected one of the "
             f"two: the hooks that cut and join have not been shown to survive compilation"
         )
-    if not whole and not trainer.model_accepts_loss_kwargs:
-        raise Refused(
-            f"{name} does not hand num_items_in_batch to its model (model_accepts_loss_kwargs is false); expected a "
-            f"model that takes it: a mean over each shard is not the mean over the sequence"
-        )
     return whole
+
+
+def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Raises Refused where a loss computed on a shard would be a mean over that shard.
+
+    A Trainer whose model_accepts_loss_kwargs is false (axolotl's) is none: its model is given the number of targets.
+    """
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    reason = "a mean over each shard is not the mean over the sequence"
+    if not getattr(model, "accepts_loss_kwargs", takes_any):
+        raise Refused(
+            f"{type(model).__name__} does not take num_items_in_batch (accepts_loss_kwargs is false, or its forward "
+            f"has no **kwargs); expected a model that does: {reason}"
+        )
+    if not trainer.model_accepts_loss_kwargs and _home(trainer, "compute_loss").__module__ == _SFT:
+        raise Refused(f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}")
 
 
 def check_model(model: PreTrainedModel, classifier: bool = False) -> None:

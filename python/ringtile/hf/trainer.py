@@ -106,6 +106,8 @@ class _Session:
     def _install_context_parallel(self) -> None:
         trainer, accelerator, config = self.trainer, self.trainer.accelerator, self.config
         whole = checks.check_trainer(trainer)
+        if not whole:
+            checks.check_mean_over_targets(trainer, self.base)
         checks.check_model(self.base, classifier=whole and joined.has_score(self.base))
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         self.ledger.on_restore(self.group.close)
@@ -259,6 +261,8 @@ class _Session:
         with self._cut(inputs) as (local, cut):
             if num_items_in_batch is None and cut.num_targets is not None:
                 num_items_in_batch = self._targets_per_rank(cut.num_targets)
+                if not self.trainer.model_accepts_loss_kwargs:  # a mean per batch: the Trainer hands its model nothing
+                    local["num_items_in_batch"] = num_items_in_batch
             return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
     def _with_whole_outputs(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -285,8 +289,8 @@ class _Session:
 
         The mean over the group of N * local_sum / num_items is local_sums / num_targets; N only where it is applied.
         """
-        averages = self.trainer.args.average_tokens_across_devices
-        return num_targets * (self.trainer.accelerator.num_processes if averages else 1) / self.group.size
+        scales = self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs
+        return num_targets * (self.trainer.accelerator.num_processes if scales else 1) / self.group.size
 
     def _prediction_step(
         self,
