@@ -7,12 +7,14 @@ from unittest import mock
 
 import pytest
 import ringtile
+import torch
 from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from hf_engines import engine as engine_arguments
 from hf_engines import needs_deepspeed
 from hf_models import tiny_model
 from hf_training import Run, assert_equal_training, make_trainer, train
-from pool import run_ranks
+from pool import Pool, run_ranks
 from test_hf_trainer import assert_equal_runs
 
 SIZE_TWO = {"context_parallel_size": 2}
@@ -161,3 +163,40 @@ def test_model_loaded_in_shards_equals_one_process(tmp_path):
     needs_deepspeed()
     tiny_model().save_pretrained(tmp_path)
     _assert_equal([_without_flops(run) for run in run_ranks(2, _train_loaded, str(tmp_path))], evaluate=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllOfOneLength:
+    """Pads to 24 tokens with position ids and without a mask: DeepSpeed gathers what its ranks read."""
+
+    def __call__(self, rows):
+        fill = {"input_ids": 0, "labels": -100}
+        batch = {name: torch.tensor([(row[name] + [fill[name]] * 24)[:24] for row in rows]) for name in fill}
+        return {**batch, "position_ids": torch.arange(24).expand(len(rows), -1).contiguous()}
+
+
+def _train_ulysses(config):
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "include_num_input_tokens_seen": False,
+    }
+    return train(
+        config, engine="ZeRO-2", parallelism_config=parallelism, collator=AllOfOneLength(), evaluate=False, **options
+    )
+
+
+def test_deepspeeds_own_sequence_parallelism_keeps_its_numbers():
+    """Bit for bit with context parallelism enabled beside it; tiles work under it. Its group is made once a process."""
+    needs_deepspeed()
+    runs = []
+    for config in (None, SIZE_TWO, {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}):
+        pool = Pool(2)
+        runs.append(pool.run(_train_ulysses, config)[0])
+        pool.close()
+    alone, beside, tiled = runs
+    assert beside.losses == alone.losses
+    assert all(torch.equal(beside.weights[name], weight) for name, weight in alone.weights.items())
+    assert_equal_training(tiled, alone)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
@@ -107,6 +108,7 @@ class _TiledForward:
     num_shards: int | None
     use_original_mlp: bool
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], Tensor):

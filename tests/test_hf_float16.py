@@ -1,0 +1,81 @@
+"""float16 with a GradScaler: gradients are scaled and unscaled, and a step with an inf is skipped on all ranks."""
+
+import functools
+import math
+
+import pytest
+import torch
+from accelerate.utils import AutocastKwargs
+from hf_training import Run, assert_equal_training, train
+from pool import run_ranks
+from transformers import Trainer
+
+CONFIG = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
+SCALE = 2.0**12
+
+
+class ScalingTrainer(Trainer):
+    """What accelerate sets up for `fp16: true` on a GPU; on a CPU it trains in float32 and says nothing.
+
+    spoilt: the micro-step whose gradients rank 0 overflows, and no other rank.
+    """
+
+    def __init__(self, *args, autocast: bool, spoilt: int | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        accelerator = self.accelerator
+        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+        accelerator.autocast_handler = AutocastKwargs(enabled=autocast)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        backward, num_calls = accelerator.backward, 0
+
+        def spoil(loss, **kwargs):
+            nonlocal num_calls
+            num_calls += 1
+            backward(loss * math.inf if num_calls == spoilt and accelerator.process_index == 0 else loss, **kwargs)
+
+        accelerator.backward = spoil
+
+    def log(self, logs, *args, **kwargs):
+        if "grad_norm" in logs:
+            logs |= {
+                "scale": self.accelerator.scaler.get_scale(),
+                "skipped": self.accelerator.optimizer_step_was_skipped,
+            }
+            logs["grad_norm"] = 0.0 if logs["skipped"] else logs["grad_norm"]
+        super().log(logs, *args, **kwargs)
+
+
+def _train(config, **options) -> Run:
+    return train(config, trainer_class=ScalingTrainer, trainer_arguments=options, evaluate=False)
+
+
+@functools.cache
+def _reference() -> Run:
+    return train(None, evaluate=False)
+
+
+def test_scaled_training_equals_one_process():
+    """In float32, where a scale of a power of two changes only exponents."""
+    for run in run_ranks(2, _train, CONFIG, autocast=False):
+        assert [entry["scale"] for entry in run.metrics] == [SCALE] * 4
+        assert_equal_training(run, _reference())
+
+
+def test_step_with_an_inf_is_skipped_on_all_ranks():
+    """The second step, whose third micro-step overflows on one rank; one process skips the same step."""
+    expected = _train(None, autocast=False, spoilt=3)
+    for run in [*run_ranks(2, _train, CONFIG, autocast=False, spoilt=3), expected]:
+        assert [entry["skipped"] for entry in run.metrics] == [False, True, False, False]
+        assert [entry["scale"] for entry in run.metrics] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+        assert_equal_training(run, expected)
+
+
+def test_float16_is_as_close_to_float32_as_one_process():
+    """Under autocast activations have 11 significant bits: a sum of rounded terms is off by 2^-12 of them, on one rank
+    and on two. The weights and their gradients stay float32."""
+    single = _train(None, autocast=True)
+    assert single.losses != _reference().losses
+    for run in [single, *run_ranks(2, _train, CONFIG, autocast=True)]:
+        assert run.losses == pytest.approx(_reference().losses, rel=2**-11)
+        assert run.grad_norms == pytest.approx(_reference().grad_norms, rel=2**-9)
+        assert all(weight.dtype == torch.float32 for weight in run.weights.values())
