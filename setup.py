@@ -110,13 +110,13 @@ BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
-    # Machine code for A100, RTX 30, RTX 40 and H100, and PTX for what comes after them.
-    "-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]",
-    "-gencode=arch=compute_90a,code=sm_90a",
     "-Werror=all-warnings",
     "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error",  # a kernel stays in its registers
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra,-Werror",
 ]
+# Machine code for A100, RTX 30, RTX 40 and H100, and PTX for what comes after them; *_sm90*.cu are for H100 alone.
+SM_90A = "-gencode=arch=compute_90a,code=sm_90a"
+ALL_ARCHS = ["-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]", SM_90A]
 core_sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.c"))
 core_headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
 cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*.*"))
@@ -150,7 +150,8 @@ def compile_cuda(nvcc: str) -> list[str]:
         files = [*files, __file__]
         if not target.exists() or not needed.exists() or is_older(target, files):
             target.parent.mkdir(parents=True, exist_ok=True)
-            outdated.append([nvcc, *NVCC_FLAGS, "-MD", "-MF", str(needed), "-c", source, "-o", str(target)])
+            archs = [SM_90A] if "_sm90" in target.stem else ALL_ARCHS
+            outdated.append([nvcc, *NVCC_FLAGS, *archs, "-MD", "-MF", str(needed), "-c", source, "-o", str(target)])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for command, done in zip(outdated, pool.map(lambda c: subprocess.run(c, cwd=ROOT), outdated), strict=True):
             if done.returncode != 0:

@@ -1,5 +1,6 @@
 // Attention's entry points on CUDA: what is checked, and which instantiation runs.
 #include "attn.cuh"
+#include "attn_tile.cuh"
 #include "ringtile_cuda.h"
 
 #include "../csrc/attn/attn.h"
@@ -24,6 +25,21 @@ static int64_t bounds_bytes(const rt_attn_params &p) {
            (int64_t)sizeof(int32_t);
 }
 
+// Whether the tensor copies of sm_90 take such rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
+static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3]) {
+    bool ok = rows_are_aligned(array, stride, 2);
+    for (const int64_t s : stride) ok &= s > 0 && s < (int64_t)1 << 39;
+    return ok;
+}
+
+template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {
+    if constexpr (D == DV && (D == 64 || D == 128))
+        if (compute_capability() == 90 && rows_can_be_mapped(p.q, p.q_stride) &&
+            rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride))
+            return attn_fwd_sm90<T, D>(p, stream);
+    return attn_fwd<T, D, DV>(p, stream);
+}
+
 extern "C" {
 
 rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
@@ -31,8 +47,8 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
     if (p->dtype == RT_F32) return attn_fwd_plain(*p, stream);
-    if (p->dtype == RT_BF16) return CHOOSE_DIMS(attn_fwd, bf16, *p, stream);
-    if (p->dtype == RT_F16) return CHOOSE_DIMS(attn_fwd, f16, *p, stream);
+    if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
+    if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
     return RT_BAD_DTYPE;
 }
 

@@ -15,7 +15,7 @@
 #define RINGTILE_CUDA_ATTN_FWD_CUH
 
 #include "attn.cuh"
-#include "attn_tile.cuh"
+#include "attn_softmax.cuh"
 
 // D, DV: head dims, rounded up to what is compiled; dims in between are filled with zeros.
 template <int D, int DV> struct forward_shape {
@@ -30,106 +30,16 @@ template <int D, int DV> struct forward_shape {
     static_assert(BYTES <= 99 * 1024);
 };
 
-// The running softmax of a lane's rows, 8 apart: fragment m holds rows 2 m and 2 m + 1 of them.
-template <int M> struct softmax_rows {
-    float top[2 * M]; // in units of log 2; -inf before the first key
-    float sum[2 * M]; // of this lane's columns, relative to top
-};
-
-// -inf where a query does not attend a key.
-template <int M, int N, class Walk>
-RT_DEVICE void mask_scores(sums<M, N> &scores, const Walk &walk, typename Walk::place at) {
-    const int lane = lane_index(), first_key = at.tile * 8 * N + lane % 4 * 2;
-#pragma unroll
-    for (int r = 0; r < 2 * M; r++) {
-        const key_range keys = walk.range(at.slot, lane_row<M>(r));
-#pragma unroll
-        for (int i = 0; i < 2 * N; i++) {
-            const int key = first_key + i / 2 * 8 + i % 2;
-            if (key < keys.lo || key >= keys.hi) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
-        }
-    }
-}
-
-// The maximum of each row goes on, and what was summed so far is rescaled to it. `reference` is that maximum, or 0 where
-// a row has seen no key yet, or only scores of -inf: any finite number gives weights of 0 there.
-template <int M, int N, int O_COLS>
-RT_DEVICE void raise_top(const sums<M, N> &scores, float scale_log2, softmax_rows<M> &rows,
-                         float (&reference)[2 * M], sums<M, O_COLS> &o) {
-#pragma unroll
-    for (int r = 0; r < 2 * M; r++) {
-        const int m = r / 2, first = r % 2 * 2; // elements first, first + 1 of each fragment
-        float top = -INFINITY;
-#pragma unroll
-        for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][first], scores[m][n][first + 1]));
-        top = fmaxf(top, shuffle_xor(top, 1));
-        top = fmaxf(top, shuffle_xor(top, 2));
-        top = fmaxf(rows.top[r], top * scale_log2);
-        reference[r] = top == -INFINITY ? 0 : top;
-        const float rescale = exp2_approx(rows.top[r] - reference[r]);
-        rows.top[r] = top;
-        rows.sum[r] *= rescale;
-#pragma unroll
-        for (int n = 0; n < O_COLS; n++) {
-            o[m][n][first] *= rescale;
-            o[m][n][first + 1] *= rescale;
-        }
-    }
-}
-
 // O += P V, 16 keys at a time: exponentials of the next keys can overlap with products of these.
 template <class T, int M, int KEYS, int DV>
-RT_DEVICE void add_values(const sums<M, KEYS / 8> &scores, float scale_log2, const float (&reference)[2 * M],
+RT_DEVICE void add_values(sums<M, KEYS / 8> &scores, float scale_log2, const float (&reference)[2 * M],
                           tile<KEYS, DV> v, softmax_rows<M> &rows, sums<M, DV / 8> &o) {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
-        sums<M, 2> weights;
-#pragma unroll
-        for (int i = 0; i < M * 8; i++) {
-            const int m = i / 8, n = i / 4 % 2, j = i % 4, r = 2 * m + j / 2;
-            weights[m][n][j] = exp2_approx(fmaf(scores[m][2 * k + n][j], scale_log2, -reference[r]));
-            rows.sum[r] += weights[m][n][j];
-        }
+        weigh<M, KEYS / 8>(scores, k, scale_log2, reference, rows);
         uint32_t left[M][4];
-        pack_weights<T, M>(left, weights);
+        pack_weights<T, M>(left, scores, k);
         multiply_weights<T, M>(o, left, v, k);
-    }
-}
-
-// Merges a lane's part of the rows into out and lse. Rows that saw no key keep their state.
-template <int M, int O_COLS>
-RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_rows<M> &rows,
-                          const sums<M, O_COLS> &o) {
-    const int lane = lane_index();
-    const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries;
-    double before[2 * M];
-#pragma unroll
-    for (int r = 0; r < 2 * M; r++) {
-        const int token = at.first_token + lane_row<M>(r);
-        before[r] = token < p.num_queries ? load_lse(p, lse_row + token) : 0;
-    }
-    warp_barrier(); // the four lanes of a row have read its lse before one of them writes it
-#pragma unroll
-    for (int r = 0; r < 2 * M; r++) {
-        float sum = rows.sum[r] + shuffle_xor(rows.sum[r], 1);
-        sum += shuffle_xor(sum, 2);
-        const int token = at.first_token + lane_row<M>(r);
-        if (token >= p.num_queries || sum == 0) continue;
-        const merged_lse merged = merge_lse(before[r], rows.top[r] * LN_2 + (double)logf(sum));
-        if (lane % 4 == 0) store_lse(p, lse_row + token, merged.lse);
-
-        const float inverse = 1 / sum;
-        float *const out =
-            (float *)p.out + at.batch * p.out_stride[0] + token * p.out_stride[1] + at.head * p.out_stride[2];
-        const bool empty = before[r] == -INFINITY; // then out holds nothing yet
-#pragma unroll
-        for (int i = 0; i < 2 * O_COLS; i++) {
-            const int col = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            const float value = o[r / 2][i / 2][r % 2 * 2 + i % 2] * inverse;
-            if (col >= p.v_head_dim) continue;
-            const float kept = empty ? 0 : global_load(out + col);
-            global_store(out + col, empty ? value : kept - merged.share * (kept - value));
-        }
     }
 }
 
@@ -159,8 +69,7 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
     fix_sign<shape::THREADS>(q_tile, p.scale);
 
     softmax_rows<M> rows;
-#pragma unroll
-    for (int r = 0; r < 2 * M; r++) rows.top[r] = -INFINITY, rows.sum[r] = 0;
+    clear<M>(rows);
     sums<M, DV / 8> o;
     clear<M, DV / 8>(o);
 
@@ -183,8 +92,9 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
         if (!walk.ended(at)) start_keys(k_tile, p.k, p.k_stride, p.head_dim, at);
 
         if (live) {
-            float reference[2 * M];
-            raise_top<M, N>(scores, args.scale_log2, rows, reference, o);
+            float reference[2 * M], rescale[2 * M];
+            raise_top<M, N>(scores, args.scale_log2, rows, reference, rescale);
+            rescale_rows<M, DV / 8>(o, rescale);
             add_values<T, M>(scores, args.scale_log2, reference, v_tile, rows, o);
         }
     }

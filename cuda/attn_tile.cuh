@@ -30,8 +30,8 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
            stride[1] * element_bytes % 16 == 0 && stride[2] * element_bytes % 16 == 0;
 }
 
-// Calls start(args) for every MAX_RUNS runs of p, until one fails.
-template <class Start> rt_status for_runs(const rt_attn_params &p, Start start) {
+// Calls start(args) for every max_runs runs of p, until one fails.
+template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
     attn_args args;
     args.p = p;
     const double scale = p.scale == 0 ? 1 : fabs(p.scale);
@@ -41,9 +41,9 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start) 
     args.aligned = rows_are_aligned(p.q, p.q_stride, 2) && rows_are_aligned(p.k, p.k_stride, 2) &&
                    rows_are_aligned(p.v, p.v_stride, 2) && rows_are_aligned(p.dout, p.dout_stride, 2);
     rt_status status = RT_OK;
-    for (int64_t first = 0; first < p.num_k_runs && status == RT_OK; first += MAX_RUNS) {
+    for (int64_t first = 0; first < p.num_k_runs && status == RT_OK; first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
-        args.num_runs = (int)(rest < MAX_RUNS ? rest : MAX_RUNS);
+        args.num_runs = (int)(rest < max_runs ? rest : max_runs);
         memcpy(args.runs, p.k_runs + first, (size_t)args.num_runs * sizeof(rt_run));
         status = start(args);
     }
@@ -207,13 +207,14 @@ RT_DEVICE void multiply_weights(sums<M, COLS / 8> &sum, const uint32_t (&left)[M
     }
 }
 
-// Two fragments of sums next to each other are, rounded, one left factor: nothing moves between lanes.
-template <class T, int M> RT_DEVICE void pack_weights(uint32_t (&left)[M][4], const sums<M, 2> &sum) {
+// The fragments 2 k and 2 k + 1 of sums are, rounded, one left factor: nothing moves between lanes.
+template <class T, int M, int N>
+RT_DEVICE void pack_weights(uint32_t (&left)[M][4], const float (&sum)[M][N][4], int k = 0) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            left[m][i] = pack<T>(sum[m][i / 2][i % 2 * 2], sum[m][i / 2][i % 2 * 2 + 1]);
+            left[m][i] = pack<T>(sum[m][2 * k + i / 2][i % 2 * 2], sum[m][2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
 template <int M, int N> RT_DEVICE void clear(sums<M, N> &sum) {

@@ -48,6 +48,16 @@ struct grid_size {
 
 // ---- host side ---------------------------------------------------------------------------------
 
+// Of the current device, 10 major + minor: 90 is sm_90. 0: the CUDA runtime refused.
+inline int compute_capability() {
+    int device, major, minor;
+    const bool known =
+        cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+    return known ? 10 * major + minor : 0;
+}
+
 // Starts blocks of num_threads threads on a stream (a cudaStream_t) of the current device; nothing waits.
 //   RT_BAD_SHAPE   more blocks than x < 2^31, y and z < 2^16
 //   RT_CUDA        the CUDA runtime refused; its last error is cleared

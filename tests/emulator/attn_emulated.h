@@ -12,6 +12,8 @@
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
 int64_t emulator_bank_conflicts(void);
+void emulator_set_compute_capability(int capability); // 80 at the start
+int64_t emulator_group_products(void);                // 0 but for kernels of sm_90
 
 // Of k and v only the rows [first_key, last_key).
 static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last_key) {
@@ -91,7 +93,19 @@ static inline void poison_empty_rows(attn_case *c) {
     if (get(&c->x[LSE], b, token, head, 0) == -INFINITY) set(&c->x[OUT], b, token, head, d, NAN);
 }
 
+// Nor is what keys hold that are in no run.
+static inline void poison_keys_in_no_run(attn_case *c) {
+    bool *used = calloc((size_t)c->p.num_keys + 1, sizeof(*used));
+    if (used == NULL) exit(1);
+    for (int64_t r = 0; r < c->p.num_k_runs; r++)
+        for (int64_t i = 0; i < c->runs[r].length; i++) used[c->runs[r].local_begin + i] = true;
+    for (int i = K; i <= V; i++)
+        FOR_EACH_ELEMENT(&c->x[i], b, token, head, d) if (!used[token]) set(&c->x[i], b, token, head, d, NAN);
+    free(used);
+}
+
 static inline void check_forward(attn_case *c, uint64_t *state, int64_t num_calls) {
+    poison_keys_in_no_run(c);
     attn_case want = widen(c, state), bounds = widen(c, state);
     forward_bounds(&want, 0x1p-23, num_calls, &bounds);
     add_forward_rounding(&want, c->p.dtype, &bounds);
@@ -172,12 +186,26 @@ static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_cal
 
 // ---- problems ----------------------------------------------------------------------------------------------
 
-static const struct {
+typedef struct head_dims {
     int64_t head_dim, v_head_dim;
-} all_dims[] = {{64, 64},  {96, 96},   {128, 128}, {192, 128}, {256, 256}, // the compiled ones
-                {1, 3},    {40, 64},   {72, 96},   {80, 80},   {100, 17},
-                {128, 64}, {136, 128}, {192, 192}, {64, 128},  {250, 129}};
+} head_dims;
+
+// What the random problems of a test are drawn from.
+typedef struct case_range {
+    const head_dims *dims;
+    const rt_dtype *dtypes;
+    int num_dims, num_dtypes;
+    int64_t max_queries, max_keys; // of every seventh problem; half of it for the others
+    bool aligned;                  // all rows begin at multiples of 16 bytes; else those of every second mask
+} case_range;
+
+static const head_dims all_dims[] = {
+    {64, 64},  {96, 96},   {128, 128}, {192, 128}, {256, 256}, // the compiled ones
+    {1, 3},    {40, 64},   {72, 96},   {80, 80},   {100, 17},
+    {128, 64}, {136, 128}, {192, 192}, {64, 128},  {250, 129}};
+static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32};
 enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
+static const case_range everything = {all_dims, all_cuda_dtypes, NUM_DIMS, 3, 140, 300, false};
 
 // Whether the kernels may copy rows in chunks of 16 bytes.
 static inline bool rows_are_aligned(const attn_case *c) {
@@ -188,24 +216,24 @@ static inline bool rows_are_aligned(const attn_case *c) {
     return aligned;
 }
 
-// Round r of NUM_ROUNDS: every head dim with every mask and dtype, in any memory layout, over any runs.
-static inline attn_case draw_case(uint64_t *state, int round) {
-    static const rt_dtype dtypes[] = {RT_BF16, RT_F16, RT_F32};
-    const bool large = round % 7 == 0;
-    const attn_shape shape = {.dtype = dtypes[(round + round / NUM_DIMS) % 3],
+// Round r of range->num_dims * NUM_MASKS: every head dim with every mask and dtype, in any memory layout, over any runs.
+static inline attn_case draw_case(uint64_t *state, const case_range *range, int round) {
+    const int mask = round / range->num_dims, part = round % 7 == 0 ? 1 : 2;
+    const head_dims dims = range->dims[round % range->num_dims];
+    const attn_shape shape = {.dtype = range->dtypes[(round + mask) % range->num_dtypes],
                               .batch = random_int(state, 1, 2),
-                              .num_queries = random_int(state, 1, large ? 140 : 70),
-                              .seq_len = random_int(state, 1, large ? 300 : 150),
+                              .num_queries = random_int(state, 1, range->max_queries / part),
+                              .seq_len = random_int(state, 1, range->max_keys / part),
                               .group = random_int(state, 1, 3),
                               .num_kv_heads = random_int(state, 1, 2),
-                              .head_dim = all_dims[round % NUM_DIMS].head_dim,
-                              .v_head_dim = all_dims[round % NUM_DIMS].v_head_dim};
+                              .head_dim = dims.head_dim,
+                              .v_head_dim = dims.v_head_dim};
     const bool want_aligned =
-        round / NUM_DIMS % 2 == 0 && shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0;
-    attn_case c = new_case(state, shape, (mask_kind)(round / NUM_DIMS), round % 4 ? 1 : 3);
+        range->aligned || (mask % 2 == 0 && shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0);
+    attn_case c = new_case(state, shape, (mask_kind)mask, round % 4 ? 1 : 3);
     while (want_aligned && !rows_are_aligned(&c)) {
         free_case(&c);
-        c = new_case(state, shape, (mask_kind)(round / NUM_DIMS), round % 4 ? 1 : 3);
+        c = new_case(state, shape, (mask_kind)mask, round % 4 ? 1 : 3);
     }
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
@@ -219,13 +247,18 @@ static inline attn_case draw_case(uint64_t *state, int round) {
     return c;
 }
 
-// 64 queries that attend the 128 keys before them, of 1024: of k and v only the tiles that hold those may be read.
+// 64 queries that attend the 192 keys before them, of 1024: of k and v only the tiles that hold those may be read, of 64 keys
+// or of 128.
 static inline void check_that_dead_tiles_stay_unread(pass pass, rt_dtype dtype) {
-    enum { KEYS = 1024, FIRST = 320, LAST = 512, DIM = 64 };
+    enum { KEYS = 1024, FIRST = 384, LAST = 640, DIM = 64 };
     uint64_t state = 5;
     attn_case c = new_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY, 1);
+    while (!rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY, 1);
+    }
     c.p.mask_batch_stride = 0;
-    for (int32_t i = 0; i < 64; i++) c.begin[i] = LAST - 191 + i, c.end[i] = LAST - 63 + i;
+    for (int32_t i = 0; i < 64; i++) c.begin[i] = LAST - 255 + i, c.end[i] = LAST - 63 + i;
     fill(&c.x[LSE], pass == FORWARD ? -INFINITY : 5);
     fill(&c.x[DELTA], 0);
     char workspace[64 * 16] __attribute__((aligned(64)));

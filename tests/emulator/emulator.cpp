@@ -1,82 +1,25 @@
 // The emulator: fibers, and a shadow of memory that knows who touched what, when.
-#include "../../cuda/device.cuh"
+#include "machine.h"
 
-#include <csetjmp>
 #include <cstdio>
 #include <map>
-#include <memory>
 #include <random>
-#include <ucontext.h>
-#include <vector>
 
 namespace emulator {
+
+Block *block;
+Thread *current;
+
 namespace {
 
-constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32, STACK_BYTES = 256 * 1024;
-constexpr int NOBODY = -1, SEVERAL = -2, NOT_PLAIN = -3;
-constexpr int CELL_BYTES = 2; // shared memory is watched in units of the smallest element
-
-// Time as vector clocks. A warp's clock moves on at every barrier it takes part in; a thread's `seen` holds, for every
-// warp, up to where its accesses lie before what this thread does now. (A barrier of a warp orders its own lanes only.)
-using Clock = uint32_t;
-
-struct AsyncCopy {
-    shared_address to;
-    const void *from;
-    int num_bytes;
-    int64_t group;
-};
-
-struct Thread {
-    int index;
-    ucontext_t start;
-    jmp_buf at;
-    std::unique_ptr<char[]> stack;
-    bool done;
-    const int64_t *waits_for; // blocked while *waits_for == waits_value
-    int64_t waits_value;
-    const char *waits_in;
-    const int *word; // blocked while *word != word_value
-    int word_value;
-    Clock seen[MAX_WARPS];
-    std::vector<AsyncCopy> copies; // started, not waited for
-    int64_t group;                 // of the next copy
-};
-
-struct Meeting { // of the lanes of a warp, or the threads of a block
-    int num_arrived;
-    int64_t number; // meetings that are over
-    const char *name;
-    Lanes brought;
-};
-
-struct Touch {
-    int thread = NOBODY;
-    Clock clock = 0;
-};
-
-struct SharedCell {
-    enum { EMPTY, COPYING, WRITTEN } state = EMPTY;
-    Touch writer, readers[MAX_WARPS]; // the last reader of each warp, SEVERAL of its lanes at that clock
-};
+constexpr int STACK_BYTES = 256 * 1024;
+constexpr int64_t NOT_PLAIN = -3; // a block
 
 struct GlobalCell {
     int64_t write_block = -1,
             read_block = -1; // NOT_PLAIN: part of a word of wait_until, store_release, take_ticket
     Touch writer;
     int num_releases = 0; // of the writer's block, at that time
-};
-
-// A thread's store_release: all that `thread` of the block did before it, and all that it had seen of the others.
-struct Release {
-    int64_t block;
-    int thread, number;
-    Clock seen[MAX_WARPS];
-};
-
-struct Acquisition { // a wait_until that is over
-    Touch when;
-    Release release;
 };
 
 struct Region {
@@ -86,22 +29,9 @@ struct Region {
     std::vector<GlobalCell> cells;
 };
 
-struct Block {
-    int64_t index; // x fastest
-    bool done;
-    std::vector<std::unique_ptr<Thread>> threads;
-    Meeting warp_meetings[MAX_WARPS], block_meeting;
-    std::vector<SharedCell> shared_cells;
-    std::vector<char> shared_bytes;
-    int num_releases, releasing_thread;
-    std::vector<Acquisition> acquisitions;
-};
-
 jmp_buf scheduler;
 ucontext_t boot;
 std::vector<std::unique_ptr<Block>> blocks; // those that run side by side
-Block *block;
-Thread *current;
 int most_blocks = 1, threads_in_block;
 std::minstd_rand draw;
 grid_size grid{1};
@@ -110,17 +40,13 @@ std::vector<Region> regions;
 std::map<const int *, Release> words;       // what was last released to whom waits for a word
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
 Statistics counted;
-
-[[noreturn]] void fail(const std::string &what) {
-    throw Fault{"block " + std::to_string(block->index) + ", thread " + std::to_string(current->index) +
-                ": " + what};
-}
+int capability = 80;
 
 std::string thread_name(int thread) {
+    if (thread >= MAX_THREADS)
+        return "a bulk copy for barrier " + std::to_string(warp_of(thread) - MAX_WARPS);
     return thread == SEVERAL ? std::string("several threads") : "thread " + std::to_string(thread);
 }
-
-int warp_of(int thread) { return thread / 32; }
 
 // ---- fibers --------------------------------------------------------------------------------------
 
@@ -136,6 +62,7 @@ void fiber_main() {
         try {
             (*kernel_body)();
             if (!self->copies.empty()) fail("ends with an async copy that it did not wait for");
+            end_thread_sm90();
         } catch (const Fault &fault) {
             faults.push_back(std::make_unique<Fault>(fault));
         }
@@ -197,6 +124,7 @@ void start_block(Block &in, int64_t index, int num_shared_bytes) {
     block->num_releases = 0;
     block->releasing_thread = NOBODY;
     block->acquisitions.clear();
+    begin_block_sm90();
     while ((int)block->threads.size() < threads_in_block) add_thread();
     for (int i = 0; i < threads_in_block; i++) {
         Thread &thread = *block->threads[(size_t)i];
@@ -216,6 +144,7 @@ bool advance(Block &running) {
     for (int warp = 0; warp < threads_in_block / 32; warp++) progress |= run_warp(warp);
     block->done = true;
     for (int i = 0; i < threads_in_block; i++) block->done &= block->threads[(size_t)i]->done;
+    if (block->done) end_block_sm90();
     return progress;
 }
 
@@ -262,25 +191,15 @@ void run_blocks(int num_shared_bytes) {
     }
 }
 
-void wait_for(const Meeting &meeting, int64_t number) {
-    current->waits_for = &meeting.number;
-    current->waits_value = number;
-    current->waits_in = meeting.name;
-    give_way();
-}
+void wait_for(const Meeting &meeting) { wait_while(&meeting.number, meeting.number, meeting.name); }
 
 // What any of these threads has seen, all of them have now; what they do from here on is new.
 void join_clocks(int first, int count) {
-    Clock seen[MAX_WARPS] = {};
+    Clock seen[NUM_CLOCKS] = {};
     for (int i = first; i < first + count; i++)
-        for (int w = 0; w < MAX_WARPS; w++) seen[w] = std::max(seen[w], block->threads[(size_t)i]->seen[w]);
+        for (int w = 0; w < NUM_CLOCKS; w++) seen[w] = std::max(seen[w], block->threads[(size_t)i]->seen[w]);
     for (int w = warp_of(first); w <= warp_of(first + count - 1); w++) seen[w]++;
     for (int i = first; i < first + count; i++) memcpy(block->threads[(size_t)i]->seen, seen, sizeof(seen));
-}
-
-bool is_before_now(const Touch &touch) {
-    return touch.thread == NOBODY || touch.thread == current->index ||
-           current->seen[warp_of(touch.thread)] > touch.clock;
 }
 
 // Several lanes of a warp count as one of another warp, and as somebody else for each of their own.
@@ -404,6 +323,32 @@ void check_word(const int *word) {
 
 } // namespace
 
+// ---- for emulator_sm90.cpp -----------------------------------------------------------------------
+
+void fail(const std::string &what) {
+    throw Fault{"block " + std::to_string(block->index) + ", thread " + std::to_string(current->index) +
+                ": " + what};
+}
+
+int warp_of(int thread) { return thread / 32; }
+
+bool is_before_now(const Touch &touch) {
+    return touch.thread == NOBODY || touch.thread == current->index ||
+           current->seen[warp_of(touch.thread)] > touch.clock;
+}
+
+bool is_lent(const void *begin, int64_t num_bytes) {
+    const char *const first = static_cast<const char *>(begin);
+    return region_of(first, first + num_bytes) != nullptr;
+}
+
+void wait_while(const int64_t *number, int64_t value, const char *name) {
+    current->waits_for = number;
+    current->waits_value = value;
+    current->waits_in = name;
+    give_way();
+}
+
 // ---- for tests -----------------------------------------------------------------------------------
 
 void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes) {
@@ -414,6 +359,8 @@ void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes) {
 void take_back_all() { regions.clear(); }
 
 Statistics statistics() { return counted; }
+
+void set_compute_capability(int value) { capability = value; }
 
 void run_side_by_side(int num_blocks, uint32_t seed) {
     most_blocks = num_blocks;
@@ -443,6 +390,7 @@ void run(const std::function<void()> &kernel, grid_size num_blocks, int num_thre
 
 // ---- for device.cuh ------------------------------------------------------------------------------
 
+int compute_capability() { return capability; }
 int thread_index() { return current->index; }
 int num_threads() { return threads_in_block; }
 int block_index(int dim) {
@@ -454,7 +402,7 @@ int num_blocks(int dim) { return (int)(dim == 0 ? grid.x : dim == 1 ? grid.y : g
 void block_barrier() {
     block->block_meeting.name = "block_barrier";
     if (++block->block_meeting.num_arrived < threads_in_block) {
-        wait_for(block->block_meeting, block->block_meeting.number);
+        wait_for(block->block_meeting);
         return;
     }
     join_clocks(0, threads_in_block);
@@ -469,7 +417,7 @@ void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
         fail(std::string("calls ") + name + " while lanes of its warp are in " + meeting.name);
     meeting.brought[current->index % 32] = mine;
     if (++meeting.num_arrived < 32) {
-        wait_for(meeting, meeting.number);
+        wait_for(meeting);
         return;
     }
     act(meeting.brought);
@@ -529,9 +477,7 @@ void *check_shared(Access access, shared_address address, int num_bytes) {
 void async_copy(shared_address to, const void *from, int num_bytes) {
     if (num_bytes < 0 || num_bytes > 16) fail("an async copy of " + std::to_string(num_bytes) + " bytes");
     if ((uintptr_t)from % 16 != 0) fail("misaligned async copy from global memory");
-    if (num_bytes > 0 &&
-        region_of(static_cast<const char *>(from), static_cast<const char *>(from) + num_bytes) == nullptr)
-        fail("async copy from outside every array that was lent");
+    if (num_bytes > 0 && !is_lent(from, num_bytes)) fail("async copy from outside every array that was lent");
     check_shared(Access::WRITE, to, 16);
     for (size_t i = 0; i < 16 / CELL_BYTES; i++)
         block->shared_cells[to / CELL_BYTES + i].state = SharedCell::COPYING;
@@ -573,6 +519,7 @@ void emulator_report(const char *message) { printf("emulator: %s\n", message); }
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable) {
     emulator::lend(begin, num_bytes, writable);
 }
+void emulator_set_compute_capability(int capability) { emulator::set_compute_capability(capability); }
 void emulator_take_back_all(void) { emulator::take_back_all(); }
 void emulator_run_side_by_side(int num_blocks, uint32_t seed) {
     emulator::run_side_by_side(num_blocks, seed);

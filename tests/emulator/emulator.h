@@ -46,6 +46,9 @@ void take_back_all();
 // first it is one.
 void run_side_by_side(int num_blocks, uint32_t seed);
 
+// What compute_capability() says, 80 at first: the architectures differ in which kernels are chosen.
+void set_compute_capability(int capability);
+
 // Throws the first Fault.
 void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes);
 
@@ -59,6 +62,7 @@ Statistics statistics();
 
 enum class Access { READ, WRITE };
 
+int compute_capability();
 int thread_index();
 int num_threads();
 int block_index(int dim);
@@ -105,6 +109,8 @@ template <class T> const T &of_lane(const Lanes &lanes, int lane) {
 // ---- what device.cuh has under nvcc ------------------------------------------------------------
 
 extern "C" void emulator_report(const char *message);
+
+inline int compute_capability() { return emulator::compute_capability(); }
 
 template <class Params>
 rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *,

@@ -214,6 +214,25 @@ def test_attention_with_few_kv_heads_obeys_it(dtype: torch.dtype, num_kv_heads: 
     assert_not_less_exact_than_torch(p, MASKS["causal"], ours(p, MASKS["causal"]))
 
 
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_over_many_tiles_obeys_it(dtype: torch.dtype, mask: str, head_dim: int) -> None:
+    """More tiles of keys than any kernel has stages, and a tail."""
+    p, seq_len = problem(dtype, head_dim, head_dim, num_kv_heads=2, seq_len=1090), 1090
+    masks = {"causal": IntervalMask.causal(seq_len), "window": IntervalMask.sliding_window(seq_len, 700)}
+    assert_not_less_exact_than_torch(p, masks[mask], ours(p, masks[mask]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 40)])
+def test_attention_of_rows_that_begin_anywhere_obeys_it(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """On sm_90 these rows go to the kernel of sm_80, and (96, 96) and more above; the rest to that of sm_90."""
+    p = problem(dtype, *dims)
+    odd = Problem(*(F.pad(x, (0, 1))[..., : x.size(-1)] for x in p))
+    assert_not_less_exact_than_torch(odd, MASKS["causal"], ours(odd, MASKS["causal"]))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_attention_with_large_scores_is_finite_and_right(dtype: torch.dtype) -> None:
     """Scores of some hundred: nearly all weight on one key, exponents far below the smallest number."""

@@ -1,0 +1,113 @@
+// The online softmax of the forward kernels: what happens to a lane's scores between the products, and the merge of its rows
+// into out and lse.
+#ifndef RINGTILE_CUDA_ATTN_SOFTMAX_CUH
+#define RINGTILE_CUDA_ATTN_SOFTMAX_CUH
+
+#include "attn_tile.cuh"
+
+// The running softmax of a lane's rows, 8 apart: fragment m holds rows 2 m and 2 m + 1 of them.
+template <int M> struct softmax_rows {
+    float top[2 * M]; // in units of log 2; -inf before the first key
+    float sum[2 * M]; // of this lane's columns, relative to top
+};
+template <int M> RT_DEVICE void clear(softmax_rows<M> &rows) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) rows.top[r] = -INFINITY, rows.sum[r] = 0;
+}
+
+// -inf where a query does not attend a key.
+template <int M, int N, class Walk>
+RT_DEVICE void mask_scores(sums<M, N> &scores, const Walk &walk, typename Walk::place at) {
+    const int lane = lane_index(), first_key = at.tile * 8 * N + lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const key_range keys = walk.range(at.slot, lane_row<M>(r));
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++) {
+            const int key = first_key + i / 2 * 8 + i % 2;
+            if (key < keys.lo || key >= keys.hi) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
+        }
+    }
+}
+
+// The maximum of each row goes on, and so does its sum; `rescale` is what its output is still to be multiplied by.
+// `reference` is the maximum, or 0 where a row has seen no key yet, or only scores of -inf: any finite number gives weights
+// of 0 there.
+template <int M, int N>
+RT_DEVICE void raise_top(const sums<M, N> &scores, float scale_log2, softmax_rows<M> &rows,
+                         float (&reference)[2 * M], float (&rescale)[2 * M]) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const int m = r / 2, first = r % 2 * 2; // elements first, first + 1 of each fragment
+        float top = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][first], scores[m][n][first + 1]));
+        top = fmaxf(top, shuffle_xor(top, 1));
+        top = fmaxf(top, shuffle_xor(top, 2));
+        top = fmaxf(rows.top[r], top * scale_log2);
+        reference[r] = top == -INFINITY ? 0 : top;
+        rescale[r] = exp2_approx(rows.top[r] - reference[r]);
+        rows.top[r] = top;
+        rows.sum[r] *= rescale[r];
+    }
+}
+
+template <int M, int O_COLS> RT_DEVICE void rescale_rows(sums<M, O_COLS> &o, const float (&rescale)[2 * M]) {
+#pragma unroll
+    for (int i = 0; i < M * O_COLS * 4; i++) {
+        const int m = i / (O_COLS * 4), j = i % 4;
+        o[m][i / 4 % O_COLS][j] *= rescale[2 * m + j / 2];
+    }
+}
+
+// The scores of the keys 16 k .. 16 k + 15 become weights.
+template <int M, int N>
+RT_DEVICE void weigh(sums<M, N> &scores, int k, float scale_log2, const float (&reference)[2 * M],
+                     softmax_rows<M> &rows) {
+#pragma unroll
+    for (int i = 0; i < M * 8; i++) {
+        const int m = i / 8, j = i % 4, r = 2 * m + j / 2;
+        float &x = scores[m][2 * k + i / 4 % 2][j];
+        x = exp2_approx(fmaf(x, scale_log2, -reference[r]));
+        rows.sum[r] += x;
+    }
+}
+
+// Merges a lane's part of the rows into out and lse. Rows that saw no key keep their state.
+template <int M, int O_COLS>
+RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_rows<M> &rows,
+                          const sums<M, O_COLS> &o) {
+    const int lane = lane_index();
+    const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries;
+    double before[2 * M];
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const int token = at.first_token + lane_row<M>(r);
+        before[r] = token < p.num_queries ? load_lse(p, lse_row + token) : 0;
+    }
+    warp_barrier(); // the four lanes of a row have read its lse before one of them writes it
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        float sum = rows.sum[r] + shuffle_xor(rows.sum[r], 1);
+        sum += shuffle_xor(sum, 2);
+        const int token = at.first_token + lane_row<M>(r);
+        if (token >= p.num_queries || sum == 0) continue;
+        const merged_lse merged = merge_lse(before[r], rows.top[r] * LN_2 + (double)logf(sum));
+        if (lane % 4 == 0) store_lse(p, lse_row + token, merged.lse);
+
+        const float inverse = 1 / sum;
+        float *const out =
+            (float *)p.out + at.batch * p.out_stride[0] + token * p.out_stride[1] + at.head * p.out_stride[2];
+        const bool empty = before[r] == -INFINITY; // then out holds nothing yet
+#pragma unroll
+        for (int i = 0; i < 2 * O_COLS; i++) {
+            const int col = i / 2 * 8 + lane % 4 * 2 + i % 2;
+            const float value = o[r / 2][i / 2][r % 2 * 2 + i % 2] * inverse;
+            if (col >= p.v_head_dim) continue;
+            const float kept = empty ? 0 : global_load(out + col);
+            global_store(out + col, empty ? value : kept - merged.share * (kept - value));
+        }
+    }
+}
+
+#endif // RINGTILE_CUDA_ATTN_SOFTMAX_CUH
