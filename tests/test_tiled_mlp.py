@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from counting import Counting, assert_near, relative_error
+from counting import Alive, Counting, assert_near, relative_error
 from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
 from ringtile import InputError, Refused, tiled_mlp
 from torch import Tensor, nn
@@ -148,6 +148,24 @@ def test_no_intermediate_of_more_than_one_tile(use_original_mlp, checkpointed) -
     with Counting() as count:
         (checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)).backward(dout)
     assert count.largest == num_tokens * HIDDEN  # out and dx; an intermediate would be num_tokens * INTERMEDIATE
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_no_more_is_alive_than_results_and_one_tile(use_original_mlp) -> None:
+    """Of a tile of t tokens, in elements. On the kernels: gate, up and their product, t F each. Any module: forward a
+    copy of x (t E), the activation and both its factors; backward the copy, the output (t E), gate, act(gate), up and
+    the gradients of the product and of both its factors. Beside it the output, or dx and the weights' gradients."""
+    num_tokens, tile = 256, 16
+    module = Gated()
+    x, dout = inputs(num_tokens, dtype=torch.float32)
+    sizes = ((1, 3), (2, 6)) if use_original_mlp else ((0, 3), (0, 3))
+    forward, backward = (tile * (num_e * HIDDEN + num_f * INTERMEDIATE) for num_e, num_f in sizes)
+    with Alive(at_least=2) as alive:
+        out = tiled_mlp(module, x, tile, use_original_mlp)
+    assert alive.peak <= num_tokens * HIDDEN + forward
+    with Alive(at_least=2) as alive:
+        out.backward(dout)
+    assert alive.peak <= num_tokens * HIDDEN + 3 * HIDDEN * INTERMEDIATE + backward
 
 
 def test_nothing_is_kept_without_gradients() -> None:

@@ -210,8 +210,10 @@ class GluTiles:
                     add_products_(weight_total, bias_total, dboth[:, columns], x_tile)
                 if dx is not None:
                     (weight, _, columns), *rest = into
-                    dx_tile = torch.mm(dboth[:, columns], weight)
+                    dx_tile = dx[tile] if dx.dtype == self.dtype else torch.empty_like(x_tile)
+                    torch.mm(dboth[:, columns], weight, out=dx_tile)
                     for weight, _, columns in rest:
                         dx_tile.addmm_(dboth[:, columns], weight)
-                    dx[tile] = dx_tile
+                    if dx.dtype != self.dtype:
+                        dx[tile] = dx_tile
         return None if dx is None else dx.view(x.shape), totals

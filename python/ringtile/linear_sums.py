@@ -26,12 +26,13 @@ class LinearSums(TorchFunctionMode):
         self.weights, self.totals = weights, totals
         self.index = {id(weight): index for index, weight in enumerate(weights)}
 
-    def total(self, index: int | None) -> Tensor | None:
-        if index is None:
-            return None
-        if self.totals[index] is None:
-            (self.totals[index],) = new_totals([self.weights[index]], [True])
-        return self.totals[index]
+    def total(self, index: int) -> Tensor:
+        total = self.totals[index]
+        if total is None:
+            (total,) = new_totals([self.weights[index]], [True])
+            assert total is not None
+            self.totals[index] = total
+        return total
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is nn.functional.linear:
@@ -67,6 +68,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             x_rows, dout_rows = x.flatten(0, -2).to(dout.dtype), dout.flatten(0, -2)  # as the forward rounded x
-            add_products_(ctx.sums.total(ctx.weight_index), ctx.sums.total(ctx.bias_index), dout_rows, x_rows)
+            bias_total = None if ctx.bias_index is None else ctx.sums.total(ctx.bias_index)
+            add_products_(ctx.sums.total(ctx.weight_index), bias_total, dout_rows, x_rows)
             dx = (dout @ weight.to(dout.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None

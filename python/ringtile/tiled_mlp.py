@@ -30,7 +30,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from .errors import InputError, Refused
 from .glu import GluTiles, find_glu
 from .linear_sums import LinearSums
-from .tiles import as_gradients, check_tile_tokens, new_totals, tiles
+from .tiles import as_gradients, check_tile_tokens, tiles
 
 Output = Tensor | tuple[Tensor | None, ...]
 
@@ -142,19 +142,25 @@ class ModuleTiles:
         }
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
-        x_rows = x.flatten(0, -2)  # (T, E)
         outputs: list[Any] = []  # no views: what FSDP hangs at an output would be lost with an in-place sum
-        result: Any = None
+        x_rows = x.flatten(0, -2)  # (T, E)
+        is_tuple = False
         for tile in tiles(x_rows.size(0), self.tile_tokens):
-            x_tile = _like_input(x_rows[tile], x).clone()  # the module may write into it: jitter of routers does
-            result = self.call(x_tile)
-            rows = _rows(result, x_tile)
-            if not outputs:
-                outputs = [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in _as_tuple(result)]
-            for out, tile_rows in zip(outputs, rows, strict=True):
-                if tile_rows is not None:
-                    out.view(x_rows.size(0), *tile_rows.shape[1:])[tile] = tile_rows
-        return tuple(outputs) if isinstance(result, tuple) else outputs[0]
+            is_tuple = self._forward_tile(tile, x, x_rows, outputs)
+        return tuple(outputs) if is_tuple else outputs[0]
+
+    # A call of its own for every tile: what it made is freed before the next tile is begun.
+    def _forward_tile(self, tile: slice, x: Tensor, x_rows: Tensor, outputs: list[Any]) -> bool:
+        """Fills the outputs' rows of one tile, the first makes them; whether the module returns a tuple."""
+        x_tile = _like_input(x_rows[tile], x).clone()  # the module may write into it: jitter of routers does
+        result = self.call(x_tile)
+        rows = _rows(result, x_tile)
+        if not outputs:
+            outputs += [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in _as_tuple(result)]
+        for out, tile_rows in zip(outputs, rows, strict=True):
+            if tile_rows is not None:
+                out.view(x_rows.size(0), *tile_rows.shape[1:])[tile] = tile_rows
+        return isinstance(result, tuple)
 
     def backward(
         self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
@@ -164,35 +170,46 @@ class ModuleTiles:
         totals: list[Any] = [None] * len(weights)  # stays None if no tile used the weight
         # Leaves that share the weights' storage: hooks on the parameters must see the total, not every tile.
         leaves = {name: w.detach().requires_grad_() for name, w in zip(self.names, weights, strict=True)}
+        sums = LinearSums(tuple(leaves.values()), totals)
         with (
             torch.random.fork_rng(self.devices, device_type=x.device.type),
             torch.autocast(**self.autocast),
             torch.enable_grad(),
-            LinearSums(tuple(leaves.values()), totals),
+            sums,
         ):
             torch.set_rng_state(self.cpu_random_state)
             set_device_states(self.devices, self.device_random_states, device_type=x.device.type)
             for tile in tiles(x_rows.size(0), self.tile_tokens):
-                x_tile = _like_input(x_rows[tile].detach(), x).requires_grad_(needed[0])
-                rows = _rows(torch.func.functional_call(self.call, leaves, (x_tile.clone(),)), x_tile)
-                pairs = [
-                    (out, dout.reshape(x_rows.size(0), *out.shape[1:])[tile])
-                    for out, dout in zip(rows, douts, strict=True)
-                    if out is not None and dout is not None and out.requires_grad
-                ]
-                if not pairs:
-                    continue
-                inputs = [x_tile, *leaves.values()] if needed[0] else list(leaves.values())
-                tile_outputs, tile_douts = zip(*pairs, strict=True)
-                grads = list(torch.autograd.grad(tile_outputs, inputs, tile_douts, allow_unused=True))
-                if dx is not None and (dx_tile := grads.pop(0)) is not None:
-                    dx[tile] = dx_tile.view_as(x_rows[tile])
-                for index, grad in enumerate(grads):
-                    if grad is not None:
-                        if totals[index] is None:
-                            (totals[index],) = new_totals([weights[index]], [True])
-                        totals[index] += grad
+                self._backward_tile(tile, _like_input(x_rows[tile].detach(), x), douts, leaves, sums, dx)
         return None if dx is None else dx.view(x.shape), totals
+
+    def _backward_tile(
+        self,
+        tile: slice,
+        x_tile: Tensor,
+        douts: Sequence[Tensor | None],
+        leaves: dict[str, Tensor],
+        sums: LinearSums,
+        dx: Tensor | None,
+    ) -> None:
+        """Computes one tile again, adds the gradients of its weights to the sums, fills its rows of dx."""
+        x_tile.requires_grad_(dx is not None)
+        rows = _rows(torch.func.functional_call(self.call, leaves, (x_tile.clone(),)), x_tile)
+        pairs = [
+            (out, dout.flatten(0, -out.dim())[tile])
+            for out, dout in zip(rows, douts, strict=True)
+            if out is not None and dout is not None and out.requires_grad
+        ]
+        if not pairs:
+            return
+        inputs = [*leaves.values()] if dx is None else [x_tile, *leaves.values()]
+        tile_outputs, tile_douts = zip(*pairs, strict=True)
+        grads = list(torch.autograd.grad(tile_outputs, inputs, tile_douts, allow_unused=True))
+        if dx is not None and (dx_tile := grads.pop(0)) is not None:
+            dx[tile] = dx_tile.view_as(dx[tile])
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                sums.total(index).add_(grad)
 
 
 _SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by name: not to import them
