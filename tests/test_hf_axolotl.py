@@ -5,13 +5,16 @@ axolotl pins other versions of what ringtile is tested with, so it is no depende
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
+from unittest import mock
 
+import datasets
 import pytest
 import ringtile
 import yaml
-from hf_training import TOLERANCE, assert_equal_training, make_trainer, train
+from hf_training import TOLERANCE, Padded, assert_equal_training, make_rows, make_trainer, train
 from pool import run_ranks
 from pydantic import BaseModel, ValidationError
 
@@ -162,7 +165,12 @@ def _train_axolotl(config, **options):
     from axolotl.core.trainers.base import AxolotlTrainer
     from axolotl.core.training_args import AxolotlTrainingArguments
 
-    return train(config, trainer_class=AxolotlTrainer, arguments_class=AxolotlTrainingArguments, **options)
+    rows = {"train_dataset": make_rows(22), "eval_dataset": make_rows(5, seed=1)}
+    arguments = {name: datasets.Dataset.from_list(some) for name, some in rows.items()}
+    options["trainer_arguments"] = {"eval_data_collator": Padded(), **arguments}
+    # axolotl's log asks accelerate for the rank before the Trainer has said that this is a CPU
+    with mock.patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+        return train(config, trainer_class=AxolotlTrainer, arguments_class=AxolotlTrainingArguments, **options)
 
 
 @needs_axolotl
