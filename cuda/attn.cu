@@ -1,6 +1,6 @@
 // Attention's entry points on CUDA: what is checked, and which instantiation runs.
 #include "attn.cuh"
-#include "attn_tile.cuh"
+#include "attn_query_walk.cuh"
 #include "ringtile_cuda.h"
 
 #include "../csrc/attn/attn.h"
@@ -17,12 +17,6 @@
 static bool fits_int(const rt_attn_params &p) {
     constexpr int64_t MOST = INT32_MAX - 1024;
     return p.num_queries <= MOST && p.num_keys <= MOST && p.batch * p.num_heads <= MOST;
-}
-
-// The bounds of tiles of queries, of at least 16.
-static int64_t bounds_bytes(const rt_attn_params &p) {
-    return (p.mask_batch_stride > 0 ? p.batch : 1) * ((p.num_queries + 15) / 16) * 2 *
-           (int64_t)sizeof(int32_t);
 }
 
 // Whether the tensor copies of sm_90 take such rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
@@ -53,26 +47,20 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
 }
 
 int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p) {
-    return rt_attn_check_bwd(p) == RT_OK && fits_int(*p) ? bounds_bytes(*p) : 0;
+    return rt_attn_check_bwd(p) == RT_OK && fits_int(*p) ? backward_workspace_bytes(*p) : 0;
 }
 
 rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
-    rt_status status = rt_attn_check_bwd(p);
+    const rt_status status = rt_attn_check_bwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
-    const int64_t needed = bounds_bytes(*p);
+    const int64_t needed = backward_workspace_bytes(*p);
     if (needed > 0 &&
         (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;
     if (p->dtype == RT_F32) return attn_bwd_plain(*p, stream);
-    if (p->dtype == RT_BF16) {
-        status = CHOOSE_DIMS(attn_bwd_queries, bf16, *p, stream);
-        return status == RT_OK ? CHOOSE_DIMS(attn_bwd_keys, bf16, *p, stream) : status;
-    }
-    if (p->dtype == RT_F16) {
-        status = CHOOSE_DIMS(attn_bwd_queries, f16, *p, stream);
-        return status == RT_OK ? CHOOSE_DIMS(attn_bwd_keys, f16, *p, stream) : status;
-    }
+    if (p->dtype == RT_BF16) return CHOOSE_DIMS(attn_bwd, bf16, *p, stream);
+    if (p->dtype == RT_F16) return CHOOSE_DIMS(attn_bwd, f16, *p, stream);
     return RT_BAD_DTYPE;
 }
 

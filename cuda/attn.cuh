@@ -5,9 +5,8 @@
 #include "device.cuh"
 
 template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream);
-template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream);            // D = DV
-template <class T, int D, int DV> rt_status attn_bwd_queries(const rt_attn_params &p, void *stream); // dq
-template <class T, int D, int DV> rt_status attn_bwd_keys(const rt_attn_params &p, void *stream);    // dk, dv
+template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream); // D = DV
+template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream);
 
 rt_status attn_fwd_plain(const rt_attn_params &p, void *stream); // f32
 rt_status attn_bwd_plain(const rt_attn_params &p, void *stream);

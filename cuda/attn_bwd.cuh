@@ -1,18 +1,23 @@
-// Attention backward for bf16 and f16 (FlashAttention-2, arXiv:2307.08691), in two passes of one kernel, so that every
-// gradient has one writer: the sums have one order, and no atomics.
+// Attention backward for bf16 and f16 (FlashAttention-2, arXiv:2307.08691), in one pass: a block of threads has a tile of
+// keys and goes over the tiles of queries, of all heads of the group, that attend it. Its sums dk and dv stay in registers;
+// what it adds to dq lies in global memory, where other blocks add too, one after the other in a fixed order: every sum
+// has one order, and nothing is added by atomics.
 //
 // With S = scale q k^T (then the softcap), P = exp(S - lse) and out = P v:
 //   dv += P^T dout,   dP = dout v^T,   dS = P (dP - delta) (1 - (S / softcap)^2),   dq += scale dS k,   dk += scale dS^T q.
 //
-//   pass    rows (X1, X2)   columns (Y1, Y2)   products of a tile
-//   query   q, dout         k, v               S = X1 Y1^T, dP = X2 Y2^T, dq += dS Y1
-//   key     k, v            q, dout            the same, transposed; dk += dS Y1, dv += P Y2
+// Rows are keys, of which a warp owns 16: S^T = k q^T and dP^T = v dout^T are sums of its own, and go to left factors of
+// dv and dk in registers. dq sums over all keys: dS^T goes through shared memory, and each warp has a part of dq.
 //
-// A block of threads has a tile of rows and goes over tiles of columns, two of which are in shared memory: the next one
-// arrives while this one is worked on. A warp owns 16 rows, so that P and dS go from sums to left factors in registers.
+// Turns. The tiles of keys that attend one tile of queries add to its dq in ascending order (query_walk). A block waits
+// for blocks with lower tickets alone: those have started, so they go on, and the lowest of them that has not ended
+// waits for nobody. That holds however few blocks run at a time. All go from the last queries to the first: where many
+// start together, as under a causal mask, they follow each other at the distance of one addition, and the longest starts
+// first; under a window each finds its turn free.
 //
-// What bounds it: seven products where a kernel that adds to dq from all blocks has five; each product's right factor is
-// loaded from shared memory by each of the four warps, which takes 9/8 of the time of its multiply-adds.
+// What bounds it: five products. A right factor is loaded from shared memory by each of the four warps, which takes 9/8 of
+// the time of its multiply-adds. Each tile of 64 keys reads and writes all of dq that attends it: 8 bytes of traffic to
+// the L2 cache for 320 multiply-adds.
 #ifndef RINGTILE_CUDA_ATTN_BWD_CUH
 #define RINGTILE_CUDA_ATTN_BWD_CUH
 
@@ -20,360 +25,339 @@
 #include "attn_query_walk.cuh"
 #include "attn_tile.cuh"
 
-// D, DV: head dims, rounded up to what is compiled. Shared memory is at most 99 KB, what a block of sm_86 and sm_89 may have.
-template <int D, int DV> struct backward_shape {
-    static constexpr int WARPS = 4, THREADS = 32 * WARPS, ROWS = 16 * WARPS;
-    static constexpr int COLS = D <= 128 ? 64 : D <= 192 ? 32 : 16;
-    static constexpr int X2_AT = tile<ROWS, D>::BYTES, Y_AT = X2_AT + tile<ROWS, DV>::BYTES;
-    static constexpr int Y2_AT = tile<COLS, D>::BYTES, STAGE_BYTES = Y2_AT + tile<COLS, DV>::BYTES;
-    static constexpr int STATE_AT = Y_AT + 2 * STAGE_BYTES;
-};
-
-// lse in units of log 2, and delta, of one query.
+// What of lse and delta a query needs: lse is in units of log 2.
 struct query_sums {
     float lse, delta;
 };
 
-RT_DEVICE query_sums load_query_sums(const rt_attn_params &p, int batch, int head, int token) {
-    if (token >= p.num_queries) return {0, 0};
-    const int64_t at = (batch * p.num_heads + head) * p.num_queries + token;
-    return {(float)(load_lse(p, at) * LOG2_E), global_load((const float *)p.delta + at)};
-}
+// D, DV: head dims, rounded up to what is compiled. Shared memory is at most 99 KB, what a block of sm_86 and sm_89 may have.
+// The registers bound the number of queries: a lane's sums are (D + DV) / 2 of dk and dv, and QUERIES of S and dP or, after
+// them, QUERIES D / 128 of dq.
+template <int D, int DV> struct backward_shape {
+    static constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 16 * WARPS;
+    static constexpr int QUERIES = D <= 128 ? 64 : D <= 192 ? 32 : 16;
+    using walk = query_walk<KEYS, QUERIES>;
 
-// row[col] += factor * sum, for row r (0 or 1) of a lane.
-template <int COLS>
-RT_DEVICE void add_row(float *row, int64_t dim, float factor, const sums<1, COLS / 8> &sum, int r) {
-    const int first = lane_index() % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < COLS / 4; i++) {
-        const int col = first + i / 2 * 8 + i % 2;
-        if (col < dim)
-            global_store(row + col, global_load(row + col) + factor * sum[0][i / 2][r * 2 + i % 2]);
-    }
-}
+    // dq: a warp has 16 queries and, of every COLUMN_PARTS groups of 16 columns, one.
+    static constexpr int QUERY_PARTS = QUERIES / 16, COLUMN_PARTS = WARPS / QUERY_PARTS;
 
-// ---- rows are queries, columns are keys --------------------------------------------------------
-
-template <class T, int D, int DV> struct query_side {
-    using shape = backward_shape<D, DV>;
-    using walk = key_walk<shape::ROWS, shape::COLS>;
-    using place = typename walk::place;
-    static constexpr int STATE_BYTES = walk::BYTES;
-
-    const attn_args &args;
-    walk keys;
-    query_sums mine[2]; // of this lane's rows
-
-    RT_DEVICE query_side(const attn_args &args, shared_address state) : args(args), keys{args, state} {
-        const query_tile at = query_tile_of_block<shape::ROWS>(args.p);
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-            mine[r] = load_query_sums(args.p, at.batch, at.head, at.first_token + lane_row<1>(r));
-    }
-
-    RT_DEVICE place first() const { return keys.first(); }
-    RT_DEVICE place after(place at) const { return keys.after(at); }
-    RT_DEVICE bool ended(place at) const { return keys.ended(at); }
-
-    RT_DEVICE void load_rows(tile<shape::ROWS, D> x1, tile<shape::ROWS, DV> x2) const {
-        load_queries<T, shape::THREADS>(x1, args.p.q, args.p.q_stride, args.p.head_dim, args);
-        load_queries<T, shape::THREADS>(x2, args.p.dout, args.p.dout_stride, args.p.v_head_dim, args);
-    }
-    RT_DEVICE void load_columns(tile<shape::COLS, D> y1, tile<shape::COLS, DV> y2, place at) const {
-        const int first = at.tile * shape::COLS;
-        load_keys<T, shape::THREADS>(y1, args.p.k, args.p.k_stride, args.p.head_dim, args, at.run, first);
-        load_keys<T, shape::THREADS>(y2, args.p.v, args.p.v_stride, args.p.v_head_dim, args, at.run, first);
-    }
-
-    // What columns need besides y1 and y2: nothing.
-    struct state {};
-    RT_DEVICE state fetch_state(place) const { return {}; }
-    RT_DEVICE void store_state(int, state) const {}
-
-    RT_DEVICE bool any_of_warp(place at, int) const { return keys.template any_of_warp<1>(at); }
-    RT_DEVICE bool all_of_warp(place at, int) const { return keys.template all_of_warp<1>(at); }
-
-    // Of a fragment's element i, in columns 8 n ..
-    RT_DEVICE void load_sums(query_sums (&of)[4], int, int) const {
-#pragma unroll
-        for (int i = 0; i < 4; i++) of[i] = mine[i / 2];
-    }
-    // Bit i: whether the pair of element i is attended.
-    RT_DEVICE unsigned attended(place at, int, int n) const {
-        unsigned bits = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const key_range range = keys.range(at.slot, lane_row<1>(i / 2));
-            const int key = at.tile * shape::COLS + 8 * n + lane_index() % 4 * 2 + i % 2;
-            bits |= (unsigned)(range.lo <= key && key < range.hi) << i;
-        }
-        return bits;
-    }
-
-    template <bool, bool> RT_DEVICE void finish(const sums<1, D / 8> &dq, const sums<1, DV / 8> &) const {
-        const rt_attn_params &p = args.p;
-        const query_tile at = query_tile_of_block<shape::ROWS>(p);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int token = at.first_token + lane_row<1>(r);
-            if (token < p.num_queries)
-                add_row<D>((float *)p.dq + at.batch * p.dq_stride[0] + token * p.dq_stride[1] +
-                               at.head * p.dq_stride[2],
-                           p.head_dim, (float)p.scale, dq, r);
-        }
-    }
+    static constexpr int DSCORE_COLS = QUERIES < 32 ? 32 : QUERIES; // tiles have rows of 64 bytes or more
+    using dscore_tile = tile<KEYS, DSCORE_COLS>;                    // dS^T
+    static constexpr int V_AT = tile<KEYS, D>::BYTES, Q_AT = V_AT + tile<KEYS, DV>::BYTES,
+                         DOUT_AT = Q_AT + tile<QUERIES, D>::BYTES, DS_AT = DOUT_AT + tile<QUERIES, DV>::BYTES,
+                         INTERVALS_AT = DS_AT + dscore_tile::BYTES,
+                         SUMS_AT = INTERVALS_AT + QUERIES * (int)sizeof(tile_bounds),
+                         KEYS_AT = SUMS_AT + QUERIES * (int)sizeof(query_sums),
+                         BYTES = KEYS_AT + (int)sizeof(key_tile);
+    static_assert(BYTES <= 99 * 1024);
 };
 
-// ---- rows are keys, columns are queries --------------------------------------------------------
+// ---- numbers of the queries --------------------------------------------------------------------
 
-template <class T, int D, int DV> struct key_side {
-    using shape = backward_shape<D, DV>;
-    static constexpr int STATE_BYTES = 2 * shape::COLS * 2 * (int)sizeof(query_sums);
-
-    using walk = query_walk<shape::ROWS, shape::COLS>;
-    using place = typename walk::place;
-    struct state { // of one query
+// What a tile of queries has besides q and dout, in shared memory: which positions each attends, and its sums. Thread
+// i < QUERIES fetches those of query i, and stores them once nobody reads the ones before.
+template <class Shape> struct query_numbers {
+    struct numbers {
         tile_bounds interval;
         query_sums sums;
     };
+    const typename Shape::walk &walk;
+    shared_address base; // of the block's bytes
 
-    const attn_args &args;
-    walk queries;
-    shared_address at_state; // (2 stages): intervals (COLS), sums (COLS)
-    int position[2];         // of this lane's keys
-
-    RT_DEVICE key_side(const attn_args &args, shared_address at_state)
-        : args(args), queries(args), at_state(at_state) {
-        for (int r = 0; r < 2; r++) position[r] = queries.position_of(lane_row<1>(r));
+    RT_DEVICE numbers fetch(typename Shape::walk::place at) const {
+        const rt_attn_params &p = walk.args.p;
+        const int token = at.tile * Shape::QUERIES + thread_index(), batch = walk.keys().batch;
+        if (walk.ended(at) || thread_index() >= Shape::QUERIES || token >= p.num_queries)
+            return {{0, 0}, {0, 0}};
+        const int64_t mask_at = batch * p.mask_batch_stride + token;
+        const int64_t row = (batch * p.num_heads + walk.head_of(at)) * p.num_queries + token;
+        return {{global_load(p.begin + mask_at), global_load(p.end + mask_at)},
+                {(float)(load_lse(p, row) * LOG2_E), global_load((const float *)p.delta + row)}};
     }
-
-    RT_DEVICE place first() const { return queries.first(); }
-    RT_DEVICE place after(place at) const { return queries.after(at); }
-    RT_DEVICE bool ended(place at) const { return queries.ended(at); }
-
-    RT_DEVICE void load_rows(tile<shape::ROWS, D> x1, tile<shape::ROWS, DV> x2) const {
-        load_keys<T, shape::THREADS>(x1, args.p.k, args.p.k_stride, args.p.head_dim, args, queries.run,
-                                     queries.first_key);
-        load_keys<T, shape::THREADS>(x2, args.p.v, args.p.v_stride, args.p.v_head_dim, args, queries.run,
-                                     queries.first_key);
+    RT_DEVICE void store(const numbers &of) const {
+        if (thread_index() >= Shape::QUERIES) return;
+        shared_store(base + (shared_address)(Shape::INTERVALS_AT + thread_index() * 8), of.interval);
+        shared_store(base + (shared_address)(Shape::SUMS_AT + thread_index() * 8), of.sums);
     }
-    template <int COLS>
-    RT_DEVICE void load_queries_at(tile<shape::COLS, COLS> to, const void *array, const int64_t (&stride)[3],
-                                   int64_t dim, place at) const {
-        const int token = at.tile * shape::COLS, head = queries.head_of(at);
-        load_tile<T, shape::THREADS>(
-            to, (const T *)array + block_index_z() * stride[0] + token * stride[1] + head * stride[2],
-            stride[1], (int)args.p.num_queries - token, (int)dim, args.aligned);
-    }
-    RT_DEVICE void load_columns(tile<shape::COLS, D> y1, tile<shape::COLS, DV> y2, place at) const {
-        load_queries_at(y1, args.p.q, args.p.q_stride, args.p.head_dim, at);
-        load_queries_at(y2, args.p.dout, args.p.dout_stride, args.p.v_head_dim, at);
+    RT_DEVICE tile_bounds interval(int query) const {
+        return shared_load<tile_bounds>(base + (shared_address)(Shape::INTERVALS_AT + query * 8));
     }
 
-    // Thread i < COLS has the numbers of query i in registers while the stage they belong to is still in use.
-    RT_DEVICE state fetch_state(place at) const {
-        state of = {{0, 0}, {0, 0}};
-        const int token = at.tile * shape::COLS + thread_index();
-        if (ended(at) || thread_index() >= shape::COLS || token >= args.p.num_queries) return of;
-        const int64_t mask_at = block_index_z() * args.p.mask_batch_stride + token;
-        of.interval = {global_load(args.p.begin + mask_at), global_load(args.p.end + mask_at)};
-        of.sums = load_query_sums(args.p, block_index_z(), queries.head_of(at), token);
-        return of;
-    }
-    RT_DEVICE void store_state(int stage, const state &of) const {
-        if (thread_index() >= shape::COLS) return;
-        shared_store(interval_at(stage, thread_index()), of.interval);
-        shared_store(sums_at(stage, thread_index()), of.sums);
-    }
-    RT_DEVICE shared_address interval_at(int stage, int col) const {
-        return at_state + (shared_address)((stage * 2 * shape::COLS + col) * 8);
-    }
-    RT_DEVICE shared_address sums_at(int stage, int col) const {
-        return interval_at(stage, shape::COLS + col);
-    }
-
-    RT_DEVICE bool any_of_warp(place, int stage) const {
-        const int first = queries.position_of(16 * warp_index());
-        const int last = queries.position_of(16 * warp_index() + 15);
+    // Whether some query attends some key of the warp; whether all attend all.
+    RT_DEVICE bool any_of_warp() const {
+        const int first = walk.position_of(16 * warp_index()),
+                  last = walk.position_of(16 * warp_index() + 15);
         bool any = false;
-        for (int col = lane_index(); col < shape::COLS; col += 32) {
-            const tile_bounds of = shared_load<tile_bounds>(interval_at(stage, col));
+        for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
+            const tile_bounds of = interval(query);
             any |= of.begin <= last && of.end > first;
         }
         return any_lane(any);
     }
-    RT_DEVICE bool all_of_warp(place, int stage) const {
-        const int first = queries.position_of(16 * warp_index());
-        const int last = queries.position_of(16 * warp_index() + 15);
+    RT_DEVICE bool all_of_warp() const {
+        const int first = walk.position_of(16 * warp_index()),
+                  last = walk.position_of(16 * warp_index() + 15);
         bool all = true;
-        for (int col = lane_index(); col < shape::COLS; col += 32) {
-            const tile_bounds of = shared_load<tile_bounds>(interval_at(stage, col));
+        for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
+            const tile_bounds of = interval(query);
             all &= of.begin <= first && of.end > last;
         }
         return all_lanes(all);
     }
 
-    RT_DEVICE void load_sums(query_sums (&of)[4], int stage, int n) const {
-        struct alignas(16) pair {
-            query_sums col[2];
-        };
-        const pair both = shared_load<pair>(sums_at(stage, 8 * n + lane_index() % 4 * 2));
-#pragma unroll
-        for (int i = 0; i < 4; i++) of[i] = both.col[i % 2];
+    // Of the two queries that a lane has in the columns 8 n ...
+    struct alignas(16) pair_of_sums {
+        query_sums of[2];
+    };
+    RT_DEVICE pair_of_sums sums_of_lane(int n) const {
+        return shared_load<pair_of_sums>(
+            base + (shared_address)(Shape::SUMS_AT + (8 * n + lane_index() % 4 * 2) * 8));
     }
-    RT_DEVICE unsigned attended(place, int stage, int n) const {
+    // Bit i: whether query i % 2 of them attends key i / 2 of the lane.
+    RT_DEVICE unsigned attended(const int (&positions)[2], int n) const {
         unsigned bits = 0;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const tile_bounds of =
-                shared_load<tile_bounds>(interval_at(stage, 8 * n + lane_index() % 4 * 2 + i % 2));
-            bits |= (unsigned)(of.begin <= position[i / 2] && position[i / 2] < of.end) << i;
+            const tile_bounds of = interval(8 * n + lane_index() % 4 * 2 + i % 2);
+            bits |= (unsigned)(of.begin <= positions[i / 2] && positions[i / 2] < of.end) << i;
         }
         return bits;
     }
+};
 
-    template <bool FIRST, bool SECOND>
-    RT_DEVICE void finish(const sums<1, D / 8> &dk, const sums<1, DV / 8> &dv) const {
-        const rt_attn_params &p = args.p;
-        const int batch = block_index_z(), head = block_index_y();
+// ---- sums to global memory ---------------------------------------------------------------------
+
+// row[col] += factor * sum, for row r (0 or 1) of a lane; of every PARTS groups of 16 columns the sums are those of `part`.
+// in_pairs: two columns lie in aligned 8 bytes. Loads come before stores, so that they wait together.
+template <int PARTS = 1, int N>
+RT_DEVICE void add_row(float *row, int64_t dim, bool in_pairs, float factor, const sums<1, N> &sum, int r,
+                       int part = 0) {
+    struct alignas(8) pair {
+        float x, y;
+    };
+    constexpr int BATCH = N % 8 == 0 ? 8 : 4;
+    const int lane_col = 16 * part + lane_index() % 4 * 2;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const rt_run &run = args.runs[queries.run];
-            const int64_t key = queries.first_key + lane_row<1>(r), token = run.local_begin + key;
-            if (key >= run.length) continue;
-            if constexpr (FIRST)
-                add_row<D>((float *)p.dk + batch * p.dk_stride[0] + token * p.dk_stride[1] +
-                               head * p.dk_stride[2],
-                           p.head_dim, (float)p.scale, dk, r);
-            if constexpr (SECOND)
-                add_row<DV>((float *)p.dv + batch * p.dv_stride[0] + token * p.dv_stride[1] +
-                                head * p.dv_stride[2],
-                            p.v_head_dim, 1, dv, r);
+    for (int first = 0; first < N; first += BATCH) {
+        pair before[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int n = first + i, col = lane_col + n / 2 * 16 * PARTS + n % 2 * 8;
+            before[i] = {0, 0};
+            if (in_pairs && col + 1 < dim) {
+                before[i] = global_load((const pair *)(row + col));
+            } else {
+                if (col < dim) before[i].x = global_load(row + col);
+                if (col + 1 < dim) before[i].y = global_load(row + col + 1);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int n = first + i, col = lane_col + n / 2 * 16 * PARTS + n % 2 * 8;
+            const pair after = {before[i].x + factor * sum[0][n][2 * r],
+                                before[i].y + factor * sum[0][n][2 * r + 1]};
+            if (in_pairs && col + 1 < dim) {
+                global_store((pair *)(row + col), after);
+            } else {
+                if (col < dim) global_store(row + col, after.x);
+                if (col + 1 < dim) global_store(row + col + 1, after.y);
+            }
         }
     }
-};
+}
+
+// dk or dv of the block's keys.
+template <class Walk, int N>
+RT_DEVICE void add_key_rows(const Walk &walk, void *array, const int64_t (&stride)[3], int64_t dim,
+                            float factor, const sums<1, N> &sum) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int64_t key = walk.keys().first_key + lane_row<1>(r), token = walk.run().local_begin + key;
+        if (key < walk.run().length)
+            add_row((float *)array + walk.keys().batch * stride[0] + token * stride[1] +
+                        walk.keys().kv_head * stride[2],
+                    dim, walk.args.in_pairs, factor, sum, r);
+    }
+}
 
 // ---- the pass ----------------------------------------------------------------------------------
 
-// FIRST: sums dS Y1, which is dq or dk.   SECOND: sums P Y2, which is dv.
-template <class T, int D, int DV, class Side, bool FIRST, bool SECOND>
-RT_KERNEL((backward_shape<D, DV>::THREADS))
+// The 16 keys of a warp and queries 16 k .. of dS^T, which multiply_dscores reads.
+template <class Tile> RT_DEVICE void store_dscores(Tile to, const uint32_t (&left)[4], int k) {
+    const int lane = lane_index();
+    const auto chunks = to.chunks_from(16 * warp_index() + lane / 4, 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        shared_store(chunks.at(i % 2 * 8, 2 * k + i / 2) + (shared_address)(lane % 4 * 4), left[i]);
+}
+
+// sum += dS k, of this warp's queries and columns.
+template <class T, class Shape, int N, int KEYS, int D>
+RT_DEVICE void multiply_dscores(sums<1, N> &sum, typename Shape::dscore_tile dscores, tile<KEYS, D> k_tile) {
+    const int lane = lane_index(), queries = warp_index() % Shape::QUERY_PARTS;
+    const auto chunks = dscores.chunks_from(lane / 16 * 8 + lane % 8, 2 * queries + lane / 8 % 2);
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+        uint32_t left[1][4];
+        load_matrices_transposed(left[0], chunks.at(16 * k, 0));
+        multiply_weights<T, 1, Shape::COLUMN_PARTS>(sum, left, k_tile, k, warp_index() / Shape::QUERY_PARTS);
+    }
+}
+
+// Which tile of keys a block has: all kv heads of all batches come with the first tile, then with the next one. By ticket,
+// or by the index of the block.
+template <class Shape> RT_DEVICE key_tile key_tile_of_block(const attn_args &args, bool by_ticket) {
+    const rt_attn_params &p = args.p;
+    const int number =
+        by_ticket ? take_ticket(workspace_of(p, num_tiles((int)p.num_queries, Shape::QUERIES)).ticket)
+                  : block_index();
+    const int kv_heads = (int)p.num_kv_heads, heads = kv_heads * (int)p.batch;
+    return key_tile_at<Shape::KEYS>(args, number / heads, number % kv_heads, number % heads / kv_heads);
+}
+
+// WITH_K: sums dk, and adds to dq.   WITH_V: sums dv.
+template <class T, int D, int DV, bool WITH_K, bool WITH_V>
+RT_KERNEL((backward_shape<D, DV>::THREADS), (D <= 64 ? 3 : 2))
 attn_bwd_kernel(RT_PARAMS attn_args args) {
     using shape = backward_shape<D, DV>;
-    constexpr int N = shape::COLS / 8;
+    constexpr int THREADS = shape::THREADS, N = shape::QUERIES / 8;
+    const rt_attn_params &p = args.p;
     const shared_address base = shared_base();
-    const tile<shape::ROWS, D> x1{base};
-    const tile<shape::ROWS, DV> x2{base + shape::X2_AT};
-    const auto y1_of = [=](int stage) {
-        return tile<shape::COLS, D>{base + (shared_address)(shape::Y_AT + stage * shape::STAGE_BYTES)};
-    };
-    const auto y2_of = [=](int stage) {
-        return tile<shape::COLS, DV>{y1_of(stage).base + (shared_address)shape::Y2_AT};
-    };
-    const Side side(args, base + (shared_address)shape::STATE_AT);
+    const tile<shape::KEYS, D> k_tile{base};
+    const tile<shape::KEYS, DV> v_tile{base + (shared_address)shape::V_AT};
+    const tile<shape::QUERIES, D> q_tile{base + (shared_address)shape::Q_AT};
+    const tile<shape::QUERIES, DV> dout_tile{base + (shared_address)shape::DOUT_AT};
+    const typename shape::dscore_tile dscore_tile{base + (shared_address)shape::DS_AT};
 
-    auto at = side.first();
-    if (side.ended(at)) return;
-    side.load_rows(x1, x2);
-    side.load_columns(y1_of(0), y2_of(0), at);
+    const typename shape::walk walk{args, base + (shared_address)shape::KEYS_AT};
+    if (thread_index() == 0) shared_store(walk.at_keys, key_tile_of_block<shape>(args, WITH_K));
+    block_barrier();
+    const query_numbers<shape> numbers{walk, base};
+    const int positions[2] = {walk.position_of(lane_row<1>(0)), walk.position_of(lane_row<1>(1))};
+    const auto start_queries = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim,
+                                   auto at) {
+        const int token = at.tile * shape::QUERIES;
+        load_tile<T, THREADS>(to,
+                              (const T *)array + walk.keys().batch * stride[0] + token * stride[1] +
+                                  walk.head_of(at) * stride[2],
+                              stride[1], (int)p.num_queries - token, (int)dim, args.aligned);
+    };
+    const auto start_keys = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim) {
+        load_keys<T, THREADS>(to, array, stride, dim, args, walk.keys().run, walk.keys().first_key,
+                              walk.keys().kv_head, walk.keys().batch);
+    };
+
+    auto at = walk.first();
+    if (walk.ended(at)) return;
+    start_keys(k_tile, p.k, p.k_stride, p.head_dim);
+    if constexpr (WITH_K) start_keys(v_tile, p.v, p.v_stride, p.v_head_dim);
+    start_queries(q_tile, p.q, p.q_stride, p.head_dim, at);
+    start_queries(dout_tile, p.dout, p.dout_stride, p.v_head_dim, at);
     async_commit();
-    side.store_state(0, side.fetch_state(at));
-    fix_sign<shape::THREADS>(x1, args.p.scale);
+    numbers.store(numbers.fetch(at));
+    fix_sign<THREADS>(k_tile, p.scale);
 
-    sums<1, D / 8> first_sum;
-    sums<1, DV / 8> second_sum;
-    clear<1, D / 8>(first_sum);
-    clear<1, DV / 8>(second_sum);
-
-    for (int stage = 0; !side.ended(at); stage ^= 1) {
-        const auto next = side.after(at);
-        if (!side.ended(next)) side.load_columns(y1_of(stage ^ 1), y2_of(stage ^ 1), next);
-        async_commit();
-        const auto next_state = side.fetch_state(next);
-        async_wait<1>();
-        block_barrier(); // this stage has arrived
-
-        if (side.any_of_warp(at, stage)) {
-            const auto y1 = y1_of(stage);
-            const auto y2 = y2_of(stage);
-            const bool capped = args.p.softcap > 0, full = side.all_of_warp(at, stage);
+    sums<1, D / 8> dk;
+    sums<1, DV / 8> dv;
+    clear<1, D / 8>(dk);
+    clear<1, DV / 8>(dv);
+    async_wait<0>();
+    block_barrier();
+    while (!walk.ended(at)) {
+        if (numbers.any_of_warp()) {
+            const bool capped = p.softcap > 0, full = numbers.all_of_warp();
             sums<1, N> scores, dweights;
             clear<1, N>(scores);
             clear<1, N>(dweights);
-            multiply_rows<T, 1, N>(scores, x1, 16 * warp_index(), y1);
-            if constexpr (FIRST) multiply_rows<T, 1, N>(dweights, x2, 16 * warp_index(), y2);
+            multiply_rows<T, 1, N>(scores, k_tile, 16 * warp_index(), q_tile);
+            if constexpr (WITH_K) multiply_rows<T, 1, N>(dweights, v_tile, 16 * warp_index(), dout_tile);
             if (capped) cap_scores<1, N>(scores, args.cap);
 #pragma unroll
             for (int k = 0; k < N / 2; k++) {
                 sums<1, 2> weights, dscores;
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    query_sums of[4];
-                    side.load_sums(of, stage, 2 * k + n);
-                    const unsigned attended = full ? 0xf : side.attended(at, stage, 2 * k + n);
+                    const auto both = numbers.sums_of_lane(2 * k + n);
+                    const unsigned attended = full ? 0xf : numbers.attended(positions, 2 * k + n);
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         const float score = scores[0][2 * k + n][i], slope = capped ? 1 - score * score : 1;
-                        float weight = exp2_approx(fmaf(score, args.scale_log2, -of[i].lse));
+                        float weight = exp2_approx(fmaf(score, args.scale_log2, -both.of[i % 2].lse));
                         if ((attended >> i & 1) == 0) weight = 0;
                         weights[0][n][i] = weight;
                         // A weight of 0 has no gradient, whatever dP holds.
                         dscores[0][n][i] =
-                            weight == 0 ? 0 : weight * slope * (dweights[0][2 * k + n][i] - of[i].delta);
+                            weight == 0 ? 0
+                                        : weight * slope * (dweights[0][2 * k + n][i] - both.of[i % 2].delta);
                     }
                 }
                 uint32_t left[1][4];
-                if constexpr (SECOND) {
+                if constexpr (WITH_V) {
                     pack_weights<T, 1>(left, weights);
-                    multiply_weights<T, 1>(second_sum, left, y2, k);
+                    multiply_weights<T, 1>(dv, left, dout_tile, k);
                 }
-                if constexpr (FIRST) {
+                if constexpr (WITH_K) {
                     pack_weights<T, 1>(left, dscores);
-                    multiply_weights<T, 1>(first_sum, left, y1, k);
+                    store_dscores(dscore_tile, left[0], k);
+                    multiply_weights<T, 1>(dk, left, q_tile, k);
                 }
             }
+        } else if constexpr (WITH_K) {
+#pragma unroll
+            for (int k = 0; k < N / 2; k++) store_dscores(dscore_tile, {0, 0, 0, 0}, k);
         }
-        side.store_state(stage ^ 1, next_state);
-        block_barrier(); // nobody reads this stage any more
+        const auto next = walk.after(at);
+        block_barrier(); // dS is there, and nobody reads q, dout and their numbers any more
+        if (!walk.ended(next)) {
+            start_queries(q_tile, p.q, p.q_stride, p.head_dim, next);
+            start_queries(dout_tile, p.dout, p.dout_stride, p.v_head_dim, next);
+        }
+        async_commit();
+        const auto next_numbers = numbers.fetch(next);
+
+        if constexpr (WITH_K) {
+            sums<1, D / 8 / shape::COLUMN_PARTS> dq;
+            clear<1, D / 8 / shape::COLUMN_PARTS>(dq);
+            multiply_dscores<T, shape>(dq, dscore_tile, k_tile);
+            walk.wait_for_turn(at);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int token = at.tile * shape::QUERIES + warp_index() % shape::QUERY_PARTS * 16 + 8 * r +
+                                  lane_index() / 4;
+                if (token < p.num_queries) // k_tile has the sign of scale
+                    add_row<shape::COLUMN_PARTS>((float *)p.dq + walk.keys().batch * p.dq_stride[0] +
+                                                     token * p.dq_stride[1] +
+                                                     walk.head_of(at) * p.dq_stride[2],
+                                                 p.head_dim, args.in_pairs, (float)fabs(p.scale), dq, r,
+                                                 warp_index() / shape::QUERY_PARTS);
+            }
+        }
+        numbers.store(next_numbers);
+        async_wait<0>();
+        block_barrier(); // what is next has arrived, and dq is added
+        if constexpr (WITH_K) walk.finish_turn(at);
         at = next;
     }
-    side.template finish<FIRST, SECOND>(first_sum, second_sum);
-}
-
-template <int D, int DV>
-constexpr int query_pass_bytes = backward_shape<D, DV>::STATE_AT + query_side<bf16, D, DV>::STATE_BYTES;
-template <int D, int DV>
-constexpr int key_pass_bytes = backward_shape<D, DV>::STATE_AT + key_side<bf16, D, DV>::STATE_BYTES;
-
-template <class T, int D, int DV> rt_status attn_bwd_queries(const rt_attn_params &p, void *stream) {
-    using shape = backward_shape<D, DV>;
-    constexpr int BYTES = query_pass_bytes<D, DV>;
-    static_assert(BYTES <= 99 * 1024);
-    return for_runs(p, [&](const attn_args &args) {
-        return launch(attn_bwd_kernel<T, D, DV, query_side<T, D, DV>, true, false>,
-                      query_grid<shape::ROWS>(p), shape::THREADS, BYTES, stream, args);
-    });
+    if constexpr (WITH_K) add_key_rows(walk, p.dk, p.dk_stride, p.head_dim, (float)p.scale, dk);
+    if constexpr (WITH_V) add_key_rows(walk, p.dv, p.dv_stride, p.v_head_dim, 1, dv);
 }
 
 // Where the sums of dk and dv together would not fit the registers, a launch for each.
-template <class T, int D, int DV> rt_status attn_bwd_keys(const rt_attn_params &p, void *stream) {
+template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream) {
     using shape = backward_shape<D, DV>;
-    using side = key_side<T, D, DV>;
-    constexpr int BYTES = key_pass_bytes<D, DV>;
-    static_assert(BYTES <= 99 * 1024);
+    if (p.num_queries == 0) return RT_OK;
     return for_runs(p, [&](const attn_args &args) {
-        const grid_size grid = key_grid<shape::ROWS>(args);
-        rt_status status = find_tile_bounds<shape::COLS>(args, stream);
+        const auto start = [&](auto kernel) {
+            return launch(kernel, num_key_tiles<shape::KEYS>(args) * p.num_kv_heads * p.batch, shape::THREADS,
+                          shape::BYTES, stream, args);
+        };
+        rt_status status = fill_workspace<shape::QUERIES, shape::KEYS>(args, stream);
         if (status != RT_OK) return status;
         if constexpr (D + DV <= 320) {
-            return launch(attn_bwd_kernel<T, D, DV, side, true, true>, grid, shape::THREADS, BYTES, stream,
-                          args);
+            return start(attn_bwd_kernel<T, D, DV, true, true>);
         } else {
-            status = launch(attn_bwd_kernel<T, D, DV, side, true, false>, grid, shape::THREADS, BYTES, stream,
-                            args);
-            if (status != RT_OK) return status;
-            return launch(attn_bwd_kernel<T, D, DV, side, false, true>, grid, shape::THREADS, BYTES, stream,
-                          args);
+            status = start(attn_bwd_kernel<T, D, DV, true, false>);
+            return status == RT_OK ? start(attn_bwd_kernel<T, D, DV, false, true>) : status;
         }
     });
 }

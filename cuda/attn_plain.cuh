@@ -224,20 +224,25 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args ar
 RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_walk<PLAIN_TILE, PLAIN_TILE> walk(args);
-    const rt_run &run = args.runs[walk.run];
-    const int position = walk.position_of(row);
     const int d_floats = plain_tile::row_floats_of(p.head_dim),
               dv_floats = plain_tile::row_floats_of(p.v_head_dim);
     const plain_tile k{shared_base(), d_floats}, q{k.at(PLAIN_TILE, 0), d_floats},
         v{q.at(PLAIN_TILE, 0), dv_floats}, dout{v.at(PLAIN_TILE, 0), dv_floats};
     const shared_address weights = dout.at(PLAIN_TILE, 0), dscores = weights + PAIRS_BYTES;
 
+    const query_walk<PLAIN_TILE, PLAIN_TILE> walk{args, dscores + PAIRS_BYTES};
+    if (thread_index() == 0)
+        shared_store(walk.at_keys,
+                     key_tile_at<PLAIN_TILE>(args, block_index(), block_index_y(), block_index_z()));
+    block_barrier();
+
+    const rt_run &run = walk.run();
+    const int position = walk.position_of(row);
     auto at = walk.first();
     if (walk.ended(at)) return; // nobody attends these keys
     float dk[MOST_OF_LANE] = {}, dv[MOST_OF_LANE] = {};
-    load_plain_keys(k, p.k, p.k_stride, p.head_dim, run, walk.first_key);
-    load_plain_keys(v, p.v, p.v_stride, p.v_head_dim, run, walk.first_key);
+    load_plain_keys(k, p.k, p.k_stride, p.head_dim, run, walk.keys().first_key);
+    load_plain_keys(v, p.v, p.v_stride, p.v_head_dim, run, walk.keys().first_key);
     for (; !walk.ended(at); at = walk.after(at)) {
         const int first_token = at.tile * PLAIN_TILE, head = walk.head_of(at);
         block_barrier();
@@ -265,7 +270,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args)
             add_plain(dk, shared_load<float>(pair_at(dscores, row, col)), q, col, p.head_dim);
         }
     }
-    const int64_t key = walk.first_key + row, token = run.local_begin + key;
+    const int64_t key = walk.keys().first_key + row, token = run.local_begin + key;
     if (key >= run.length) return;
     add_plain_row((float *)p.dk + block_index_z() * p.dk_stride[0] + token * p.dk_stride[1] +
                       block_index_y() * p.dk_stride[2],

@@ -23,6 +23,7 @@ struct attn_args {
     float scale_log2, cap;
     float inverse_softcap; // 0: off
     bool aligned;          // rows of q, k, v, dout begin at multiples of 16 bytes
+    bool in_pairs;         // ... and those of dq, dk, dv
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
@@ -40,6 +41,8 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
     args.inverse_softcap = p.softcap > 0 ? (float)(1 / p.softcap) : 0;
     args.aligned = rows_are_aligned(p.q, p.q_stride, 2) && rows_are_aligned(p.k, p.k_stride, 2) &&
                    rows_are_aligned(p.v, p.v_stride, 2) && rows_are_aligned(p.dout, p.dout_stride, 2);
+    args.in_pairs = rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
+                    rows_are_aligned(p.dv, p.dv_stride, 4);
     rt_status status = RT_OK;
     for (int64_t first = 0; first < p.num_k_runs && status == RT_OK; first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
@@ -102,7 +105,8 @@ template <int ROWS, int COLS> struct tile {
     }
 
     // What a lane of load_matrices needs all over the tile: at(r, c) is chunk_at(row + r, chunk + c), for r a multiple of
-    // 8, c even and chunk < 2. With r and c known to the compiler that is an exclusive or, and few different ones.
+    // 8, chunk < 8, and no bit that is in both chunk and c. With r and c known to the compiler that is an exclusive or, and
+    // few different ones.
     struct lane_chunks {
         shared_address row_at, chunk_bytes;
         RT_DEVICE shared_address at(int r, int c) const {
@@ -189,16 +193,17 @@ RT_DEVICE void multiply_rows(sums<M, N> &sum, tile<A_ROWS, COLS> a, int a_row, t
     }
 }
 
-// sum (16 M, COLS) += left (16 M, 16) times the rows 16 k .. 16 k + 15 of b.
-template <class T, int M, int ROWS, int COLS>
-RT_DEVICE void multiply_weights(sums<M, COLS / 8> &sum, const uint32_t (&left)[M][4], tile<ROWS, COLS> b,
-                                int k) {
+// sum (16 M, COLS) += left (16 M, 16) times the rows 16 k .. 16 k + 15 of b. With PARTS (1, 2 or 4) sum has, of every PARTS
+// groups of 16 columns, the one of `part`.
+template <class T, int M, int PARTS = 1, int ROWS, int COLS>
+RT_DEVICE void multiply_weights(sums<M, COLS / 8 / PARTS> &sum, const uint32_t (&left)[M][4],
+                                tile<ROWS, COLS> b, int k, int part = 0) {
     const int lane = lane_index();
-    const auto b_chunks = b.chunks_from(lane % 16, lane / 16);
+    const auto b_chunks = b.chunks_from(lane % 16, 2 * part + lane / 16);
 #pragma unroll
-    for (int n = 0; n < COLS / 8; n += 2) {
+    for (int n = 0; n < COLS / 8 / PARTS; n += 2) {
         uint32_t right[4];
-        load_matrices_transposed(right, b_chunks.at(16 * k, n));
+        load_matrices_transposed(right, b_chunks.at(16 * k, n * PARTS));
 #pragma unroll
         for (int m = 0; m < M; m++) {
             multiply_add<T>(sum[m][n], left[m], right[0], right[1]);
@@ -257,13 +262,13 @@ RT_DEVICE void load_queries(tile<ROWS, COLS> to, const void *array, const int64_
                           args.aligned);
 }
 
-// ... and rows of k or v from key `first` of a run on, of the block's kv head.
+// ... and rows of k or v from key `first` of a run on.
 template <class T, int THREADS, int ROWS, int COLS>
 RT_DEVICE void load_keys(tile<ROWS, COLS> to, const void *array, const int64_t (&stride)[3], int64_t dim,
-                         const attn_args &args, int run, int first) {
+                         const attn_args &args, int run, int first, int kv_head = block_index_y(),
+                         int batch = block_index_z()) {
     const int64_t row = args.runs[run].local_begin + first;
-    const T *const from =
-        (const T *)array + block_index_z() * stride[0] + row * stride[1] + block_index_y() * stride[2];
+    const T *const from = (const T *)array + batch * stride[0] + row * stride[1] + kv_head * stride[2];
     load_tile<T, THREADS>(to, from, stride[1], (int)args.runs[run].length - first, (int)dim, args.aligned);
 }
 

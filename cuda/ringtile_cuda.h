@@ -26,7 +26,7 @@ rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *
 // CPU; rows of q, k, v and dout that begin at multiples of 16 bytes are the fast case.
 //   RT_BAD_SHAPE   also where num_queries or num_keys is above 2^31 - 1025, or num_kv_heads or batch above 65535
 rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream);
-// Deterministic: every gradient is summed by one thread, in one order. dP = dout v^T and the products with P and dS are those
+// Deterministic: every gradient is summed in one order. dP = dout v^T and the products with P and dS are those
 // of the dtype; where a weight P is 0, dS is 0.
 //   RT_WORKSPACE   p->workspace is device memory, of rt_cuda_attn_bwd_workspace_bytes
 rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream);

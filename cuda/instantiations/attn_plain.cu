@@ -17,9 +17,10 @@ rt_status attn_bwd_plain(const rt_attn_params &p, void *stream) {
     return for_runs(p, [&](const attn_args &args) {
         rt_status status = launch(attn_bwd_queries_plain_kernel, query_grid<PLAIN_TILE>(p), PLAIN_THREADS,
                                   bytes + RANGES_BYTES, stream, args);
-        if (status == RT_OK) status = find_tile_bounds<PLAIN_TILE>(args, stream);
+        if (status == RT_OK) status = fill_workspace<PLAIN_TILE, 0>(args, stream);
         if (status != RT_OK) return status;
-        return launch(attn_bwd_keys_plain_kernel, key_grid<PLAIN_TILE>(args), PLAIN_THREADS, bytes, stream,
-                      args);
+        return launch(attn_bwd_keys_plain_kernel,
+                      {num_key_tiles<PLAIN_TILE>(args), args.p.num_kv_heads, args.p.batch}, PLAIN_THREADS,
+                      bytes + (int)sizeof(key_tile), stream, args);
     });
 }

@@ -11,6 +11,7 @@
 
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
+void emulator_run_side_by_side(int num_blocks, uint32_t seed);
 int64_t emulator_bank_conflicts(void);
 void emulator_set_compute_capability(int capability); // 80 at the start
 int64_t emulator_group_products(void);                // 0 but for kernels of sm_90
@@ -159,7 +160,32 @@ static inline void add_backward_rounding(const attn_case *c, rt_dtype dtype, att
     free(rows);
 }
 
-// With the lse of the forward, its delta, and a gradient of lse; twice, for the same bits.
+static inline size_t bytes_of(const tensor *x) { return (size_t)x->num_elements * dtype_bytes(x->dtype); }
+static inline void *copy_bytes(const tensor *x) {
+    return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x));
+}
+
+// Adds to dq, dk and dv with blocks side by side; and anew with one after the other, which must give the same bits.
+static inline void run_backward_twice(const attn_case *c, uint32_t seed, int64_t num_calls) {
+    void *before[3], *side_by_side[3];
+    for (int i = 0; i < 3; i++) before[i] = copy_bytes(&c->x[DQ + i]);
+    emulator_run_side_by_side(4, seed);
+    run_on_emulator(BACKWARD, c, num_calls);
+    for (int i = 0; i < 3; i++) {
+        const tensor *x = &c->x[DQ + i];
+        side_by_side[i] = copy_bytes(x);
+        memcpy(x->data, before[i], bytes_of(x));
+    }
+    emulator_run_side_by_side(1, 0);
+    run_on_emulator(BACKWARD, c, num_calls);
+    for (int i = 0; i < 3; i++) {
+        CHECK(memcmp(c->x[DQ + i].data, side_by_side[i], bytes_of(&c->x[DQ + i])) == 0);
+        free(before[i]);
+        free(side_by_side[i]);
+    }
+}
+
+// With the lse of the forward, its delta, and a gradient of lse.
 static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_calls) {
     attn_case want = widen(c, state);
     fill(&want.x[OUT], 0);
@@ -177,7 +203,10 @@ static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_cal
     attn_case bounds = widen(c, state);
     backward_bounds(&want, 0x1p-23, num_calls, &bounds);
     add_backward_rounding(&want, c->p.dtype, &bounds);
-    run_on_emulator(BACKWARD, c, num_calls);
+    if (is_16_bit(c->p.dtype)) // blocks take turns
+        run_backward_twice(c, (uint32_t)*state, num_calls);
+    else
+        run_on_emulator(BACKWARD, c, num_calls);
     CHECK_STATUS(rt_attn_bwd_reference(&want.p), RT_OK);
     for (int i = DQ; i <= DV; i++) check_array((array_name)i, c, &want, &bounds);
     free_arrays(&want);

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 #include <map>
+#include <numeric>
 #include <random>
 
 namespace emulator {
@@ -169,13 +170,15 @@ bool advance(Block &running) {
          std::to_string(*current->word));
 }
 
-// The blocks of the grid, most_blocks at a time; which of them goes on is drawn anew at every barrier.
+// The blocks of the grid, most_blocks at a time; in which order, and which goes on after a barrier, is drawn.
 void run_blocks(int num_shared_bytes) {
-    const int64_t num_blocks = grid.x * grid.y * grid.z;
+    std::vector<int64_t> order((size_t)(grid.x * grid.y * grid.z));
+    std::iota(order.begin(), order.end(), 0);
+    if (most_blocks > 1) std::shuffle(order.begin(), order.end(), draw);
     while ((int)blocks.size() < most_blocks) blocks.push_back(std::make_unique<Block>());
-    int64_t started = 0;
+    size_t started = 0;
     for (const auto &place : blocks)
-        if (!(place->done = started == num_blocks)) start_block(*place, started++, num_shared_bytes);
+        if (!(place->done = started == order.size())) start_block(*place, order[started++], num_shared_bytes);
     for (;;) {
         bool progress = false, all_done = true;
         const size_t first = most_blocks > 1 ? draw() % blocks.size() : 0;
@@ -184,7 +187,7 @@ void run_blocks(int num_shared_bytes) {
             if (next.done) continue;
             all_done = false;
             progress = advance(next);
-            if (next.done && started < num_blocks) start_block(next, started++, num_shared_bytes);
+            if (next.done && started < order.size()) start_block(next, order[started++], num_shared_bytes);
         }
         if (all_done) return;
         if (!progress) fail_as_all_wait();

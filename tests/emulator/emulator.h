@@ -42,8 +42,8 @@ struct Fault {
 void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes = 2);
 void take_back_all();
 
-// From now on so many blocks of a launch run side by side, and which goes on after a barrier is drawn from the seed. At
-// first it is one.
+// From now on so many blocks of a launch run side by side. In which order they start, and which goes on after a barrier, is
+// drawn from the seed. At first it is one, in the order of the grid.
 void run_side_by_side(int num_blocks, uint32_t seed);
 
 // What compute_capability() says, 80 at first: the architectures differ in which kernels are chosen.

@@ -289,6 +289,22 @@ def test_the_same_inputs_give_the_same_bits() -> None:
 
 
 @ON_GPU
+@pytest.mark.parametrize(
+    "mask", [IntervalMask.causal(4096), IntervalMask.full(4096), IntervalMask.sliding_window(4096, 500)]
+)
+@pytest.mark.parametrize("dims", DIMS)
+def test_turns_give_the_same_bits_however_busy_the_device_is(dims: tuple[int, int], mask: IntervalMask) -> None:
+    """64 tiles of keys add to each dq, while products on another stream take multiprocessors away."""
+    p, other = problem(torch.bfloat16, *dims, num_kv_heads=2, seq_len=4096), torch.cuda.Stream()
+    first, x = ours(p, mask), normal(2048, 2048, dtype=torch.bfloat16)
+    for _ in range(5):
+        with torch.cuda.stream(other):
+            for _ in range(20):
+                x @ x
+        assert all(torch.equal(x, y) for x, y in zip(ours(p, mask), first, strict=True))
+
+
+@ON_GPU
 def test_nothing_waits_for_the_device() -> None:
     p = problem(torch.bfloat16, 64, 64)
     first = ours(p, MASKS["causal"])  # the mask is copied to the device once
