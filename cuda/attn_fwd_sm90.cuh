@@ -37,7 +37,8 @@ template <int D> struct forward_sm90_shape {
     static constexpr int K_AT = Q_BYTES, V_AT = K_AT + STAGES * KEY_BYTES,
                          RANGES_AT = V_AT + STAGES * KEY_BYTES, BARRIERS_AT = RANGES_AT + walk::BYTES,
                          BYTES = BARRIERS_AT + 8 * (1 + 4 * STAGES);
-    static_assert(ROWS == KEYS && BYTES <= 227 * 1024);
+    static_assert(ROWS == KEYS); // one size of boxes
+    static_assert(BYTES <= 227 * 1024);
 };
 
 // A place in the ring, and the parity of its phases.
