@@ -253,7 +253,7 @@ def test_small_attention_of_any_length(dtype: torch.dtype, seq_len: int) -> None
         torch.testing.assert_close(mine.double(), right, rtol=0, atol=10 * 100**0.5 * torch.finfo(dtype).eps)
 
 
-# The 16-bit kernels of a GPU let a number that is not finite spoil the rows of a tile that the mask cuts (docs/cuda.md).
+# The 16-bit kernels of a GPU let a number that is not finite spoil rows of a tile that the mask cuts (docs/cuda.md).
 SILENCING = torch.float32 if DEVICE.type == "cuda" else torch.bfloat16
 
 
