@@ -28,8 +28,9 @@ static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3]) {
 
 template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {
     if constexpr (D == DV && (D == 64 || D == 128))
-        if (compute_capability() == 90 && rows_can_be_mapped(p.q, p.q_stride) &&
-            rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride))
+        if (compute_capability() == 90 && p.num_queries > 0 && p.batch > 0 &&
+            rows_can_be_mapped(p.q, p.q_stride) && rows_can_be_mapped(p.k, p.k_stride) &&
+            rows_can_be_mapped(p.v, p.v_stride))
             return attn_fwd_sm90<T, D>(p, stream);
     return attn_fwd<T, D, DV>(p, stream);
 }

@@ -47,10 +47,21 @@ static void test_what_cannot_be_mapped_is_right_too(void) {
     CHECK_INT(emulator_group_products(), before);
 }
 
+static void test_nothing_to_do_is_done(void) {
+    uint64_t state = 7;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
+    rt_attn_params no_queries = c.p, no_batch = c.p;
+    no_queries.num_queries = no_batch.batch = 0;
+    CHECK_STATUS(rt_cuda_attn_fwd(&no_queries, NULL), RT_OK);
+    CHECK_STATUS(rt_cuda_attn_fwd(&no_batch, NULL), RT_OK);
+    free_case(&c);
+}
+
 int main(void) {
     emulator_set_compute_capability(90);
     test_random_problems_agree_with_the_reference();
     test_what_cannot_be_mapped_is_right_too();
+    test_nothing_to_do_is_done();
     check_that_dead_tiles_stay_unread(FORWARD, RT_BF16);
     return check_finish();
 }
