@@ -37,14 +37,16 @@ void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
     check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()), op);
 }
 
-// needed (M, 6): query rank, key rank, then a run; pairs (W, W): [query rank][key rank].
-std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Tensor &layout) {
+// needed (M, 6): query rank, key rank, then a run; pairs (W, W): [query rank][key rank]. rank -1: of all pairs of ranks;
+// otherwise of those that it is one of, and the other pairs are 0.
+std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank) {
     const char *op = "plan";
     Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
     Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes({begin.size(0), begin.size(1)});
     const LayoutArg arg(layout, op);
     const int64_t S = begin.size(1), W = arg.num_ranks();
     layout_check(layout, S, W);
+    require(rank >= -1 && rank < W, op, "rank is ", rank, ", expected one of ", W, " ranks, or -1 for all");
     const rt_plan_params p = {W,
                               S,
                               begin.size(0),
@@ -55,29 +57,36 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
     Tensor pairs = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);
     auto *pair = static_cast<int64_t *>(pairs.data_ptr());
+    std::fill(pair, pair + W * W, 0);
 
-    std::vector<uint8_t> covered(static_cast<size_t>(S));
-    std::vector<int32_t> scratch(static_cast<size_t>(S) + 1);
+    std::vector<int64_t> attended(static_cast<size_t>(S) + 1);
     std::vector<rt_run> runs(arg.runs.size());
     std::vector<int64_t> rows; // (M, 6) flat
-    for (int64_t query_rank = 0; query_rank < W; ++query_rank) {
-        check(rt_plan_cover(&p, query_rank, covered.data(), scratch.data()), op);
-        for (int64_t key_rank = 0; key_rank < W; ++key_rank, ++pair) {
-            const auto fill = [&](int64_t *count) {
-                return rt_plan_pair(&p, query_rank, key_rank, covered.data(), runs.data(),
-                                    static_cast<int64_t>(runs.size()), count, pair);
-            };
-            int64_t count = 0;
-            rt_status status = fill(&count);
-            if (status == RT_CAPACITY) {
-                runs.resize(static_cast<size_t>(count));
-                status = fill(&count);
-            }
-            check(status, op);
-            for (int64_t i = 0; i < count; ++i)
-                rows.insert(rows.end(), {query_rank, key_rank, runs[i].global_begin, runs[i].stride,
-                                         runs[i].local_begin, runs[i].length});
+    const auto add = [&](int64_t query_rank, int64_t key_rank, const int32_t *below) {
+        const auto fill = [&](int64_t *count) {
+            return rt_plan_needed(&p, key_rank, below, attended.data(), runs.data(),
+                                  static_cast<int64_t>(runs.size()), count, &pair[query_rank * W + key_rank]);
+        };
+        int64_t count = 0;
+        rt_status status = fill(&count);
+        if (status == RT_CAPACITY) {
+            runs.resize(static_cast<size_t>(count));
+            status = fill(&count);
         }
+        check(status, op);
+        for (int64_t i = 0; i < count; ++i)
+            rows.insert(rows.end(), {query_rank, key_rank, runs[i].global_begin, runs[i].stride,
+                                     runs[i].local_begin, runs[i].length});
+    };
+    // Of the queries of another rank only the rank's own keys are asked for: all positions for each of W ranks would
+    // take O(W S).
+    std::vector<int32_t> below(rank < 0 ? 0 : static_cast<size_t>(S) + 1);
+    if (rank >= 0) check(rt_plan_below(&p, rank, below.data()), op);
+    for (int64_t query_rank = 0; query_rank < W; ++query_rank) {
+        const bool all_keys = rank < 0 || query_rank == rank;
+        check(rt_plan_attended(&p, query_rank, all_keys ? nullptr : below.data(), attended.data()), op);
+        for (int64_t key_rank = 0; key_rank < W; ++key_rank)
+            if (all_keys || key_rank == rank) add(query_rank, key_rank, all_keys ? nullptr : below.data());
     }
     Tensor needed =
         torch::stable::empty({static_cast<int64_t>(rows.size()) / 6, 6}, ScalarType::Long, std::nullopt, cpu);
@@ -127,7 +136,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
-    m.def("plan(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
+    m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
     m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
     m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");

@@ -137,17 +137,25 @@ typedef struct rt_plan_params {
     const int32_t *begin, *end; // (mask_batch, S) contiguous
 } rt_plan_params;
 
-// covered (S) bytes: 1 where some query of query_rank, in any row, attends that global position.
-// Bounds outside 0..S mean the same as the nearest bound inside.
-// scratch (S) int32.
-rt_status rt_plan_cover(const rt_plan_params *p, int64_t query_rank, uint8_t *covered, int32_t *scratch);
+// below (S + 1): how many keys of key_rank have a global position below g, for g = 0..S.
+rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *below);
 
-// The keys of key_rank that query_rank needs, as few runs as possible in local order, and the number of
-// unmasked (query, key) pairs between the two, summed over the mask's rows.
-//   covered (S): from rt_plan_cover(query_rank);  needed (capacity), may be NULL when capacity is 0
+// attended[j]: how many queries of query_rank, over all rows, attend key j. Bounds outside 0..S mean the same as the
+// nearest bound inside.
+//   below NULL: the keys are all positions, j = 0..S-1. Otherwise those of the rank that rt_plan_below was asked for, by
+//   their order in the sequence.
+//   attended (keys + 1), of which the last is scratch
+// O(S) without below, else O(queries + keys).
+rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below,
+                           int64_t *attended);
+
+// The keys of key_rank that some query attends, as few runs as possible in local order, and the number of unmasked
+// (query, key) pairs, summed over the mask's rows.
+//   below, attended: as given to and by rt_plan_attended;  needed (capacity), may be NULL when capacity is 0
 //   *num_needed is always the full count, also with RT_CAPACITY
-rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank, const uint8_t *covered,
-                       rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs);
+rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below,
+                         const int64_t *attended, rt_run *needed, int64_t capacity, int64_t *num_needed,
+                         int64_t *num_pairs);
 
 // 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their
 // masks and layouts before they exchange keys.

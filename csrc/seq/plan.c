@@ -30,61 +30,53 @@ static rt_status runs_of_rank(const rt_plan_params *p, int64_t rank, rank_runs *
     return rt_runs_check_inside(of_rank->runs, of_rank->num_runs, local_len, p->seq_len);
 }
 
-rt_status rt_plan_cover(const rt_plan_params *p, int64_t query_rank, uint8_t *covered, int32_t *scratch) {
+rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *below) {
+    rank_runs keys;
+    rt_status status = check_plan(p);
+    if (status == RT_OK) status = runs_of_rank(p, key_rank, &keys);
+    if (status != RT_OK) return status;
+    if (below == NULL) return RT_BAD_POINTER;
+
+    // Pass 1: below[g + 1] is 1 where g is a key. Pass 2: sums.
+    memset(below, 0, (size_t)(p->seq_len + 1) * sizeof(*below));
+    for (int64_t r = 0; r < keys.num_runs; r++) {
+        const rt_run run = keys.runs[r];
+        for (int64_t j = 0; j < run.length; j++) below[run.global_begin + j * run.stride + 1] = 1;
+    }
+    for (int64_t g = 0; g < p->seq_len; g++) below[g + 1] += below[g];
+    return RT_OK;
+}
+
+static int64_t clamp(int64_t position, int64_t seq_len) {
+    return position < 0 ? 0 : position < seq_len ? position : seq_len;
+}
+
+rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below,
+                           int64_t *attended) {
     rank_runs queries;
     rt_status status = check_plan(p);
     if (status == RT_OK) status = runs_of_rank(p, query_rank, &queries);
     if (status != RT_OK) return status;
-    const int64_t seq_len = p->seq_len;
-    if (seq_len == 0) return RT_OK;
-    if (covered == NULL || scratch == NULL) return RT_BAD_POINTER;
+    if (attended == NULL) return RT_BAD_POINTER;
+    const int64_t seq_len = p->seq_len, num_keys = below == NULL ? seq_len : below[seq_len];
 
-    // Pass 1: reach[g] is where the longest interval that begins at g ends.
-    int32_t *reach = scratch;
-    memset(reach, 0, (size_t)seq_len * sizeof(*reach));
+    // Pass 1: how many more queries attend a key than the key before it. Pass 2: sums.
+    memset(attended, 0, (size_t)(num_keys + 1) * sizeof(*attended));
     for (int64_t b = 0; b < p->mask_batch; b++) {
         const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
         for (int64_t r = 0; r < queries.num_runs; r++) {
             const rt_run run = queries.runs[r];
             for (int64_t j = 0; j < run.length; j++) {
                 const int64_t i = run.global_begin + j * run.stride;
-                const int64_t first = begin[i] > 0 ? begin[i] : 0;
-                if (first < seq_len && end[i] > reach[first]) reach[first] = end[i];
-            }
-        }
-    }
-    // Pass 2: a position is covered while some interval begun at or before it has not ended.
-    int32_t open_until = 0;
-    for (int64_t g = 0; g < seq_len; g++) {
-        if (reach[g] > open_until) open_until = reach[g];
-        covered[g] = g < open_until;
-    }
-    return RT_OK;
-}
-
-// How many keys of a run have a global position below `position`.
-static int64_t keys_below(const rt_run *run, int64_t position) {
-    if (position <= run->global_begin) return 0;
-    const int64_t below = (position - run->global_begin + run->stride - 1) / run->stride;
-    return below < run->length ? below : run->length;
-}
-
-static int64_t count_pairs(const rt_plan_params *p, const rank_runs *queries, const rank_runs *keys) {
-    int64_t num_pairs = 0;
-    for (int64_t b = 0; b < p->mask_batch; b++) {
-        const int32_t *begin = p->begin + b * p->seq_len, *end = p->end + b * p->seq_len;
-        for (int64_t r = 0; r < queries->num_runs; r++) {
-            const rt_run run = queries->runs[r];
-            for (int64_t j = 0; j < run.length; j++) {
-                const int64_t i = run.global_begin + j * run.stride;
                 if (begin[i] >= end[i]) continue;
-                for (int64_t key_run = 0; key_run < keys->num_runs; key_run++)
-                    num_pairs +=
-                        keys_below(&keys->runs[key_run], end[i]) - keys_below(&keys->runs[key_run], begin[i]);
+                const int64_t first = clamp(begin[i], seq_len), last = clamp(end[i], seq_len);
+                attended[below == NULL ? first : below[first]]++;
+                attended[below == NULL ? last : below[last]]--;
             }
         }
     }
-    return num_pairs;
+    for (int64_t j = 0; j < num_keys; j++) attended[j + 1] += attended[j];
+    return RT_OK;
 }
 
 // The run that begins at a local token: there is one, because the runs fill the local tokens. The search starts at
@@ -94,26 +86,28 @@ static const rt_run *run_at(const rank_runs *keys, int64_t local_begin, int64_t 
     return &keys->runs[guess];
 }
 
-rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_rank, const uint8_t *covered,
-                       rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs) {
-    rank_runs queries, keys;
+rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below,
+                         const int64_t *attended, rt_run *needed, int64_t capacity, int64_t *num_needed,
+                         int64_t *num_pairs) {
+    rank_runs keys;
     rt_status status = check_plan(p);
-    if (status == RT_OK) status = runs_of_rank(p, query_rank, &queries);
     if (status == RT_OK) status = runs_of_rank(p, key_rank, &keys);
     if (status != RT_OK) return status;
     if (capacity < 0) return RT_BAD_SHAPE;
     if (num_needed == NULL || num_pairs == NULL || (capacity > 0 && needed == NULL)) return RT_BAD_POINTER;
-    if (p->seq_len > 0 && covered == NULL) return RT_BAD_POINTER;
+    if (attended == NULL) return RT_BAD_POINTER;
 
     // Keys are met in local order. `piece` is the run being grown; a key that does not continue it (a key
     // in between is not needed, or a run of the layout ended) closes it.
     rt_run piece = {0, 1, 0, 0};
-    int64_t count = 0, local = 0;
+    int64_t count = 0, pairs = 0, local = 0;
     for (int64_t r = 0; r < keys.num_runs; r++) {
         const rt_run *run = run_at(&keys, local, r);
         for (int64_t j = 0; j < run->length; j++, local++) {
             const int64_t g = run->global_begin + j * run->stride;
-            if (!covered[g]) continue;
+            const int64_t num_queries = attended[below == NULL ? g : below[g]];
+            if (num_queries == 0) continue;
+            pairs += num_queries;
             const bool continues = piece.length > 0 && piece.stride == run->stride &&
                                    piece.local_begin + piece.length == local &&
                                    piece.global_begin + piece.length * piece.stride == g;
@@ -126,7 +120,7 @@ rt_status rt_plan_pair(const rt_plan_params *p, int64_t query_rank, int64_t key_
         }
     }
     *num_needed = count;
-    *num_pairs = count_pairs(p, &queries, &keys);
+    *num_pairs = pairs;
     return count <= capacity ? RT_OK : RT_CAPACITY;
 }
 

@@ -283,14 +283,15 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
     _ops.layout_check(layout, seq_len, world_size)
 
 
-def plan(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
+def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Tensor, Tensor]:
     """Who needs which keys of whom, for an interval mask over a layout.
 
     begin, end int32 (B or 1, S), layout int64 (R, 5), all on the CPU. Returns needed int64 (M, 6): query rank,
     key rank, global_begin, stride, local_begin, length, in that order of sorting; and pairs int64 (W, W): the
-    unmasked (query, key) pairs between two ranks, summed over the rows of the mask.
+    unmasked (query, key) pairs between two ranks, summed over the rows of the mask. rank: only what it needs of others
+    and others of it, in O(S) instead of O(W S); the rest of pairs is 0. -1: everything.
     """
-    needed, pairs = _ops.plan(begin, end, layout)
+    needed, pairs = _ops.plan(begin, end, layout, rank)
     return needed, pairs
 
 
@@ -299,7 +300,7 @@ def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
     return int(_ops.digest(begin, end, layout).item())
 
 
-def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
+def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     num_needed = torch.library.get_ctx().new_dynamic_size()
     world_size = torch.library.get_ctx().new_dynamic_size()
     return layout.new_empty(num_needed, 6), layout.new_empty(world_size, world_size)

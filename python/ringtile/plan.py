@@ -10,6 +10,7 @@ D head dim, Dv value head dim, W ranks, R runs.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +99,7 @@ def _rounds_of(key: _MaskAndLayout, rank: int) -> RankPlan:
             f"{layout.seq_len} tokens of the layout in both"
         )
     world_size = layout.world_size
-    needed, pairs = ops.plan(key.begin, key.end, key.layout)
+    needed, pairs = ops.plan(key.begin, key.end, key.layout, rank)
     rounds = []
     for i in range(world_size):
         key_rank, query_rank = (rank - i) % world_size, (rank + i) % world_size
@@ -277,8 +278,12 @@ def plan(
     needed, pairs = ops.plan(mask.begin, mask.end, layout.tensor)
     world_size = layout.world_size
 
+    runs_between: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for query_rank, key_rank, *run in needed.tolist():
+        runs_between[query_rank, key_rank].append(Run(*run))
+
     def round_cost(query_rank: int, key_rank: int) -> RoundCost:
-        runs = tuple(Run(*run) for run in _runs_between(needed, query_rank, key_rank).tolist())
+        runs = tuple(runs_between[query_rank, key_rank])
         num_pairs = int(pairs[query_rank, key_rank]) * (batch // rows)
         return RoundCost(key_rank, runs, sum(run.length for run in runs), num_pairs)
 

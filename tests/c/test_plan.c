@@ -44,23 +44,23 @@ static int64_t *positions_of(const layout *l, int64_t rank) {
     return positions;
 }
 
-// The needed runs name exactly the covered keys, in local order, and no two of them could be one.
+// The needed runs name exactly the attended keys, in local order, and no two of them could be one.
 static void check_needed(const rt_run *needed, int64_t num_needed, const int64_t *keys, int64_t num_keys,
-                         const uint8_t *covered) {
+                         const int64_t *attended) {
     int64_t local = 0;
     bool exact = true, maximal = true;
     for (int64_t r = 0; r < num_needed; r++) {
         const rt_run run = needed[r];
-        for (; local < run.local_begin; local++) exact &= !covered[keys[local]];
+        for (; local < run.local_begin; local++) exact &= !attended[keys[local]];
         exact &= run.length >= 1 && run.stride >= 1 && run.local_begin + run.length <= num_keys;
         for (int64_t j = 0; exact && j < run.length; j++, local++)
-            exact &= covered[keys[local]] && keys[local] == run.global_begin + j * run.stride;
+            exact &= attended[keys[local]] > 0 && keys[local] == run.global_begin + j * run.stride;
         if (r == 0) continue;
         const rt_run before = needed[r - 1];
         maximal &= before.stride != run.stride || before.local_begin + before.length != run.local_begin ||
                    before.global_begin + before.length * before.stride != run.global_begin;
     }
-    for (; local < num_keys; local++) exact &= !covered[keys[local]];
+    for (; local < num_keys; local++) exact &= !attended[keys[local]];
     CHECK(exact);
     CHECK(maximal);
 }
@@ -75,47 +75,60 @@ static void check_plan(uint64_t *state, int64_t seq_len) {
                               .run_offsets = l.run_offsets,
                               .begin = m.begin,
                               .end = m.end};
-    uint8_t *covered = must_alloc((size_t)seq_len), *want_covered = must_alloc((size_t)seq_len);
-    int32_t *scratch = must_alloc((size_t)seq_len * sizeof(*scratch));
+    const size_t counts_bytes = (size_t)(seq_len + 1) * sizeof(int64_t);
+    int64_t *attended = must_alloc(counts_bytes), *attended_of_rank = must_alloc(counts_bytes);
+    int64_t *want = must_alloc(counts_bytes);
+    int32_t *below = must_alloc((size_t)(seq_len + 1) * sizeof(*below));
     rt_run *needed = must_alloc((size_t)seq_len * sizeof(*needed));
+    rt_run *needed_of_rank = must_alloc((size_t)seq_len * sizeof(*needed));
 
     for (int64_t query_rank = 0; query_rank < l.num_ranks; query_rank++) {
         const int64_t num_queries = local_len_of(&l, query_rank);
         int64_t *queries = positions_of(&l, query_rank);
-        memset(want_covered, 0, (size_t)seq_len);
+        memset(want, 0, counts_bytes);
         for (int64_t key = 0; key < seq_len; key++)
             for (int64_t b = 0; b < m.batch; b++)
-                for (int64_t i = 0; i < num_queries; i++)
-                    want_covered[key] |= attends(&m, b, queries[i], key);
-        CHECK_STATUS(rt_plan_cover(&p, query_rank, covered, scratch), RT_OK);
-        CHECK(memcmp(covered, want_covered, (size_t)seq_len) == 0);
+                for (int64_t i = 0; i < num_queries; i++) want[key] += attends(&m, b, queries[i], key);
+        CHECK_STATUS(rt_plan_attended(&p, query_rank, NULL, attended), RT_OK);
+        CHECK(memcmp(attended, want, (size_t)seq_len * sizeof(*want)) == 0);
 
         for (int64_t key_rank = 0; key_rank < l.num_ranks; key_rank++) {
             const int64_t num_keys = local_len_of(&l, key_rank);
             int64_t *keys = positions_of(&l, key_rank);
-            int64_t want_pairs = 0, num_needed, num_pairs;
-            for (int64_t b = 0; b < m.batch; b++)
-                for (int64_t i = 0; i < num_queries; i++)
-                    for (int64_t j = 0; j < num_keys; j++) want_pairs += attends(&m, b, queries[i], keys[j]);
+            int64_t want_pairs = 0, num_needed, num_needed_of_rank, num_pairs;
+            for (int64_t j = 0; j < num_keys; j++) want_pairs += want[keys[j]];
             CHECK_STATUS(
-                rt_plan_pair(&p, query_rank, key_rank, covered, needed, seq_len, &num_needed, &num_pairs),
+                rt_plan_needed(&p, key_rank, NULL, attended, needed, seq_len, &num_needed, &num_pairs),
                 RT_OK);
             CHECK_INT(num_pairs, want_pairs);
-            check_needed(needed, num_needed, keys, num_keys, covered);
+            check_needed(needed, num_needed, keys, num_keys, attended);
             int64_t counted = -1;
-            CHECK_STATUS(rt_plan_pair(&p, query_rank, key_rank, covered, NULL, 0, &counted, &num_pairs),
+            CHECK_STATUS(rt_plan_needed(&p, key_rank, NULL, attended, NULL, 0, &counted, &num_pairs),
                          num_needed > 0 ? RT_CAPACITY : RT_OK);
             CHECK_INT(counted, num_needed);
+
+            // The same of the keys of one rank.
+            CHECK_STATUS(rt_plan_below(&p, key_rank, below), RT_OK);
+            CHECK_INT(below[seq_len], num_keys);
+            CHECK_STATUS(rt_plan_attended(&p, query_rank, below, attended_of_rank), RT_OK);
+            CHECK_STATUS(rt_plan_needed(&p, key_rank, below, attended_of_rank, needed_of_rank, seq_len,
+                                        &num_needed_of_rank, &num_pairs),
+                         RT_OK);
+            CHECK_INT(num_pairs, want_pairs);
+            CHECK_INT(num_needed_of_rank, num_needed);
+            CHECK(memcmp(needed_of_rank, needed, (size_t)num_needed * sizeof(*needed)) == 0);
             free(keys);
         }
         free(queries);
     }
     free(m.begin);
     free(m.end);
-    free(covered);
-    free(want_covered);
-    free(scratch);
+    free(attended);
+    free(attended_of_rank);
+    free(want);
+    free(below);
     free(needed);
+    free(needed_of_rank);
 }
 
 static void test_random_plans_equal_the_oracle(void) {
@@ -130,20 +143,19 @@ static void test_zigzag_needs_what_the_drawing_shows(void) {
     int32_t begin[16] = {0}, end[16];
     for (int32_t i = 0; i < 16; i++) end[i] = i + 1;
     const rt_plan_params p = {2, 16, 1, runs, (int64_t[]){0, 2, 3}, begin, end};
-    uint8_t covered[16];
-    int32_t scratch[16];
+    int64_t attended[17];
     rt_run needed[2];
     int64_t num_needed, num_pairs;
 
-    CHECK_STATUS(rt_plan_cover(&p, 1, covered, scratch), RT_OK);
-    for (int g = 0; g < 16; g++) CHECK_INT(covered[g], g < 12);
-    CHECK_STATUS(rt_plan_pair(&p, 1, 0, covered, needed, 2, &num_needed, &num_pairs), RT_OK);
+    CHECK_STATUS(rt_plan_attended(&p, 1, NULL, attended), RT_OK);
+    for (int g = 0; g < 16; g++) CHECK_INT(attended[g], g < 4 ? 8 : g < 12 ? 12 - g : 0);
+    CHECK_STATUS(rt_plan_needed(&p, 0, NULL, attended, needed, 2, &num_needed, &num_pairs), RT_OK);
     CHECK_INT(num_needed, 1);
     CHECK(memcmp(&needed[0], &(rt_run){0, 1, 0, 4}, sizeof(rt_run)) == 0);
     CHECK_INT(num_pairs, 8 * 4);
 
-    CHECK_STATUS(rt_plan_cover(&p, 0, covered, scratch), RT_OK);
-    CHECK_STATUS(rt_plan_pair(&p, 0, 0, covered, needed, 2, &num_needed, &num_pairs), RT_OK);
+    CHECK_STATUS(rt_plan_attended(&p, 0, NULL, attended), RT_OK);
+    CHECK_STATUS(rt_plan_needed(&p, 0, NULL, attended, needed, 2, &num_needed, &num_pairs), RT_OK);
     CHECK_INT(num_needed, 2);
     CHECK_INT(num_pairs, (1 + 2 + 3 + 4) + (13 + 14 + 15 + 16) - 4 * 8);
 }
@@ -153,12 +165,11 @@ static void test_runs_that_touch_are_merged(void) {
     const rt_run runs[] = {{4, 2, 2, 2}, {0, 2, 0, 2}, {1, 2, 0, 4}};
     const int32_t begin[8] = {0}, end[8] = {0, 8};
     const rt_plan_params p = {2, 8, 1, runs, (int64_t[]){0, 2, 3}, begin, end};
-    uint8_t covered[8];
-    int32_t scratch[8];
+    int64_t attended[9];
     rt_run needed;
     int64_t num_needed, num_pairs;
-    CHECK_STATUS(rt_plan_cover(&p, 1, covered, scratch), RT_OK);
-    CHECK_STATUS(rt_plan_pair(&p, 1, 0, covered, &needed, 1, &num_needed, &num_pairs), RT_OK);
+    CHECK_STATUS(rt_plan_attended(&p, 1, NULL, attended), RT_OK);
+    CHECK_STATUS(rt_plan_needed(&p, 0, NULL, attended, &needed, 1, &num_needed, &num_pairs), RT_OK);
     CHECK_INT(num_needed, 1);
     CHECK(memcmp(&needed, &(rt_run){0, 2, 0, 4}, sizeof(rt_run)) == 0);
     CHECK_INT(num_pairs, 4);
@@ -168,17 +179,18 @@ static void test_plan_refuses_malformed_params(void) {
     const rt_run runs[] = {{0, 1, 0, 4}, {4, 1, 0, 4}};
     const int32_t begin[8] = {0}, end[8] = {0};
     const rt_plan_params good = {2, 8, 1, runs, (int64_t[]){0, 1, 2}, begin, end};
-    uint8_t covered[8] = {0};
-    int32_t scratch[8];
+    int64_t attended[9];
+    int32_t below[9];
     int64_t num_needed, num_pairs;
-    CHECK_STATUS(rt_plan_cover(&good, 1, covered, scratch), RT_OK);
+    CHECK_STATUS(rt_plan_attended(&good, 1, NULL, attended), RT_OK);
 
 #define REFUSED(field, value, status)                                                                        \
     do {                                                                                                     \
         rt_plan_params bad = good;                                                                           \
         bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_plan_cover(&bad, 1, covered, scratch), status);                                      \
-        CHECK_STATUS(rt_plan_pair(&bad, 0, 1, covered, NULL, 0, &num_needed, &num_pairs), status);           \
+        CHECK_STATUS(rt_plan_below(&bad, 1, below), status);                                                 \
+        CHECK_STATUS(rt_plan_attended(&bad, 1, NULL, attended), status);                                     \
+        CHECK_STATUS(rt_plan_needed(&bad, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), status);     \
     } while (0)
     REFUSED(num_ranks, 0, RT_BAD_SHAPE);
     REFUSED(num_ranks, 1, RT_BAD_RANK);
@@ -194,21 +206,22 @@ static void test_plan_refuses_malformed_params(void) {
     REFUSED(run_offsets, ((const int64_t[]){0, 1, 0}), RT_BAD_LAYOUT);
     REFUSED(runs, ((const rt_run[]){{0, 1, 0, 4}, {4, 0, 0, 4}}), RT_BAD_RUN);
 #undef REFUSED
-    CHECK_STATUS(rt_plan_cover(&good, -1, covered, scratch), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_cover(&good, 2, covered, scratch), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_cover(&good, 0, NULL, scratch), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_cover(&good, 0, covered, NULL), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_pair(&good, 0, 2, covered, NULL, 0, &num_needed, &num_pairs), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_pair(&good, 0, 1, NULL, NULL, 0, &num_needed, &num_pairs), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, 1, &num_needed, &num_pairs), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, 0, NULL, &num_pairs), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, 0, &num_needed, NULL), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_pair(&good, 0, 1, covered, NULL, -1, &num_needed, &num_pairs), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_plan_attended(&good, -1, NULL, attended), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_attended(&good, 2, NULL, attended), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_attended(&good, 0, NULL, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_below(&good, 2, below), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_below(&good, 0, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_needed(&good, 2, NULL, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, NULL, NULL, 0, &num_needed, &num_pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 1, &num_needed, &num_pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, NULL, &num_pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, &num_needed, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, -1, &num_needed, &num_pairs), RT_BAD_SHAPE);
 
     // Two runs of one rank at the same local tokens.
     const rt_run overlap[] = {{0, 1, 0, 4}, {4, 1, 0, 2}, {6, 1, 0, 2}};
     const rt_plan_params broken = {2, 8, 1, overlap, (int64_t[]){0, 1, 3}, begin, end};
-    CHECK_STATUS(rt_plan_pair(&broken, 0, 1, covered, NULL, 0, &num_needed, &num_pairs), RT_BAD_RUN);
+    CHECK_STATUS(rt_plan_needed(&broken, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_RUN);
 }
 
 // Any one changed bit, two swapped words, one more zero byte and another seed all change the digest.
