@@ -105,7 +105,7 @@ def test_every_provider_computes_the_same_attention(case: str, provider: str) ->
         cases = {"torch": ("full", "causal"), "torch_per_document": ("documents-3", "padding")}
         assert case not in cases[provider]
         return
-    inputs = make_inputs(point, made.mask.begin.size(0))
+    inputs = make_inputs(point)
     expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(case), inputs.dout)
     got = results(attention.attend_candidate(attend, inputs))
     for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
@@ -280,7 +280,7 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
     point = Point("causal", "float32", 8, head_dim=8, num_heads=3, num_kv_heads=3, world_size=2)
     place = ring.Place(point, make_case("causal", 8), ring.make_layout(point), rank=0)
     with pytest.raises(ConfigError, match="3 kv heads over 2 ranks; expected"):
-        ring.share_of_heads(place, make_inputs(point, 1))
+        ring.share_of_heads(place, make_inputs(point))
 
 
 def test_quick_covers_what_the_documentation_quotes() -> None:
@@ -346,7 +346,7 @@ def test_ring_alone_runs_the_rings_kernels() -> None:
     """A ring of one rank has no peers whose keys need a stand-in: its blocks alone are the attention."""
     point = Point("documents-3", "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
     place = ring.Place(point, make_case(point.case, S), ring.make_layout(point), rank=0)
-    inputs = make_inputs(point, 1)
+    inputs = make_inputs(point)
     expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(point.case), inputs.dout)
     got = results(ring.ringtile_alone_local(place, inputs).candidate)
     for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):

@@ -93,15 +93,16 @@ def test_every_provider_computes_the_same_loss(case: str, provider: str) -> None
 def test_flops_are_those_of_the_products() -> None:
     """A product of (T, E) and (E, F) is T*E*F multiply-adds: a gated MLP has 3, and 6 in its backward."""
     unit = 2 * TOKENS * E * F
-    work = mlp.work_of(mlp.Point("mlp", "float32", TOKENS, E, F, num_tiles=4))
+    mlp_point = mlp.Point("mlp", "float32", TOKENS, E, F, num_tiles=4)
+    work = mlp.work_of(mlp_point, mlp.make_inputs(mlp_point))
     assert work.flops == dict(zip(PASSES, (3 * unit, 6 * unit, 9 * unit), strict=True))
     tokens, weights = TOKENS * E * 4, 3 * E * F * 4
     forward, backward = tokens + weights + tokens, 2 * tokens + weights + tokens + weights
     assert work.num_bytes == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
     unit = 2 * 7 * E * V  # only tokens with a label need their logits
-    assert loss.work_of(loss.Point("half-ignored", "bfloat16", TOKENS, E, V, num_tiles=4), 7).flops == dict(
-        zip(PASSES, (unit, 2 * unit, 3 * unit), strict=True)
-    )
+    loss_point = loss.Point("half-ignored", "bfloat16", TOKENS, E, V, num_tiles=4)
+    flops = loss.work_of(loss_point, loss.make_inputs(loss_point)).flops
+    assert flops == dict(zip(PASSES, (unit, 2 * unit, 3 * unit), strict=True))
 
 
 def test_errors_are_the_largest_of_their_pass() -> None:
@@ -128,7 +129,7 @@ def test_a_tiled_mlp_grows_less_than_a_plain_one(tmp_path: pathlib.Path) -> None
 def test_rows_name_what_ran_and_what_did_not(
     subject: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"ringtile.bench.{subject}.memory_of", lambda subject, name, point: dict.fromkeys(PASSES, 7))
+    monkeypatch.setattr("ringtile.bench.compare.memory_of", lambda subject, name, point: dict.fromkeys(PASSES, 7))
     report = bench(tmp_path, subject, "--dtype", "bfloat16")
     ran = available(subject)
     sizes = {"mlp": {"hidden_size": E, "intermediate_size": F}, "loss": {"hidden_size": E, "vocab_size": V}}[subject]

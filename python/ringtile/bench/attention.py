@@ -147,10 +147,10 @@ def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
     for entry in entries:
         point: Point = entry.point
         case = make_case(point.case, point.seq_len)
-        inputs = make_inputs(point, case.mask.begin.size(0))
+        inputs = make_inputs(point)
         yield compare(
             attention_work(point, case),
-            {name: partial(make_candidate, name, case, inputs) for name in entry.providers},
+            {name: partial(make_candidate, name, point, inputs) for name in entry.providers},
             repeats,
             exact=partial(exact_results, case, inputs),
             memory=partial(memory_of, "attention", point=point) if entry.memory else None,
@@ -165,17 +165,11 @@ def exact_results(case: Case, inputs: Inputs) -> tuple[Tensor, ...] | None:
     return results(attend_candidate(torch_mask_attend(case, inputs.q.device.type), inputs.double()))
 
 
-def candidate_of(name: str, point: Point) -> Candidate | None:
-    """A provider at a point, with inputs of its own."""
-    case = make_case(point.case, point.seq_len)
-    return make_candidate(name, case, make_inputs(point, case.mask.begin.size(0)))
-
-
-def make_candidate(name: str, case: Case, inputs: Inputs) -> Candidate | None:
+def make_candidate(name: str, point: Point, inputs: Inputs) -> Candidate | None:
     """None where the provider does not have the case."""
-    device = inputs.q.device.type
-    attend = PROVIDERS[name].make(case, device)
-    return None if attend is None else attend_candidate(attend, inputs, device in PROVIDERS[name].backward_on)
+    provider = PROVIDERS[name]
+    attend = provider.make(make_case(point.case, point.seq_len), point.device)
+    return None if attend is None else attend_candidate(attend, inputs, point.device in provider.backward_on)
 
 
 def attend_candidate(attend: Attend, inputs: Inputs, backward: bool = True) -> Candidate:

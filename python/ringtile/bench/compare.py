@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import importlib
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ringtile.bench.measure import (
     take_turns,
     timed_passes,
 )
-from ringtile.bench.points import Found, Measured, Work, make_rows, why_skipped
+from ringtile.bench.points import Entry, Found, Measured, Work, make_rows, why_skipped
 from ringtile.errors import RingtileError
 
 
@@ -32,6 +32,42 @@ class Candidate(NamedTuple):
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], tuple[Tensor, ...]] | None
+
+
+def gradient_candidate(forward: Callable[[], Tensor], dout: Tensor, leaves: Sequence[Tensor]) -> Candidate:
+    """A forward, and a backward that leaves the gradients in .grad, where other tiled functions add theirs."""
+
+    def backward(out: Tensor) -> tuple[Tensor, ...]:
+        torch.autograd.backward(out, dout)
+        gradients = tuple(gradient_of(leaf) for leaf in leaves)
+        for leaf in leaves:
+            leaf.grad = None
+        return gradients
+
+    return Candidate(forward, backward)
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def measure_each(subject: str, entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
+    """Measures every entry, in their order.
+
+    subject: the module of ringtile.bench with `make_inputs(point)`, `make_candidate(name, point, inputs)`,
+    `work_of(point, inputs)`, and `exact_results(inputs)`, the float64 results.
+    """
+    module = importlib.import_module(f"ringtile.bench.{subject}")
+    for entry in entries:
+        inputs = module.make_inputs(entry.point)
+        yield compare(
+            module.work_of(entry.point, inputs),
+            {name: partial(module.make_candidate, name, entry.point, inputs) for name in entry.providers},
+            repeats,
+            exact=partial(module.exact_results, inputs),
+            memory=partial(memory_of, subject, point=entry.point) if entry.memory else None,
+        )
 
 
 def compare(
@@ -109,7 +145,7 @@ def memory_of(subject: str, name: str, point: Any) -> dict[str, int]:
     """How far one forward and backward raise the memory of a fresh process, outputs included, in bytes by pass.
 
     Both the backward and the two together are counted from before the forward. subject: the module of ringtile.bench
-    with `candidate_of(name, point)` and `smaller(point)`, a point to warm up with.
+    with `make_inputs(point)`, `make_candidate(name, point, inputs)` and `smaller(point)`, a point to warm up with.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as process:
@@ -122,7 +158,7 @@ def _memory_of(subject: str, name: str, point: Any, num_threads: int) -> dict[st
     module = importlib.import_module(f"ringtile.bench.{subject}")
     growth = (0, 0)
     for size in (module.smaller(point), point):  # the first loads what is loaded once
-        candidate: Candidate = module.candidate_of(name, size)
+        candidate: Candidate = module.make_candidate(name, size, module.make_inputs(size))
         assert candidate.backward is not None
         reset_resident_peak(device)
         before = resident_peak_bytes(device)

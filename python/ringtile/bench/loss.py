@@ -6,7 +6,7 @@ Shape letters: T tokens, E hidden size, V vocabulary.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringtile.bench.compare import Candidate, compare, memory_of
+from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
 from ringtile.bench.measure import PASSES
-from ringtile.bench.mlp import check_sizes, gradient_candidate, gradient_of
-from ringtile.bench.points import DTYPES, Entry, Measured, Work
-from ringtile.errors import ConfigError
+from ringtile.bench.points import DTYPES, Entry, Work, check_sizes
 from ringtile.tiled_loss import tiled_linear_cross_entropy
 
 CASES = ("full", "half-ignored")
@@ -181,31 +179,15 @@ def make_candidate(name: str, point: Point, inputs: Inputs) -> Candidate:
     return gradient_candidate(partial(PROVIDERS[name](point), inputs), torch.ones(()), inputs[:2])
 
 
-def candidate_of(name: str, point: Point) -> Candidate:
-    """A provider at a point, with inputs of its own."""
-    return make_candidate(name, point, make_inputs(point))
-
-
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
-    """Measures every entry, in their order."""
-    for entry in entries:
-        point: Point = entry.point
-        inputs = make_inputs(point)
-        yield compare(
-            work_of(point, num_labels(inputs)),
-            {name: partial(make_candidate, name, point, inputs) for name in entry.providers},
-            repeats,
-            exact=partial(exact_results, inputs),
-            memory=partial(memory_of, "loss", point=point) if entry.memory else None,
-        )
+measure = partial(measure_each, "loss")
 
 
-def work_of(point: Point, count: int) -> Work:
+def work_of(point: Point, inputs: Inputs) -> Work:
     """A product forward and two backward of 2 T*E*V flops each, T the labels that count; every tensor once."""
-    product = 2 * count * point.hidden_size * point.vocab_size
+    product = 2 * num_labels(inputs) * point.hidden_size * point.vocab_size
     element = DTYPES[point.dtype].itemsize
     hidden, weight = point.seq_len * point.hidden_size * element, point.vocab_size * point.hidden_size * element
     labels = point.seq_len * 8
@@ -233,11 +215,7 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 }
 
 
-def check(point: Point) -> None:
-    """Refuses what cannot be measured: ConfigError."""
-    if point.case not in CASES:
-        raise ConfigError(f"case is {point.case!r}; expected one of {', '.join(CASES)}")
-    check_sizes(point)
+check = partial(check_sizes, CASES)
 
 
 def quick_entries() -> Iterator[Entry]:

@@ -6,7 +6,7 @@ Shape letters: T tokens, E hidden size, F intermediate size.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringtile.bench.compare import Candidate, compare, memory_of
+from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
 from ringtile.bench.measure import PASSES
-from ringtile.bench.points import DTYPES, Entry, Measured, Work
-from ringtile.errors import ConfigError
+from ringtile.bench.points import DTYPES, Entry, Work, check_sizes
 from ringtile.tiled_mlp import tiled_mlp
 
 CASES = ("mlp", "checkpointed")
@@ -91,11 +90,6 @@ def exact_results(inputs: Inputs) -> tuple[Tensor, ...]:
         torch.autograd.backward(out, dout.double())
         outs.append(out.detach())
     return torch.cat(outs, dim=1), *(gradient_of(leaf) for leaf in (x, *mlp.parameters()))
-
-
-def gradient_of(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
 
 
 # ---- providers ----------------------------------------------------------------------------------
@@ -175,42 +169,13 @@ def make_candidate(name: str, point: Point, inputs: Inputs) -> Candidate | None:
     )
 
 
-def gradient_candidate(forward: Callable[[], Tensor], dout: Tensor, leaves: Sequence[Tensor]) -> Candidate:
-    """A forward, and a backward that leaves the gradients in .grad, where other tiled functions add theirs."""
-
-    def backward(out: Tensor) -> tuple[Tensor, ...]:
-        torch.autograd.backward(out, dout)
-        gradients = tuple(gradient_of(leaf) for leaf in leaves)
-        for leaf in leaves:
-            leaf.grad = None
-        return gradients
-
-    return Candidate(forward, backward)
-
-
-def candidate_of(name: str, point: Point) -> Candidate | None:
-    """A provider at a point, with inputs of its own."""
-    return make_candidate(name, point, make_inputs(point))
-
-
 # ---- what is measured ---------------------------------------------------------------------------
 
 
-def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
-    """Measures every entry, in their order."""
-    for entry in entries:
-        point: Point = entry.point
-        inputs = make_inputs(point)
-        yield compare(
-            work_of(point),
-            {name: partial(make_candidate, name, point, inputs) for name in entry.providers},
-            repeats,
-            exact=partial(exact_results, inputs),
-            memory=partial(memory_of, "mlp", point=point) if entry.memory else None,
-        )
+measure = partial(measure_each, "mlp")
 
 
-def work_of(point: Point) -> Work:
+def work_of(point: Point, inputs: Inputs) -> Work:
     """Three products forward and six backward of 2 T*E*F flops each; every input read and every output written once."""
     product = 2 * point.seq_len * point.hidden_size * point.intermediate_size
     tokens = point.seq_len * point.hidden_size * DTYPES[point.dtype].itemsize  # x, out, dx and dout are as large
@@ -239,18 +204,7 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 }
 
 
-def check(point: Point) -> None:
-    """Refuses what cannot be measured: ConfigError."""
-    if point.case not in CASES:
-        raise ConfigError(f"case is {point.case!r}; expected one of {', '.join(CASES)}")
-    check_sizes(point)
-
-
-def check_sizes(point: object) -> None:
-    """Refuses sizes below 1: ConfigError."""
-    for name, value in vars(point).items():
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1")
+check = partial(check_sizes, CASES)
 
 
 def quick_entries() -> Iterator[Entry]:

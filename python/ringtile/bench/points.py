@@ -6,7 +6,7 @@ Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -98,8 +98,9 @@ class Inputs(NamedTuple):
         return leaves(x.detach().double() for x in self)
 
 
-def make_inputs(point: Point, batch: int) -> Inputs:
-    """Normal random numbers, the same at every call."""
+def make_inputs(point: Point) -> Inputs:
+    """Normal random numbers, the same at every call; B is the rows of the point's mask."""
+    batch = make_case(point.case, point.seq_len).mask.begin.size(0)
     generator = torch.Generator().manual_seed(0)
     heads = (point.num_heads, point.num_kv_heads, point.num_kv_heads, point.num_heads)
     shapes = [(batch, point.seq_len, count, point.head_dim) for count in heads]
@@ -113,9 +114,18 @@ def leaves(tensors: Iterable[Tensor]) -> Inputs:
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
+def check_sizes(cases: Sequence[str], point: Any) -> None:
+    """Refuses a case that is none of these, and sizes below 1: ConfigError."""
+    if point.case not in cases:
+        raise ConfigError(f"case is {point.case!r}; expected one of {', '.join(cases)}")
+    for name, value in vars(point).items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+
+
 def check_kernel(point: Point) -> None:
     """Refuses heads and dtypes that the kernels do not take: InputError."""
-    q, k, v, _ = make_inputs(shorter(point, 1), batch=1)
+    q, k, v, _ = make_inputs(replace(point, case="full", seq_len=1))
     ops.check_attention(q, k, v, scale=1.0, softcap=0.0)
 
 

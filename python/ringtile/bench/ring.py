@@ -294,7 +294,7 @@ def measure_entry(entry: Entry, repeats: int, rank: int) -> Measured:
     point: Point = entry.point
     case = make_case(point.case, point.seq_len)
     place = Place(point, case, make_layout(point), rank)
-    inputs = make_inputs(point, case.mask.begin.size(0))
+    inputs = make_inputs(point)
     peak = Peak()
     peak.iterations = int(reduced([peak.iterations], dist.ReduceOp.MAX)[0])
     samplers: dict[str, Sampler] = {"peak": partial(sample_together, peak.run)}
