@@ -149,6 +149,7 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> DeviceMesh:
             parallelize_module(
                 block, mesh["tp"], {**split, "attention.o": RowwiseParallel(), "down": RowwiseParallel()}
             )
+        # The logits are then what DTensor.to_local returns, a view. FSDP2 warns of writing into it; nothing here does.
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
     data_mesh = mesh["dp", "cp"]._flatten("dp_cp")
     for block in model.blocks:
