@@ -68,6 +68,18 @@ def test_tiny_model_is_verified(model_type, keys, tmp_path):
 
 
 @pytest.mark.timeout(240)
+def test_smallest_configuration_of_the_docs_is_verified(tmp_path):
+    page = (pathlib.Path(__file__).parents[1] / "docs/verify.md").read_text()
+    config = tmp_path / "run.yaml"
+    config.write_text(page.split("```yaml\n")[1].split("```")[0])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [*TORCHRUN, "-m", "ringtile", "verify", str(config)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: the same numbers" in done.stdout
+
+
+@pytest.mark.timeout(240)
 def test_broken_scale_is_found(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN_SCALE)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pydantic
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -25,7 +26,13 @@ from ringtile.errors import ConfigError
 
 SECTIONS = ("model", "data", "training")
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # the keys of training that shard it over ranks
-TRAINING_DEFAULTS = {"output_dir": "out", "logging_steps": 1, "report_to": "none"}  # where ours are not transformers'
+# Where ours are not transformers'. Without use_cpu accelerate would not train on several ranks of a CPU.
+TRAINING_DEFAULTS = {
+    "output_dir": "out",
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": not torch.accelerator.is_available(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
