@@ -157,8 +157,8 @@ def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
         raise Refused(
             f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
             f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
-            f"a model bare when evaluate() or predict() runs before train(): build a new Trainer, or use eval_on_start,"
-            f" and on ranks of a CPU without use_cpu=True in TrainingArguments"
+            f"a model bare when evaluate() or predict() runs before train() (build a new Trainer, or use eval_on_start)"
+            f" and on ranks of a CPU (set use_cpu=True in TrainingArguments)"
         )
     for path, module in base.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
