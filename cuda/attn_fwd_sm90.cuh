@@ -234,11 +234,13 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
 }
 
 // num_rows rows of every head and batch, from `first` on.
-inline bool map_rows(tensor_map &map, const void *array, const int64_t (&stride)[3], int64_t batch,
-                     int64_t first, int64_t num_rows, int64_t num_heads, int64_t dim, int box_rows) {
+template <class T>
+bool map_rows(tensor_map &map, const void *array, const int64_t (&stride)[3], int64_t batch, int64_t first,
+              int64_t num_rows, int64_t num_heads, int64_t dim, int box_rows) {
     const int64_t size[4] = {dim, num_rows, num_heads, batch};
-    const int64_t bytes[3] = {2 * stride[1], 2 * stride[2], 2 * stride[0]};
-    return make_tensor_map(map, (const char *)array + first * bytes[0], size, bytes, box_rows);
+    const int64_t bytes[3] = {(int64_t)sizeof(T) * stride[1], (int64_t)sizeof(T) * stride[2],
+                              (int64_t)sizeof(T) * stride[0]};
+    return make_tensor_map<T>(map, (const char *)array + first * bytes[0], size, bytes, box_rows);
 }
 
 template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {
@@ -248,14 +250,14 @@ template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void 
         [&](const attn_args &attn) {
             attn_sm90_args args;
             args.attn = attn;
-            bool mapped = map_rows(args.q, p.q, p.q_stride, p.batch, 0, p.num_queries, p.num_heads,
-                                   p.head_dim, shape::ROWS);
+            bool mapped = map_rows<T>(args.q, p.q, p.q_stride, p.batch, 0, p.num_queries, p.num_heads,
+                                      p.head_dim, shape::ROWS);
             for (int i = 0; i < attn.num_runs && mapped; i++) {
                 const rt_run &run = attn.runs[i];
-                mapped = map_rows(args.k[i], p.k, p.k_stride, p.batch, run.local_begin, run.length,
-                                  p.num_kv_heads, p.head_dim, shape::KEYS) &&
-                         map_rows(args.v[i], p.v, p.v_stride, p.batch, run.local_begin, run.length,
-                                  p.num_kv_heads, p.v_head_dim, shape::KEYS);
+                mapped = map_rows<T>(args.k[i], p.k, p.k_stride, p.batch, run.local_begin, run.length,
+                                     p.num_kv_heads, p.head_dim, shape::KEYS) &&
+                         map_rows<T>(args.v[i], p.v, p.v_stride, p.batch, run.local_begin, run.length,
+                                     p.num_kv_heads, p.v_head_dim, shape::KEYS);
             }
             if (!mapped) return RT_CUDA;
             return launch(attn_fwd_sm90_kernel<T, D>, query_grid<shape::ROWS>(p), shape::THREADS,

@@ -47,8 +47,9 @@ template <class T> float widen_bits(uint16_t bits) {
 } // namespace emulator
 
 // What the driver refuses is refused here.
-inline bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4],
-                            const int64_t (&stride)[3], int box_rows) {
+template <class T>
+bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4], const int64_t (&stride)[3],
+                     int box_rows) {
     map = {static_cast<const char *>(array), {}, {}, box_rows};
     bool ok = (uintptr_t)array % 16 == 0 && box_rows >= 1 && box_rows <= 256;
     for (int i = 0; i < 4; i++) ok &= (map.size[i] = size[i]) >= 1 && size[i] <= (int64_t)1 << 32;

@@ -19,7 +19,7 @@ static void lend_numbers() {
     emulator::take_back_all();
     emulator::lend(numbers.data(), ROWS * COLS * 2, false);
     const bool ok =
-        make_tensor_map(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2, COLS * 2, COLS * 2}, 128);
+        make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2, COLS * 2, COLS * 2}, 128);
     check(ok, "a tensor map", "refused");
 }
 
@@ -119,7 +119,7 @@ static void test_bulk_copies() {
         block_barrier(); // no fence
         copy_rows(0);
     });
-    check(!make_tensor_map(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2 + 2, 16, 16}, 128),
+    check(!make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2 + 2, 16, 16}, 128),
           "a tensor map", "takes rows that begin anywhere");
     lend_numbers();
     emulator::take_back_all();
