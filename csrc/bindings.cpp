@@ -42,7 +42,7 @@ struct Place {
     // torch's current stream.
     void *queue() const {
         void *stream = nullptr;
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream));
         return stream;
     }
     static int64_t attn_fwd_bytes(const rt_attn_params *) { return 0; } // it needs none
