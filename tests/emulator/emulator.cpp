@@ -43,12 +43,6 @@ std::vector<std::unique_ptr<Fault>> faults; // of this launch
 Statistics counted;
 int capability = 80;
 
-std::string thread_name(int thread) {
-    if (thread >= MAX_THREADS)
-        return "a bulk copy for barrier " + std::to_string(warp_of(thread) - MAX_WARPS);
-    return thread == SEVERAL ? std::string("several threads") : "thread " + std::to_string(thread);
-}
-
 // ---- fibers --------------------------------------------------------------------------------------
 
 // The first switch into a fiber needs ucontext; setjmp makes the others cheap, as it leaves the signal mask alone.
@@ -132,7 +126,9 @@ void start_block(Block &in, int64_t index, int num_shared_bytes) {
         thread.done = false;
         thread.waits_for = nullptr;
         thread.word = nullptr;
+        thread.now = 0;
         memset(thread.seen, 0, sizeof(thread.seen));
+        thread.write_fences.clear();
         thread.copies.clear();
         thread.group = 0;
     }
@@ -196,13 +192,10 @@ void run_blocks(int num_shared_bytes) {
 
 void wait_for(const Meeting &meeting) { wait_while(&meeting.number, meeting.number, meeting.name); }
 
-// What any of these threads has seen, all of them have now; what they do from here on is new.
-void join_clocks(int first, int count) {
+void join_clocks_of_warps(int first, int end) {
     Clock seen[NUM_CLOCKS] = {};
-    for (int i = first; i < first + count; i++)
-        for (int w = 0; w < NUM_CLOCKS; w++) seen[w] = std::max(seen[w], block->threads[(size_t)i]->seen[w]);
-    for (int w = warp_of(first); w <= warp_of(first + count - 1); w++) seen[w]++;
-    for (int i = first; i < first + count; i++) memcpy(block->threads[(size_t)i]->seen, seen, sizeof(seen));
+    for (int warp = first; warp < end; warp++) publish_warp(warp, seen);
+    for (int warp = first; warp < end; warp++) acquire_by_warp(warp, seen);
 }
 
 // Several lanes of a warp count as one of another warp, and as somebody else for each of their own.
@@ -210,34 +203,17 @@ bool read_is_before_now(const Touch &reader, int warp) {
     return reader.thread == NOBODY || reader.thread == current->index || current->seen[warp] > reader.clock;
 }
 
-Touch touch_now() { return {current->index, current->seen[warp_of(current->index)]}; }
-
 // ---- shared memory -------------------------------------------------------------------------------
 
 std::string at_shared(shared_address address) { return " shared byte " + std::to_string(address); }
 
-void check_shared_place(shared_address address, int num_bytes) {
-    if (address % (shared_address)num_bytes != 0)
-        fail("misaligned access of " + std::to_string(num_bytes) + " bytes at" + at_shared(address));
-    if ((int64_t)address + num_bytes > (int64_t)block->shared_bytes.size())
-        fail("access outside the block's " + std::to_string(block->shared_bytes.size()) + " bytes, at" +
-             at_shared(address));
-}
-
 void read_shared_cell(SharedCell &cell, shared_address address) {
-    if (cell.state == SharedCell::EMPTY) fail("reads what nobody wrote, at" + at_shared(address));
-    if (cell.state == SharedCell::COPYING)
-        fail("reads before the wait of the async copy by " + thread_name(cell.writer.thread) + ", at" +
-             at_shared(address));
-    if (!is_before_now(cell.writer))
-        fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
-             at_shared(address));
+    check_read(cell, address);
     const Touch now = touch_now();
     Touch &reader = cell.readers[warp_of(now.thread)];
     const bool shared = reader.thread != NOBODY && reader.thread != now.thread && reader.clock == now.clock;
     reader = {shared ? SEVERAL : now.thread, now.clock};
 }
-
 void write_shared_cell(SharedCell &cell, shared_address address) {
     if (cell.state == SharedCell::COPYING)
         fail("writes where an async copy by " + thread_name(cell.writer.thread) + " is under way, at" +
@@ -249,9 +225,13 @@ void write_shared_cell(SharedCell &cell, shared_address address) {
         if (!read_is_before_now(cell.readers[warp], warp))
             fail("race: writes over what " + thread_name(cell.readers[warp].thread) + " of warp " +
                  std::to_string(warp) + " read, no barrier between, at" + at_shared(address));
+    if (!is_before_now(cell.adder))
+        fail("race: writes over what an add_box reads, and nobody has waited for it, at" +
+             at_shared(address));
     cell = {};
     cell.state = SharedCell::WRITTEN;
     cell.writer = touch_now();
+    cell.num_write_fences = (uint32_t)current->write_fences.size();
 }
 
 void finish_copy(const AsyncCopy &copy) {
@@ -261,6 +241,7 @@ void finish_copy(const AsyncCopy &copy) {
         SharedCell &cell = block->shared_cells[copy.to / CELL_BYTES + i];
         cell.state = SharedCell::WRITTEN;
         cell.writer = touch_now();
+        cell.num_write_fences = (uint32_t)current->write_fences.size();
     }
 }
 
@@ -272,15 +253,21 @@ Region *region_of(const char *begin, const char *end) {
     return nullptr;
 }
 
-// Whether what another block wrote was released by it, and acquired by this one.
-bool is_acquired(const GlobalCell &cell) {
+// Whether what another block wrote was released by it, and acquired by this one: for all adders of that mask, behind a fence.
+bool is_acquired(const GlobalCell &cell, uint32_t adders = 0) {
     return std::any_of(block->acquisitions.rbegin(), block->acquisitions.rend(), [&](const Acquisition &of) {
         const Release &release = of.release;
-        return release.block == cell.write_block && is_before_now(of.when) &&
+        return release.block == cell.write_block && (of.fenced_adders & adders) == adders &&
+               is_before_now(of.when) &&
                (cell.writer.thread == release.thread
                     ? cell.num_releases < release.number
                     : cell.writer.clock < release.seen[warp_of(cell.writer.thread)]);
     });
+}
+
+void check_not_read(const GlobalCell &cell) {
+    if (cell.read_block != -1 && cell.read_block != block->index)
+        fail("race in global memory: writes what another block read");
 }
 
 void touch_global_cell(Access access, GlobalCell &cell) {
@@ -294,8 +281,7 @@ void touch_global_cell(Access access, GlobalCell &cell) {
         cell.read_block = cell.read_block < 0 || cell.read_block == block->index ? block->index : SEVERAL;
         return;
     }
-    if (cell.read_block != -1 && cell.read_block != block->index)
-        fail("race in global memory: writes what another block read");
+    check_not_read(cell);
     cell = {block->index, -1, touch_now(), block->num_releases};
 }
 
@@ -335,9 +321,54 @@ void fail(const std::string &what) {
 
 int warp_of(int thread) { return thread / 32; }
 
+std::string thread_name(int thread) {
+    const int clock = warp_of(thread);
+    if (clock >= clock_of_reads(0)) return "an add_box";
+    if (clock >= MAX_WARPS) return "a bulk copy for barrier " + std::to_string(clock - MAX_WARPS);
+    return thread == SEVERAL ? std::string("several threads") : "thread " + std::to_string(thread);
+}
+
+Touch touch_now() { return {current->index, current->now}; }
+
 bool is_before_now(const Touch &touch) {
     return touch.thread == NOBODY || touch.thread == current->index ||
            current->seen[warp_of(touch.thread)] > touch.clock;
+}
+
+void *check_shared_place(shared_address address, int num_bytes) {
+    if (address % (shared_address)num_bytes != 0)
+        fail("misaligned access of " + std::to_string(num_bytes) + " bytes at" + at_shared(address));
+    if ((int64_t)address + num_bytes > (int64_t)block->shared_bytes.size())
+        fail("access outside the block's " + std::to_string(block->shared_bytes.size()) + " bytes, at" +
+             at_shared(address));
+    return &block->shared_bytes[address];
+}
+
+void check_read(const SharedCell &cell, shared_address address) {
+    if (cell.state == SharedCell::EMPTY) fail("reads what nobody wrote, at" + at_shared(address));
+    if (cell.state == SharedCell::COPYING)
+        fail("reads before the wait of the async copy by " + thread_name(cell.writer.thread) + ", at" +
+             at_shared(address));
+    if (!is_before_now(cell.writer))
+        fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
+             at_shared(address));
+}
+
+void join(Clock (&to)[NUM_CLOCKS], const Clock (&from)[NUM_CLOCKS]) {
+    for (int i = 0; i < NUM_CLOCKS; i++) to[i] = std::max(to[i], from[i]);
+}
+
+void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]) {
+    for (int i = warp * 32; i < warp * 32 + 32; i++) join(to, block->threads[(size_t)i]->seen);
+    to[warp] = block->threads[(size_t)warp * 32]->now + 1;
+}
+
+void acquire_by_warp(int warp, const Clock (&from)[NUM_CLOCKS]) {
+    for (int i = warp * 32; i < warp * 32 + 32; i++) {
+        Thread &thread = *block->threads[(size_t)i];
+        memcpy(thread.seen, from, sizeof(from));
+        thread.now = from[warp];
+    }
 }
 
 bool is_lent(const void *begin, int64_t num_bytes) {
@@ -408,7 +439,7 @@ void block_barrier() {
         wait_for(block->block_meeting);
         return;
     }
-    join_clocks(0, threads_in_block);
+    join_clocks_of_warps(0, threads_in_block / 32);
     block->block_meeting.num_arrived = 0;
     block->block_meeting.number++;
 }
@@ -428,7 +459,7 @@ void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
     meeting.number++;
 }
 
-void join_clocks_of_warp() { join_clocks(warp_of(current->index) * 32, 32); }
+void join_clocks_of_warp() { join_clocks_of_warps(warp_of(current->index), warp_of(current->index) + 1); }
 
 void check_global(Access access, const void *address, int64_t num_bytes) {
     Region &region = region_at(address, num_bytes);
@@ -436,6 +467,36 @@ void check_global(Access access, const void *address, int64_t num_bytes) {
         for_cells(region, address, num_bytes, [=](GlobalCell &cell) { touch_global_cell(access, cell); });
     else if (access == Access::WRITE)
         fail("writes an array that was lent for reading");
+}
+
+// An add_box adds to numbers at once, but nobody knows before it is over: num_over of its thread's are.
+void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_over) {
+    const char *const begin = static_cast<const char *>(address);
+    Region *const region = region_of(begin, begin + num_bytes);
+    if (region == nullptr) fail("an add_box to outside every array that was lent");
+    if (!region->writable) fail("writes an array that was lent for reading");
+    const Touch sum = {thread_of_clock(clock_of_sums(adder)), number};
+    for_cells(*region, address, num_bytes, [&](GlobalCell &cell) {
+        if (cell.write_block == NOT_PLAIN)
+            fail("race in global memory: touches a word that blocks wait for or count with");
+        if (cell.write_block == block->index) {
+            if (cell.writer.thread < MAX_THREADS)
+                fail("an add_box to what a thread of the block wrote, which the emulator does not follow");
+            if (cell.writer.thread != sum.thread
+                    ? !is_before_now(cell.writer)
+                    : cell.writer.clock != number && cell.writer.clock >= num_over)
+                fail("an add_box to what an earlier one adds to, without a wait between the two");
+        } else if (cell.write_block >= 0 && !is_acquired(cell, 1u << adder))
+            fail("race in global memory: adds to what block " + std::to_string(cell.write_block) + ", " +
+                 thread_name(cell.writer.thread) + " wrote");
+        check_not_read(cell);
+        cell = {block->index, -1, sum, block->num_releases};
+    });
+}
+
+void fence_acquisitions(int adder) {
+    for (Acquisition &of : block->acquisitions)
+        if (is_before_now(of.when)) of.fenced_adders |= 1u << adder;
 }
 
 int take_ticket(int *counter) {
@@ -451,7 +512,7 @@ void wait_until(const int *word, int value) {
         give_way();
     }
     const auto found = words.find(word);
-    if (found != words.end()) block->acquisitions.push_back({touch_now(), found->second});
+    if (found != words.end()) block->acquisitions.push_back({touch_now(), found->second, 0});
 }
 
 void store_release(int *word, int value) {

@@ -12,15 +12,22 @@
 namespace emulator {
 
 constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32;
-constexpr int MAX_BARRIERS = 32, NUM_CLOCKS = MAX_WARPS + MAX_BARRIERS;
+constexpr int MAX_BARRIERS = 32, MAX_ADDERS = 2, NUM_CLOCKS = MAX_WARPS + MAX_BARRIERS + 2 * MAX_ADDERS;
 constexpr int NOBODY = -1, SEVERAL = -2;
 constexpr int CELL_BYTES = 2; // shared memory is watched in units of the smallest element
 
-// Time as vector clocks. A warp's clock moves on at every barrier it takes part in; a thread's `seen` holds, for every
-// warp, up to where its accesses lie before what this thread does now. (A barrier of a warp orders its own lanes only.)
-// Behind the warps come barriers in shared memory: their clocks are the phases that are over, and what bulk copies write is
-// written by `thread` MAX_THREADS + 32 b, in a phase of barrier b.
+// Time as vector clocks. A warp's clock, `now` of its lanes, moves on at every barrier it takes part in; a thread's `seen`
+// holds, for every warp, up to where its accesses lie before what this thread does now. (A barrier of a warp orders its own
+// lanes only.) Behind the warps come those who access memory on their own, as if they were further warps of one `thread`:
+//   a barrier in shared memory   bulk copies write in a phase of it; its clock is the phases that are over
+//   reads of an adder            an add_box reads shared memory; the add_boxes that its thread knows to have read
+//   sums of an adder             an add_box adds to global memory; those that its thread knows to be over, behind a fence
 using Clock = uint32_t;
+
+constexpr int thread_of_clock(int clock) { return 32 * clock; }
+constexpr int clock_of_barrier(int barrier) { return MAX_WARPS + barrier; }
+constexpr int clock_of_reads(int adder) { return MAX_WARPS + MAX_BARRIERS + 2 * adder; }
+constexpr int clock_of_sums(int adder) { return clock_of_reads(adder) + 1; }
 
 struct AsyncCopy {
     shared_address to;
@@ -40,9 +47,10 @@ struct Thread {
     const char *waits_in;
     const int *word; // blocked while *word != word_value
     int word_value;
-    Clock seen[NUM_CLOCKS];
-    std::vector<AsyncCopy> copies; // started, not waited for
-    int64_t group;                 // of the next copy
+    Clock now, seen[NUM_CLOCKS];
+    std::vector<Clock> write_fences; // when they were made
+    std::vector<AsyncCopy> copies;   // started, not waited for
+    int64_t group;                   // of the next copy
 };
 
 struct Meeting { // of the lanes of a warp, or the threads of a block
@@ -59,7 +67,9 @@ struct Touch {
 
 struct SharedCell {
     enum { EMPTY, COPYING, WRITTEN } state = EMPTY;
+    uint32_t num_write_fences = 0;    // of the writer, before
     Touch writer, readers[MAX_WARPS]; // the last reader of each warp, SEVERAL of its lanes at that clock
+    Touch adder;                      // the last add_box that reads it
 };
 
 // A thread's store_release: all that `thread` of the block did before it, and all that it had seen of the others.
@@ -72,6 +82,7 @@ struct Release {
 struct Acquisition { // a wait_until that is over
     Touch when;
     Release release;
+    uint32_t fenced_adders; // a bit for each that made an add_box_fence after it
 };
 
 struct Block {
@@ -91,8 +102,21 @@ extern Thread *current;
 
 [[noreturn]] void fail(const std::string &what); // a Fault of the current thread
 int warp_of(int thread);
+Touch touch_now();
+void *check_shared_place(shared_address address, int num_bytes); // where the bytes are
+void check_read(const SharedCell &cell, shared_address address);
 bool is_before_now(const Touch &touch);
+std::string thread_name(int thread);
 bool is_lent(const void *begin, int64_t num_bytes);
+
+// Clocks at barriers: what all threads of a warp have done and seen so far; all of them have seen that, and do new things.
+void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]);
+void acquire_by_warp(int warp, const Clock (&from)[NUM_CLOCKS]);
+void join(Clock (&to)[NUM_CLOCKS], const Clock (&from)[NUM_CLOCKS]);
+
+// Global memory, of bulk additions.
+void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_over);
+void fence_acquisitions(int adder);
 void wait_while(const int64_t *number, int64_t value,
                 const char *name); // gives way to others while *number == value
 

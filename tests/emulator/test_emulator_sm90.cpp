@@ -238,6 +238,139 @@ static void test_products() {
     });
 }
 
+// (64, 64): sum over 128 rows of their columns 0 .. 63 and 64 .. 127.
+static int product_of_columns(int row, int col) {
+    int total = 0;
+    for (int k = 0; k < 128; k++) total += number_at(k, row) * number_at(k, col + 64);
+    return total;
+}
+
+static void test_small_products() {
+    expect_group("64 columns, rows", "", [] {
+        wait_for_rows();
+        float sum[8][4];
+        products_fence();
+        for (int i = 0; i < 8; i++)
+            multiply_rows_async<bf16>(sum, factor_at(in_panel(i), 0), factor_at(in_panel(i) + 64 * 128, 0),
+                                      i > 0);
+        products_commit();
+        products_wait<0>(sum);
+        compare(sum, [](int row, int col) { return product_of_rows(row, col + 64); });
+    });
+    expect_group("64 columns of both", "", [] {
+        wait_for_rows();
+        float sum[8][4];
+        products_fence();
+        for (int i = 0; i < 8; i++) {
+            const shared_address a = shared_base() + (shared_address)(i * 2048);
+            multiply_columns_async<bf16>(sum, factor_at(a, 0), factor_at(a + BOX_BYTES, 0), i > 0);
+        }
+        products_commit();
+        products_wait<0>(sum);
+        compare(sum, product_of_columns);
+    });
+}
+
+// Blocks add to the same floats by turns, boxes of 64 rows from row 8 of 40 on, columns 0 .. 31 and 32 .. 63. What they may
+// do, or with one mistake.
+enum class adding {
+    NO_MISTAKE,
+    NO_WRITE_FENCE,
+    FENCE_BEFORE_WRITE,
+    FENCE_BEHIND_BARRIER,
+    FENCE_OF_ANOTHER,
+    NO_FENCE_BEHIND_TURN,
+    WRITE_BEFORE_READ,
+    TWICE,
+    NO_COMMIT,
+    NO_WAIT,
+    WAITS_FOR_READ,
+    NO_FENCE_BEFORE_TURN,
+    FENCE_BEFORE_WAIT,
+    NO_TURN
+};
+
+static void test_additions() {
+    constexpr int ROWS = 40, COLS = 64, FIRST = 8, BOX = 64 * 128, BLOCKS = 3;
+    static struct {
+        alignas(16) float sums[ROWS][COLS];
+        int turn;
+    } x;
+    static tensor_map sums;
+    emulator::take_back_all();
+    emulator::lend(&x, sizeof(x), true, 4);
+    check(make_tensor_map<float>(sums, x.sums, {COLS, ROWS, 1, 1},
+                                 {COLS * 4, ROWS * COLS * 4, ROWS * COLS * 4}, 64),
+          "a tensor map of float", "refused");
+    const auto number = [](int row, int col, int block) { return (float)(row + 100 * col + 10000 * block); };
+    const auto kernel = [=](adding how) {
+        const auto is = [=](adding mistake) { return how == mistake; };
+        if (is(adding::FENCE_BEFORE_WRITE)) shared_write_fence();
+        for (int i = thread_index(); i < 64 * COLS; i += num_threads()) {
+            const int row = i / COLS, col = i % COLS, chunk = col % 32 / 4 ^ row % 8;
+            shared_store(shared_base() +
+                             (shared_address)(col / 32 * BOX + row * 128 + chunk * 16 + col % 4 * 4),
+                         number(row, col, block_index()));
+        }
+        const bool fences = !is(adding::NO_WRITE_FENCE) && !is(adding::FENCE_BEFORE_WRITE) &&
+                            !is(adding::FENCE_BEHIND_BARRIER) &&
+                            (!is(adding::FENCE_OF_ANOTHER) || thread_index() == 0);
+        if (fences) shared_write_fence();
+        block_barrier();
+        if (is(adding::FENCE_BEHIND_BARRIER)) shared_write_fence();
+        if (thread_index() == 64) {
+            if (!is(adding::NO_TURN)) wait_until(&x.turn, block_index());
+            if (!is(adding::NO_FENCE_BEHIND_TURN)) add_box_fence();
+            add_box(sums, shared_base(), 0, FIRST, 0, 0);
+            add_box(sums, shared_base() + BOX, is(adding::TWICE) ? 0 : 32, FIRST, 0, 0);
+            if (!is(adding::NO_COMMIT)) add_box_commit();
+            if (!is(adding::WRITE_BEFORE_READ)) add_box_wait_read();
+            shared_store(shared_base(), 0);
+            if (is(adding::FENCE_BEFORE_WAIT)) add_box_fence();
+            if (!is(adding::NO_WAIT) && !is(adding::WAITS_FOR_READ)) add_box_wait();
+            if (!is(adding::NO_FENCE_BEFORE_TURN) && !is(adding::FENCE_BEFORE_WAIT)) add_box_fence();
+            if (!is(adding::NO_TURN)) store_release(&x.turn, block_index() + 1);
+            if (is(adding::NO_WAIT)) add_box_wait();
+        }
+    };
+    const char *const write_fence = "an add_box of what a thread wrote, without a fence and a barrier",
+                      *const of_another = "race in global memory: adds to what block";
+    const std::pair<adding, const char *> expected[] = {
+        {adding::NO_MISTAKE, ""},
+        {adding::NO_WRITE_FENCE, write_fence},
+        {adding::FENCE_BEFORE_WRITE, write_fence},
+        {adding::FENCE_BEHIND_BARRIER, write_fence},
+        {adding::FENCE_OF_ANOTHER, write_fence},
+        {adding::NO_FENCE_BEHIND_TURN, of_another},
+        {adding::WRITE_BEFORE_READ, "writes over what an add_box reads"},
+        {adding::TWICE, "an add_box to what an earlier one adds to"},
+        {adding::NO_COMMIT, "writes over what an add_box reads"},
+        {adding::NO_WAIT, of_another},
+        {adding::WAITS_FOR_READ, "ends with an add_box that it did not wait for"},
+        {adding::NO_FENCE_BEFORE_TURN, of_another},
+        {adding::FENCE_BEFORE_WAIT, of_another},
+        {adding::NO_TURN, of_another},
+    };
+    for (const int side_by_side : {1, 3})
+        for (const auto &[how, fault] : expected) {
+            emulator::run_side_by_side(side_by_side, 5);
+            x = {};
+            const std::string what = "additions, mistake " + std::to_string((int)how);
+            expect(what.c_str(), fault, [&, how = how] { kernel(how); }, 96, BLOCKS, 2 * BOX);
+            if (how != adding::NO_MISTAKE) continue;
+            bool ok = true;
+            for (int row = 0; row < ROWS; row++)
+                for (int col = 0; col < COLS; col++) {
+                    float want = 0;
+                    for (int i = 0; i < BLOCKS && row >= FIRST; i++) want += number(row - FIRST, col, i);
+                    ok &= x.sums[row][col] == want;
+                }
+            check(ok, "additions", "a wrong sum");
+        }
+    emulator::run_side_by_side(1, 0);
+    lend_numbers();
+}
+
 static void test_registers() {
     const auto change = [](auto give, auto take) {
         return [=] {
@@ -259,6 +392,8 @@ int main() {
     lend_numbers();
     test_bulk_copies();
     test_products();
+    test_small_products();
+    test_additions();
     test_registers();
     return finish();
 }
