@@ -1,8 +1,7 @@
-// The emulator: fibers, and a shadow of memory that knows who touched what, when.
+// The emulator: fibers, clocks, and a shadow of shared memory that knows who touched what, when.
 #include "machine.h"
 
 #include <cstdio>
-#include <map>
 #include <numeric>
 #include <random>
 
@@ -14,22 +13,6 @@ Thread *current;
 namespace {
 
 constexpr int STACK_BYTES = 256 * 1024;
-constexpr int64_t NOT_PLAIN = -3; // a block
-
-struct GlobalCell {
-    int64_t write_block = -1,
-            read_block = -1; // NOT_PLAIN: part of a word of wait_until, store_release, take_ticket
-    Touch writer;
-    int num_releases = 0; // of the writer's block, at that time
-};
-
-struct Region {
-    const char *begin, *end;
-    bool writable;
-    int cell_bytes;
-    std::vector<GlobalCell> cells;
-};
-
 jmp_buf scheduler;
 ucontext_t boot;
 std::vector<std::unique_ptr<Block>> blocks; // those that run side by side
@@ -37,8 +20,6 @@ int most_blocks = 1, threads_in_block;
 std::minstd_rand draw;
 grid_size grid{1};
 const std::function<void()> *kernel_body;
-std::vector<Region> regions;
-std::map<const int *, Release> words;       // what was last released to whom waits for a word
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
 Statistics counted;
 int capability = 80;
@@ -57,7 +38,8 @@ void fiber_main() {
         try {
             (*kernel_body)();
             if (!self->copies.empty()) fail("ends with an async copy that it did not wait for");
-            end_thread_sm90();
+            end_thread_bulk();
+            end_thread_groups();
         } catch (const Fault &fault) {
             faults.push_back(std::make_unique<Fault>(fault));
         }
@@ -119,7 +101,8 @@ void start_block(Block &in, int64_t index, int num_shared_bytes) {
     block->num_releases = 0;
     block->releasing_thread = NOBODY;
     block->acquisitions.clear();
-    begin_block_sm90();
+    begin_block_bulk();
+    begin_block_groups();
     while ((int)block->threads.size() < threads_in_block) add_thread();
     for (int i = 0; i < threads_in_block; i++) {
         Thread &thread = *block->threads[(size_t)i];
@@ -141,7 +124,10 @@ bool advance(Block &running) {
     for (int warp = 0; warp < threads_in_block / 32; warp++) progress |= run_warp(warp);
     block->done = true;
     for (int i = 0; i < threads_in_block; i++) block->done &= block->threads[(size_t)i]->done;
-    if (block->done) end_block_sm90();
+    if (block->done) {
+        end_block_bulk();
+        end_block_groups();
+    }
     return progress;
 }
 
@@ -245,94 +231,20 @@ void finish_copy(const AsyncCopy &copy) {
     }
 }
 
-// ---- global memory -------------------------------------------------------------------------------
-
-Region *region_of(const char *begin, const char *end) {
-    for (Region &region : regions)
-        if (begin >= region.begin && end <= region.end) return &region;
-    return nullptr;
-}
-
-// Whether what another block wrote was released by it, and acquired by this one: for all adders of that mask, behind a fence.
-bool is_acquired(const GlobalCell &cell, uint32_t adders = 0) {
-    return std::any_of(block->acquisitions.rbegin(), block->acquisitions.rend(), [&](const Acquisition &of) {
-        const Release &release = of.release;
-        return release.block == cell.write_block && (of.fenced_adders & adders) == adders &&
-               is_before_now(of.when) &&
-               (cell.writer.thread == release.thread
-                    ? cell.num_releases < release.number
-                    : cell.writer.clock < release.seen[warp_of(cell.writer.thread)]);
-    });
-}
-
-void check_not_read(const GlobalCell &cell) {
-    if (cell.read_block != -1 && cell.read_block != block->index)
-        fail("race in global memory: writes what another block read");
-}
-
-void touch_global_cell(Access access, GlobalCell &cell) {
-    if (cell.write_block == NOT_PLAIN)
-        fail("race in global memory: touches a word that blocks wait for or count with");
-    if (cell.write_block >= 0 &&
-        !(cell.write_block == block->index ? is_before_now(cell.writer) : is_acquired(cell)))
-        fail("race in global memory: touches what block " + std::to_string(cell.write_block) + ", " +
-             thread_name(cell.writer.thread) + " wrote");
-    if (access == Access::READ) {
-        cell.read_block = cell.read_block < 0 || cell.read_block == block->index ? block->index : SEVERAL;
-        return;
-    }
-    check_not_read(cell);
-    cell = {block->index, -1, touch_now(), block->num_releases};
-}
-
-Region &region_at(const void *address, int64_t num_bytes) {
-    const char *const begin = static_cast<const char *>(address);
-    if ((uintptr_t)begin % (uintptr_t)num_bytes != 0) fail("misaligned access to global memory");
-    Region *const region = region_of(begin, begin + num_bytes);
-    if (region == nullptr) fail("access to global memory outside every array that was lent");
-    return *region;
-}
-
-template <class Touch> void for_cells(Region &region, const void *address, int64_t num_bytes, Touch touch) {
-    const int64_t begin = static_cast<const char *>(address) - region.begin;
-    for (int64_t i = begin / region.cell_bytes; i <= (begin + num_bytes - 1) / region.cell_bytes; i++)
-        touch(region.cells[(size_t)i]);
-}
-
-// Blocks meet at these words: in this launch nobody touches them otherwise.
-void check_word(const int *word) {
-    Region &region = region_at(word, sizeof(*word));
-    if (!region.writable) fail("writes an array that was lent for reading");
-    for_cells(region, word, sizeof(*word), [](GlobalCell &cell) {
-        if (cell.write_block >= 0 || cell.read_block != -1)
-            fail("race in global memory: waits for or counts with a word that is also touched otherwise");
-        cell.write_block = NOT_PLAIN;
-    });
-}
-
 } // namespace
 
-// ---- for emulator_sm90.cpp -----------------------------------------------------------------------
+// ---- for the other parts -------------------------------------------------------------------------
 
 void fail(const std::string &what) {
     throw Fault{"block " + std::to_string(block->index) + ", thread " + std::to_string(current->index) +
                 ": " + what};
 }
 
-int warp_of(int thread) { return thread / 32; }
-
 std::string thread_name(int thread) {
     const int clock = warp_of(thread);
     if (clock >= clock_of_reads(0)) return "an add_box";
     if (clock >= MAX_WARPS) return "a bulk copy for barrier " + std::to_string(clock - MAX_WARPS);
     return thread == SEVERAL ? std::string("several threads") : "thread " + std::to_string(thread);
-}
-
-Touch touch_now() { return {current->index, current->now}; }
-
-bool is_before_now(const Touch &touch) {
-    return touch.thread == NOBODY || touch.thread == current->index ||
-           current->seen[warp_of(touch.thread)] > touch.clock;
 }
 
 void *check_shared_place(shared_address address, int num_bytes) {
@@ -354,10 +266,6 @@ void check_read(const SharedCell &cell, shared_address address) {
              at_shared(address));
 }
 
-void join(Clock (&to)[NUM_CLOCKS], const Clock (&from)[NUM_CLOCKS]) {
-    for (int i = 0; i < NUM_CLOCKS; i++) to[i] = std::max(to[i], from[i]);
-}
-
 void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]) {
     for (int i = warp * 32; i < warp * 32 + 32; i++) join(to, block->threads[(size_t)i]->seen);
     to[warp] = block->threads[(size_t)warp * 32]->now + 1;
@@ -371,11 +279,6 @@ void acquire_by_warp(int warp, const Clock (&from)[NUM_CLOCKS]) {
     }
 }
 
-bool is_lent(const void *begin, int64_t num_bytes) {
-    const char *const first = static_cast<const char *>(begin);
-    return region_of(first, first + num_bytes) != nullptr;
-}
-
 void wait_while(const int64_t *number, int64_t value, const char *name) {
     current->waits_for = number;
     current->waits_value = value;
@@ -383,14 +286,14 @@ void wait_while(const int64_t *number, int64_t value, const char *name) {
     give_way();
 }
 
-// ---- for tests -----------------------------------------------------------------------------------
-
-void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes) {
-    const char *const first = static_cast<const char *>(begin);
-    regions.push_back({first, first + num_bytes, writable, cell_bytes, {}});
+void wait_for_word(const int *word, int value) {
+    if (*word == value) return;
+    current->word = word;
+    current->word_value = value;
+    give_way();
 }
 
-void take_back_all() { regions.clear(); }
+// ---- for tests -----------------------------------------------------------------------------------
 
 Statistics statistics() { return counted; }
 
@@ -408,11 +311,7 @@ void run(const std::function<void()> &kernel, grid_size num_blocks, int num_thre
     kernel_body = &kernel;
     threads_in_block = num_threads;
     grid = num_blocks;
-    words.clear();
-    for (Region &region : regions)
-        if (region.writable)
-            region.cells.assign(
-                (size_t)((region.end - region.begin + region.cell_bytes - 1) / region.cell_bytes), {});
+    begin_launch_global();
     try {
         run_blocks(num_shared_bytes);
     } catch (const Fault &) {
@@ -460,70 +359,6 @@ void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
 }
 
 void join_clocks_of_warp() { join_clocks_of_warps(warp_of(current->index), warp_of(current->index) + 1); }
-
-void check_global(Access access, const void *address, int64_t num_bytes) {
-    Region &region = region_at(address, num_bytes);
-    if (region.writable)
-        for_cells(region, address, num_bytes, [=](GlobalCell &cell) { touch_global_cell(access, cell); });
-    else if (access == Access::WRITE)
-        fail("writes an array that was lent for reading");
-}
-
-// An add_box adds to numbers at once, but nobody knows before it is over: num_over of its thread's are.
-void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_over) {
-    const char *const begin = static_cast<const char *>(address);
-    Region *const region = region_of(begin, begin + num_bytes);
-    if (region == nullptr) fail("an add_box to outside every array that was lent");
-    if (!region->writable) fail("writes an array that was lent for reading");
-    const Touch sum = {thread_of_clock(clock_of_sums(adder)), number};
-    for_cells(*region, address, num_bytes, [&](GlobalCell &cell) {
-        if (cell.write_block == NOT_PLAIN)
-            fail("race in global memory: touches a word that blocks wait for or count with");
-        if (cell.write_block == block->index) {
-            if (cell.writer.thread < MAX_THREADS)
-                fail("an add_box to what a thread of the block wrote, which the emulator does not follow");
-            if (cell.writer.thread != sum.thread
-                    ? !is_before_now(cell.writer)
-                    : cell.writer.clock != number && cell.writer.clock >= num_over)
-                fail("an add_box to what an earlier one adds to, without a wait between the two");
-        } else if (cell.write_block >= 0 && !is_acquired(cell, 1u << adder))
-            fail("race in global memory: adds to what block " + std::to_string(cell.write_block) + ", " +
-                 thread_name(cell.writer.thread) + " wrote");
-        check_not_read(cell);
-        cell = {block->index, -1, sum, block->num_releases};
-    });
-}
-
-void fence_acquisitions(int adder) {
-    for (Acquisition &of : block->acquisitions)
-        if (is_before_now(of.when)) of.fenced_adders |= 1u << adder;
-}
-
-int take_ticket(int *counter) {
-    check_word(counter);
-    return (*counter)++;
-}
-
-void wait_until(const int *word, int value) {
-    check_word(word);
-    if (*word != value) {
-        current->word = word;
-        current->word_value = value;
-        give_way();
-    }
-    const auto found = words.find(word);
-    if (found != words.end()) block->acquisitions.push_back({touch_now(), found->second, 0});
-}
-
-void store_release(int *word, int value) {
-    check_word(word);
-    if (block->num_releases++ > 0 && block->releasing_thread != current->index)
-        fail("store_release by a second thread of the block, which the emulator does not follow");
-    block->releasing_thread = current->index;
-    Release &release = words[word] = {block->index, current->index, block->num_releases, {}};
-    memcpy(release.seen, current->seen, sizeof(release.seen));
-    *word = value;
-}
 
 void *check_shared(Access access, shared_address address, int num_bytes) {
     check_shared_place(address, num_bytes);
@@ -580,11 +415,7 @@ void count_matrix_load(const shared_address (&rows)[32]) {
 
 extern "C" {
 void emulator_report(const char *message) { printf("emulator: %s\n", message); }
-void emulator_lend(const void *begin, int64_t num_bytes, bool writable) {
-    emulator::lend(begin, num_bytes, writable);
-}
 void emulator_set_compute_capability(int capability) { emulator::set_compute_capability(capability); }
-void emulator_take_back_all(void) { emulator::take_back_all(); }
 void emulator_run_side_by_side(int num_blocks, uint32_t seed) {
     emulator::run_side_by_side(num_blocks, seed);
 }

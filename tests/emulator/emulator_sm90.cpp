@@ -1,4 +1,4 @@
-// The emulator's barriers in shared memory, bulk copies and products of a warp group.
+// The emulator's barriers of sm_90a, bulk copies and additions.
 #include "../../cuda/device_sm90.cuh"
 #include "machine.h"
 
@@ -6,8 +6,6 @@
 
 namespace emulator {
 namespace {
-
-constexpr int GROUP = 128, MAX_GROUPS = MAX_THREADS / GROUP;
 
 struct Barrier {
     int index;
@@ -20,28 +18,6 @@ struct Barrier {
           over[NUM_CLOCKS] = {}; // what those have seen who arrived in it; in those before it
 };
 
-struct Sums { // under way
-    float *visible;
-    std::vector<float> value;
-    int64_t group;
-};
-struct Left {
-    const uint32_t *visible;
-    uint32_t value[4];
-    int64_t group;
-};
-struct Read { // 16 bytes of shared memory
-    shared_address from;
-    int64_t group;
-};
-struct Products { // of a thread
-    bool fenced = false;
-    int64_t group = 0;
-    std::vector<Sums> sums;
-    std::vector<Left> lefts;
-    std::vector<Read> reads; // of the warp, kept by its first lane
-};
-
 struct Part { // a barrier of some warps
     int num_threads = 0, num_arrived = 0;
     int64_t number = 0; // phases that are over
@@ -50,59 +26,26 @@ struct Part { // a barrier of some warps
     Clock arrived[NUM_CLOCKS] = {};
 };
 
-struct Adder { // a thread that adds boxes; how many of them are started, committed, read, over
+struct Adder { // a thread that adds boxes; how many of them are started, committed, over
     int thread;
-    Clock num_started = 0, num_committed = 0, num_read = 0, num_over = 0;
+    Clock num_started = 0, num_committed = 0, num_over = 0;
 };
-
-using Threads = void *[GROUP];
-struct GroupMeeting {
-    int num_arrived;
-    int64_t number;
-    const char *name;
-    Threads brought;
-};
-
-int64_t num_products; // since the start
 
 } // namespace
 
-struct BlockSm90 {
+struct BlockBulk {
     std::map<shared_address, Barrier> barriers;
     Part parts[16];
     std::vector<Adder> adders;
-    Products products[MAX_THREADS];
-    GroupMeeting meetings[MAX_GROUPS] = {};
-    int registers[MAX_GROUPS] = {}; // of a thread; 0: as at the start
 };
 
 namespace {
 
-Products &products_of(int thread) { return block->sm90->products[thread]; }
-
-// The last thread of a group to come calls act.
-void meet_group(const char *name, void *mine, void (*act)(Threads &threads)) {
-    const int group = current->index / GROUP;
-    if (num_threads() < (group + 1) * GROUP) fail(std::string(name) + " in a group that is not whole");
-    GroupMeeting &meeting = block->sm90->meetings[group];
-    if (meeting.num_arrived == 0) meeting.name = name;
-    if (strcmp(meeting.name, name) != 0)
-        fail(std::string("calls ") + name + " while threads of its group are in " + meeting.name);
-    meeting.brought[current->index % GROUP] = mine;
-    if (++meeting.num_arrived < GROUP) {
-        wait_while(&meeting.number, meeting.number, name);
-        return;
-    }
-    act(meeting.brought);
-    meeting.num_arrived = 0;
-    meeting.number++;
-}
-
 // ---- barriers ------------------------------------------------------------------------------------
 
 Barrier &barrier_at(shared_address address) {
-    const auto found = block->sm90->barriers.find(address);
-    if (found == block->sm90->barriers.end()) fail("no barrier at shared byte " + std::to_string(address));
+    const auto found = block->bulk->barriers.find(address);
+    if (found == block->bulk->barriers.end()) fail("no barrier at shared byte " + std::to_string(address));
     Barrier &barrier = found->second;
     if (!barrier.fenced || !is_before_now(barrier.init)) fail("uses a barrier before its init is visible");
     return barrier;
@@ -120,7 +63,7 @@ void end_phase_if_complete(Barrier &barrier) {
 
 void barrier_init(shared_address at, int arrivals) {
     check_shared(Access::WRITE, at, 8);
-    auto &barriers = block->sm90->barriers;
+    auto &barriers = block->bulk->barriers;
     if ((int)barriers.size() == MAX_BARRIERS) fail("too many barriers for the emulator");
     Barrier barrier = {.index = (int)barriers.size(),
                        .init = touch_now(),
@@ -133,7 +76,7 @@ void barrier_init(shared_address at, int arrivals) {
 }
 
 void barrier_init_fence() {
-    for (auto &[at, barrier] : block->sm90->barriers)
+    for (auto &[at, barrier] : block->bulk->barriers)
         if (barrier.init.thread == current->index) barrier.fenced = true;
 }
 
@@ -165,7 +108,7 @@ void part_barrier(int id, int num_threads, bool waits) {
     const char *const name = waits ? "part_barrier" : "part_barrier_arrive";
     meet(name, &mine, [](Lanes &lanes) {
         const Arrival &all = *static_cast<const Arrival *>(lanes[0]);
-        Part &part = block->sm90->parts[all.id];
+        Part &part = block->bulk->parts[all.id];
         for (void *lane : lanes) {
             Arrival &own = *static_cast<Arrival *>(lane);
             if (own.id != all.id || own.num_threads != all.num_threads)
@@ -188,29 +131,28 @@ void part_barrier(int id, int num_threads, bool waits) {
         part = {};
         part.number = over + 1;
     });
-    const Part &part = block->sm90->parts[id];
+    const Part &part = block->bulk->parts[id];
     while (waits && part.number == mine.number) wait_while(&part.number, mine.number, name);
 }
 
 // ---- bulk copies ---------------------------------------------------------------------------------
 
-namespace {
-
 shared_address swizzled(shared_address address) { return address ^ (address >> 7 & 7) << 4; }
 
-// Bulk copies and products see what a thread wrote if it made a fence, and a barrier lies between the fence and now.
-void check_fence(shared_address chunk, const std::string &what) {
+void check_fence(shared_address chunk, const char *what) {
     for (shared_address i = chunk; i < chunk + 16; i += CELL_BYTES) {
         const SharedCell &cell = block->shared_cells[i / CELL_BYTES];
         const int writer = cell.writer.thread;
         if (writer == NOBODY || writer >= MAX_THREADS) continue;
         const auto &fences = block->threads[(size_t)writer]->write_fences;
         if (fences.size() <= cell.num_write_fences || !is_before_now({writer, fences[cell.num_write_fences]}))
-            fail(what +
+            fail(std::string(what) +
                  " what a thread wrote, without a fence and a barrier between the two, at shared byte " +
                  std::to_string(i));
     }
 }
+
+namespace {
 
 // visit(chunk in shared memory, where it lies in the tensor, how many of its 16 bytes are inside)
 template <class Visit>
@@ -258,7 +200,7 @@ void copy_box(shared_address to, const tensor_map &map, shared_address at, const
 namespace {
 
 int adder_of_thread() {
-    auto &adders = block->sm90->adders;
+    auto &adders = block->bulk->adders;
     for (size_t i = 0; i < adders.size(); i++)
         if (adders[i].thread == current->index) return (int)i;
     if ((int)adders.size() == MAX_ADDERS) fail("too many threads that add boxes for the emulator");
@@ -272,7 +214,7 @@ int adder_of_thread() {
 void add_box(const tensor_map &map, shared_address from, const int64_t (&to)[4]) {
     if (map.element_bytes != sizeof(float)) fail("an add_box to a tensor that is not of float");
     const int adder = adder_of_thread();
-    Adder &mine = block->sm90->adders[(size_t)adder];
+    Adder &mine = block->bulk->adders[(size_t)adder];
     const Touch reader = {thread_of_clock(clock_of_reads(adder)), mine.num_started};
     for_chunks_of_box(from, map, to, [&](shared_address chunk, const char *sums, int64_t num_bytes) {
         const char *const bytes = static_cast<const char *>(check_shared_place(chunk, 16));
@@ -297,218 +239,38 @@ void add_box(const tensor_map &map, shared_address from, const int64_t (&to)[4])
 }
 
 void add_box_commit() {
-    Adder &mine = block->sm90->adders[(size_t)adder_of_thread()];
+    Adder &mine = block->bulk->adders[(size_t)adder_of_thread()];
     mine.num_committed = mine.num_started;
 }
 
 void add_box_wait(bool only_read) {
     const int adder = adder_of_thread();
-    Adder &mine = block->sm90->adders[(size_t)adder];
-    current->seen[clock_of_reads(adder)] = mine.num_read = mine.num_committed;
+    Adder &mine = block->bulk->adders[(size_t)adder];
+    current->seen[clock_of_reads(adder)] = mine.num_committed;
     if (!only_read) mine.num_over = mine.num_committed;
 }
 
 void add_box_fence() {
     const int adder = adder_of_thread();
-    current->seen[clock_of_sums(adder)] = block->sm90->adders[(size_t)adder].num_over;
+    current->seen[clock_of_sums(adder)] = block->bulk->adders[(size_t)adder].num_over;
     fence_acquisitions(adder);
-}
-
-// ---- registers -----------------------------------------------------------------------------------
-
-void change_registers(int count, bool more) {
-    const bool is_more = count > 65536 / num_threads() / 8 * 8;
-    if (more != is_more) fail("gives registers that it takes, or takes what it gives");
-    meet_group(more ? "take_registers" : "give_registers", nullptr, [](Threads &) {});
-    block->sm90->registers[current->index / GROUP] = count;
-}
-
-// ---- products ------------------------------------------------------------------------------------
-
-namespace {
-
-struct Factor {
-    shared_address first, panel_bytes, block_bytes;
-    explicit Factor(uint64_t word)
-        : first((shared_address)(word & 0x3fff) << 4),
-          panel_bytes((shared_address)(word >> 16 & 0x3fff) << 4),
-          block_bytes((shared_address)(word >> 32 & 0x3fff) << 4) {
-        if (word >> 49 != (uint64_t)1 << 13)
-            fail("a factor without the swizzle of 128 bytes, or with an offset");
-    }
-    // Rows across the sum, 16 numbers of each.
-    shared_address chunk_of_row(int row, int chunk) const {
-        if (first % 1024 % 32 != 0 || first % 1024 >= 128)
-            fail("a factor that begins inside a swizzled block");
-        return swizzled(first + (shared_address)(row / 8) * block_bytes +
-                        (shared_address)(row % 8 * 128 + chunk * 16));
-    }
-    // 16 rows along the sum, in panels of 64 numbers.
-    shared_address chunk_along_sum(int row, int chunk) const {
-        if (first % 1024 != 0) fail("a factor that begins inside a swizzled block");
-        return swizzled(first + (shared_address)(chunk / 8) * panel_bytes +
-                        (shared_address)(row / 8) * block_bytes +
-                        (shared_address)(row % 8 * 128 + chunk % 8 * 16));
-    }
-};
-
-// The first lane of a warp looks at 16 bytes, as it may until the wait.
-void read_factor(int warp, shared_address from) {
-    Thread *const before = current;
-    current = block->threads[(size_t)warp * 32].get();
-    check_shared(Access::READ, from, 16);
-    check_fence(from, "a product reads");
-    products_of(warp * 32).reads.push_back({from, products_of(warp * 32).group});
-    current = before;
-}
-
-void load_chunk(shared_address from, float (*widen)(uint16_t), float (&to)[8]) {
-    for (int i = 0; i < 8; i++) {
-        uint16_t bits;
-        memcpy(&bits, &block->shared_bytes[from + (shared_address)(2 * i)], 2);
-        to[i] = widen(bits);
-    }
-}
-
-const uint32_t UNDER_WAY = 0x7fc0dead; // what sums hold until the wait: a NaN
-
-// A thread's sums: where they are while products of them are under way.
-Sums &sums_of(Products &mine, const GroupProduct &product) {
-    const size_t count = (size_t)product.num_cols / 2;
-    for (Sums &sums : mine.sums)
-        if (sums.visible == product.sum) return sums;
-    mine.sums.push_back({product.sum, {product.sum, product.sum + count}, 0});
-    for (size_t i = 0; i < count; i++) memcpy(product.sum + i, &UNDER_WAY, 4);
-    return mine.sums.back();
-}
-
-void multiply_group(Threads &brought) {
-    const auto of_thread = [&](int i) -> const GroupProduct & {
-        return *static_cast<const GroupProduct *>(brought[i]);
-    };
-    const GroupProduct &all = of_thread(0);
-    num_products++;
-    const int first_thread = current->index / GROUP * GROUP, first_warp = first_thread / 32;
-    for (int i = 0; i < GROUP; i++) {
-        const GroupProduct &own = of_thread(i);
-        if (own.a != all.a || own.b != all.b || own.add != all.add || own.num_cols != all.num_cols ||
-            own.left_along_sum != all.left_along_sum || own.right_along_sum != all.right_along_sum ||
-            own.widen != all.widen)
-            fail("threads of a group start different products");
-        if (!products_of(first_thread + i).fenced) fail("a product without a fence before it");
-    }
-    float left[64][16], right[16][128];
-    if (all.left == nullptr) {
-        const Factor a(all.a);
-        for (int i = 0; i < 64 * 2; i++) {
-            float number[8];
-            const int row = all.left_along_sum ? i / 8 : i / 2, chunk = all.left_along_sum ? i % 8 : i % 2;
-            const shared_address from =
-                all.left_along_sum ? a.chunk_along_sum(row, chunk) : a.chunk_of_row(row, chunk);
-            read_factor(first_warp + (all.left_along_sum ? chunk / 2 : row / 16), from);
-            load_chunk(from, all.widen, number);
-            for (int j = 0; j < 8; j++)
-                (all.left_along_sum ? left[chunk * 8 + j][row] : left[row][chunk * 8 + j]) = number[j];
-        }
-    } else {
-        for (int i = 0; i < GROUP * 8; i++) { // as in multiply_add
-            const int thread = i / 8, word = i / 2 % 4, lane = thread % 32;
-            const uint32_t pair = of_thread(thread).left[word];
-            left[thread / 32 * 16 + lane / 4 + word % 2 * 8][lane % 4 * 2 + word / 2 * 8 + i % 2] =
-                all.widen((uint16_t)(i % 2 ? pair >> 16 : pair));
-        }
-        for (int i = 0; i < GROUP; i++) {
-            Left kept = {of_thread(i).left, {}, products_of(first_thread + i).group};
-            memcpy(kept.value, kept.visible, 16);
-            products_of(first_thread + i).lefts.push_back(kept);
-        }
-    }
-    const Factor b(all.b);
-    for (int i = 0; i < all.num_cols * 2; i++) {
-        float number[8];
-        const int row = all.right_along_sum ? i / (all.num_cols / 8) : i / 2;
-        const int chunk = all.right_along_sum ? i % (all.num_cols / 8) : i % 2;
-        const shared_address from =
-            all.right_along_sum ? b.chunk_along_sum(row, chunk) : b.chunk_of_row(row, chunk);
-        for (int warp = 0; warp < 4; warp++) read_factor(first_warp + warp, from);
-        load_chunk(from, all.widen, number);
-        for (int j = 0; j < 8; j++)
-            (all.right_along_sum ? right[row][chunk * 8 + j] : right[chunk * 8 + j][row]) = number[j];
-    }
-    for (int row = 0; row < 64; row++) {
-        double total[128] = {};
-        for (int k = 0; k < 16; k++)
-            for (int col = 0; col < all.num_cols; col++) total[col] += (double)left[row][k] * right[k][col];
-        for (int col = 0; col < all.num_cols; col++) { // as in multiply_add
-            const int thread = row / 16 * 32 + row % 8 * 4 + col % 8 / 2;
-            const size_t i = (size_t)(col / 8 * 4 + row % 16 / 8 * 2 + col % 2);
-            Products &mine = products_of(first_thread + thread);
-            Sums &sums = sums_of(mine, of_thread(thread));
-            sums.value[i] = (float)(total[col] + (all.add ? (double)sums.value[i] : 0));
-            sums.group = mine.group;
-        }
-    }
-}
-
-} // namespace
-
-void multiply_async(const GroupProduct &product) {
-    GroupProduct mine = product;
-    meet_group("multiply_async", &mine, multiply_group);
-}
-
-void products_fence() { products_of(current->index).fenced = true; }
-
-void products_commit() {
-    products_of(current->index).fenced = false;
-    products_of(current->index).group++;
-}
-
-void products_wait(int pending) {
-    Products &mine = products_of(current->index);
-    const int64_t end = mine.group - pending; // groups before it are over
-    for (const Sums &sums : mine.sums) {
-        if (sums.group >= end) continue;
-        for (size_t i = 0; i < sums.value.size(); i++) {
-            if (memcmp(sums.visible + i, &UNDER_WAY, 4) != 0) fail("sums were written before the wait");
-            sums.visible[i] = sums.value[i];
-        }
-    }
-    for (const Left &left : mine.lefts)
-        if (left.group < end && memcmp(left.visible, left.value, 16) != 0)
-            fail("a left factor was changed before the wait");
-    for (const Read &read : mine.reads)
-        if (read.group < end) check_shared(Access::READ, read.from, 16);
-    const auto is_over = [&](const auto &x) { return x.group < end; };
-    std::erase_if(mine.sums, is_over);
-    std::erase_if(mine.lefts, is_over);
-    std::erase_if(mine.reads, is_over);
 }
 
 // ---- a block's life ------------------------------------------------------------------------------
 
-void begin_block_sm90() { block->sm90 = std::make_shared<BlockSm90>(); }
+void begin_block_bulk() { block->bulk = std::make_shared<BlockBulk>(); }
 
-void end_thread_sm90() {
-    const Products &mine = products_of(current->index);
-    if (!mine.sums.empty() || !mine.reads.empty()) fail("ends with products that it did not wait for");
-    for (const Adder &adder : block->sm90->adders)
+void end_thread_bulk() {
+    for (const Adder &adder : block->bulk->adders)
         if (adder.thread == current->index && adder.num_over < adder.num_started)
             fail("ends with an add_box that it did not wait for");
 }
 
-void end_block_sm90() {
-    int total = 0;
-    for (int group = 0; group < num_threads() / GROUP; group++)
-        total += GROUP * (block->sm90->registers[group] ? block->sm90->registers[group]
-                                                        : 65536 / num_threads() / 8 * 8);
-    if (total > 65536) fail("groups take " + std::to_string(total) + " registers");
-    for (const auto &[at, barrier] : block->sm90->barriers)
+void end_block_bulk() {
+    for (const auto &[at, barrier] : block->bulk->barriers)
         if (barrier.bytes_missing > 0) fail("ends with a barrier that waits for bytes");
-    for (const Part &part : block->sm90->parts)
+    for (const Part &part : block->bulk->parts)
         if (part.num_arrived > 0) fail("ends with a part_barrier that waits for threads");
 }
 
 } // namespace emulator
-
-extern "C" int64_t emulator_group_products(void) { return emulator::num_products; }

@@ -1,4 +1,4 @@
-// What the two halves of the emulator share: the block at hand, its threads, and who touched its shared memory, when.
+// What the parts of the emulator share: the block at hand, its threads, and who touched its shared memory, when.
 #ifndef RINGTILE_TESTS_MACHINE_H
 #define RINGTILE_TESTS_MACHINE_H
 
@@ -94,36 +94,61 @@ struct Block {
     std::vector<char> shared_bytes;
     int num_releases, releasing_thread;
     std::vector<Acquisition> acquisitions;
-    std::shared_ptr<struct BlockSm90> sm90;
+    std::shared_ptr<struct BlockBulk> bulk;
+    std::shared_ptr<struct BlockGroups> groups;
 };
 
 extern Block *block;
 extern Thread *current;
 
 [[noreturn]] void fail(const std::string &what); // a Fault of the current thread
-int warp_of(int thread);
-Touch touch_now();
-void *check_shared_place(shared_address address, int num_bytes); // where the bytes are
-void check_read(const SharedCell &cell, shared_address address);
-bool is_before_now(const Touch &touch);
 std::string thread_name(int thread);
-bool is_lent(const void *begin, int64_t num_bytes);
 
-// Clocks at barriers: what all threads of a warp have done and seen so far; all of them have seen that, and do new things.
+// ---- clocks --------------------------------------------------------------------------------------
+
+inline int warp_of(int thread) { return thread / 32; }
+inline Touch touch_now() { return {current->index, current->now}; }
+inline bool is_before_now(const Touch &touch) {
+    return touch.thread == NOBODY || touch.thread == current->index ||
+           current->seen[warp_of(touch.thread)] > touch.clock;
+}
+inline void join(Clock (&to)[NUM_CLOCKS], const Clock (&from)[NUM_CLOCKS]) {
+    for (int i = 0; i < NUM_CLOCKS; i++) to[i] = std::max(to[i], from[i]);
+}
+// At a barrier: adds what the lanes of a warp have done and seen so far; they have all seen that, and do new things.
 void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]);
 void acquire_by_warp(int warp, const Clock (&from)[NUM_CLOCKS]);
-void join(Clock (&to)[NUM_CLOCKS], const Clock (&from)[NUM_CLOCKS]);
 
-// Global memory, of bulk additions.
+// Gives way to others while *number == value; until *word == value.
+void wait_while(const int64_t *number, int64_t value, const char *name);
+void wait_for_word(const int *word, int value);
+
+// ---- shared memory -------------------------------------------------------------------------------
+
+void *check_shared_place(shared_address address, int num_bytes); // where the bytes are
+void check_read(const SharedCell &cell, shared_address address);
+
+// ---- emulator_global.cpp -------------------------------------------------------------------------
+
+void begin_launch_global();
+bool is_lent(const void *begin, int64_t num_bytes);
+// By an add_box, the number-th of its adder, who knows num_over of them to be over. An add_box_fence of the adder.
 void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_over);
 void fence_acquisitions(int adder);
-void wait_while(const int64_t *number, int64_t value,
-                const char *name); // gives way to others while *number == value
 
-// emulator_sm90.cpp: before the first thread of a block starts, when one ends, when all have.
-void begin_block_sm90();
-void end_thread_sm90();
-void end_block_sm90();
+// ---- emulator_sm90.cpp, emulator_groups.cpp ------------------------------------------------------
+
+shared_address swizzled(shared_address address);
+// Bulk copies and products see what a thread wrote if it made a fence, and a barrier lies between the fence and now.
+void check_fence(shared_address chunk, const char *what);
+
+// Before the first thread of a block starts, when one ends, when all have.
+void begin_block_bulk();
+void begin_block_groups();
+void end_thread_bulk();
+void end_thread_groups();
+void end_block_bulk();
+void end_block_groups();
 
 } // namespace emulator
 

@@ -1,0 +1,264 @@
+// The emulator's warp groups: the registers they share, and their products.
+#include "../../cuda/device_sm90.cuh"
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+constexpr int GROUP = 128, MAX_GROUPS = MAX_THREADS / GROUP;
+
+struct Sums { // under way
+    float *visible;
+    std::vector<float> value;
+    int64_t group;
+};
+struct Left {
+    const uint32_t *visible;
+    uint32_t value[4];
+    int64_t group;
+};
+struct Read { // 16 bytes of shared memory
+    shared_address from;
+    int64_t group;
+};
+struct Products { // of a thread
+    bool fenced = false;
+    int64_t group = 0;
+    std::vector<Sums> sums;
+    std::vector<Left> lefts;
+    std::vector<Read> reads; // of the warp, kept by its first lane
+};
+
+using Threads = void *[GROUP];
+struct GroupMeeting {
+    int num_arrived;
+    int64_t number;
+    const char *name;
+    Threads brought;
+};
+
+int64_t num_products; // since the start
+
+} // namespace
+
+struct BlockGroups {
+    Products products[MAX_THREADS];
+    GroupMeeting meetings[MAX_GROUPS] = {};
+    int registers[MAX_GROUPS] = {}; // of a thread; 0: as at the start
+};
+
+namespace {
+
+Products &products_of(int thread) { return block->groups->products[thread]; }
+
+// The last thread of a group to come calls act.
+void meet_group(const char *name, void *mine, void (*act)(Threads &threads)) {
+    const int group = current->index / GROUP;
+    if (num_threads() < (group + 1) * GROUP) fail(std::string(name) + " in a group that is not whole");
+    GroupMeeting &meeting = block->groups->meetings[group];
+    if (meeting.num_arrived == 0) meeting.name = name;
+    if (strcmp(meeting.name, name) != 0)
+        fail(std::string("calls ") + name + " while threads of its group are in " + meeting.name);
+    meeting.brought[current->index % GROUP] = mine;
+    if (++meeting.num_arrived < GROUP) {
+        wait_while(&meeting.number, meeting.number, name);
+        return;
+    }
+    act(meeting.brought);
+    meeting.num_arrived = 0;
+    meeting.number++;
+}
+
+} // namespace
+
+// ---- registers -----------------------------------------------------------------------------------
+
+void change_registers(int count, bool more) {
+    const bool is_more = count > 65536 / num_threads() / 8 * 8;
+    if (more != is_more) fail("gives registers that it takes, or takes what it gives");
+    meet_group(more ? "take_registers" : "give_registers", nullptr, [](Threads &) {});
+    block->groups->registers[current->index / GROUP] = count;
+}
+
+// ---- products ------------------------------------------------------------------------------------
+
+namespace {
+
+struct Factor {
+    shared_address first, panel_bytes, block_bytes;
+    explicit Factor(uint64_t word)
+        : first((shared_address)(word & 0x3fff) << 4),
+          panel_bytes((shared_address)(word >> 16 & 0x3fff) << 4),
+          block_bytes((shared_address)(word >> 32 & 0x3fff) << 4) {
+        if (word >> 49 != (uint64_t)1 << 13)
+            fail("a factor without the swizzle of 128 bytes, or with an offset");
+    }
+    // Rows across the sum, 16 numbers of each.
+    shared_address chunk_of_row(int row, int chunk) const {
+        if (first % 1024 % 32 != 0 || first % 1024 >= 128)
+            fail("a factor that begins inside a swizzled block");
+        return swizzled(first + (shared_address)(row / 8) * block_bytes +
+                        (shared_address)(row % 8 * 128 + chunk * 16));
+    }
+    // 16 rows along the sum, in panels of 64 numbers.
+    shared_address chunk_along_sum(int row, int chunk) const {
+        if (first % 1024 != 0) fail("a factor that begins inside a swizzled block");
+        return swizzled(first + (shared_address)(chunk / 8) * panel_bytes +
+                        (shared_address)(row / 8) * block_bytes +
+                        (shared_address)(row % 8 * 128 + chunk % 8 * 16));
+    }
+};
+
+// The first lane of a warp looks at 16 bytes, as it may until the wait.
+void read_factor(int warp, shared_address from) {
+    Thread *const before = current;
+    current = block->threads[(size_t)warp * 32].get();
+    check_shared(Access::READ, from, 16);
+    check_fence(from, "a product reads");
+    products_of(warp * 32).reads.push_back({from, products_of(warp * 32).group});
+    current = before;
+}
+
+void load_chunk(shared_address from, float (*widen)(uint16_t), float (&to)[8]) {
+    for (int i = 0; i < 8; i++) {
+        uint16_t bits;
+        memcpy(&bits, &block->shared_bytes[from + (shared_address)(2 * i)], 2);
+        to[i] = widen(bits);
+    }
+}
+
+const uint32_t UNDER_WAY = 0x7fc0dead; // what sums hold until the wait: a NaN
+
+// A thread's sums: where they are while products of them are under way.
+Sums &sums_of(Products &mine, const GroupProduct &product) {
+    const size_t count = (size_t)product.num_cols / 2;
+    for (Sums &sums : mine.sums)
+        if (sums.visible == product.sum) return sums;
+    mine.sums.push_back({product.sum, {product.sum, product.sum + count}, 0});
+    for (size_t i = 0; i < count; i++) memcpy(product.sum + i, &UNDER_WAY, 4);
+    return mine.sums.back();
+}
+
+void multiply_group(Threads &brought) {
+    const auto of_thread = [&](int i) -> const GroupProduct & {
+        return *static_cast<const GroupProduct *>(brought[i]);
+    };
+    const GroupProduct &all = of_thread(0);
+    num_products++;
+    const int first_thread = current->index / GROUP * GROUP, first_warp = first_thread / 32;
+    for (int i = 0; i < GROUP; i++) {
+        const GroupProduct &own = of_thread(i);
+        if (own.a != all.a || own.b != all.b || own.add != all.add || own.num_cols != all.num_cols ||
+            own.left_along_sum != all.left_along_sum || own.right_along_sum != all.right_along_sum ||
+            own.widen != all.widen)
+            fail("threads of a group start different products");
+        if (!products_of(first_thread + i).fenced) fail("a product without a fence before it");
+    }
+    float left[64][16], right[16][128];
+    if (all.left == nullptr) {
+        const Factor a(all.a);
+        for (int i = 0; i < 64 * 2; i++) {
+            float number[8];
+            const int row = all.left_along_sum ? i / 8 : i / 2, chunk = all.left_along_sum ? i % 8 : i % 2;
+            const shared_address from =
+                all.left_along_sum ? a.chunk_along_sum(row, chunk) : a.chunk_of_row(row, chunk);
+            read_factor(first_warp + (all.left_along_sum ? chunk / 2 : row / 16), from);
+            load_chunk(from, all.widen, number);
+            for (int j = 0; j < 8; j++)
+                (all.left_along_sum ? left[chunk * 8 + j][row] : left[row][chunk * 8 + j]) = number[j];
+        }
+    } else {
+        for (int i = 0; i < GROUP * 8; i++) { // as in multiply_add
+            const int thread = i / 8, word = i / 2 % 4, lane = thread % 32;
+            const uint32_t pair = of_thread(thread).left[word];
+            left[thread / 32 * 16 + lane / 4 + word % 2 * 8][lane % 4 * 2 + word / 2 * 8 + i % 2] =
+                all.widen((uint16_t)(i % 2 ? pair >> 16 : pair));
+        }
+        for (int i = 0; i < GROUP; i++) {
+            Left kept = {of_thread(i).left, {}, products_of(first_thread + i).group};
+            memcpy(kept.value, kept.visible, 16);
+            products_of(first_thread + i).lefts.push_back(kept);
+        }
+    }
+    const Factor b(all.b);
+    for (int i = 0; i < all.num_cols * 2; i++) {
+        float number[8];
+        const int row = all.right_along_sum ? i / (all.num_cols / 8) : i / 2;
+        const int chunk = all.right_along_sum ? i % (all.num_cols / 8) : i % 2;
+        const shared_address from =
+            all.right_along_sum ? b.chunk_along_sum(row, chunk) : b.chunk_of_row(row, chunk);
+        for (int warp = 0; warp < 4; warp++) read_factor(first_warp + warp, from);
+        load_chunk(from, all.widen, number);
+        for (int j = 0; j < 8; j++)
+            (all.right_along_sum ? right[row][chunk * 8 + j] : right[chunk * 8 + j][row]) = number[j];
+    }
+    for (int row = 0; row < 64; row++) {
+        double total[128] = {};
+        for (int k = 0; k < 16; k++)
+            for (int col = 0; col < all.num_cols; col++) total[col] += (double)left[row][k] * right[k][col];
+        for (int col = 0; col < all.num_cols; col++) { // as in multiply_add
+            const int thread = row / 16 * 32 + row % 8 * 4 + col % 8 / 2;
+            const size_t i = (size_t)(col / 8 * 4 + row % 16 / 8 * 2 + col % 2);
+            Products &mine = products_of(first_thread + thread);
+            Sums &sums = sums_of(mine, of_thread(thread));
+            sums.value[i] = (float)(total[col] + (all.add ? (double)sums.value[i] : 0));
+            sums.group = mine.group;
+        }
+    }
+}
+
+} // namespace
+
+void multiply_async(const GroupProduct &product) {
+    GroupProduct mine = product;
+    meet_group("multiply_async", &mine, multiply_group);
+}
+
+void products_fence() { products_of(current->index).fenced = true; }
+
+void products_commit() {
+    products_of(current->index).fenced = false;
+    products_of(current->index).group++;
+}
+
+void products_wait(int pending) {
+    Products &mine = products_of(current->index);
+    const int64_t end = mine.group - pending; // groups before it are over
+    for (const Sums &sums : mine.sums) {
+        if (sums.group >= end) continue;
+        for (size_t i = 0; i < sums.value.size(); i++) {
+            if (memcmp(sums.visible + i, &UNDER_WAY, 4) != 0) fail("sums were written before the wait");
+            sums.visible[i] = sums.value[i];
+        }
+    }
+    for (const Left &left : mine.lefts)
+        if (left.group < end && memcmp(left.visible, left.value, 16) != 0)
+            fail("a left factor was changed before the wait");
+    for (const Read &read : mine.reads)
+        if (read.group < end) check_shared(Access::READ, read.from, 16);
+    const auto is_over = [&](const auto &x) { return x.group < end; };
+    std::erase_if(mine.sums, is_over);
+    std::erase_if(mine.lefts, is_over);
+    std::erase_if(mine.reads, is_over);
+}
+
+// ---- a block's life ------------------------------------------------------------------------------
+
+void begin_block_groups() { block->groups = std::make_shared<BlockGroups>(); }
+
+void end_thread_groups() {
+    const Products &mine = products_of(current->index);
+    if (!mine.sums.empty() || !mine.reads.empty()) fail("ends with products that it did not wait for");
+}
+
+void end_block_groups() {
+    int total = 0;
+    for (int group = 0; group < num_threads() / GROUP; group++)
+        total += GROUP * (block->groups->registers[group] ? block->groups->registers[group]
+                                                          : 65536 / num_threads() / 8 * 8);
+    if (total > 65536) fail("groups take " + std::to_string(total) + " registers");
+}
+
+} // namespace emulator
+
+extern "C" int64_t emulator_group_products(void) { return emulator::num_products; }
