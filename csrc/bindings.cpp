@@ -160,6 +160,24 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     check(RT_CORE(attn_bwd)(&p, place.queue()), op);
 }
 
+Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
+    const char *op = "attn_delta";
+    const Place place(op, dout);
+    Arg{op, "dout", dout}.dim(4).unit_last_stride();
+    const int64_t B = dout.size(0), N = dout.size(1), H = dout.size(2);
+    Arg{op, "out", out}.on(place.device).dtype(dout.scalar_type()).sizes({B, N, H, dout.size(3)});
+    Arg{op, "out", out}.unit_last_stride();
+    Arg{op, "dlse", dlse}.on(place.device).dtype(ScalarType::Double).contiguous().sizes({B, H, N});
+
+    rt_attn_delta_params p = {dtype_of(dout, op), B, N, H, dout.size(3), {}, {}};
+    set_strides(p.dout_stride, dout), set_strides(p.out_stride, out);
+    const Tensor delta = torch::stable::new_empty(dlse, {B, H, N}, state_dtype(p.dtype));
+    check(RT_CORE(attn_delta)(&p, dout.data_ptr(), out.data_ptr(),
+                              static_cast<const double *>(dlse.data_ptr()), delta.data_ptr(), place.queue()),
+          op);
+    return delta;
+}
+
 // ---- sequence ----------------------------------------------------------------------------------
 
 // x and y differ only in the size of dim; which of them is local is the op's business.
@@ -255,6 +273,7 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
 STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
     m.impl("attn_fwd_", TORCH_BOX(&attn_fwd_));
     m.impl("attn_bwd_", TORCH_BOX(&attn_bwd_));
+    m.impl("attn_delta", TORCH_BOX(&attn_delta));
     m.impl("shard_seq_", TORCH_BOX(&shard_seq_));
     m.impl("unshard_seq_", TORCH_BOX(&unshard_seq_));
     m.impl("glu_fwd", TORCH_BOX(&glu_fwd));

@@ -209,7 +209,20 @@ rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
 //   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
 rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel);
 
-// The same two functions written as the formula, in f64, one query and one key at a time: the oracle
+// The delta that rt_attn_bwd wants: delta = sum over Dv of dout * out, minus dlse (arXiv:2205.14135, alg. 4, where it is D).
+typedef struct rt_attn_delta_params {
+    rt_dtype dtype; // of dout and out
+    int64_t batch, num_queries, num_heads, v_head_dim;
+    int64_t dout_stride[3], out_stride[3]; // batch, token, head
+} rt_attn_delta_params;
+
+//   dout, out (B, N, H, Dv)   out: the final one, of dtype
+//   dlse (B, H, N) contiguous f64: gradient of lse    delta (B, H, N) contiguous, f32, or f64 when dtype is RT_F64
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim), RT_BAD_POINTER
+rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                        void *delta, rt_parallel parallel);
+
+// Forward and backward written as the formula, in f64, one query and one key at a time: the oracle
 // of the C tests. They need no workspace and run on the calling thread.
 rt_status rt_attn_fwd_reference(const rt_attn_params *p);
 rt_status rt_attn_bwd_reference(const rt_attn_params *p);

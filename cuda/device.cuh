@@ -106,6 +106,7 @@ RT_DEVICE void warp_barrier() { __syncwarp(); }     // ... between the lanes of 
 
 // The value of lane (lane ^ mask), of lane `from`.
 RT_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
+RT_DEVICE double shuffle_xor(double x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 RT_DEVICE int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 RT_DEVICE float shuffle(float x, int from) { return __shfl_sync(0xffffffff, x, from); }
 RT_DEVICE int shuffle(int x, int from) { return __shfl_sync(0xffffffff, x, from); }

@@ -32,6 +32,10 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream);
 rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream);
 int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p); // 0 also where p is malformed
 
+// The arrays lie on the device; batch is at most 65535.
+rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
+                             const double *dlse, void *delta, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

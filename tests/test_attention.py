@@ -9,16 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from oracle import dense_gradients
 from ringtile import IntervalMask, attention, ops
-from ringtile.ring import DELTA_ELEMENTS, _delta
 from strategies import dense
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Problem(NamedTuple):
@@ -104,7 +102,6 @@ import json, torch
 from oracle import dense_gradients
 from ringtile import IntervalMask, RingtileError, ops
 from test_attention import problem, run_attention
-from ringtile.ring import DELTA_ELEMENTS, _delta
 from strategies import dense
 try:
     isa = ops.cpu_isa()
@@ -203,27 +200,19 @@ def test_a_poisoned_token_reaches_its_document_only(poison: float) -> None:
         assert not x.select(tokens, 12).isfinite().all(), name
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the largest tensor that an op makes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result._base is None:
-            self.numel = max(self.numel, result.numel())
-        return result
-
-
-def test_delta_never_holds_all_products() -> None:
-    out, dout = (torch.randn(1, 4099, 8, 128).bfloat16() for _ in range(2))
-    dlse = torch.randn(1, 8, 4099, dtype=torch.float64)
-    assert out.numel() > 4 * DELTA_ELEMENTS["cpu"]
-    with _Largest() as largest:
-        delta = _delta(dout, out, dlse, torch.float32)
-    assert largest.numel <= DELTA_ELEMENTS["cpu"]
-    exact = (dout.double() * out.double()).sum(-1).transpose(1, 2) - dlse
-    # Each of the 128 products and sums rounds once in float32, of magnitudes that add up to `size`.
-    size = (dout.double() * out.double()).abs().sum(-1).transpose(1, 2) + dlse.abs()
-    assert ((delta - exact).abs() <= 128 * 2.0**-24 * size).all()
-    assert delta.is_contiguous()
+@pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)
+@pytest.mark.parametrize("v_head_dim", [24, 128])
+def test_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None:
+    """Any strides but that of the last dim. Bound: as many roundings as there are products, and two of the result; in
+    float64 the formula has as many of its own."""
+    dout, out = (torch.randn(2, 8, 130, v_head_dim, dtype=torch.float64).to(dtype).transpose(1, 2) for _ in range(2))
+    dlse = torch.randn(2, 8, 130, dtype=torch.float64)
+    for gradient in (dout, dout[:, :, :1].expand_as(dout)):
+        delta = ops.attn_delta(gradient, out, dlse)
+        terms = (gradient.double() * out.double()).transpose(1, 2)
+        exact = terms.sum(-1) - dlse
+        state = ops.state_dtype(dtype)
+        assert delta.dtype == state
+        assert delta.is_contiguous()
+        size = v_head_dim * terms.abs().sum(-1) + 2 * exact.abs()
+        assert ((delta - exact).abs() <= torch.finfo(state).eps * size).all()

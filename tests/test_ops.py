@@ -50,6 +50,7 @@ TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
 OPCHECK_CASES = {
     "attn_fwd_": lambda: pick(attention_arguments(), FORWARD),
     "attn_bwd_": lambda: pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD),
+    "attn_delta": lambda: (torch.randn(B, N, H, Dv), torch.randn(B, N, H, Dv), torch.randn(B, H, N).double()),
     "shard_seq_": lambda: (torch.randn(2, 8, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 4, 3)),
     "unshard_seq_": lambda: (torch.randn(2, 4, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 8, 3)),
     "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1),
@@ -122,6 +123,39 @@ def test_attention_backward_op_refuses_a_wrong_shape(name: str) -> None:
     arguments[name] = arguments[name][:, :-1].contiguous()
     with pytest.raises(RuntimeError, match=f"{name} has shape"):
         torch.ops.ringtile.attn_bwd_(*pick(arguments, BACKWARD))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dout", lambda x: x[0], "dout has shape"),
+        ("dout", lambda x: x.int(), "out has dtype Float, expected Int"),
+        ("dout", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "dout has stride"),
+        ("out", lambda x: x[:, :-1], "out has shape"),
+        ("out", lambda x: x.half(), "out has dtype"),
+        ("out", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "out has stride"),
+        ("dlse", lambda x: x.float(), "dlse has dtype"),
+        ("dlse", lambda x: x.transpose(1, 2), "dlse must be contiguous"),
+        ("dlse", lambda x: x[:, :-1].contiguous(), "dlse has shape"),
+    ],
+)
+def test_delta_op_refuses_what_it_cannot_read(name: str, change: object, message: str) -> None:
+    arguments = {
+        "dout": torch.randn(B, N, H, Dv),
+        "out": torch.randn(B, N, H, Dv),
+        "dlse": torch.randn(B, H, N).double(),
+    }
+    arguments[name] = change(arguments[name])  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=message):
+        ops.attn_delta(**arguments)
+
+
+def test_delta_op_refuses_what_attention_refuses() -> None:
+    dlse = torch.zeros(B, H, N, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="dtype Int is not supported"):
+        ops.attn_delta(*(torch.zeros(B, N, H, Dv, dtype=torch.int32) for _ in range(2)), dlse)
+    with pytest.raises(RuntimeError, match="head_dim and v_head_dim must be"):
+        ops.attn_delta(*(torch.zeros(B, N, H, 257) for _ in range(2)), dlse)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])

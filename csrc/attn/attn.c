@@ -83,3 +83,34 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     rt_for_each(parallel, num_tasks, backward_task, &j);
     return RT_OK;
 }
+
+// ---- delta -------------------------------------------------------------------------------------
+
+typedef struct delta_job {
+    const rt_attn_delta_params *p;
+    const void *dout, *out;
+    const double *dlse;
+    void *delta;
+    const rt_kernels *kernels;
+    int64_t num_tokens, tokens_per_task;
+} delta_job;
+
+static void delta_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
+    const delta_job *j = ctx;
+    const int64_t first = task * j->tokens_per_task, last = first + j->tokens_per_task;
+    j->kernels->attn_delta(j->p, j->dout, j->out, j->dlse, j->delta, first,
+                           last < j->num_tokens ? last : j->num_tokens);
+}
+
+rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                        void *delta, rt_parallel parallel) {
+    delta_job j = {.p = p, .dout = dout, .out = out, .dlse = dlse, .delta = delta};
+    rt_status status = rt_attn_check_delta(p, dout, out, dlse, delta);
+    if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
+    if (status != RT_OK) return status;
+    j.num_tokens = p->batch * p->num_queries;
+    j.tokens_per_task = rt_rows_per_task(p->num_heads * p->v_head_dim);
+    rt_for_each(parallel, rt_num_tasks(j.num_tokens, j.tokens_per_task), delta_task, &j);
+    return RT_OK;
+}

@@ -6,9 +6,12 @@
 
 #include <math.h>
 
+static bool is_dtype(rt_dtype dtype) {
+    return dtype == RT_F64 || dtype == RT_F32 || dtype == RT_BF16 || dtype == RT_F16;
+}
+
 static rt_status check(const rt_attn_params *p) {
-    if (p->dtype != RT_F64 && p->dtype != RT_F32 && p->dtype != RT_BF16 && p->dtype != RT_F16)
-        return RT_BAD_DTYPE;
+    if (!is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_keys < 0 || p->num_k_runs < 0) return RT_BAD_SHAPE;
     if (p->num_kv_heads < 1 || p->num_heads < 1 || p->num_heads % p->num_kv_heads != 0) return RT_BAD_HEADS;
     if (p->head_dim < 1 || p->head_dim > 256 || p->v_head_dim < 1 || p->v_head_dim > 256)
@@ -47,4 +50,13 @@ rt_status rt_attn_check_bwd(const rt_attn_params *p) {
                    overlaps(p, p->num_keys, p->num_kv_heads, p->v_head_dim, p->dv_stride)
                ? RT_BAD_STRIDE
                : RT_OK;
+}
+
+rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
+                              const double *dlse, const void *delta) {
+    if (!is_dtype(p->dtype)) return RT_BAD_DTYPE;
+    if (p->batch < 0 || p->num_queries < 0 || p->num_heads < 1) return RT_BAD_SHAPE;
+    if (p->v_head_dim < 1 || p->v_head_dim > 256) return RT_BAD_HEAD_DIM;
+    const bool queries = p->batch > 0 && p->num_queries > 0;
+    return queries && (dout == NULL || out == NULL || dlse == NULL || delta == NULL) ? RT_BAD_POINTER : RT_OK;
 }

@@ -13,6 +13,7 @@ const rt_kernels RT_KERNELS = {
     .attn_backward_scratch_bytes = backward_scratch_bytes,
     .attn_forward = attn_forward,
     .attn_backward = attn_backward,
+    .attn_delta = attn_delta,
     .multiply_add = multiply_add,
     .multiply_add_flops = MULTIPLY_ADD_FLOPS,
 };

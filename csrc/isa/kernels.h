@@ -23,6 +23,9 @@ typedef struct rt_kernels {
     int64_t (*attn_backward_scratch_bytes)(const rt_attn_params *p);
     void (*attn_forward)(const rt_attn_params *p, int64_t task, char *workspace);
     void (*attn_backward)(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace);
+    // Tokens [first, last) of rt_attn_delta, counted over all batches.
+    void (*attn_delta)(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                       void *delta, int64_t first, int64_t last);
     // rt_multiply_add of one worker, and the flops of one iteration. What it returns means nothing.
     double (*multiply_add)(int64_t iterations);
     int64_t multiply_add_flops;

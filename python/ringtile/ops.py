@@ -213,6 +213,22 @@ def attn_bwd_(
     _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap)
 
 
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+    """The delta of attn_bwd_: sum over Dv of dout * out, minus dlse, (B, H, N) of state_dtype.
+
+    dout, out (B, N, H, Dv): one dtype, unit stride in the last dim; dlse (B, H, N) float64, contiguous: the gradient of
+    lse. With it dscores = P * (dP - delta): the softmax gives sum(dout * out), and lse gives -dlse.
+    """
+    check_device("dout", dout)
+    result: Tensor = _ops.attn_delta(dout, out, dlse)
+    return result
+
+
+torch.library.register_fake(
+    "ringtile::attn_delta", lambda dout, out, dlse: dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype))
+)
+
+
 # ---- sequence -----------------------------------------------------------------------------------
 
 

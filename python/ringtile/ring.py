@@ -33,9 +33,6 @@ from .transport import Exchange, Group, HeaderValue, Transport, group_name, tran
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-# Products dout * out that exist at a time: what stays in a core's cache, and what fills a GPU.
-DELTA_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-
 
 @overload
 def ring_attention(
@@ -340,8 +337,8 @@ def _ring_attention_backward(
     with _open_ring("backward", q, k, v, begin, end, layout, scale, softcap, group_name) as ring:
         begin, end = ring.plan.mask_on(q.device)
         state = ops.state_dtype(q.dtype)
-        delta = _delta(dout, out, dlse, state)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        delta = ops.attn_delta(dout, out, dlse.contiguous())
         dq, dk, dv = (x.new_zeros(x.shape, dtype=state) for x in (q, k, v))
         returning: _Returning | None = None
         for i, (round, round_k, round_v) in enumerate(ring.rounds()):
@@ -361,19 +358,6 @@ def _ring_attention_backward(
         if returning is not None:
             returning.add_to(dk, dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, H, N) of dtype, such that dscores = P * (dP - delta): the softmax gives sum(dout * out), and lse gives -dlse.
-
-    dout, out (B, N, H, Dv); dlse (B, H, N). A few tokens at a time, because their products are as large as out.
-    """
-    delta = dlse.to(dtype).neg().contiguous()
-    num_tokens = max(1, DELTA_ELEMENTS[out.device.type] // max(1, out[:, :1].numel()))
-    for begin in range(0, out.size(1), num_tokens):
-        part = slice(begin, begin + num_tokens)
-        delta[:, :, part] += (dout[:, part].to(dtype) * out[:, part].to(dtype)).sum(-1).transpose(1, 2)
-    return delta
 
 
 def _empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

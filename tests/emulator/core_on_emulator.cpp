@@ -1,4 +1,5 @@
 #include "core_on_emulator.h"
+#include "../../csrc/attn/attn.h"
 #include "../../csrc/loss/cross_entropy.h"
 #include "../../csrc/mlp/glu.h"
 #include "../../csrc/seq/shard.h"
@@ -77,4 +78,20 @@ rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void 
         emulator::lend(lse, T * state_bytes, true);
     }
     return lent([&] { return rt_cuda_cross_entropy_fwd_bwd(p, logits, labels, loss, lse, nullptr); });
+}
+
+rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
+                              const double *dlse, void *delta, rt_parallel) {
+    const int64_t num_rows = p->batch * p->num_queries * p->num_heads;
+    if (rt_attn_check_delta(p, dout, out, dlse, delta) == RT_OK && num_rows > 0) {
+        const auto extent = [&](const int64_t (&stride)[3]) {
+            return (p->batch - 1) * stride[0] + (p->num_queries - 1) * stride[1] +
+                   (p->num_heads - 1) * stride[2] + p->v_head_dim;
+        };
+        emulator::lend(dout, extent(p->dout_stride) * bytes_of(p->dtype), false);
+        emulator::lend(out, extent(p->out_stride) * bytes_of(p->dtype), false);
+        emulator::lend(dlse, num_rows * 8, false);
+        emulator::lend(delta, num_rows * (p->dtype == RT_F64 ? 8 : 4), true);
+    }
+    return lent([&] { return rt_cuda_attn_delta(p, dout, out, dlse, delta, nullptr); });
 }

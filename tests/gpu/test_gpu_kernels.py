@@ -282,6 +282,19 @@ def test_small_queries_without_keys_give_zeros() -> None:
         assert bool(mine.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, *FLOATS])
+@pytest.mark.parametrize("v_head_dim", [17, 64, 100, 128, 256])
+def test_small_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None:
+    """Bound: as many roundings as there are products, and two of the result."""
+    dout, out = (normal(2, 70, 3, v_head_dim, dtype=dtype, seed=i) for i in range(2))
+    dlse = normal(2, 3, 70, dtype=torch.float64, seed=2)
+    for gradient in (dout, dout[:, :, :1].expand_as(dout), F.pad(dout, (1, 0))[..., 1:]):
+        terms = (gradient.double() * out.double()).transpose(1, 2)
+        exact = terms.sum(-1) - dlse
+        error = torch.finfo(ops.state_dtype(dtype)).eps * (v_head_dim * terms.abs().sum(-1) + 2 * exact.abs())
+        assert_near(ops.attn_delta(gradient, out, dlse), exact, error)
+
+
 # ---- determinism, streams, graphs ---------------------------------------------------------------
 
 
