@@ -48,6 +48,7 @@ extern "C" {
                     "function says")                                                                         \
     X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                           \
     X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")                   \
+    X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a where the compute capability is 9.0")     \
     X(RT_CUDA, "the CUDA runtime refused to start a kernel")
 
 typedef enum rt_status {

@@ -5,6 +5,8 @@
 
 #include "../csrc/attn/attn.h"
 
+#include <stdlib.h>
+
 // Calls pass<T, D, DV>(): the smallest compiled dims that hold the problem's.
 #define CHOOSE_DIMS(pass, T, p, ...)                                                                         \
     ((p).head_dim <= 64 && (p).v_head_dim <= 64     ? pass<T, 64, 64>(p, __VA_ARGS__)                        \
@@ -26,11 +28,23 @@ static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3]) {
     return ok;
 }
 
+// Whose kernels run, 80 or 90: the best that the current device has, or what RINGTILE_CUDA_ISA names. The only place that
+// reads the environment.
+static rt_status choose_isa(int *isa) {
+    const char *asked = getenv("RINGTILE_CUDA_ISA");
+    *isa = compute_capability() == 90 ? 90 : 80;
+    if (asked == NULL || *asked == 0 || (strcmp(asked, "sm_90a") == 0 && *isa == 90)) return RT_OK;
+    *isa = 80;
+    return strcmp(asked, "sm_80") == 0 ? RT_OK : RT_BAD_CUDA_ISA;
+}
+
 template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {
+    int isa;
+    const rt_status status = choose_isa(&isa);
+    if (status != RT_OK) return status;
     if constexpr (D == DV && (D == 64 || D == 128))
-        if (compute_capability() == 90 && p.num_queries > 0 && p.batch > 0 &&
-            rows_can_be_mapped(p.q, p.q_stride) && rows_can_be_mapped(p.k, p.k_stride) &&
-            rows_can_be_mapped(p.v, p.v_stride))
+        if (isa == 90 && p.num_queries > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
+            rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride))
             return attn_fwd_sm90<T, D>(p, stream);
     return attn_fwd<T, D, DV>(p, stream);
 }

@@ -3,6 +3,7 @@
 // are read before the call returns. Launches go to `stream` (a cudaStream_t), nothing allocates or waits for the device,
 // and a call can be captured in a CUDA graph.
 //   RT_CUDA   besides the errors of ringtile.h: the CUDA runtime refused
+//   RT_BAD_CUDA_ISA   attention in bf16 and f16: RINGTILE_CUDA_ISA names kernels that are not there, or not for this device
 #ifndef RINGTILE_CUDA_H
 #define RINGTILE_CUDA_H
 

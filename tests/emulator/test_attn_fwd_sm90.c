@@ -1,4 +1,5 @@
 // The CUDA attention forward of sm_90 on the emulator, against the f64 reference.
+#define _POSIX_C_SOURCE 200809L // setenv
 #include "attn_emulated.h"
 
 static const head_dims dims[] = {{64, 64}, {128, 128}, {8, 24}, {40, 64}, {128, 64}, {64, 128}, {104, 120}};
@@ -57,11 +58,40 @@ static void test_nothing_to_do_is_done(void) {
     free_case(&c);
 }
 
+static rt_status forward_when_asked(const attn_case *c, const char *isa) {
+    setenv("RINGTILE_CUDA_ISA", isa, 1);
+    return rt_cuda_attn_fwd(&c->p, NULL);
+}
+
+static void test_kernels_can_be_asked_for(void) {
+    uint64_t state = 8;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
+    while (!rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
+    }
+    CHECK_STATUS(forward_when_asked(&c, "sm_70"), RT_BAD_CUDA_ISA);
+    CHECK_STATUS(forward_when_asked(&c, "SM_80"), RT_BAD_CUDA_ISA);
+    for (int isa = 0; isa < 3; isa++) {
+        const int64_t before = emulator_group_products();
+        setenv("RINGTILE_CUDA_ISA", isa == 0 ? "sm_80" : isa == 1 ? "sm_90a" : "", 1);
+        check_forward(&c, &state, 1);
+        CHECK_INT(emulator_group_products() > before, isa > 0);
+    }
+    emulator_set_compute_capability(80);
+    CHECK_STATUS(forward_when_asked(&c, "sm_90a"), RT_BAD_CUDA_ISA);
+    emulator_set_compute_capability(90);
+    unsetenv("RINGTILE_CUDA_ISA");
+    free_case(&c);
+}
+
 int main(void) {
+    unsetenv("RINGTILE_CUDA_ISA");
     emulator_set_compute_capability(90);
     test_random_problems_agree_with_the_reference();
     test_what_cannot_be_mapped_is_right_too();
     test_nothing_to_do_is_done();
+    test_kernels_can_be_asked_for();
     check_that_dead_tiles_stay_unread(FORWARD, RT_BF16);
     return check_finish();
 }

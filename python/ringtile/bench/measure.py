@@ -201,6 +201,7 @@ def machine(device: str = "cpu") -> dict[str, object]:
     if device == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": cudnn}
+        gpu["cuda_isa"] = os.environ.get("RINGTILE_CUDA_ISA") or "the best of the GPU"
     return gpu | {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

@@ -20,9 +20,9 @@ import ringtile
 from ringtile.cli import Outcome
 from ringtile.errors import BuildError
 
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed")
+PACKAGES = ("transformers", "accelerate", "datasets", "trl", "peft", "deepspeed")
 BACKENDS = ("gloo", "nccl", "mpi", "xccl")
-ENVIRONMENT = ("RINGTILE_CPU_ISA", "RINGTILE_CONFIG", "OMP_NUM_THREADS")
+ENVIRONMENT = ("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_CONFIG", "OMP_NUM_THREADS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +53,7 @@ def versions() -> dict[str, str | None]:
     return {
         "ringtile": ringtile.__version__,
         "python": platform.python_version(),
+        "torch": torch.__version__,
         **{package: version(package) for package in PACKAGES},
     }
 
