@@ -1,10 +1,13 @@
 // The emulator's half of cuda/device_sm90.cuh. On top of what emulator.h checks, these are Faults:
 //   barriers in shared memory   one used before its init is visible; bytes that come unannounced, or not at all
+//   barriers of a part          half a warp; those who come naming different sizes; one that stays incomplete
 //   bulk copies                 a look at the bytes by somebody who has not waited for their phase, nor met one who has;
 //                               one into what somebody may still read; one of bytes outside the arrays that were lent
-//   products of a group         threads that call different ones, or none; a factor that a thread wrote itself; no fence, no
-//                               wait; sums written, a left factor or shared memory changed before the wait (sums read
-//                               before it are NaN)
+//   bulk additions              bytes changed while they are added; to numbers of an earlier one without a wait between, or
+//                               of another block out of turn; no wait, or none of the fences at a turn
+//   products of a group         threads that call different ones, or none; no fence, no wait; sums written, a left factor or
+//                               shared memory changed before the wait (sums read before it are NaN)
+//   what a thread wrote         met by any of these three without its shared_write_fence, and a barrier behind that
 //   registers                   groups that take more than there are
 #ifndef RINGTILE_TESTS_EMULATOR_SM90_H
 #define RINGTILE_TESTS_EMULATOR_SM90_H
