@@ -25,7 +25,7 @@
 #include "attn_query_walk.cuh"
 #include "attn_tile.cuh"
 
-// What of lse and delta a query needs: lse is in units of log 2.
+// What of lse and delta a query needs: lse is in units of log 2, and inf, which gives weights of 0, where it attends nothing.
 struct query_sums {
     float lse, delta;
 };
@@ -40,6 +40,8 @@ template <int D, int DV> struct backward_shape {
 
     // dq: a warp has 16 queries and, of every COLUMN_PARTS groups of 16 columns, one.
     static constexpr int QUERY_PARTS = QUERIES / 16, COLUMN_PARTS = WARPS / QUERY_PARTS;
+    static RT_DEVICE int query_part() { return warp_index() % QUERY_PARTS; }
+    static RT_DEVICE int column_part() { return COLUMN_PARTS == 1 ? 0 : warp_index() / QUERY_PARTS; }
 
     static constexpr int DSCORE_COLS = QUERIES < 32 ? 32 : QUERIES; // tiles have rows of 64 bytes or more
     using dscore_tile = tile<KEYS, DSCORE_COLS>;                    // dS^T
@@ -48,7 +50,7 @@ template <int D, int DV> struct backward_shape {
                          INTERVALS_AT = DS_AT + dscore_tile::BYTES,
                          SUMS_AT = INTERVALS_AT + QUERIES * (int)sizeof(tile_bounds),
                          KEYS_AT = SUMS_AT + QUERIES * (int)sizeof(query_sums),
-                         BYTES = KEYS_AT + (int)sizeof(key_tile);
+                         WARP_KEYS_AT = KEYS_AT + (int)sizeof(key_tile), BYTES = WARP_KEYS_AT + WARPS * 8;
     static_assert(BYTES <= 99 * 1024);
 };
 
@@ -71,8 +73,9 @@ template <class Shape> struct query_numbers {
             return {{0, 0}, {0, 0}};
         const int64_t mask_at = batch * p.mask_batch_stride + token;
         const int64_t row = (batch * p.num_heads + walk.head_of(at)) * p.num_queries + token;
+        const float lse = (float)(load_lse(p, row) * LOG2_E);
         return {{global_load(p.begin + mask_at), global_load(p.end + mask_at)},
-                {(float)(load_lse(p, row) * LOG2_E), global_load((const float *)p.delta + row)}};
+                {lse == -INFINITY ? INFINITY : lse, global_load((const float *)p.delta + row)}};
     }
     RT_DEVICE void store(const numbers &of) const {
         if (thread_index() >= Shape::QUERIES) return;
@@ -84,25 +87,30 @@ template <class Shape> struct query_numbers {
     }
 
     // Whether some query attends some key of the warp; whether all attend all.
-    RT_DEVICE bool any_of_warp() const {
-        const int first = walk.position_of(16 * warp_index()),
-                  last = walk.position_of(16 * warp_index() + 15);
-        bool any = false;
+    struct attendance {
+        bool any, all;
+    };
+    RT_DEVICE attendance attended() const {
+        const warp_keys keys = shared_load<warp_keys>(warp_keys_at());
+        attendance lane = {false, true};
         for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
             const tile_bounds of = interval(query);
-            any |= of.begin <= last && of.end > first;
+            lane.any |= of.begin <= keys.last && of.end > keys.first;
+            lane.all &= of.begin <= keys.first && of.end > keys.last;
         }
-        return any_lane(any);
+        return {any_lane(lane.any), all_lanes(lane.all)};
     }
-    RT_DEVICE bool all_of_warp() const {
-        const int first = walk.position_of(16 * warp_index()),
-                  last = walk.position_of(16 * warp_index() + 15);
-        bool all = true;
-        for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
-            const tile_bounds of = interval(query);
-            all &= of.begin <= first && of.end > last;
-        }
-        return all_lanes(all);
+    // ... which begins with storing the positions of the warp's first and last key.
+    struct alignas(8) warp_keys {
+        int first, last;
+    };
+    RT_DEVICE shared_address warp_keys_at() const {
+        return base + (shared_address)(Shape::WARP_KEYS_AT + warp_index() * (int)sizeof(warp_keys));
+    }
+    RT_DEVICE void store_warp_keys() const {
+        const warp_keys keys = {walk.position_of(16 * warp_index()),
+                                walk.position_of(16 * warp_index() + 15)};
+        if (lane_index() == 0) shared_store(warp_keys_at(), keys);
     }
 
     // Of the two queries that a lane has in the columns 8 n ...
@@ -113,55 +121,59 @@ template <class Shape> struct query_numbers {
         return shared_load<pair_of_sums>(
             base + (shared_address)(Shape::SUMS_AT + (8 * n + lane_index() % 4 * 2) * 8));
     }
-    // Bit i: whether query i % 2 of them attends key i / 2 of the lane.
-    RT_DEVICE unsigned attended(const int (&positions)[2], int n) const {
-        unsigned bits = 0;
+    template <int N> RT_DEVICE void subtract_delta(sums<1, N> &dweights) const {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const tile_bounds of = interval(8 * n + lane_index() % 4 * 2 + i % 2);
-            bits |= (unsigned)(of.begin <= positions[i / 2] && positions[i / 2] < of.end) << i;
+        for (int i = 0; i < 4 * N; i++) dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;
+    }
+    // -inf where a query does not attend a key.
+    template <int N> RT_DEVICE void mask_scores(sums<1, N> &scores) const {
+        const int positions[2] = {walk.position_of(lane_row<1>(0)), walk.position_of(lane_row<1>(1))};
+#pragma unroll
+        for (int i = 0; i < 4 * N; i++) {
+            const tile_bounds of = interval(i / 4 * 8 + lane_index() % 4 * 2 + i % 2);
+            const int position = positions[i / 2 % 2];
+            if (position < of.begin || position >= of.end) scores[0][i / 4][i % 4] = -INFINITY;
         }
-        return bits;
     }
 };
 
 // ---- sums to global memory ---------------------------------------------------------------------
 
 // row[col] += factor * sum, for row r (0 or 1) of a lane; of every PARTS groups of 16 columns the sums are those of `part`.
-// in_pairs: two columns lie in aligned 8 bytes. Loads come before stores, so that they wait together.
+// in_pairs: two columns lie in aligned 8 bytes, and fragments have all their columns or none. Loads come before stores, so
+// that they wait together.
 template <int PARTS = 1, int N>
-RT_DEVICE void add_row(float *row, int64_t dim, bool in_pairs, float factor, const sums<1, N> &sum, int r,
+RT_DEVICE void add_row(float *row, int dim, bool in_pairs, float factor, const sums<1, N> &sum, int r,
                        int part = 0) {
     struct alignas(8) pair {
         float x, y;
     };
     constexpr int BATCH = N % 8 == 0 ? 8 : 4;
-    const int lane_col = 16 * part + lane_index() % 4 * 2;
+    const auto col = [](int n) { return n / 2 * 16 * PARTS + n % 2 * 8; };
+    const int lane_col = lane_index() % 4 * 2;
+    float *const lane_row = row + 16 * part + lane_col;
+    dim -= 16 * part;
+    if (in_pairs) {
 #pragma unroll
-    for (int first = 0; first < N; first += BATCH) {
-        pair before[BATCH];
+        for (int first = 0; first < N; first += BATCH) {
+            pair x[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int n = first + i, col = lane_col + n / 2 * 16 * PARTS + n % 2 * 8;
-            before[i] = {0, 0};
-            if (in_pairs && col + 1 < dim) {
-                before[i] = global_load((const pair *)(row + col));
-            } else {
-                if (col < dim) before[i].x = global_load(row + col);
-                if (col + 1 < dim) before[i].y = global_load(row + col + 1);
+            for (int i = 0; i < BATCH; i++)
+                if (col(first + i) < dim) x[i] = global_load((const pair *)(lane_row + col(first + i)));
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int n = first + i;
+                if (col(n) < dim)
+                    global_store((pair *)(lane_row + col(n)), {x[i].x + factor * sum[0][n][2 * r],
+                                                               x[i].y + factor * sum[0][n][2 * r + 1]});
             }
         }
+    } else {
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int n = first + i, col = lane_col + n / 2 * 16 * PARTS + n % 2 * 8;
-            const pair after = {before[i].x + factor * sum[0][n][2 * r],
-                                before[i].y + factor * sum[0][n][2 * r + 1]};
-            if (in_pairs && col + 1 < dim) {
-                global_store((pair *)(row + col), after);
-            } else {
-                if (col < dim) global_store(row + col, after.x);
-                if (col + 1 < dim) global_store(row + col + 1, after.y);
-            }
+        for (int i = 0; i < 2 * N; i++) {
+            float *const to = lane_row + col(i / 2) + i % 2;
+            if (lane_col + col(i / 2) + i % 2 < dim)
+                global_store(to, global_load(to) + factor * sum[0][i / 2][2 * r + i % 2]);
         }
     }
 }
@@ -176,11 +188,20 @@ RT_DEVICE void add_key_rows(const Walk &walk, void *array, const int64_t (&strid
         if (key < walk.run().length)
             add_row((float *)array + walk.keys().batch * stride[0] + token * stride[1] +
                         walk.keys().kv_head * stride[2],
-                    dim, walk.args.in_pairs, factor, sum, r);
+                    (int)dim, walk.args.in_pairs, factor, sum, r);
     }
 }
 
 // ---- the pass ----------------------------------------------------------------------------------
+
+// dP becomes its part of dS: the slope of tanh.
+template <int M, int N> RT_DEVICE void multiply_slopes(sums<M, N> &dweights, const sums<M, N> &scores) {
+#pragma unroll
+    for (int i = 0; i < M * N * 4; i++) {
+        const float tanh_x = scores[i / (N * 4)][i / 4 % N][i % 4];
+        dweights[i / (N * 4)][i / 4 % N][i % 4] *= 1 - tanh_x * tanh_x;
+    }
+}
 
 // The 16 keys of a warp and queries 16 k .. of dS^T, which multiply_dscores reads.
 template <class Tile> RT_DEVICE void store_dscores(Tile to, const uint32_t (&left)[4], int k) {
@@ -194,13 +215,13 @@ template <class Tile> RT_DEVICE void store_dscores(Tile to, const uint32_t (&lef
 // sum += dS k, of this warp's queries and columns.
 template <class T, class Shape, int N, int KEYS, int D>
 RT_DEVICE void multiply_dscores(sums<1, N> &sum, typename Shape::dscore_tile dscores, tile<KEYS, D> k_tile) {
-    const int lane = lane_index(), queries = warp_index() % Shape::QUERY_PARTS;
-    const auto chunks = dscores.chunks_from(lane / 16 * 8 + lane % 8, 2 * queries + lane / 8 % 2);
+    const int lane = lane_index();
+    const auto chunks = dscores.chunks_from(lane / 16 * 8 + lane % 8, 2 * Shape::query_part() + lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
         uint32_t left[1][4];
         load_matrices_transposed(left[0], chunks.at(16 * k, 0));
-        multiply_weights<T, 1, Shape::COLUMN_PARTS>(sum, left, k_tile, k, warp_index() / Shape::QUERY_PARTS);
+        multiply_weights<T, 1, Shape::COLUMN_PARTS>(sum, left, k_tile, k, Shape::column_part());
     }
 }
 
@@ -233,7 +254,6 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     if (thread_index() == 0) shared_store(walk.at_keys, key_tile_of_block<shape>(args, WITH_K));
     block_barrier();
     const query_numbers<shape> numbers{walk, base};
-    const int positions[2] = {walk.position_of(lane_row<1>(0)), walk.position_of(lane_row<1>(1))};
     const auto start_queries = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim,
                                    auto at) {
         const int token = at.tile * shape::QUERIES;
@@ -255,6 +275,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     start_queries(dout_tile, p.dout, p.dout_stride, p.v_head_dim, at);
     async_commit();
     numbers.store(numbers.fetch(at));
+    numbers.store_warp_keys();
     fix_sign<THREADS>(k_tile, p.scale);
 
     sums<1, D / 8> dk;
@@ -264,32 +285,31 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     async_wait<0>();
     block_barrier();
     while (!walk.ended(at)) {
-        if (numbers.any_of_warp()) {
-            const bool capped = p.softcap > 0, full = numbers.all_of_warp();
+        const auto attended = numbers.attended();
+        if (attended.any) {
             sums<1, N> scores, dweights;
             clear<1, N>(scores);
             clear<1, N>(dweights);
             multiply_rows<T, 1, N>(scores, k_tile, 16 * warp_index(), q_tile);
             if constexpr (WITH_K) multiply_rows<T, 1, N>(dweights, v_tile, 16 * warp_index(), dout_tile);
-            if (capped) cap_scores<1, N>(scores, args.cap);
+            if constexpr (WITH_K) numbers.subtract_delta(dweights);
+            if (args.inverse_softcap > 0) {
+                cap_scores<1, N>(scores, args.cap);
+                if constexpr (WITH_K) multiply_slopes<1, N>(dweights, scores);
+            }
+            if (!attended.all) numbers.mask_scores(scores);
 #pragma unroll
             for (int k = 0; k < N / 2; k++) {
                 sums<1, 2> weights, dscores;
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
+                for (int i = 0; i < 8; i++) {
+                    const int n = i / 4, j = i % 4;
                     const auto both = numbers.sums_of_lane(2 * k + n);
-                    const unsigned attended = full ? 0xf : numbers.attended(positions, 2 * k + n);
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const float score = scores[0][2 * k + n][i], slope = capped ? 1 - score * score : 1;
-                        float weight = exp2_approx(fmaf(score, args.scale_log2, -both.of[i % 2].lse));
-                        if ((attended >> i & 1) == 0) weight = 0;
-                        weights[0][n][i] = weight;
-                        // A weight of 0 has no gradient, whatever dP holds.
-                        dscores[0][n][i] =
-                            weight == 0 ? 0
-                                        : weight * slope * (dweights[0][2 * k + n][i] - both.of[i % 2].delta);
-                    }
+                    const float weight =
+                        exp2_approx(fmaf(scores[0][2 * k + n][j], args.scale_log2, -both.of[j % 2].lse));
+                    weights[0][n][j] = weight;
+                    dscores[0][n][j] =
+                        weight == 0 ? 0 : weight * dweights[0][2 * k + n][j]; // whatever dP holds
                 }
                 uint32_t left[1][4];
                 if constexpr (WITH_V) {
@@ -322,14 +342,13 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
             walk.wait_for_turn(at);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int token = at.tile * shape::QUERIES + warp_index() % shape::QUERY_PARTS * 16 + 8 * r +
-                                  lane_index() / 4;
+                const int token =
+                    at.tile * shape::QUERIES + shape::query_part() * 16 + 8 * r + lane_index() / 4;
                 if (token < p.num_queries) // k_tile has the sign of scale
-                    add_row<shape::COLUMN_PARTS>((float *)p.dq + walk.keys().batch * p.dq_stride[0] +
-                                                     token * p.dq_stride[1] +
-                                                     walk.head_of(at) * p.dq_stride[2],
-                                                 p.head_dim, args.in_pairs, (float)fabs(p.scale), dq, r,
-                                                 warp_index() / shape::QUERY_PARTS);
+                    add_row<shape::COLUMN_PARTS>(
+                        (float *)p.dq + walk.keys().batch * p.dq_stride[0] + token * p.dq_stride[1] +
+                            walk.head_of(at) * p.dq_stride[2],
+                        (int)p.head_dim, args.in_pairs, (float)fabs(p.scale), dq, r, shape::column_part());
             }
         }
         numbers.store(next_numbers);

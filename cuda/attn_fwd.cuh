@@ -83,7 +83,7 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
         if (live) {
             clear<M, N>(scores);
             multiply_rows<T, M, N>(scores, q_tile, 16 * M * warp_index(), k_tile);
-            if (p.softcap > 0) cap_scores<M, N>(scores, args.cap);
+            if (args.inverse_softcap > 0) cap_scores<M, N>(scores, args.cap);
             if (!full) mask_scores<M, N>(scores, walk, at);
         }
         at = walk.after(at);

@@ -174,7 +174,7 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
     // Scores become weights, in f32.
     const auto soften = [&] {
         if (args.p.scale <= 0) fix_sign<1, N>(scores, args.p.scale);
-        if (args.p.softcap > 0) cap_scores<1, N>(scores, args.cap);
+        if (args.inverse_softcap > 0) cap_scores<1, N>(scores, args.cap);
         if (!walk.template all_of_warp<1>(at)) mask_scores<1, N>(scores, walk, at);
         float reference[2];
         raise_top<1, N>(scores, args.scale_log2, rows, reference, rescale);

@@ -5,9 +5,14 @@
 
 #include "attn_tile.cuh"
 
-// The running softmax of a lane's rows, 8 apart: fragment m holds rows 2 m and 2 m + 1 of them.
+// The running softmax of a lane's rows, 8 apart: fragment m holds rows 2 m and 2 m + 1 of them. What its weights are relative
+// to is the largest score, or one that is smaller by up to MOST_ABOVE: to follow every new maximum would cost a product for
+// every number of the output, and weights of up to 2^MOST_ABOVE are as exact as those of up to 1 (the conditional
+// rescaling of FlashAttention-4).
+constexpr float MOST_ABOVE = 8; // in units of log 2
+
 template <int M> struct softmax_rows {
-    float top[2 * M]; // in units of log 2; -inf before the first key
+    float top[2 * M]; // what weights are relative to, in units of log 2; -inf before the first key
     float sum[2 * M]; // of this lane's columns, relative to top
 };
 template <int M> RT_DEVICE void clear(softmax_rows<M> &rows) {
@@ -31,7 +36,7 @@ RT_DEVICE void mask_scores(sums<M, N> &scores, const Walk &walk, typename Walk::
 }
 
 // The maximum of each row goes on, and so does its sum; `rescale` is what its output is still to be multiplied by.
-// `reference` is the maximum, or 0 where a row has seen no key yet, or only scores of -inf: any finite number gives weights
+// `reference` is rows.top, or 0 where a row has seen no key yet, or only scores of -inf: any finite number gives weights
 // of 0 there.
 template <int M, int N>
 RT_DEVICE void raise_top(const sums<M, N> &scores, float scale_log2, softmax_rows<M> &rows,
@@ -44,7 +49,8 @@ RT_DEVICE void raise_top(const sums<M, N> &scores, float scale_log2, softmax_row
         for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][first], scores[m][n][first + 1]));
         top = fmaxf(top, shuffle_xor(top, 1));
         top = fmaxf(top, shuffle_xor(top, 2));
-        top = fmaxf(rows.top[r], top * scale_log2);
+        top *= scale_log2;
+        if (!(top > rows.top[r] + MOST_ABOVE)) top = rows.top[r];
         reference[r] = top == -INFINITY ? 0 : top;
         rescale[r] = exp2_approx(rows.top[r] - reference[r]);
         rows.top[r] = top;
@@ -53,6 +59,10 @@ RT_DEVICE void raise_top(const sums<M, N> &scores, float scale_log2, softmax_row
 }
 
 template <int M, int O_COLS> RT_DEVICE void rescale_rows(sums<M, O_COLS> &o, const float (&rescale)[2 * M]) {
+    bool changes = false;
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) changes |= rescale[r] != 1;
+    if (!any_lane(changes)) return;
 #pragma unroll
     for (int i = 0; i < M * O_COLS * 4; i++) {
         const int m = i / (O_COLS * 4), j = i % 4;

@@ -22,8 +22,8 @@ struct attn_args {
     int num_runs;
     float scale_log2, cap;
     float inverse_softcap; // 0: off
-    bool aligned;          // rows of q, k, v, dout begin at multiples of 16 bytes
-    bool in_pairs;         // ... and those of dq, dk, dv
+    bool aligned;          // rows of q, k, v, dout are whole chunks of 16 bytes, at multiples of 16 bytes
+    bool in_pairs;         // so are those of dq, dk, dv
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
@@ -39,10 +39,12 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
     args.scale_log2 = (float)((p.softcap > 0 ? p.softcap : scale) * LOG2_E);
     args.cap = p.softcap > 0 ? (float)(scale / p.softcap) : 0;
     args.inverse_softcap = p.softcap > 0 ? (float)(1 / p.softcap) : 0;
-    args.aligned = rows_are_aligned(p.q, p.q_stride, 2) && rows_are_aligned(p.k, p.k_stride, 2) &&
-                   rows_are_aligned(p.v, p.v_stride, 2) && rows_are_aligned(p.dout, p.dout_stride, 2);
-    args.in_pairs = rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
-                    rows_are_aligned(p.dv, p.dv_stride, 4);
+    const bool in_chunks = p.head_dim % 8 == 0 && p.v_head_dim % 8 == 0;
+    args.aligned = in_chunks && rows_are_aligned(p.q, p.q_stride, 2) &&
+                   rows_are_aligned(p.k, p.k_stride, 2) && rows_are_aligned(p.v, p.v_stride, 2) &&
+                   rows_are_aligned(p.dout, p.dout_stride, 2);
+    args.in_pairs = in_chunks && rows_are_aligned(p.dq, p.dq_stride, 4) &&
+                    rows_are_aligned(p.dk, p.dk_stride, 4) && rows_are_aligned(p.dv, p.dv_stride, 4);
     rt_status status = RT_OK;
     for (int64_t first = 0; first < p.num_k_runs && status == RT_OK; first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
@@ -129,21 +131,30 @@ template <class T> RT_DEVICE chunk gather_chunk(const T *from, int count) {
 }
 
 // Starts to fill a tile with num_rows rows of `dim` numbers, row_stride apart; zeros elsewhere. Every thread of the block
-// takes part; the caller commits.
+// takes part, lanes side by side with chunks side by side: of all places they have in the tile, one address differs from
+// the next by a constant. The caller commits.
 template <class T, int THREADS, int ROWS, int COLS>
 RT_DEVICE void load_tile(tile<ROWS, COLS> to, const T *from, int64_t row_stride, int num_rows, int dim,
                          bool aligned) {
-    constexpr int CHUNKS = ROWS * tile<ROWS, COLS>::ROW_CHUNKS;
-    static_assert(CHUNKS % THREADS == 0);
+    constexpr int LANES = tile<ROWS, COLS>::SWIZZLE + 1, STEP = THREADS / LANES; // chunks side by side; rows
+    static_assert(ROWS % STEP == 0 && STEP % 8 == 0);
+    const int row = thread_index() / LANES, chunk = thread_index() % LANES;
+    const auto chunks = to.chunks_from(row, chunk);
+    const T *const begin = from + row * row_stride + chunk * 8;
+    if (aligned) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r += STEP)
+#pragma unroll
+            for (int c = 0; c < tile<ROWS, COLS>::ROW_CHUNKS; c += LANES)
+                async_copy(chunks.at(r, c), begin + r * row_stride + c * 8,
+                           row + r < num_rows && (chunk + c) * 8 < dim ? 16 : 0);
+    } else {
 #pragma unroll 1
-    for (int i = thread_index(); i < CHUNKS; i += THREADS) {
-        const int row = i / tile<ROWS, COLS>::ROW_CHUNKS, chunk = i % tile<ROWS, COLS>::ROW_CHUNKS;
-        const int count = row < num_rows ? most(0, least(dim - chunk * 8, 8)) : 0;
-        const T *const begin = count > 0 ? from + row * row_stride + chunk * 8 : from;
-        if (aligned)
-            async_copy(to.chunk_at(row, chunk), begin, count * 2);
-        else
-            shared_store(to.chunk_at(row, chunk), gather_chunk(begin, count));
+        for (int r = 0; r < ROWS; r += STEP)
+#pragma unroll 1
+            for (int c = 0; c < tile<ROWS, COLS>::ROW_CHUNKS; c += LANES)
+                shared_store(chunks.at(r, c), gather_chunk(begin + r * row_stride + c * 8,
+                                                           row + r < num_rows ? dim - (chunk + c) * 8 : 0));
     }
 }
 
@@ -295,6 +306,7 @@ template <int ROWS, int KEYS> struct key_walk {
 
     struct place {
         int run, tile, slot; // slot: which half of ranges is the run's
+        int full_end;        // all queries attend all keys of the tiles [tile, full_end), if there are any
     };
 
     RT_DEVICE bool ended(place at) const { return at.run >= args.num_runs; }
@@ -303,14 +315,16 @@ template <int ROWS, int KEYS> struct key_walk {
                                       (shared_address)((slot * ROWS + row) * (int)sizeof(key_range)));
     }
 
-    RT_DEVICE place first() const { return seek({-1, 0, 1}); }
+    RT_DEVICE place first() const { return seek({-1, 0, 1, 0}); }
     RT_DEVICE place after(place at) const {
-        const int tile = next_tile(at.slot, at.tile + 1);
-        return tile < INT32_MAX ? place{at.run, tile, at.slot} : seek(at);
+        if (at.full_end > at.tile + 1) return {at.run, at.tile + 1, at.slot, at.full_end};
+        const place next = find(at.run, at.slot, at.tile + 1);
+        return next.tile != INT32_MAX ? next : seek(at);
     }
 
     // Whether some query of a warp with M fragments of rows attends some key of the tile; whether all attend all.
     template <int M> RT_DEVICE bool any_of_warp(place at) const {
+        if (at.full_end > at.tile) return true;
         bool any = false;
 #pragma unroll
         for (int r = 0; r < 2 * M; r++) {
@@ -320,6 +334,7 @@ template <int ROWS, int KEYS> struct key_walk {
         return any_lane(any);
     }
     template <int M> RT_DEVICE bool all_of_warp(place at) const {
+        if (at.full_end > at.tile) return true;
         bool all = true;
 #pragma unroll
         for (int r = 0; r < 2 * M; r++) {
@@ -338,10 +353,10 @@ template <int ROWS, int KEYS> struct key_walk {
             for (int row = thread_index(); row < ROWS; row += num_threads())
                 store_range(slot, row, args.runs[run]);
             block_barrier();
-            const int tile = next_tile(slot, 0);
-            if (tile < INT32_MAX) return {run, tile, slot};
+            const place next = find(run, slot, 0);
+            if (next.tile != INT32_MAX) return next;
         }
-        return {args.num_runs, 0, slot};
+        return {args.num_runs, 0, slot, 0};
     }
 
     RT_DEVICE void store_range(int slot, int row, const rt_run &run) const {
@@ -358,13 +373,17 @@ template <int ROWS, int KEYS> struct key_walk {
     }
 
     // The first tile from `from` on that some query attends; INT32_MAX if there is none.
-    RT_DEVICE int next_tile(int slot, int from) const {
-        int next = INT32_MAX;
+    RT_DEVICE place find(int run, int slot, int from) const {
+        int tile = INT32_MAX;
+        key_range all = {0, INT32_MAX}; // the keys that every query attends
         for (int row = lane_index(); row < ROWS; row += 32) {
             const key_range keys = range(slot, row);
-            if (keys.hi > (int64_t)from * KEYS) next = least(next, most(from, keys.lo / KEYS));
+            if (keys.hi > (int64_t)from * KEYS) tile = least(tile, most(from, keys.lo / KEYS));
+            all = {most(all.lo, keys.lo), least(all.hi, keys.hi)};
         }
-        return min_of_lanes(next);
+        tile = min_of_lanes(tile);
+        const int full_begin = num_tiles(max_of_lanes(all.lo), KEYS), full_end = min_of_lanes(all.hi) / KEYS;
+        return {run, tile, slot, full_begin <= tile ? full_end : 0};
     }
 };
 

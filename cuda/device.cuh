@@ -79,21 +79,25 @@ rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int sh
 RT_DEVICE int thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    __builtin_assume(x >= 0);
     return x;
 }
 RT_DEVICE int block_index() {
     int x;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    __builtin_assume(x >= 0);
     return x;
 }
 RT_DEVICE int block_index_y() {
     int y;
     asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(y));
+    __builtin_assume(y >= 0);
     return y;
 }
 RT_DEVICE int block_index_z() {
     int z;
     asm volatile("mov.u32 %0, %%ctaid.z;" : "=r"(z));
+    __builtin_assume(z >= 0);
     return z;
 }
 RT_DEVICE int num_threads() { return (int)blockDim.x; }
