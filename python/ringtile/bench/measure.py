@@ -24,7 +24,7 @@ from ringtile import ops
 PASSES = ("forward", "backward", "forward+backward")
 SAMPLE_SECONDS = 0.05  # a sample is as many runs as take this long, so that the clock's own cost is nothing
 MAX_WAITED = 0.02  # of a sample's time; more, and another is taken
-SLEEP_CYCLES = 2_000_000  # of a GPU: about a millisecond, for what the CPU does before and in an attention call
+SLEEP_CYCLES = 5_000_000  # of a GPU: 2 to 3 milliseconds, for what the CPU does before and in an attention call
 MATMUL_SIZE = 8192  # of a GPU's peak
 COPY_BYTES = 1 << 28  # larger than any cache
 PROC = pathlib.Path("/proc")  # Linux; what is read there is left out elsewhere
