@@ -122,3 +122,17 @@ print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['ringtile::digest', 'ringtile::layout_check', 'ringtile::plan']"
+
+
+def test_kernels_and_ring_need_torch_alone() -> None:
+    """What computes and measures attention runs where pydantic, transformers and accelerate are not installed."""
+    program = """
+import sys
+for name in ("pydantic", "transformers", "accelerate", "yaml"):
+    sys.modules[name] = None
+import torch, ringtile, ringtile.bench.attention, ringtile.cli.doctor
+q = torch.ones(1, 4, 1, 8)
+assert torch.equal(ringtile.attention(q, q, q, mask=ringtile.IntervalMask.causal(4)), q)
+assert ringtile.cli.doctor.examine()["kernels"]["error"] is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

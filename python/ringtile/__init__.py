@@ -1,7 +1,8 @@
 """ringtile: train on sequences that do not fit one device; the loss curve does not change.
 
 What needs more than torch and ringtile's own kernels is loaded when it is first asked for: the Trainer layer
-(`enable`, `restore`, `offload_activations`) needs transformers, that of plain PyTorch DTensors and FlexAttention.
+(`enable`, `restore`, `tile_mlps`, `offload_activations`) needs transformers, `Config` pydantic, the layer of plain
+PyTorch DTensors and FlexAttention.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import Config
 from .errors import (
     BuildError,
     ConfigError,
@@ -24,7 +24,6 @@ from .errors import (
 
 _build_error: BuildError | None = None
 try:
-    from .hf.mlp import tile_mlps
     from .layout import Layout, Run
     from .mask import IntervalMask
     from .plan import Plan, plan
@@ -36,6 +35,7 @@ except BuildError as error:  # `ringtile doctor` must run where the compiled ops
     _build_error = error
 
 _LAZY = {
+    "Config": "config",
     "ContextParallel": "native.parallel_style",
     "context_parallel": "native.context",
     "context_parallel_shard": "native.buffers",
@@ -47,8 +47,11 @@ _LAZY = {
     "flex_attention": "native.flex",
     "offload_activations": "hf.offload",
     "restore": "hf.trainer",
+    "tile_mlps": "hf.mlp",
 }
 if TYPE_CHECKING:
+    from .config import Config
+    from .hf.mlp import tile_mlps
     from .hf.offload import offload_activations
     from .hf.trainer import enable, restore
     from .native.buffers import context_parallel_shard, context_parallel_unshard

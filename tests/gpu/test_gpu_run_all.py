@@ -1,4 +1,4 @@
-"""tests/gpu/run_all, where there is no GPU: it says so. Its steps name what exists, fail alone, and can be run again."""
+"""tests/gpu/run_all, where there is no GPU: it says so. Its steps name what exists, fail alone, can be run again."""
 
 from __future__ import annotations
 
