@@ -137,47 +137,6 @@ template <class Shape> struct query_numbers {
     }
 };
 
-// ---- sums to global memory ---------------------------------------------------------------------
-
-// row[col] += factor * sum, for row r (0 or 1) of a lane; of every PARTS groups of 16 columns the sums are those of `part`.
-// in_pairs: two columns lie in aligned 8 bytes, and fragments have all their columns or none. Loads come before stores, so
-// that they wait together.
-template <int PARTS = 1, int N>
-RT_DEVICE void add_row(float *row, int dim, bool in_pairs, float factor, const sums<1, N> &sum, int r,
-                       int part = 0) {
-    struct alignas(8) pair {
-        float x, y;
-    };
-    constexpr int BATCH = N % 8 == 0 ? 8 : 4;
-    const auto col = [](int n) { return n / 2 * 16 * PARTS + n % 2 * 8; };
-    const int lane_col = lane_index() % 4 * 2;
-    float *const lane_row = row + 16 * part + lane_col;
-    dim -= 16 * part;
-    if (in_pairs) {
-#pragma unroll
-        for (int first = 0; first < N; first += BATCH) {
-            pair x[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (col(first + i) < dim) x[i] = global_load((const pair *)(lane_row + col(first + i)));
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int n = first + i;
-                if (col(n) < dim)
-                    global_store((pair *)(lane_row + col(n)), {x[i].x + factor * sum[0][n][2 * r],
-                                                               x[i].y + factor * sum[0][n][2 * r + 1]});
-            }
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 2 * N; i++) {
-            float *const to = lane_row + col(i / 2) + i % 2;
-            if (lane_col + col(i / 2) + i % 2 < dim)
-                global_store(to, global_load(to) + factor * sum[0][i / 2][2 * r + i % 2]);
-        }
-    }
-}
-
 // dk or dv of the block's keys.
 template <class Walk, int N>
 RT_DEVICE void add_key_rows(const Walk &walk, void *array, const int64_t (&stride)[3], int64_t dim,
@@ -186,9 +145,10 @@ RT_DEVICE void add_key_rows(const Walk &walk, void *array, const int64_t (&strid
     for (int r = 0; r < 2; r++) {
         const int64_t key = walk.keys().first_key + lane_row<1>(r), token = walk.run().local_begin + key;
         if (key < walk.run().length)
-            add_row((float *)array + walk.keys().batch * stride[0] + token * stride[1] +
-                        walk.keys().kv_head * stride[2],
-                    (int)dim, walk.args.in_pairs, factor, sum, r);
+            update_row((float *)array + walk.keys().batch * stride[0] + token * stride[1] +
+                           walk.keys().kv_head * stride[2],
+                       (int)dim, walk.args.in_pairs, true, sum, r,
+                       [&](float before, float x) { return before + factor * x; });
     }
 }
 
@@ -345,10 +305,12 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
                 const int token =
                     at.tile * shape::QUERIES + shape::query_part() * 16 + 8 * r + lane_index() / 4;
                 if (token < p.num_queries) // k_tile has the sign of scale
-                    add_row<shape::COLUMN_PARTS>(
+                    update_row<shape::COLUMN_PARTS>(
                         (float *)p.dq + walk.keys().batch * p.dq_stride[0] + token * p.dq_stride[1] +
                             walk.head_of(at) * p.dq_stride[2],
-                        (int)p.head_dim, args.in_pairs, (float)fabs(p.scale), dq, r, shape::column_part());
+                        (int)p.head_dim, args.in_pairs, true, dq, r,
+                        [&](float before, float x) { return before + (float)fabs(p.scale) * x; },
+                        shape::column_part());
             }
         }
         numbers.store(next_numbers);

@@ -98,7 +98,7 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
             add_values<T, M>(scores, args.scale_log2, reference, v_tile, rows, o);
         }
     }
-    merge_rows(p, query_tile_of_block<shape::ROWS>(p), rows, o);
+    merge_rows(args, query_tile_of_block<shape::ROWS>(p), rows, o);
 }
 
 template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream) {

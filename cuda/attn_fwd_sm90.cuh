@@ -210,7 +210,7 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
     }
     start_values();
     products_wait<0>(o[0]);
-    merge_rows(args.p, query_tile_of_block<shape::ROWS>(args.p), rows, o);
+    merge_rows(args, query_tile_of_block<shape::ROWS>(args.p), rows, o);
 }
 
 template <class T, int D>

@@ -85,8 +85,9 @@ RT_DEVICE void weigh(sums<M, N> &scores, int k, float scale_log2, const float (&
 
 // Merges a lane's part of the rows into out and lse. Rows that saw no key keep their state.
 template <int M, int O_COLS>
-RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_rows<M> &rows,
+RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_rows<M> &rows,
                           const sums<M, O_COLS> &o) {
+    const rt_attn_params &p = args.p;
     const int lane = lane_index();
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries;
     double before[2 * M];
@@ -108,15 +109,9 @@ RT_DEVICE void merge_rows(const rt_attn_params &p, query_tile at, const softmax_
         const float inverse = 1 / sum;
         float *const out =
             (float *)p.out + at.batch * p.out_stride[0] + token * p.out_stride[1] + at.head * p.out_stride[2];
-        const bool empty = before[r] == -INFINITY; // then out holds nothing yet
-#pragma unroll
-        for (int i = 0; i < 2 * O_COLS; i++) {
-            const int col = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            const float value = o[r / 2][i / 2][r % 2 * 2 + i % 2] * inverse;
-            if (col >= p.v_head_dim) continue;
-            const float kept = empty ? 0 : global_load(out + col);
-            global_store(out + col, empty ? value : kept - merged.share * (kept - value));
-        }
+        const bool empty = before[r] == -INFINITY; // then out holds nothing yet, and the share is 1
+        update_row(out, (int)p.v_head_dim, args.in_pairs, !empty, o, r,
+                   [&](float kept, float x) { return kept - merged.share * (kept - x * inverse); });
     }
 }
 

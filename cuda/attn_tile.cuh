@@ -23,7 +23,7 @@ struct attn_args {
     float scale_log2, cap;
     float inverse_softcap; // 0: off
     bool aligned;          // rows of q, k, v, dout are whole chunks of 16 bytes, at multiples of 16 bytes
-    bool in_pairs;         // so are those of dq, dk, dv
+    bool in_pairs;         // so are those of out, dq, dk, dv
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
@@ -43,8 +43,9 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
     args.aligned = in_chunks && rows_are_aligned(p.q, p.q_stride, 2) &&
                    rows_are_aligned(p.k, p.k_stride, 2) && rows_are_aligned(p.v, p.v_stride, 2) &&
                    rows_are_aligned(p.dout, p.dout_stride, 2);
-    args.in_pairs = in_chunks && rows_are_aligned(p.dq, p.dq_stride, 4) &&
-                    rows_are_aligned(p.dk, p.dk_stride, 4) && rows_are_aligned(p.dv, p.dv_stride, 4);
+    args.in_pairs = in_chunks && rows_are_aligned(p.out, p.out_stride, 4) &&
+                    rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
+                    rows_are_aligned(p.dv, p.dv_stride, 4);
     rt_status status = RT_OK;
     for (int64_t first = 0; first < p.num_k_runs && status == RT_OK; first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
@@ -130,29 +131,38 @@ template <class T> RT_DEVICE chunk gather_chunk(const T *from, int count) {
     return c;
 }
 
+// Which chunks of a tile a thread copies: lanes side by side have chunks side by side, and of all the places that a lane has,
+// one address differs from the next by a constant.
+template <int THREADS, int ROWS, int COLS> struct thread_chunks {
+    static constexpr int LANES = tile<ROWS, COLS>::SWIZZLE + 1; // chunks side by side
+    static constexpr int ROW_STEP = THREADS / LANES;
+    static_assert(ROWS % ROW_STEP == 0 && ROW_STEP % 8 == 0);
+    // The first one; the others are multiples of ROW_STEP below it and of LANES right of it.
+    static RT_DEVICE int row() { return thread_index() / LANES; }
+    static RT_DEVICE int chunk() { return thread_index() % LANES; }
+};
+
 // Starts to fill a tile with num_rows rows of `dim` numbers, row_stride apart; zeros elsewhere. Every thread of the block
-// takes part, lanes side by side with chunks side by side: of all places they have in the tile, one address differs from
-// the next by a constant. The caller commits.
+// takes part; the caller commits.
 template <class T, int THREADS, int ROWS, int COLS>
 RT_DEVICE void load_tile(tile<ROWS, COLS> to, const T *from, int64_t row_stride, int num_rows, int dim,
                          bool aligned) {
-    constexpr int LANES = tile<ROWS, COLS>::SWIZZLE + 1, STEP = THREADS / LANES; // chunks side by side; rows
-    static_assert(ROWS % STEP == 0 && STEP % 8 == 0);
-    const int row = thread_index() / LANES, chunk = thread_index() % LANES;
+    using mine = thread_chunks<THREADS, ROWS, COLS>;
+    const int row = mine::row(), chunk = mine::chunk();
     const auto chunks = to.chunks_from(row, chunk);
     const T *const begin = from + row * row_stride + chunk * 8;
     if (aligned) {
 #pragma unroll
-        for (int r = 0; r < ROWS; r += STEP)
+        for (int r = 0; r < ROWS; r += mine::ROW_STEP)
 #pragma unroll
-            for (int c = 0; c < tile<ROWS, COLS>::ROW_CHUNKS; c += LANES)
+            for (int c = 0; c < to.ROW_CHUNKS; c += mine::LANES)
                 async_copy(chunks.at(r, c), begin + r * row_stride + c * 8,
                            row + r < num_rows && (chunk + c) * 8 < dim ? 16 : 0);
     } else {
 #pragma unroll 1
-        for (int r = 0; r < ROWS; r += STEP)
+        for (int r = 0; r < ROWS; r += mine::ROW_STEP)
 #pragma unroll 1
-            for (int c = 0; c < tile<ROWS, COLS>::ROW_CHUNKS; c += LANES)
+            for (int c = 0; c < to.ROW_CHUNKS; c += mine::LANES)
                 shared_store(chunks.at(r, c), gather_chunk(begin + r * row_stride + c * 8,
                                                            row + r < num_rows ? dim - (chunk + c) * 8 : 0));
     }
@@ -160,15 +170,18 @@ RT_DEVICE void load_tile(tile<ROWS, COLS> to, const T *from, int64_t row_stride,
 
 // Where scale is not positive, makes a tile its negative, or zeros. Each thread does the chunks that it loaded itself.
 template <int THREADS, int ROWS, int COLS> RT_DEVICE void fix_sign(tile<ROWS, COLS> x, double scale) {
+    using mine = thread_chunks<THREADS, ROWS, COLS>;
     if (scale > 0) return;
     async_wait<0>();
-    for (int i = thread_index(); i < ROWS * tile<ROWS, COLS>::ROW_CHUNKS; i += THREADS) {
-        const shared_address at =
-            x.chunk_at(i / tile<ROWS, COLS>::ROW_CHUNKS, i % tile<ROWS, COLS>::ROW_CHUNKS);
-        chunk c = shared_load<chunk>(at);
-        for (uint32_t &word : c.word) word = scale < 0 ? word ^ 0x80008000u : 0;
-        shared_store(at, c);
-    }
+    const auto chunks = x.chunks_from(mine::row(), mine::chunk());
+#pragma unroll 1
+    for (int r = 0; r < ROWS; r += mine::ROW_STEP)
+#pragma unroll 1
+        for (int c = 0; c < x.ROW_CHUNKS; c += mine::LANES) {
+            chunk values = shared_load<chunk>(chunks.at(r, c));
+            for (uint32_t &word : values.word) word = scale < 0 ? word ^ 0x80008000u : 0;
+            shared_store(chunks.at(r, c), values);
+        }
 }
 
 // ---- products of tiles -------------------------------------------------------------------------
@@ -244,6 +257,48 @@ template <int M, int N> RT_DEVICE void cap_scores(sums<M, N> &scores, float cap)
     for (int i = 0; i < M * N * 4; i++) {
         float &score = scores[i / (N * 4)][i / 4 % N][i % 4];
         score = tanh_approx(score * cap);
+    }
+}
+
+// x = combine(x, sum) for the numbers x of a row in global memory and row r of a lane's sums; of every PARTS groups of 16
+// columns the sums are those of `part`. in_pairs: two columns lie in aligned 8 bytes, and fragments have all their columns
+// or none. `read` false: combine gets 0 for x. Loads come before stores, so that they wait together.
+template <int PARTS = 1, int M, int N, class Combine>
+RT_DEVICE void update_row(float *row, int dim, bool in_pairs, bool read, const float (&sum)[M][N][4], int r,
+                          Combine combine, int part = 0) {
+    struct alignas(8) pair {
+        float x[2];
+    };
+    constexpr int BATCH = N % 8 == 0 ? 8 : 4;
+    const int lane_col = lane_index() % 4 * 2;
+    float *const to = row + 16 * part + lane_col; // columns are counted from here
+    dim -= 16 * part;
+    const auto col = [](int n) { return n / 2 * 16 * PARTS + n % 2 * 8; };
+    const auto combined = [&](float x, int n, int i) { return combine(x, sum[r / 2][n][r % 2 * 2 + i]); };
+    if (in_pairs) {
+#pragma unroll
+        for (int first = 0; first < N; first += BATCH) {
+            pair x[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                x[i] = {0, 0};
+                if (read && col(first + i) < dim) x[i] = global_load((const pair *)(to + col(first + i)));
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const int n = first + i;
+                if (col(n) < dim)
+                    global_store((pair *)(to + col(n)),
+                                 {combined(x[i].x[0], n, 0), combined(x[i].x[1], n, 1)});
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++) {
+            float *const x = to + col(i / 2) + i % 2;
+            if (lane_col + col(i / 2) + i % 2 < dim)
+                global_store(x, combined(read ? global_load(x) : 0, i / 2, i % 2));
+        }
     }
 }
 
