@@ -96,6 +96,8 @@ void start_block(Block &in, int64_t index, int num_shared_bytes) {
     block->done = false;
     block->shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
     block->shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
+    for (int warp = 0; warp < threads_in_block / 32; warp++)
+        block->shared_readers[warp].assign(block->shared_cells.size(), {});
     for (Meeting &meeting : block->warp_meetings) meeting = {};
     block->block_meeting = {};
     block->num_releases = 0;
@@ -193,31 +195,33 @@ bool read_is_before_now(const Touch &reader, int warp) {
 
 std::string at_shared(shared_address address) { return " shared byte " + std::to_string(address); }
 
-void read_shared_cell(SharedCell &cell, shared_address address) {
-    check_read(cell, address);
+void read_shared_cell(size_t i, shared_address address) {
+    check_read(block->shared_cells[i], address);
     const Touch now = touch_now();
-    Touch &reader = cell.readers[warp_of(now.thread)];
+    Touch &reader = block->shared_readers[warp_of(now.thread)][i];
     const bool shared = reader.thread != NOBODY && reader.thread != now.thread && reader.clock == now.clock;
     reader = {shared ? SEVERAL : now.thread, now.clock};
 }
-void write_shared_cell(SharedCell &cell, shared_address address) {
+
+void write_shared_cell(size_t i, shared_address address) {
+    SharedCell &cell = block->shared_cells[i];
     if (cell.state == SharedCell::COPYING)
         fail("writes where an async copy by " + thread_name(cell.writer.thread) + " is under way, at" +
              at_shared(address));
     if (!is_before_now(cell.writer))
         fail("race: writes over what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
              at_shared(address));
-    for (int warp = 0; warp < threads_in_block / 32; warp++)
-        if (!read_is_before_now(cell.readers[warp], warp))
-            fail("race: writes over what " + thread_name(cell.readers[warp].thread) + " of warp " +
-                 std::to_string(warp) + " read, no barrier between, at" + at_shared(address));
+    for (int warp = 0; warp < threads_in_block / 32; warp++) {
+        Touch &reader = block->shared_readers[warp][i];
+        if (!read_is_before_now(reader, warp))
+            fail("race: writes over what " + thread_name(reader.thread) + " of warp " + std::to_string(warp) +
+                 " read, no barrier between, at" + at_shared(address));
+        reader = {};
+    }
     if (!is_before_now(cell.adder))
         fail("race: writes over what an add_box reads, and nobody has waited for it, at" +
              at_shared(address));
-    cell = {};
-    cell.state = SharedCell::WRITTEN;
-    cell.writer = touch_now();
-    cell.num_write_fences = (uint32_t)current->write_fences.size();
+    cell = {SharedCell::WRITTEN, (uint32_t)current->write_fences.size(), touch_now(), {}};
 }
 
 void finish_copy(const AsyncCopy &copy) {
@@ -362,13 +366,11 @@ void join_clocks_of_warp() { join_clocks_of_warps(warp_of(current->index), warp_
 
 void *check_shared(Access access, shared_address address, int num_bytes) {
     check_shared_place(address, num_bytes);
-    for (int i = 0; i < num_bytes; i += CELL_BYTES) {
-        SharedCell &cell = block->shared_cells[(address + (shared_address)i) / CELL_BYTES];
+    for (size_t i = address / CELL_BYTES; i < (address + (shared_address)num_bytes) / CELL_BYTES; i++)
         if (access == Access::READ)
-            read_shared_cell(cell, address);
+            read_shared_cell(i, address);
         else
-            write_shared_cell(cell, address);
-    }
+            write_shared_cell(i, address);
     return &block->shared_bytes[address];
 }
 

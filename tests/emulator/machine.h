@@ -67,9 +67,8 @@ struct Touch {
 
 struct SharedCell {
     enum { EMPTY, COPYING, WRITTEN } state = EMPTY;
-    uint32_t num_write_fences = 0;    // of the writer, before
-    Touch writer, readers[MAX_WARPS]; // the last reader of each warp, SEVERAL of its lanes at that clock
-    Touch adder;                      // the last add_box that reads it
+    uint32_t num_write_fences = 0; // of the writer, before
+    Touch writer, adder;           // the last add_box that reads it
 };
 
 // A thread's store_release: all that `thread` of the block did before it, and all that it had seen of the others.
@@ -91,6 +90,8 @@ struct Block {
     std::vector<std::unique_ptr<Thread>> threads;
     Meeting warp_meetings[MAX_WARPS], block_meeting;
     std::vector<SharedCell> shared_cells;
+    std::vector<Touch>
+        shared_readers[MAX_WARPS]; // of each cell the last one of a warp, SEVERAL lanes at that clock
     std::vector<char> shared_bytes;
     int num_releases, releasing_thread;
     std::vector<Acquisition> acquisitions;
