@@ -154,7 +154,7 @@ void multiply_group(Threads &brought) {
             fail("threads of a group start different products");
         if (!products_of(first_thread + i).fenced) fail("a product without a fence before it");
     }
-    float left[64][16], right[16][128];
+    double left[64][16], right[16][128];
     if (all.left == nullptr) {
         const Factor a(all.a);
         for (int i = 0; i < 64 * 2; i++) {
@@ -192,19 +192,27 @@ void multiply_group(Threads &brought) {
         for (int j = 0; j < 8; j++)
             (all.right_along_sum ? right[row][chunk * 8 + j] : right[chunk * 8 + j][row]) = number[j];
     }
-    for (int row = 0; row < 64; row++) {
-        double total[128] = {};
-        for (int k = 0; k < 16; k++)
-            for (int col = 0; col < all.num_cols; col++) total[col] += (double)left[row][k] * right[k][col];
-        for (int col = 0; col < all.num_cols; col++) { // as in multiply_add
-            const int thread = row / 16 * 32 + row % 8 * 4 + col % 8 / 2;
-            const size_t i = (size_t)(col / 8 * 4 + row % 16 / 8 * 2 + col % 2);
-            Products &mine = products_of(first_thread + thread);
-            Sums &sums = sums_of(mine, of_thread(thread));
-            sums.value[i] = (float)(total[col] + (all.add ? (double)sums.value[i] : 0));
-            sums.group = mine.group;
-        }
+    Sums *sums[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+        Products &mine = products_of(first_thread + i);
+        sums[i] = &sums_of(mine, of_thread(i));
+        sums[i]->group = mine.group;
     }
+    for (int row = 0; row < 64; row++)
+        for (int begin = 0; begin < all.num_cols; begin += 64) {
+            double total[64] = {};
+            for (int k = 0; k < 16; k++) {
+                const double x = left[row][k], *const terms = right[k] + begin;
+                double *const to = total; // pointers: no check of bounds for each multiply-add
+                for (int col = 0; col < 64; col++) to[col] += x * terms[col];
+            }
+            for (int col = 0; col < 64; col++) { // as in multiply_add
+                const int thread = row / 16 * 32 + row % 8 * 4 + col % 8 / 2;
+                float &sum =
+                    sums[thread]->value[(size_t)((begin + col) / 8 * 4 + row % 16 / 8 * 2 + col % 2)];
+                sum = (float)(total[col] + (all.add ? (double)sum : 0));
+            }
+        }
 }
 
 } // namespace
