@@ -156,6 +156,9 @@ def problem(
 
 
 RESULTS = ("out", "dq", "dk", "dv")
+# Of 2 * 256 * 4 independent rows mean squares have a relative deviation of (2 / 2048) ** 0.5, two of them 4.4 %. The
+# largest of 1e5 normal numbers, 4.8 deviations, has one of 5.6 %, two of them 8 %. Three times that.
+DRAW = 1.25 if DEVICE.type == "cuda" else 1.0
 
 
 def ours(p: Problem, mask: IntervalMask) -> list[Tensor]:
@@ -177,15 +180,16 @@ def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: li
     """The accuracy rule: errors are at most torch's, in the mean square, and the largest one.
 
     Where torch too rounds once, the largest error is one rounding of a large number, after some 64 of the state's, and
-    the draw says whose is larger.
+    the draw says whose is larger. On a GPU both also round weights to the dtype, so their errors have one distribution:
+    DRAW is what two draws of it may differ by.
     """
     exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
     for name, mine, theirs in zip(RESULTS, results, torchs(p, mask), strict=True):
         expected = getattr(exact, name)
         my_error, their_error = (mine.double() - expected).abs(), (theirs.double() - expected).abs()
-        assert my_error.square().mean() <= their_error.square().mean(), name
+        assert my_error.square().mean() <= DRAW * their_error.square().mean(), name
         once = (torch.finfo(p.q.dtype).eps / 2 + 64 * torch.finfo(torch.float32).eps) * expected.abs().max()
-        assert my_error.max() <= max(their_error.max(), once), name
+        assert my_error.max() <= max(DRAW * their_error.max(), once), name
 
 
 S = 256
@@ -338,13 +342,32 @@ def test_a_call_can_be_captured_in_a_graph() -> None:
     p = problem(torch.bfloat16, 64, 64)
     expected = ours(p, MASKS["causal"])
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         ours(p, MASKS["causal"])
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         captured = ours(p, MASKS["causal"])
-    for x in captured:
-        x.zero_()
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+    for _ in range(3):
+        for x in captured:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+@ON_GPU
+def test_calls_on_several_streams_give_the_same_bits() -> None:
+    p, streams = (
+        problem(torch.bfloat16, 128, 128, num_kv_heads=2, seq_len=1090),
+        [torch.cuda.Stream() for _ in range(6)],
+    )
+    mask = IntervalMask.causal(1090)
+    expected, found = ours(p, mask), []
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found.append(ours(p, mask))
+    torch.cuda.synchronize()
+    for results in found:
+        assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
