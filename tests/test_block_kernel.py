@@ -1,11 +1,13 @@
-"""aten's flash attention as the block kernel of the ring: the masks it takes, exactness, what auto does.
+"""aten's attention as the block kernel of the ring: the masks it takes, exactness, what auto does, what is refused.
 
 Shape letters: B batch, S global tokens, N local tokens, K keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -96,12 +98,12 @@ def test_ring_over_atens_kernel_equals_the_definition(
     """And it does run where the mask is plain."""
     calls = []
     merge = block._merge_piece_
-    monkeypatch.setattr(block, "_merge_piece_", lambda *arguments: (calls.append(arguments[0]), merge(*arguments)))
+    monkeypatch.setattr(block, "_merge_piece_", lambda *arguments: (calls.append(arguments[1]), merge(*arguments)))
     p = problem(v_head_dim=16)
     expected = dense_gradients(p.q, p.k, p.v, dense(MASKS[mask]), p.dout, p.dlse)
     for layout in (Layout.zigzag(48, world_size), Layout.striped(48, world_size)):
         assert_close(run_ring(p, MASKS[mask], layout, "aten"), expected, FLOAT64_TOLERANCE)
-    assert calls or mask not in ("full", "causal")
+    assert {piece.q_end for piece in calls} - {block.CHECKED_LEN} or mask not in ("full", "causal")
 
 
 @pytest.mark.parametrize("options", [{"v_head_dim": 8}, {"dtype": torch.float32}, {"num_kv_heads": 4}])
@@ -136,7 +138,7 @@ def test_auto_measures_once_and_keeps_the_faster(monkeypatch: pytest.MonkeyPatch
     p, layout = problem(v_head_dim=16), Layout.contiguous(48, 1)
     for seconds, expected in (((1.0, 2.0), "aten"), ((2.0, 1.0), "ringtile")):
         answers = list(seconds)
-        monkeypatch.setattr(block, "_faster", {})
+        monkeypatch.setattr(block, "_chosen", {})
         monkeypatch.setattr(block, "_seconds", lambda *arguments, answers=answers: answers.pop(0))
         results = [run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "auto", expected)]
         assert answers == []
@@ -147,6 +149,77 @@ def test_auto_leaves_the_running_state_alone_while_it_measures() -> None:
     p = problem(v_head_dim=16)
     expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), p.dout, p.dlse)
     assert_close(run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "auto"), expected, FLOAT64_TOLERANCE)
+
+
+# ---- a kernel of aten's that is not what it was taken for ---------------------------------------
+
+attend = block._flash_for_cpu
+STAND_INS: dict[str, tuple[block.Attend, str]] = {  # and what is said of them
+    "one that gives lse (B, H, N, 1)": (lambda *x: (attend(*x)[0], attend(*x)[1][..., None]), ""),
+    "lse in base 2": (lambda *x: (attend(*x)[0], attend(*x)[1] / math.log(2)), "gives another lse than ringtile's"),
+    "lse without the scale": (lambda *x: (attend(*x)[0], attend(*x[:4], 1.0)[1]), "gives another lse than ringtile's"),
+    "causal from the last key": (
+        lambda q, k, v, causal, scale: attend(q.flip(2), k.flip(2), v.flip(2), causal, scale),
+        "gives another out than ringtile's",
+    ),
+    "nan": (lambda *x: (attend(*x)[0] * torch.nan, attend(*x)[1]), "gives another out than ringtile's"),
+    "of other heads": (lambda q, k, v, *x: attend(q[:, :1], k[:, :1], v[:, :1], *x), "raises RuntimeError: "),
+    "one that is not there": (
+        lambda *x: torch.ops.aten._scaled_dot_product_cudnn_attention(*x[:3], None, True, 0.0, *x[3:4], scale=x[4]),
+        "raises NotImplementedError: Could not run 'aten::_scaled_dot_product_cudnn_attention'",
+    ),
+}
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Takes the place of aten's kernels on the CPU, by names of STAND_INS."""
+    block.why_not.cache_clear()
+    yield lambda *names: monkeypatch.setitem(block.ATEN, "cpu", {name: STAND_INS[name][0] for name in names})
+    block.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_kernel_of_atens_is_compared_before_it_is_used(
+    stand_in: Callable[..., None], name: str, dtype: torch.dtype
+) -> None:
+    """What is refused with "aten" is ringtile's with "auto"."""
+    stand_in(name)
+    p, layout = problem(v_head_dim=16, dtype=dtype), Layout.contiguous(48, 1)
+    reason = STAND_INS[name][1]
+    said = block.why_not(name, p.q.device, dtype, 16, 4, 2)
+    assert said.startswith(reason)
+    assert bool(said) == bool(reason)
+    if not reason:
+        run_ring(p, MASKS["causal"], layout, "aten")
+        return
+    with pytest.raises(InputError, match=re.escape(f"block_kernel is 'aten', but on cpu {name} {reason}")):
+        run_ring(p, MASKS["causal"], layout, "aten")
+    one, other = (run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "ringtile"))
+    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_of_several_kernels_one_that_is_right_is_used(
+    stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest of them."""
+    right = "one that gives lse (B, H, N, 1)"
+    stand_in("lse in base 2", right)
+    p, layout = problem(v_head_dim=16), Layout.contiguous(48, 1)
+    expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), p.dout, p.dlse)
+    assert_close(run_ring(p, MASKS["causal"], layout, "aten"), expected, FLOAT64_TOLERANCE)
+    measured: list[dict[str, block.Merge]] = []
+    monkeypatch.setattr(block, "_fastest", lambda merges, *rest: measured.append(merges) or merges[right])
+    run_ring(p, MASKS["causal"], layout, "auto")
+    assert [list(merges) for merges in measured] == [[right, "ringtile"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 96, 256])
+def test_atens_flash_attention_is_what_it_is_taken_for(head_dim: int, dtype: torch.dtype) -> None:
+    for heads in ((1, 1), (8, 2)):
+        assert block.why_not("aten's flash attention", torch.device("cpu"), dtype, head_dim, *heads) == ""
 
 
 def test_unknown_kernels_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Which kernel merges a block of keys in the ring's forward: ringtile's, or aten's flash attention.
+"""Which kernel merges a block of keys in the ring's forward: ringtile's, or one of aten's (flash attention, cuDNN's).
 
 aten's can where the mask of a round is plain: over the rows of the local queries and of the block's keys at most
 MAX_PIECES rectangles, each of them full or causal along its diagonal. So it is for causal and full masks in contiguous
@@ -14,6 +14,7 @@ Shape letters: B batch, N local queries, K keys of the block, H query heads, G k
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .errors import InputError
 from .plan import RankPlan
 
 BlockKernel = Literal["auto", "ringtile", "aten"]
@@ -53,26 +55,37 @@ def attn_fwd_(
     scale: float,
     softcap: float,
 ) -> None:
-    """ops.attn_fwd_ of round i, by the kernel that `kernel` names where that has it, else by ringtile's.
+    """ops.attn_fwd_ of round i: by aten where `kernel` says so and aten can, else by ringtile's.
 
-    "auto" measures both the first time that it meets shapes and pieces on a device, and keeps the faster one.
+    Of several kernels that may run, all are measured the first time that they meet shapes and pieces on a device, and
+    the fastest is kept: with "auto" one of aten's or ringtile's, with "aten" one of aten's. InputError with "aten"
+    where aten has kernels for such tensors, but none that computes what ringtile's does.
     """
     begin, end = plan.mask_on(q.device)
 
     def by_ringtile(out: Tensor, lse: Tensor) -> None:
         ops.attn_fwd_(q, k, v, begin, end, plan.rounds[i].k_runs, out, lse, scale, softcap)
 
-    def by_aten(out: Tensor, lse: Tensor) -> None:
+    def by_aten(attend: Attend, out: Tensor, lse: Tensor) -> None:
         for piece in pieces or ():
-            _merge_piece_(piece, q, k, v, out, lse, scale)
+            _merge_piece_(attend, piece, q, k, v, out, lse, scale)
 
-    pieces = plain_pieces(plan, i) if kernel != "ringtile" and _has_flash(q, v, softcap) else None
+    pieces = plain_pieces(plan, i) if kernel != "ringtile" and _aten_takes(q, v, softcap) else None
     if pieces is not None and q.dtype != out.dtype and not _is_alone(plan, i, pieces):
         pieces = None
-    if pieces is None or (kernel == "auto" and not _is_faster(by_aten, by_ringtile, q, k, out, lse, pieces)):
+    if pieces is None:
         by_ringtile(out, lse)
-    else:
-        by_aten(out, lse)
+        return
+    found = {name: why_not(name, q.device, q.dtype, q.size(3), q.size(2), k.size(2)) for name in ATEN[q.device.type]}
+    merges: dict[str, Merge] = {
+        name: functools.partial(by_aten, ATEN[q.device.type][name]) for name, reason in found.items() if not reason
+    }
+    if kernel == "auto":
+        merges["ringtile"] = by_ringtile
+    elif not merges:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in found.items())
+        raise InputError(f"block_kernel is 'aten', but on {q.device} {reasons}; use 'auto' or 'ringtile'")
+    _fastest(merges, (q.device, q.dtype, q.shape, k.shape, pieces), out, lse)(out, lse)
 
 
 # ---- plain masks --------------------------------------------------------------------------------
@@ -130,11 +143,36 @@ def _is_alone(plan: RankPlan, i: int, pieces: tuple[Piece, ...]) -> bool:
     return not others and all(one.q_end <= other.q_begin for one, other in itertools.pairwise(pieces))
 
 
-# ---- aten's kernel ------------------------------------------------------------------------------
+# ---- aten's kernels -----------------------------------------------------------------------------
+
+# attend(q, k, v, causal, scale), q (B, H, N, D), k, v (B, G, K, D): out (B, H, N, D) of q's dtype; lse, B H N numbers.
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+Merge = Callable[[Tensor, Tensor], None]  # (out, lse), both read and written
 
 
-def _has_flash(q: Tensor, v: Tensor, softcap: float) -> bool:
-    """Whether aten's flash attention takes such tensors."""
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def _flash_for_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+ATEN: dict[str, dict[str, Attend]] = {  # by type of device, by name
+    "cpu": {"aten's flash attention": _flash_for_cpu},
+    "cuda": {"aten's flash attention": _flash, "aten's cuDNN attention": _cudnn},
+}
+
+
+def _aten_takes(q: Tensor, v: Tensor, softcap: float) -> bool:
+    """Whether aten has kernels for such tensors."""
     if softcap != 0 or v.size(3) != q.size(3):
         return False
     if q.device.type == "cuda":
@@ -142,51 +180,82 @@ def _has_flash(q: Tensor, v: Tensor, softcap: float) -> bool:
     return q.device.type == "cpu"
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D) of q's dtype and lse (B, H, N), for q (B, H, N, D), k, v (B, G, K, D)."""
-    if q.device.type == "cuda":
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return found[0], found[1]
-
-
-def _merge_piece_(piece: Piece, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
+def _merge_piece_(
+    attend: Attend, piece: Piece, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> None:
     """out -= sigmoid(lse_piece - lse) * (out - out_piece), lse = log(exp lse + exp lse_piece) (arXiv:2310.01889)."""
     queries, keys = slice(piece.q_begin, piece.q_end), slice(piece.k_begin, piece.k_end)
-    block = _flash(
+    block = attend(
         q[:, queries].transpose(1, 2), k[:, keys].transpose(1, 2), v[:, keys].transpose(1, 2), piece.causal, scale
     )
-    out_piece, lse_piece = block[0].transpose(1, 2).to(out.dtype), block[1].to(lse.dtype)
     running_out, running_lse = out[:, queries], lse[:, :, queries]
+    out_piece, lse_piece = block[0].transpose(1, 2).to(out.dtype), block[1].to(lse.dtype).reshape(running_lse.shape)
     share = torch.sigmoid(lse_piece - running_lse)  # of the piece; 1 where no key came before
     running_out.lerp_(out_piece, share.transpose(1, 2)[..., None].to(out.dtype))
     running_lse.copy_(torch.logaddexp(running_lse, lse_piece))
 
 
-# ---- auto ---------------------------------------------------------------------------------------
-
-_faster: dict[object, bool] = {}
+CHECKED_LEN = 200  # tokens: no multiple of any tile
 
 
-def _is_faster(
-    one: Callable[[Tensor, Tensor], None],
-    other: Callable[[Tensor, Tensor], None],
-    q: Tensor,
-    k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pieces: tuple[Piece, ...],
-) -> bool:
-    """Whether one takes less time than the other here, as measured the first time; out and lse keep their values."""
-    key = (q.device, q.dtype, q.shape, k.shape, pieces)
-    if key not in _faster:
-        seconds = [_seconds(merge, out.clone(), lse.clone()) for merge in (one, other)]
-        _faster[key] = seconds[0] < seconds[1]
-    return _faster[key]
+@functools.cache
+def why_not(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int
+) -> str:
+    """Why a kernel of aten's is not used for such tensors: it raises, or computes something else; "" when it is used.
+
+    These are private functions of torch, and the form of their log-sum-exp is promised nowhere. So out and lse of a
+    causal and of a full piece are compared with ringtile's, once a process. Of each kernel a score is off by at most a
+    rounding of |q| |k| a term, and the log of a sum by one a term. aten's exponentials are as good as weights in dtype:
+    half an eps. All that bounds lse, and what it does to weights; besides, each kernel may round its weights to dtype,
+    and aten rounds out: three times half an eps.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = (torch.randn(1, CHECKED_LEN, count, head_dim, generator=generator).to(device, dtype) for count in heads)
+    state, scale = ops.state_dtype(dtype), head_dim**-0.5
+    score = scale * float(q.float().norm(dim=-1).max() * k.float().norm(dim=-1).max())
+    lse_bound = 2 * torch.finfo(state).eps * (head_dim * score + CHECKED_LEN) + torch.finfo(dtype).eps / 2
+    out_bound = (2 * lse_bound + 1.5 * torch.finfo(dtype).eps) * float(v.abs().max())
+    begin = torch.zeros(1, CHECKED_LEN, dtype=torch.int32, device=device)
+    for piece in (Piece(0, CHECKED_LEN, 0, CHECKED_LEN, True), Piece(0, CHECKED_LEN, 0, CHECKED_LEN // 2 + 1, False)):
+        end = begin + piece.k_end
+        if piece.causal:
+            end = torch.arange(1, CHECKED_LEN + 1, dtype=torch.int32, device=device)[None]
+        states = []
+        for _ in range(2):
+            out = torch.zeros_like(q, dtype=state)
+            states.append((out, out.new_full((1, num_heads, CHECKED_LEN), -torch.inf, dtype=torch.float64)))
+        (out, lse), (our_out, our_lse) = states
+        ops.attn_fwd_(q, k, v, begin, end, ops.runs_tensor([(0, 1, 0, CHECKED_LEN)]), our_out, our_lse, scale, 0.0)
+        try:
+            _merge_piece_(ATEN[device.type][name], piece, q, k, v, out, lse, scale)
+        except RuntimeError as error:
+            return f"raises {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        for what, got, ours, bound in (("out", out, our_out, out_bound), ("lse", lse, our_lse, lse_bound)):
+            difference = float((got - ours).abs().max())
+            if not difference <= bound:  # nor a nan
+                return f"gives another {what} than ringtile's kernel, by {difference:.1e}, expected at most {bound:.1e}"
+    return ""
 
 
-def _seconds(merge: Callable[[Tensor, Tensor], None], out: Tensor, lse: Tensor) -> float:
+# ---- the fastest --------------------------------------------------------------------------------
+
+_chosen: dict[object, str] = {}
+
+
+def _fastest(merges: dict[str, Merge], key: object, out: Tensor, lse: Tensor) -> Merge:
+    """The one that takes the least time here, as measured the first time; out and lse keep their values."""
+    if len(merges) == 1:
+        return next(iter(merges.values()))
+    key = (key, tuple(merges))
+    if key not in _chosen:
+        seconds = {name: _seconds(merge, out.clone(), lse.clone()) for name, merge in merges.items()}
+        _chosen[key] = min(seconds, key=seconds.__getitem__)
+    return merges[_chosen[key]]
+
+
+def _seconds(merge: Merge, out: Tensor, lse: Tensor) -> float:
     """The shortest of three runs, after one that warms up."""
     times = []
     for _ in range(4):

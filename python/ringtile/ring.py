@@ -85,7 +85,7 @@ def ring_attention(
     float16; unit stride in the last dim, any other strides; H a multiple of G. mask and layout speak of the global
     sequence and are the same on every rank. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into
     c tanh(x / c). Every rank of the group makes the same calls in the same order, forward and backward; one group
-    serves one thread. Differentiable once. block_kernel: "aten" lets aten's flash attention compute what it can of the
+    serves one thread. Differentiable once. block_kernel: "aten" lets aten's kernels compute what they can of the
     forward, "auto" where it is measured to be faster (so that bits may differ from run to run).
 
     Returns out (B, N, H, Dv) of q's dtype, and with return_lse the log-sum-exp of the scores, (B, H, N) in float32

@@ -11,7 +11,7 @@ import pytest
 import torch
 from device import DEVICE, ON_GPU
 from oracle import Attention
-from ringtile import Layout, LoopbackWorld, ring_attention
+from ringtile import Layout, LoopbackWorld, block, ring_attention
 from ringtile.transport import LoopbackGroup
 from test_gpu_kernels import MASKS, RESULTS, Problem, assert_not_less_exact_than_torch, problem
 from test_ring import assemble
@@ -49,3 +49,22 @@ def test_ranks_on_streams_of_their_own_give_the_same_bits(world_size: int) -> No
     for _ in range(5):
         again = run_ring(p, "causal", layout, own_streams=True)
         assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_atens_kernels_are_what_they_are_taken_for(head_dim: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    reasons = {name: block.why_not(name, DEVICE, dtype, head_dim, 4, num_kv_heads) for name in block.ATEN[DEVICE.type]}
+    print(reasons)
+    assert "" in reasons.values()
+    assert not any("gives another" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("kernel", ["aten", "auto"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_attention_by_atens_kernels_obeys_the_accuracy_rule(mask: str, kernel: str) -> None:
+    p = problem(torch.bfloat16, 128, 128, num_kv_heads=2)
+    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    out = ring_attention(*leaves, mask=MASKS[mask], layout=Layout.contiguous(256, 1), block_kernel=kernel)
+    assert_not_less_exact_than_torch(p, MASKS[mask], [out.detach(), *torch.autograd.grad(out, leaves, p.dout)])
