@@ -111,10 +111,11 @@ void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor
 }
 
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
-               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap) {
+               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh) {
     const char *op = "attn_fwd_";
     const Place place(op, q);
     rt_attn_params p = attn_params(op, place, q, k, v, begin, end, k_runs, scale, softcap);
+    p.fresh = fresh;
     const ScalarType state = state_dtype(p.dtype);
     Arg{op, "out", out}
         .on(place.device)
@@ -133,10 +134,11 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
 
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
-               Tensor dk, Tensor dv, double scale, double softcap) {
+               Tensor dk, Tensor dv, double scale, double softcap, bool fresh) {
     const char *op = "attn_bwd_";
     const Place place(op, q);
     rt_attn_params p = attn_params(op, place, q, k, v, begin, end, k_runs, scale, softcap);
+    p.fresh = fresh;
     const ScalarType state = state_dtype(p.dtype);
     const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
     Arg{op, "dout", dout}

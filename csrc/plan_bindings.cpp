@@ -129,10 +129,10 @@ int64_t cpu_isa() {
 
 STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("attn_fwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
-          "Tensor(a!) out, Tensor(b!) lse, float scale, float softcap) -> ()");
+          "Tensor(a!) out, Tensor(b!) lse, float scale, float softcap, bool fresh=False) -> ()");
     m.def("attn_bwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
           "Tensor dout, Tensor lse, Tensor delta, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-          "float scale, float softcap) -> ()");
+          "float scale, float softcap, bool fresh=False) -> ()");
     m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
     m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");

@@ -38,6 +38,7 @@ extern "C" {
     X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence, and its "     \
                   "local range inside the local tokens; the runs of a rank share neither")                   \
+    X(RT_BAD_FRESH, "where dk and dv are fresh, the runs must hold every key")                               \
     X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
     X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
@@ -181,7 +182,12 @@ typedef struct rt_attn_params {
     const rt_run *k_runs;       // (R) global positions of the keys; keys in no run are not attended
     int64_t num_k_runs;
 
-    // Forward: read and written. Backward: lse is read.
+    // What the call adds to holds nothing yet: it is written, whatever is there, and never read. Forward: out and lse, 0 and
+    // -inf where a query attends no key. Backward: dk and dv (not dq), 0 where no query attends a key; the runs hold every
+    // key.
+    bool fresh;
+
+    // Forward: read and written (fresh: written). Backward: lse is read.
     void *out;    // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
     void *lse;    // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first
     bool lse_f64; // lse is f64 also where the state is f32: between the calls of a ring it loses nothing
@@ -191,8 +197,8 @@ typedef struct rt_attn_params {
     const void *dout;  // (B, N, H, Dv) dtype
     const void *delta; // (B, H, N) contiguous, state dtype: sum over Dv of dout * out, minus dlse
     void *dq;          // (B, N, H, D)  state dtype, added to
-    void *dk;          // (B, K, G, D)  state dtype, added to
-    void *dv;          // (B, K, G, Dv) state dtype, added to
+    void *dk;          // (B, K, G, D)  state dtype, added to (fresh: written)
+    void *dv;          // (B, K, G, Dv) state dtype, added to (fresh: written)
     int64_t dout_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
 
     void *workspace; // 64-byte aligned

@@ -147,9 +147,17 @@ RT_DEVICE void add_key_rows(const Walk &walk, void *array, const int64_t (&strid
         if (key < walk.run().length)
             update_row((float *)array + walk.keys().batch * stride[0] + token * stride[1] +
                            walk.keys().kv_head * stride[2],
-                       (int)dim, walk.args.in_pairs, true, sum, r,
+                       (int)dim, walk.args.in_pairs, !walk.args.p.fresh, sum, r,
                        [&](float before, float x) { return before + factor * x; });
     }
+}
+// Nobody attends them.
+template <int KEYS, class Walk>
+RT_DEVICE void clear_key_rows(const Walk &walk, void *array, const int64_t (&stride)[3], int64_t dim) {
+    const key_tile keys = walk.keys();
+    clear_rows((float *)array + keys.batch * stride[0] +
+                   (walk.run().local_begin + keys.first_key) * stride[1] + keys.kv_head * stride[2],
+               stride[1], least(KEYS, (int)walk.run().length - keys.first_key), (int)dim);
 }
 
 // ---- the pass ----------------------------------------------------------------------------------
@@ -211,7 +219,8 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     const typename shape::dscore_tile dscore_tile{base + (shared_address)shape::DS_AT};
 
     const typename shape::walk walk{args, base + (shared_address)shape::KEYS_AT};
-    if (thread_index() == 0) shared_store(walk.at_keys, key_tile_of_block<shape>(args, WITH_K));
+    if (thread_index() == 0)
+        shared_store(walk.at_keys, key_tile_of_block<shape>(args, WITH_K && p.num_queries > 0));
     block_barrier();
     const query_numbers<shape> numbers{walk, base};
     const auto start_queries = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim,
@@ -228,7 +237,11 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     };
 
     auto at = walk.first();
-    if (walk.ended(at)) return;
+    if (walk.ended(at)) {
+        if (WITH_K && p.fresh) clear_key_rows<shape::KEYS>(walk, p.dk, p.dk_stride, p.head_dim);
+        if (WITH_V && p.fresh) clear_key_rows<shape::KEYS>(walk, p.dv, p.dv_stride, p.v_head_dim);
+        return;
+    }
     start_keys(k_tile, p.k, p.k_stride, p.head_dim);
     if constexpr (WITH_K) start_keys(v_tile, p.v, p.v_stride, p.v_head_dim);
     start_queries(q_tile, p.q, p.q_stride, p.head_dim, at);
@@ -326,7 +339,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
 // Where the sums of dk and dv together would not fit the registers, a launch for each.
 template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream) {
     using shape = backward_shape<D, DV>;
-    if (p.num_queries == 0) return RT_OK;
+    if (p.num_queries == 0 && !p.fresh) return RT_OK;
     return for_runs(p, [&](const attn_args &args) {
         const auto start = [&](auto kernel) {
             return launch(kernel, num_key_tiles<shape::KEYS>(args) * p.num_kv_heads * p.batch, shape::THREADS,

@@ -126,11 +126,12 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
     for (int mask = 1; mask < ROW_LANES; mask *= 2) sum += shuffle_xor(sum, mask);
     const int token = queries.first_token + row;
     const int64_t lse_at = (queries.batch * p.num_heads + queries.head) * p.num_queries + token;
-    const double before = token < p.num_queries ? load_lse(p, lse_at) : 0;
+    const bool fresh = args.out_is_fresh;
+    const double before = !fresh && token < p.num_queries ? load_lse(p, lse_at) : -INFINITY;
     warp_barrier(); // all lanes of the row have read its lse
-    if (token >= p.num_queries || sum == 0) return;
+    if (token >= p.num_queries || (sum == 0 && !fresh)) return;
     const merged_lse merged = merge_lse(before, (double)top + (double)logf(sum));
-    if (row_lane == 0) store_lse(p, lse_at, merged.lse);
+    if (row_lane == 0) store_lse(p, lse_at, sum == 0 ? -INFINITY : merged.lse);
     const float inverse = 1 / sum;
     float *const to = (float *)p.out + queries.batch * p.out_stride[0] + token * p.out_stride[1] +
                       queries.head * p.out_stride[2];
@@ -138,7 +139,8 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
     for (int j = 0; j < MOST_OF_LANE; j++) {
         const int col = row_lane + ROW_LANES * j;
         if (col >= p.v_head_dim) continue;
-        const float value = out[j] * inverse, kept = before == -INFINITY ? 0 : global_load(to + col);
+        const float value = sum == 0 ? 0 : out[j] * inverse,
+                    kept = before == -INFINITY ? 0 : global_load(to + col);
         global_store(to + col, before == -INFINITY ? value : kept - merged.share * (kept - value));
     }
 }
@@ -166,11 +168,12 @@ RT_DEVICE plain_pair plain_gradient(const attn_args &args, float product, float 
     return {weight, weight * (dweight - of.delta) * (args.inverse_softcap > 0 ? 1 - tanh_x * tanh_x : 1)};
 }
 
-RT_DEVICE void add_plain_row(float *row, int64_t dim, float factor, const float (&sum)[MOST_OF_LANE]) {
+RT_DEVICE void add_plain_row(float *row, int64_t dim, bool fresh, float factor,
+                             const float (&sum)[MOST_OF_LANE]) {
 #pragma unroll
     for (int j = 0; j < MOST_OF_LANE; j++) {
         const int col = thread_index() % ROW_LANES + ROW_LANES * j;
-        if (col < dim) global_store(row + col, global_load(row + col) + factor * sum[j]);
+        if (col < dim) global_store(row + col, (fresh ? 0 : global_load(row + col)) + factor * sum[j]);
     }
 }
 
@@ -217,7 +220,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args ar
     if (token < p.num_queries)
         add_plain_row((float *)p.dq + queries.batch * p.dq_stride[0] + token * p.dq_stride[1] +
                           queries.head * p.dq_stride[2],
-                      p.head_dim, (float)p.scale, dq);
+                      p.head_dim, false, (float)p.scale, dq);
 }
 
 // Rows are keys: dk, dv.
@@ -239,7 +242,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args)
     const rt_run &run = walk.run();
     const int position = walk.position_of(row);
     auto at = walk.first();
-    if (walk.ended(at)) return; // nobody attends these keys
+    if (walk.ended(at) && !p.fresh) return; // nobody attends these keys
     float dk[MOST_OF_LANE] = {}, dv[MOST_OF_LANE] = {};
     load_plain_keys(k, p.k, p.k_stride, p.head_dim, run, walk.keys().first_key);
     load_plain_keys(v, p.v, p.v_stride, p.v_head_dim, run, walk.keys().first_key);
@@ -274,10 +277,10 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args)
     if (key >= run.length) return;
     add_plain_row((float *)p.dk + block_index_z() * p.dk_stride[0] + token * p.dk_stride[1] +
                       block_index_y() * p.dk_stride[2],
-                  p.head_dim, (float)p.scale, dk);
+                  p.head_dim, p.fresh, (float)p.scale, dk);
     add_plain_row((float *)p.dv + block_index_z() * p.dv_stride[0] + token * p.dv_stride[1] +
                       block_index_y() * p.dv_stride[2],
-                  p.v_head_dim, 1, dv);
+                  p.v_head_dim, p.fresh, 1, dv);
 }
 
 #endif // RINGTILE_CUDA_ATTN_PLAIN_CUH

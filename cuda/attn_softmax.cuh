@@ -83,18 +83,19 @@ RT_DEVICE void weigh(sums<M, N> &scores, int k, float scale_log2, const float (&
     }
 }
 
-// Merges a lane's part of the rows into out and lse. Rows that saw no key keep their state.
+// Merges a lane's part of the rows into out and lse. Rows that saw no key keep their state, or get 0 and -inf.
 template <int M, int O_COLS>
 RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_rows<M> &rows,
                           const sums<M, O_COLS> &o) {
     const rt_attn_params &p = args.p;
+    const bool fresh = args.out_is_fresh;
     const int lane = lane_index();
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries;
     double before[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; r++) {
         const int token = at.first_token + lane_row<M>(r);
-        before[r] = token < p.num_queries ? load_lse(p, lse_row + token) : 0;
+        before[r] = !fresh && token < p.num_queries ? load_lse(p, lse_row + token) : -INFINITY;
     }
     warp_barrier(); // the four lanes of a row have read its lse before one of them writes it
 #pragma unroll
@@ -102,16 +103,17 @@ RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_ro
         float sum = rows.sum[r] + shuffle_xor(rows.sum[r], 1);
         sum += shuffle_xor(sum, 2);
         const int token = at.first_token + lane_row<M>(r);
-        if (token >= p.num_queries || sum == 0) continue;
+        if (token >= p.num_queries || (sum == 0 && !fresh)) continue;
         const merged_lse merged = merge_lse(before[r], rows.top[r] * LN_2 + (double)logf(sum));
-        if (lane % 4 == 0) store_lse(p, lse_row + token, merged.lse);
+        if (lane % 4 == 0) store_lse(p, lse_row + token, sum == 0 ? -INFINITY : merged.lse);
 
         const float inverse = 1 / sum;
         float *const out =
             (float *)p.out + at.batch * p.out_stride[0] + token * p.out_stride[1] + at.head * p.out_stride[2];
         const bool empty = before[r] == -INFINITY; // then out holds nothing yet, and the share is 1
-        update_row(out, (int)p.v_head_dim, args.in_pairs, !empty, o, r,
-                   [&](float kept, float x) { return kept - merged.share * (kept - x * inverse); });
+        update_row(out, (int)p.v_head_dim, args.in_pairs, !empty, o, r, [&](float kept, float x) {
+            return sum == 0 ? 0 : kept - merged.share * (kept - x * inverse);
+        });
     }
 }
 

@@ -24,6 +24,7 @@ struct attn_args {
     float inverse_softcap; // 0: off
     bool aligned;          // rows of q, k, v, dout are whole chunks of 16 bytes, at multiples of 16 bytes
     bool in_pairs;         // so are those of out, dq, dk, dv
+    bool out_is_fresh;     // p.fresh, in the first launch of a forward
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
@@ -31,7 +32,7 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
            stride[1] * element_bytes % 16 == 0 && stride[2] * element_bytes % 16 == 0;
 }
 
-// Calls start(args) for every max_runs runs of p, until one fails.
+// Calls start(args) for every max_runs runs of p, until one fails; fresh, also where there are no runs.
 template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
     attn_args args;
     args.p = p;
@@ -47,10 +48,12 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
                     rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
                     rows_are_aligned(p.dv, p.dv_stride, 4);
     rt_status status = RT_OK;
-    for (int64_t first = 0; first < p.num_k_runs && status == RT_OK; first += max_runs) {
+    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && p.fresh));
+         first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
         args.num_runs = (int)(rest < max_runs ? rest : max_runs);
-        memcpy(args.runs, p.k_runs + first, (size_t)args.num_runs * sizeof(rt_run));
+        args.out_is_fresh = p.fresh && first == 0;
+        if (rest > 0) memcpy(args.runs, p.k_runs + first, (size_t)args.num_runs * sizeof(rt_run));
         status = start(args);
     }
     return status;
@@ -70,6 +73,12 @@ RT_DEVICE void store_lse(const rt_attn_params &p, int64_t i, double lse) {
         global_store((double *)p.lse + i, lse);
     else
         global_store((float *)p.lse + i, (float)lse);
+}
+
+// Zeros in num_rows rows of `dim` f32, row_stride apart; every thread of the block takes part.
+RT_DEVICE void clear_rows(float *row, int64_t row_stride, int num_rows, int dim) {
+    for (int i = thread_index(); i < num_rows * dim; i += num_threads())
+        global_store(row + i / dim * row_stride + i % dim, 0.0f);
 }
 
 // What merging a block's log-sum-exp into the one before gives: the new one, and the block's share of the output. Both
@@ -315,6 +324,20 @@ template <int ROWS> RT_DEVICE query_tile query_tile_of_block(const rt_attn_param
 }
 template <int ROWS> grid_size query_grid(const rt_attn_params &p) {
     return {num_tiles((int)p.num_queries, ROWS) * (p.num_heads / p.num_kv_heads), p.num_kv_heads, p.batch};
+}
+
+// The block's queries attend nothing.
+template <int ROWS> RT_DEVICE void finish_without_keys(const attn_args &args) {
+    if (!args.out_is_fresh) return;
+    const rt_attn_params &p = args.p;
+    const query_tile at = query_tile_of_block<ROWS>(p);
+    const int num_rows = least(ROWS, (int)p.num_queries - at.first_token);
+    clear_rows((float *)p.out + at.batch * p.out_stride[0] + at.first_token * p.out_stride[1] +
+                   at.head * p.out_stride[2],
+               p.out_stride[1], num_rows, (int)p.v_head_dim);
+    const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries + at.first_token;
+    for (int row = thread_index(); row < num_rows; row += num_threads())
+        store_lse(p, lse_row + row, -INFINITY);
 }
 
 // Starts to load the rows of q or dout of the block's queries.

@@ -5,6 +5,7 @@
 #include "../parallel.h"
 
 #include <stdatomic.h>
+#include <string.h>
 
 static int64_t round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -63,6 +64,37 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
     return progress_bytes(p, kernels) + num_workers * round_up_64(kernels->attn_backward_scratch_bytes(p));
 }
 
+// Zeros in dk and dv, for some rows of k, counted over all batches.
+typedef struct clear_job {
+    const rt_attn_params *p;
+    int64_t rows_per_task;
+} clear_job;
+
+static void clear_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim,
+                       int64_t first, int64_t last) {
+    const int64_t bytes = p->dtype == RT_F64 ? 8 : 4;
+    for (int64_t i = first; i < last; i++)
+        for (int64_t head = 0; head < p->num_kv_heads; head++) {
+            const int64_t at = i / p->num_keys * stride[0] + i % p->num_keys * stride[1] + head * stride[2];
+            memset((char *)array + at * bytes, 0, (size_t)(dim * bytes));
+        }
+}
+
+static void clear_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
+    const clear_job *j = ctx;
+    const rt_attn_params *p = j->p;
+    const int64_t first = task * j->rows_per_task, num_rows = p->batch * p->num_keys,
+                  last = first + j->rows_per_task < num_rows ? first + j->rows_per_task : num_rows;
+    clear_rows(p, p->dk, p->dk_stride, p->head_dim, first, last);
+    clear_rows(p, p->dv, p->dv_stride, p->v_head_dim, first, last);
+}
+
+static void clear_key_gradients(const rt_attn_params *p, rt_parallel parallel) {
+    clear_job j = {p, rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim))};
+    rt_for_each(parallel, rt_num_tasks(p->batch * p->num_keys, j.rows_per_task), clear_task, &j);
+}
+
 static void backward_task(void *ctx, int64_t task, int64_t worker) {
     const job *j = ctx;
     j->kernels->attn_backward(j->p, task, j->progress, j->scratch + worker * j->scratch_bytes);
@@ -80,6 +112,7 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     j.progress = p->workspace;
     j.scratch = (char *)p->workspace + progress_bytes(p, j.kernels);
     for (int64_t task = 0; task < num_tasks; task++) atomic_init(&j.progress[task], 0);
+    if (p->fresh) clear_key_gradients(p, parallel);
     rt_for_each(parallel, num_tasks, backward_task, &j);
     return RT_OK;
 }

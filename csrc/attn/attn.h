@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_BAD_SCALE, RT_BAD_POINTER, RT_BAD_RUN,
-//   RT_BAD_STRIDE
+//   RT_BAD_STRIDE; backward: RT_BAD_FRESH
 rt_status rt_attn_check_fwd(const rt_attn_params *p);
 rt_status rt_attn_check_bwd(const rt_attn_params *p);
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM, RT_BAD_POINTER

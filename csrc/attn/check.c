@@ -39,12 +39,20 @@ rt_status rt_attn_check_fwd(const rt_attn_params *p) {
     return overlaps(p, p->num_queries, p->num_heads, p->v_head_dim, p->out_stride) ? RT_BAD_STRIDE : RT_OK;
 }
 
+// No key is in two runs.
+static int64_t keys_in_runs(const rt_attn_params *p) {
+    int64_t num_keys = 0;
+    for (int64_t i = 0; i < p->num_k_runs; i++) num_keys += p->k_runs[i].length;
+    return num_keys;
+}
+
 rt_status rt_attn_check_bwd(const rt_attn_params *p) {
     const rt_status status = check(p);
     if (status != RT_OK) return status;
     const bool queries = p->batch > 0 && p->num_queries > 0, keys = p->batch > 0 && p->num_keys > 0;
     if (queries && (p->dout == NULL || p->delta == NULL || p->dq == NULL)) return RT_BAD_POINTER;
     if (keys && (p->dk == NULL || p->dv == NULL)) return RT_BAD_POINTER;
+    if (p->fresh && keys_in_runs(p) != p->num_keys) return RT_BAD_FRESH;
     return overlaps(p, p->num_queries, p->num_heads, p->head_dim, p->dq_stride) ||
                    overlaps(p, p->num_keys, p->num_kv_heads, p->head_dim, p->dk_stride) ||
                    overlaps(p, p->num_keys, p->num_kv_heads, p->v_head_dim, p->dv_stride)

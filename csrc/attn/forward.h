@@ -133,13 +133,19 @@ static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *
 // of lse to f32 would be a relative error of 2^-22 in every weight once lse is above 4.
 static void merge_row(const rt_attn_params *p, const block *b, int64_t row, const forward_scratch *s) {
     const real sum = s->sum[row];
-    if (sum == 0) return; // saw no key
+    if (sum == 0 && !p->fresh) return; // saw no key
     const int64_t head = row_head(b, row), token = row_token(b, row), dv = round_up(p->v_head_dim, LANES);
     const int64_t at = (b->batch * p->num_heads + head) * p->num_queries + token;
     real *out =
         (real *)p->out + b->batch * p->out_stride[0] + token * p->out_stride[1] + head * p->out_stride[2];
     const real *out_block = s->out + row * dv;
-    const double lse_before = load_lse(p, at), lse_block = (double)s->max[row] + log((double)sum);
+    if (sum == 0) {
+        memset(out, 0, (size_t)p->v_head_dim * sizeof(real));
+        store_lse(p, at, -INFINITY);
+        return;
+    }
+    const double lse_before = p->fresh ? -INFINITY : load_lse(p, at),
+                 lse_block = (double)s->max[row] + log((double)sum);
     if (lse_before == -INFINITY) {
         for (int64_t j = 0; j < p->v_head_dim; j++) out[j] = out_block[j] / sum;
         store_lse(p, at, lse_block);

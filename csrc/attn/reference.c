@@ -35,6 +35,13 @@ static rt_dtype lse_dtype(const rt_attn_params *p) {
     return p->lse_f64 || p->dtype == RT_F64 ? RT_F64 : RT_F32;
 }
 
+static void store_lse(const rt_attn_params *p, int64_t i, double lse) {
+    if (lse_dtype(p) == RT_F64)
+        ((double *)p->lse)[i] = lse;
+    else
+        ((float *)p->lse)[i] = (float)lse;
+}
+
 static int64_t offset(const int64_t stride[3], int64_t batch, int64_t token, int64_t head) {
     return batch * stride[0] + token * stride[1] + head * stride[2];
 }
@@ -118,16 +125,22 @@ static void forward_query(const rt_attn_params *p, const query *i) {
         store_state(p, p->out, out + d,
                     (before == -INFINITY ? 0 : kept) + exp(block - lse) * s.values[d] / s.sum);
     }
-    if (lse_dtype(p) == RT_F64)
-        ((double *)p->lse)[state_row(p, i)] = lse;
-    else
-        ((float *)p->lse)[state_row(p, i)] = (float)lse;
+    store_lse(p, state_row(p, i), lse);
+}
+
+// out is 0 and lse -inf, as before the first block.
+static void clear_query(const rt_attn_params *p, const query *i) {
+    store_lse(p, state_row(p, i), -INFINITY);
+    const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
+    for (int64_t d = 0; d < p->v_head_dim; d++) store_state(p, p->out, out + d, 0);
 }
 
 rt_status rt_attn_fwd_reference(const rt_attn_params *p) {
     const rt_status status = rt_attn_check_fwd(p);
-    if (status == RT_OK) for_queries(p, forward_query);
-    return status;
+    if (status != RT_OK) return status;
+    if (p->fresh) for_queries(p, clear_query);
+    for_queries(p, forward_query);
+    return RT_OK;
 }
 
 // ---- backward ----------------------------------------------------------------------------------
@@ -163,8 +176,21 @@ static void backward_query(const rt_attn_params *p, const query *i) {
     for_attended_keys(p, i, backward_pair, NULL);
 }
 
+static void clear_key_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim) {
+    for (int64_t batch = 0; batch < p->batch; batch++)
+        for (int64_t row = 0; row < p->num_keys; row++)
+            for (int64_t head = 0; head < p->num_kv_heads; head++)
+                for (int64_t d = 0; d < dim; d++)
+                    store_state(p, array, offset(stride, batch, row, head) + d, 0);
+}
+
 rt_status rt_attn_bwd_reference(const rt_attn_params *p) {
     const rt_status status = rt_attn_check_bwd(p);
-    if (status == RT_OK) for_queries(p, backward_query);
-    return status;
+    if (status != RT_OK) return status;
+    if (p->fresh) {
+        clear_key_rows(p, p->dk, p->dk_stride, p->head_dim);
+        clear_key_rows(p, p->dv, p->dv_stride, p->v_head_dim);
+    }
+    for_queries(p, backward_query);
+    return RT_OK;
 }

@@ -55,7 +55,7 @@ def attn_fwd_(
     scale: float,
     softcap: float,
 ) -> None:
-    """ops.attn_fwd_ of round i: by aten where `kernel` says so and aten can, else by ringtile's.
+    """ops.attn_fwd_ of round i, fresh in round 0: by aten where `kernel` says so and aten can, else by ringtile's.
 
     Of several kernels that may run, all are measured the first time that they meet shapes and pieces on a device, and
     the fastest is kept: with "auto" one of aten's or ringtile's, with "aten" one of aten's. InputError with "aten"
@@ -64,9 +64,12 @@ def attn_fwd_(
     begin, end = plan.mask_on(q.device)
 
     def by_ringtile(out: Tensor, lse: Tensor) -> None:
-        ops.attn_fwd_(q, k, v, begin, end, plan.rounds[i].k_runs, out, lse, scale, softcap)
+        ops.attn_fwd_(q, k, v, begin, end, plan.rounds[i].k_runs, out, lse, scale, softcap, fresh=i == 0)
 
     def by_aten(attend: Attend, out: Tensor, lse: Tensor) -> None:
+        if i == 0:
+            out.zero_()
+            lse.fill_(float("-inf"))
         for piece in pieces or ():
             _merge_piece_(attend, piece, q, k, v, out, lse, scale)
 
@@ -147,7 +150,7 @@ def _is_alone(plan: RankPlan, i: int, pieces: tuple[Piece, ...]) -> bool:
 
 # attend(q, k, v, causal, scale), q (B, H, N, D), k, v (B, G, K, D): out (B, H, N, D) of q's dtype; lse, B H N numbers.
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-Merge = Callable[[Tensor, Tensor], None]  # (out, lse), both read and written
+Merge = Callable[[Tensor, Tensor], None]  # (out, lse), both read and written, in round 0 written
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

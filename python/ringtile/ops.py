@@ -177,16 +177,17 @@ def attn_fwd_(
     lse: Tensor,
     scale: float,
     softcap: float,
+    fresh: bool = False,
 ) -> None:
     """Merges one block of keys into the running softmax of every query.
 
     q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); begin, end int32 (B or 1, N): the query attends global
     positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
     local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype or float64 (which
-    loses nothing between calls) are read and written; before the first block they are 0 and -inf.
-    Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
+    loses nothing between calls) are read and written; before the first block they are 0 and -inf, or anything and
+    the block is fresh. Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
-    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap)
+    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap, fresh)
 
 
 def attn_bwd_(
@@ -204,13 +205,15 @@ def attn_bwd_(
     dv: Tensor,
     scale: float,
     softcap: float,
+    fresh: bool = False,
 ) -> None:
     """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
 
     dout (B, N, H, Dv) has q's dtype; lse (B, H, N) is the final one over all blocks; delta (B, H, N) is the sum
-    over Dv of dout * out, minus the gradient of lse. FlashAttention (arXiv:2205.14135), algorithm 4.
+    over Dv of dout * out, minus the gradient of lse. fresh: dk and dv may hold anything and are written; k_runs must
+    hold every row of k. FlashAttention (arXiv:2205.14135), algorithm 4.
     """
-    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap)
+    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap, fresh)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:

@@ -311,8 +311,6 @@ def _ring_attention(
 ) -> tuple[Tensor, Tensor]:
     with _open_ring("forward", q, k, v, begin, end, layout, scale, softcap, group_name) as ring:
         out, lse = _empty_outputs(q, v, ops.state_dtype(q.dtype))
-        out.zero_()
-        lse.fill_(float("-inf"))
         for i, (_, round_k, round_v) in enumerate(ring.rounds()):
             block.attn_fwd_(block_kernel, ring.plan, i, q, round_k, round_v, out, lse, scale, softcap)
     return out.to(q.dtype), lse
@@ -339,17 +337,32 @@ def _ring_attention_backward(
         state = ops.state_dtype(q.dtype)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         delta = ops.attn_delta(dout, out, dlse.contiguous())
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=state) for x in (q, k, v))
+        dq = q.new_zeros(q.shape, dtype=state)
+        fresh = ring.plan.rounds[0].num_keys == k.size(1)  # round 0 writes all of dk and dv
+        dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
         returning: _Returning | None = None
         for i, (round, round_k, round_v) in enumerate(ring.rounds()):
             if i == 0:
                 round_dk, round_dv = dk, dv
             else:
                 partial = ring.message(round.num_keys, state)
-                partial.flat.zero_()
-                round_dk, round_dv = partial.k, partial.v
+                round_dk, round_dv, fresh = partial.k, partial.v, True
             ops.attn_bwd_(
-                q, round_k, round_v, begin, end, round.k_runs, dout, lse, delta, dq, round_dk, round_dv, scale, softcap
+                q,
+                round_k,
+                round_v,
+                begin,
+                end,
+                round.k_runs,
+                dout,
+                lse,
+                delta,
+                dq,
+                round_dk,
+                round_dv,
+                scale,
+                softcap,
+                fresh,
             )
             if returning is not None:
                 returning.add_to(dk, dv)

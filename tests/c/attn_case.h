@@ -95,7 +95,7 @@ typedef struct attn_case {
     rt_attn_params p;
     tensor x[NUM_ARRAYS]; // lse and delta as (B, N, H, 1), laid out as (B, H, N)
     int32_t *begin, *end;
-    rt_run *runs; // (MAX_RUNS)
+    rt_run *runs; // (2 MAX_RUNS)
 } attn_case;
 
 typedef struct attn_shape {
@@ -218,7 +218,7 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
                          .v_head_dim = s.v_head_dim}};
     rt_attn_params *p = &c.p;
     p->scale = 1 / sqrt((double)s.head_dim);
-    c.runs = must_alloc(MAX_RUNS * sizeof(*c.runs));
+    c.runs = must_alloc(2 * MAX_RUNS * sizeof(*c.runs));
     if (s.whole) {
         c.runs[0] = (rt_run){.stride = 1, .length = s.seq_len};
         p->num_k_runs = 1, p->num_keys = s.seq_len;
@@ -253,6 +253,27 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
     fill(&c.x[LSE], -INFINITY);
     bind(&c);
     return c;
+}
+
+// Which rows of k are in a run: (K), to be freed.
+static inline bool *keys_in_runs(const attn_case *c) {
+    bool *used = calloc((size_t)c->p.num_keys + 1, sizeof(*used));
+    if (used == NULL) exit(1);
+    for (int64_t r = 0; r < c->p.num_k_runs; r++)
+        for (int64_t i = 0; i < c->runs[r].length; i++) used[c->runs[r].local_begin + i] = true;
+    return used;
+}
+
+// The outputs hold nothing yet. Every key that is in no run gets one, behind the sequence.
+static inline void make_fresh(attn_case *c, int64_t seq_len) {
+    bool *used = keys_in_runs(c);
+    for (int64_t row = 0, end; row < c->p.num_keys; row = end) {
+        for (end = row + 1; end < c->p.num_keys && used[end] == used[row]; end++) {
+        }
+        if (!used[row]) c->runs[c->p.num_k_runs++] = (rt_run){seq_len + row, 1, row, end - row};
+    }
+    free(used);
+    c->p.fresh = true;
 }
 
 static inline attn_shape random_shape(uint64_t *state) {

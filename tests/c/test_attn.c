@@ -122,6 +122,38 @@ static void test_random_problems_agree_with_the_reference(void) {
     }
 }
 
+// In one call or several: what they hold is never read, and written where nobody attends anything.
+static void test_fresh_outputs_are_written(void) {
+    uint64_t state = 21;
+    for (int round = 0; round < 4 * NUM_MASKS; round++) {
+        const attn_shape shape = random_shape(&state);
+        attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
+        make_fresh(&c, shape.seq_len);
+        check_case(&c, &state, 1 + round % 3, threads_of(1 + round % 4));
+        free_case(&c);
+    }
+}
+
+static void test_reference_writes_fresh_outputs(void) {
+    uint64_t state = 22;
+    attn_case fresh = new_case(&state, (attn_shape){RT_F64, 2, 7, 30, 2, 2, 5, 3, false}, MASK_SOME_EMPTY, 1);
+    make_fresh(&fresh, 30);
+    fill(&fresh.x[DELTA], 0);
+    for (int i = DK; i <= DV; i++) fill(&fresh.x[i], 0);
+    attn_case filled = widen(&fresh, &state);
+    for (int pass = FORWARD; pass <= BACKWARD; pass++) {
+        if (pass == FORWARD) poison_fresh(&fresh, &filled, OUT, LSE);
+        if (pass == BACKWARD) poison_fresh(&fresh, &filled, DK, DV);
+        CHECK_STATUS(run_reference((enum pass)pass, &fresh.p), RT_OK);
+        CHECK_STATUS(run_reference((enum pass)pass, &filled.p), RT_OK);
+    }
+    for (int i = OUT; i <= DV; i++)
+        if (i != DELTA) FOR_EACH_ELEMENT(&fresh.x[i], b, token, head, d)
+    CHECK(get(&fresh.x[i], b, token, head, d) == get(&filled.x[i], b, token, head, d));
+    free_arrays(&filled);
+    free_case(&fresh);
+}
+
 static void test_every_head_dim_has_its_tail(void) {
     uint64_t state = 3;
     const int64_t dims[] = {1,  2,  3,  7,   15,  16,  17,  31,  33,  63, 64,
@@ -181,6 +213,12 @@ static void test_no_batch_no_query_no_key_and_no_run(void) {
     c.p.num_k_runs = 0;
     check_case(&c, &state, 1, no_threads());
     free_case(&c);
+    for (int i = 0; i < 3; i++) {
+        c = new_case(&state, shapes[i], MASK_FULL, 1);
+        make_fresh(&c, 9);
+        check_case(&c, &state, 1, threads_of(2));
+        free_case(&c);
+    }
 }
 
 // A run may say a stride that would overflow if it were ever taken.
@@ -198,7 +236,9 @@ int main(void) {
     check_isa_or_skip();
     test_reference_of_two_keys_is_the_formula();
     test_reference_backward_is_the_derivative_of_its_forward();
+    test_reference_writes_fresh_outputs();
     test_random_problems_agree_with_the_reference();
+    test_fresh_outputs_are_written();
     test_every_head_dim_has_its_tail();
     test_many_heads_queries_and_keys_cross_every_edge();
     test_full_tiles_agree_with_the_reference();

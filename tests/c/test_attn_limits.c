@@ -221,6 +221,9 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(k_runs, NULL, RT_BAD_POINTER);
     REFUSED(num_keys, 8, RT_BAD_RUN);
     REFUSED_BY(FORWARD, out, NULL, RT_BAD_POINTER);
+    c.runs[0].length--;
+    REFUSED_BY(BACKWARD, fresh, true, RT_BAD_FRESH);
+    c.runs[0].length++;
     REFUSED_BY(FORWARD, out_stride[1], 0, RT_BAD_STRIDE);
     REFUSED_BY(BACKWARD, dout, NULL, RT_BAD_POINTER);
     REFUSED_BY(BACKWARD, delta, NULL, RT_BAD_POINTER);

@@ -79,6 +79,7 @@ static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_ca
         rt_attn_params p = c->p;
         p.k_runs = c->runs + first;
         p.num_k_runs = last - first;
+        p.fresh = c->p.fresh && call == 0;
         p.workspace_bytes = pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : 0;
         p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
         lend_case(c, 0, p.num_keys);
@@ -96,10 +97,7 @@ static inline void poison_empty_rows(attn_case *c) {
 
 // Nor is what keys hold that are in no run.
 static inline void poison_keys_in_no_run(attn_case *c) {
-    bool *used = calloc((size_t)c->p.num_keys + 1, sizeof(*used));
-    if (used == NULL) exit(1);
-    for (int64_t r = 0; r < c->p.num_k_runs; r++)
-        for (int64_t i = 0; i < c->runs[r].length; i++) used[c->runs[r].local_begin + i] = true;
+    bool *used = keys_in_runs(c);
     for (int i = K; i <= V; i++)
         FOR_EACH_ELEMENT(&c->x[i], b, token, head, d) if (!used[token]) set(&c->x[i], b, token, head, d, NAN);
     free(used);
@@ -111,11 +109,13 @@ static inline void check_forward(attn_case *c, uint64_t *state, int64_t num_call
     forward_bounds(&want, 0x1p-23, num_calls, &bounds);
     add_forward_rounding(&want, c->p.dtype, &bounds);
     poison_empty_rows(c);
+    poison_fresh(c, &want, OUT, LSE);
     run_on_emulator(FORWARD, c, num_calls);
     CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
-    FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d) // rows that saw no key keep the poison
+    FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d) // rows that saw no key keep the poison, or get 0
     if (get(&want.x[LSE], b, token, head, 0) == -INFINITY) {
-        CHECK(isnan(get(&c->x[OUT], b, token, head, d)));
+        const double x = get(&c->x[OUT], b, token, head, d);
+        CHECK(c->p.fresh ? x == 0 : isnan(x));
         set(&c->x[OUT], b, token, head, d, get(&want.x[OUT], b, token, head, d));
     }
     check_array(OUT, c, &want, &bounds);
@@ -187,6 +187,8 @@ static inline void run_backward_twice(const attn_case *c, uint32_t seed, int64_t
 
 // With the lse of the forward, its delta, and a gradient of lse.
 static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_calls) {
+    if (c->p.fresh) num_calls = 1; // whose runs hold every key
+    for (int i = DK; i <= DV && c->p.fresh; i++) fill(&c->x[i], 0);
     attn_case want = widen(c, state);
     fill(&want.x[OUT], 0);
     fill(&want.x[LSE], -INFINITY);
@@ -203,6 +205,7 @@ static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_cal
     attn_case bounds = widen(c, state);
     backward_bounds(&want, 0x1p-23, num_calls, &bounds);
     add_backward_rounding(&want, c->p.dtype, &bounds);
+    poison_fresh(c, &want, DK, DV);
     if (is_16_bit(c->p.dtype)) // blocks take turns
         run_backward_twice(c, (uint32_t)*state, num_calls);
     else
@@ -264,6 +267,7 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
         free_case(&c);
         c = new_case(state, shape, (mask_kind)mask, round % 4 ? 1 : 3);
     }
+    if (random_int(state, 0, 1)) make_fresh(&c, shape.seq_len);
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
     if (round % 5 == 2) { // lse in f64
@@ -274,6 +278,23 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
         bind(&c);
     }
     return c;
+}
+
+// Without keys out and lse are written still, without queries dk and dv.
+static inline void check_fresh_outputs_of_nothing(pass pass) {
+    uint64_t state = 8;
+    for (int i = 0; i < 2 * 3; i++) {
+        const int64_t dim = i < 3 ? 64 : 256, num_queries = pass == FORWARD ? 70 : 0,
+                      num_keys = 70 - num_queries;
+        const attn_shape shape = {all_cuda_dtypes[i % 3], 2, num_queries, num_keys, 2, 2, dim, dim, false};
+        attn_case c = new_case(&state, shape, MASK_FULL, 1);
+        make_fresh(&c, num_keys);
+        if (pass == FORWARD)
+            check_forward(&c, &state, 1);
+        else
+            check_backward(&c, &state, 1);
+        free_case(&c);
+    }
 }
 
 // 64 queries that attend the 192 keys before them, of 1024: of k and v only the tiles that hold those may be read, of 64 keys

@@ -20,6 +20,7 @@ static void test_a_workspace_that_is_missing_is_refused(void) {
 int main(void) {
     test_random_problems_agree_with_the_reference();
     test_a_workspace_that_is_missing_is_refused();
+    check_fresh_outputs_of_nothing(BACKWARD);
     check_that_dead_tiles_stay_unread(BACKWARD, RT_BF16);
     check_that_dead_tiles_stay_unread(BACKWARD, RT_F32);
     CHECK_INT(emulator_bank_conflicts(), 0);
