@@ -5,6 +5,7 @@
 //   consumers   two groups, 64 queries each: S in registers, softmax, P as left factor from registers
 //
 //   consumer, per tile j:   start S_j = Q K_j^T;  start O += P V_{j-1};  softmax of S_j while the latter runs;  rescale O, P
+//   by turns:               the one group starts its products when the other has started those before (ping-pong)
 //
 // A stage has two barriers for each of K and V: `full` when the bytes are there, `empty` when all consumer warps have read
 // them. The producer's group gives back registers that the consumers take: 24 and 240 of each thread.
@@ -142,24 +143,26 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
     sums<1, N> scores;
     uint32_t weights[KEYS / 16][1][4];
     float rescale[2];
+    const int group =
+        shuffle(warp_index() / 4, 0); // one number for the whole warp, and the compiler sees that
+    const uint64_t q = factor_at(ring.q() + (shared_address)(group * 64 * 128), 0);
 
     // S = Q K^T.
     const auto start_scores = [&] {
-        const shared_address q = ring.q() + (shared_address)(warp_index() / 4 * 64 * 128),
-                             k = ring.k(k_at.stage);
+        const uint64_t k = factor_at(ring.k(k_at.stage), 0);
         barrier_wait(ring.barrier(ring_of::K_FULL, k_at.stage), k_at.parity);
         pin(scores[0]);
         products_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            const shared_address from = (shared_address)(i / 4 * shape::PANEL_BYTES + i % 4 * 32);
-            multiply_rows_async<T>(scores[0], factor_at(q + from, 0), factor_at(k + from, 0), i > 0);
+            const int from = i / 4 * shape::PANEL_BYTES + i % 4 * 32;
+            multiply_rows_async<T>(scores[0], factor_after(q, from), factor_after(k, from), i > 0);
         }
         products_commit();
     };
     // O += P V.
     const auto start_values = [&] {
-        const shared_address v = ring.v(v_at.stage);
+        const uint64_t v = factor_at(ring.v(v_at.stage), shape::PANEL_BYTES);
         barrier_wait(ring.barrier(ring_of::V_FULL, v_at.stage), v_at.parity);
         pin(o[0]);
 #pragma unroll
@@ -167,8 +170,7 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
         products_fence();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++)
-            multiply_async<T>(o[0], weights[i][0],
-                              factor_at(v + (shared_address)(i * 16 * 128), shape::PANEL_BYTES));
+            multiply_async<T>(o[0], weights[i][0], factor_after(v, i * 16 * 128));
         products_commit();
     };
     // Scores become weights, in f32.
@@ -182,6 +184,10 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
         for (int i = 0; i < KEYS / 16; i++) weigh<1, N>(scores, i, args.scale_log2, reference, rows);
         pin(scores[0]); // not after the wait for the values
     };
+    // The groups start their products by turns, so that one has products running while the other takes exponentials. A
+    // group's barrier is passed when the other one has given it the turn; group 0 begins.
+    const auto wait_for_turn = [&] { part_barrier(1 + group, 32 * shape::CONSUMERS); };
+    const auto give_turn = [&] { part_barrier_arrive(2 - group, 32 * shape::CONSUMERS); };
     const auto round_weights = [&] {
 #pragma unroll
         for (int i = 0; i < KEYS / 16; i++) pack_weights<T, 1>(weights[i], scores, i);
@@ -190,14 +196,17 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
     barrier_wait(ring.q_full(), 0);
     start_scores();
     products_wait<0>(scores[0]);
+    if (group == 1) give_turn();
     ring.release(ring_of::K_EMPTY, k_at.stage);
     soften();
     round_weights();
     for (auto next = walk.after(at); !walk.ended(next);) {
         at = next;
         k_at.step();
+        wait_for_turn();
         start_scores();
         start_values();
+        give_turn();
         products_wait<1>(scores[0]);
         ring.release(ring_of::K_EMPTY, k_at.stage);
         soften();
@@ -208,7 +217,9 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
         rescale_rows<1, O_COLS>(o, rescale);
         round_weights();
     }
+    wait_for_turn();
     start_values();
+    if (group == 0) give_turn();
     products_wait<0>(o[0]);
     merge_rows(args, query_tile_of_block<shape::ROWS>(args.p), rows, o);
 }

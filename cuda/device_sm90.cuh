@@ -242,4 +242,9 @@ RT_DEVICE uint64_t factor_at(shared_address first, int panel_bytes) {
            (uint64_t)(1024 / 16) << 32 | (uint64_t)1 << 62;
 }
 
+// The factor num_bytes behind it.
+RT_DEVICE uint64_t factor_after(uint64_t factor, int num_bytes) {
+    return factor + (uint64_t)(num_bytes / 16);
+}
+
 #endif // RINGTILE_CUDA_DEVICE_SM90_CUH
