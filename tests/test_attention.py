@@ -116,8 +116,8 @@ else:
 
 
 def forced(isa: str) -> subprocess.Popen[str]:
-    folder = os.path.dirname(__file__)
-    environment = {**os.environ, "RINGTILE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "RINGTILE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.Popen([sys.executable, "-c", FORCED], env=environment, stdout=subprocess.PIPE, text=True)
 
 
