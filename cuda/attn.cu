@@ -22,10 +22,15 @@ static bool fits_int(const rt_attn_params &p) {
 }
 
 // Whether the tensor copies of sm_90 take such rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
-static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3]) {
-    bool ok = rows_are_aligned(array, stride, 2);
-    for (const int64_t s : stride) ok &= s > 0 && s < (int64_t)1 << 39;
+static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3], int64_t element_bytes = 2) {
+    bool ok = rows_are_aligned(array, stride, element_bytes);
+    for (const int64_t s : stride) ok &= s > 0 && s < (int64_t)1 << 38;
     return ok;
+}
+// ... and there is something to copy.
+static bool can_be_mapped(const rt_attn_params &p) {
+    return p.num_queries > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
+           rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride);
 }
 
 // Whose kernels run, 80 or 90: the best that the current device has, or what RINGTILE_CUDA_ISA names. The only place that
@@ -43,10 +48,19 @@ template <class T, int D, int DV> static rt_status forward(const rt_attn_params 
     const rt_status status = choose_isa(&isa);
     if (status != RT_OK) return status;
     if constexpr (D == DV && (D == 64 || D == 128))
-        if (isa == 90 && p.num_queries > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
-            rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride))
-            return attn_fwd_sm90<T, D>(p, stream);
+        if (isa == 90 && can_be_mapped(p)) return attn_fwd_sm90<T, D>(p, stream);
     return attn_fwd<T, D, DV>(p, stream);
+}
+
+template <class T, int D, int DV> static rt_status backward(const rt_attn_params &p, void *stream) {
+    int isa;
+    const rt_status status = choose_isa(&isa);
+    if (status != RT_OK) return status;
+    if constexpr (D == DV && (D == 64 || D == 128))
+        if (isa == 90 && can_be_mapped(p) && rows_can_be_mapped(p.dout, p.dout_stride) &&
+            rows_can_be_mapped(p.dq, p.dq_stride, sizeof(float)))
+            return attn_bwd_sm90<T, D>(p, stream);
+    return attn_bwd<T, D, DV>(p, stream);
 }
 
 extern "C" {
@@ -74,8 +88,8 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
         (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;
     if (p->dtype == RT_F32) return attn_bwd_plain(*p, stream);
-    if (p->dtype == RT_BF16) return CHOOSE_DIMS(attn_bwd, bf16, *p, stream);
-    if (p->dtype == RT_F16) return CHOOSE_DIMS(attn_bwd, f16, *p, stream);
+    if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);
+    if (p->dtype == RT_F16) return CHOOSE_DIMS(backward, f16, *p, stream);
     return RT_BAD_DTYPE;
 }
 

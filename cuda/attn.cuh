@@ -7,6 +7,7 @@
 template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream);
 template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream); // D = DV
 template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream);
+template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void *stream); // D = DV
 
 rt_status attn_fwd_plain(const rt_attn_params &p, void *stream); // f32
 rt_status attn_bwd_plain(const rt_attn_params &p, void *stream);

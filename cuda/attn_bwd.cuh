@@ -35,8 +35,8 @@ struct query_sums {
 // them, QUERIES D / 128 of dq.
 template <int D, int DV> struct backward_shape {
     static constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 16 * WARPS;
-    static constexpr int QUERIES = D <= 128 ? 64 : D <= 192 ? 32 : 16;
-    using walk = query_walk<KEYS, QUERIES>;
+    static constexpr int QUERIES = D <= 128 ? 64 : D <= 192 ? 32 : 16, TILE = QUERIES;
+    using walk = query_walk<KEYS, TILE>;
 
     // dq: a warp has 16 queries and, of every COLUMN_PARTS groups of 16 columns, one.
     static constexpr int QUERY_PARTS = QUERIES / 16, COLUMN_PARTS = WARPS / QUERY_PARTS;
@@ -49,38 +49,37 @@ template <int D, int DV> struct backward_shape {
                          DOUT_AT = Q_AT + tile<QUERIES, D>::BYTES, DS_AT = DOUT_AT + tile<QUERIES, DV>::BYTES,
                          INTERVALS_AT = DS_AT + dscore_tile::BYTES,
                          SUMS_AT = INTERVALS_AT + QUERIES * (int)sizeof(tile_bounds),
-                         KEYS_AT = SUMS_AT + QUERIES * (int)sizeof(query_sums),
-                         WARP_KEYS_AT = KEYS_AT + (int)sizeof(key_tile), BYTES = WARP_KEYS_AT + WARPS * 8;
+                         KEYS_AT = SUMS_AT + QUERIES * (int)sizeof(query_sums), BYTES = KEYS_AT + walk::BYTES;
     static_assert(BYTES <= 99 * 1024);
 };
 
 // ---- numbers of the queries --------------------------------------------------------------------
 
-// What a tile of queries has besides q and dout, in shared memory: which positions each attends, and its sums. Thread
-// i < QUERIES fetches those of query i, and stores them once nobody reads the ones before.
+// What QUERIES queries have besides q and dout, in shared memory: which positions each attends, and its sums. They are
+// fetched from global memory, and stored once nobody reads the ones before.
 template <class Shape> struct query_numbers {
     struct numbers {
         tile_bounds interval;
         query_sums sums;
     };
     const typename Shape::walk &walk;
-    shared_address base; // of the block's bytes
+    shared_address base;
 
-    RT_DEVICE numbers fetch(typename Shape::walk::place at) const {
+    // Those of a query of the tile; zeros behind the last one, and behind the end of the walk.
+    RT_DEVICE numbers fetch(typename Shape::walk::place at, int query) const {
         const rt_attn_params &p = walk.args.p;
-        const int token = at.tile * Shape::QUERIES + thread_index(), batch = walk.keys().batch;
-        if (walk.ended(at) || thread_index() >= Shape::QUERIES || token >= p.num_queries)
-            return {{0, 0}, {0, 0}};
+        const int token = at.tile * Shape::TILE + query, batch = walk.keys().batch;
+        if (walk.ended(at) || query >= Shape::TILE || token >= p.num_queries) return {{0, 0}, {0, 0}};
         const int64_t mask_at = batch * p.mask_batch_stride + token;
         const int64_t row = (batch * p.num_heads + walk.head_of(at)) * p.num_queries + token;
         const float lse = (float)(load_lse(p, row) * LOG2_E);
         return {{global_load(p.begin + mask_at), global_load(p.end + mask_at)},
                 {lse == -INFINITY ? INFINITY : lse, global_load((const float *)p.delta + row)}};
     }
-    RT_DEVICE void store(const numbers &of) const {
-        if (thread_index() >= Shape::QUERIES) return;
-        shared_store(base + (shared_address)(Shape::INTERVALS_AT + thread_index() * 8), of.interval);
-        shared_store(base + (shared_address)(Shape::SUMS_AT + thread_index() * 8), of.sums);
+    RT_DEVICE void store(int query, const numbers &of) const {
+        if (query >= Shape::TILE) return;
+        shared_store(base + (shared_address)(Shape::INTERVALS_AT + query * 8), of.interval);
+        shared_store(base + (shared_address)(Shape::SUMS_AT + query * 8), of.sums);
     }
     RT_DEVICE tile_bounds interval(int query) const {
         return shared_load<tile_bounds>(base + (shared_address)(Shape::INTERVALS_AT + query * 8));
@@ -91,7 +90,7 @@ template <class Shape> struct query_numbers {
         bool any, all;
     };
     RT_DEVICE attendance attended() const {
-        const warp_keys keys = shared_load<warp_keys>(warp_keys_at());
+        const key_positions keys = walk.warp_positions();
         attendance lane = {false, true};
         for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
             const tile_bounds of = interval(query);
@@ -99,18 +98,6 @@ template <class Shape> struct query_numbers {
             lane.all &= of.begin <= keys.first && of.end > keys.last;
         }
         return {any_lane(lane.any), all_lanes(lane.all)};
-    }
-    // ... which begins with storing the positions of the warp's first and last key.
-    struct alignas(8) warp_keys {
-        int first, last;
-    };
-    RT_DEVICE shared_address warp_keys_at() const {
-        return base + (shared_address)(Shape::WARP_KEYS_AT + warp_index() * (int)sizeof(warp_keys));
-    }
-    RT_DEVICE void store_warp_keys() const {
-        const warp_keys keys = {walk.position_of(16 * warp_index()),
-                                walk.position_of(16 * warp_index() + 15)};
-        if (lane_index() == 0) shared_store(warp_keys_at(), keys);
     }
 
     // Of the two queries that a lane has in the columns 8 n ...
@@ -193,17 +180,6 @@ RT_DEVICE void multiply_dscores(sums<1, N> &sum, typename Shape::dscore_tile dsc
     }
 }
 
-// Which tile of keys a block has: all kv heads of all batches come with the first tile, then with the next one. By ticket,
-// or by the index of the block.
-template <class Shape> RT_DEVICE key_tile key_tile_of_block(const attn_args &args, bool by_ticket) {
-    const rt_attn_params &p = args.p;
-    const int number =
-        by_ticket ? take_ticket(workspace_of(p, num_tiles((int)p.num_queries, Shape::QUERIES)).ticket)
-                  : block_index();
-    const int kv_heads = (int)p.num_kv_heads, heads = kv_heads * (int)p.batch;
-    return key_tile_at<Shape::KEYS>(args, number / heads, number % kv_heads, number % heads / kv_heads);
-}
-
 // WITH_K: sums dk, and adds to dq.   WITH_V: sums dv.
 template <class T, int D, int DV, bool WITH_K, bool WITH_V>
 RT_KERNEL((backward_shape<D, DV>::THREADS), (D <= 64 ? 3 : 2))
@@ -220,7 +196,8 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
 
     const typename shape::walk walk{args, base + (shared_address)shape::KEYS_AT};
     if (thread_index() == 0)
-        shared_store(walk.at_keys, key_tile_of_block<shape>(args, WITH_K && p.num_queries > 0));
+        walk.choose_keys(
+            walk.keys_of_number(WITH_K && p.num_queries > 0 ? walk.take_number() : block_index()));
     block_barrier();
     const query_numbers<shape> numbers{walk, base};
     const auto start_queries = [&](auto to, const void *array, const int64_t (&stride)[3], int64_t dim,
@@ -247,8 +224,8 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     start_queries(q_tile, p.q, p.q_stride, p.head_dim, at);
     start_queries(dout_tile, p.dout, p.dout_stride, p.v_head_dim, at);
     async_commit();
-    numbers.store(numbers.fetch(at));
-    numbers.store_warp_keys();
+    numbers.store(thread_index(), numbers.fetch(at, thread_index()));
+    walk.store_warp_positions();
     fix_sign<THREADS>(k_tile, p.scale);
 
     sums<1, D / 8> dk;
@@ -306,13 +283,14 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
             start_queries(dout_tile, p.dout, p.dout_stride, p.v_head_dim, next);
         }
         async_commit();
-        const auto next_numbers = numbers.fetch(next);
+        const auto next_numbers = numbers.fetch(next, thread_index());
 
         if constexpr (WITH_K) {
             sums<1, D / 8 / shape::COLUMN_PARTS> dq;
             clear<1, D / 8 / shape::COLUMN_PARTS>(dq);
             multiply_dscores<T, shape>(dq, dscore_tile, k_tile);
-            walk.wait_for_turn(at);
+            if (thread_index() == 0) walk.wait_for(walk.turn_of(at));
+            block_barrier();
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int token =
@@ -326,10 +304,11 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
                         shape::column_part());
             }
         }
-        numbers.store(next_numbers);
+        numbers.store(thread_index(), next_numbers);
         async_wait<0>();
         block_barrier(); // what is next has arrived, and dq is added
-        if constexpr (WITH_K) walk.finish_turn(at);
+        if constexpr (WITH_K)
+            if (thread_index() == 0) store_release(walk.turn_of(at), walk.next_in_turn(at));
         at = next;
     }
     if constexpr (WITH_K) add_key_rows(walk, p.dk, p.dk_stride, p.head_dim, (float)p.scale, dk);

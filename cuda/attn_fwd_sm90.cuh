@@ -16,11 +16,8 @@
 #define RINGTILE_CUDA_ATTN_FWD_SM90_CUH
 
 #include "attn.cuh"
+#include "attn_sm90.cuh"
 #include "attn_softmax.cuh"
-#include "device_sm90.cuh"
-
-// Every run has tensor maps of its own, whose end is that of the run: what is behind it is zeros. More runs take more launches.
-constexpr int MAX_RUNS_SM90 = 4;
 
 struct attn_sm90_args {
     attn_args attn;
@@ -40,15 +37,6 @@ template <int D> struct forward_sm90_shape {
                          BYTES = BARRIERS_AT + 8 * (1 + 4 * STAGES);
     static_assert(ROWS == KEYS); // one size of boxes
     static_assert(BYTES <= 227 * 1024);
-};
-
-// A place in the ring, and the parity of its phases.
-template <int STAGES> struct ring_place {
-    int stage = 0, parity = 0;
-    RT_DEVICE void step() {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
 };
 
 template <int D> struct forward_ring {
@@ -78,21 +66,6 @@ template <int D> struct forward_ring {
         }
         barrier_init_fence();
     }
-
-    // The calling warp has read K or V of a stage.
-    RT_DEVICE void release(purpose purpose, int stage) const {
-        warp_barrier();
-        if (lane_index() == 0) barrier_arrive(barrier(purpose, stage));
-    }
-
-    // Starts to copy D columns of as many rows as a tile has, from `row` of a head on.
-    RT_DEVICE void copy_rows(shared_address to, shared_address full, const tensor_map &map, int row,
-                             int head) const {
-        barrier_arrive_expecting(full, shape::KEY_BYTES);
-        for (int panel = 0; panel < D / 64; panel++)
-            copy_box(to + (shared_address)(panel * shape::PANEL_BYTES), map, full, 64 * panel, row, head,
-                     block_index_z());
-    }
 };
 
 // One warp of the group copies, by one thread; the walk is that of all warps.
@@ -105,26 +78,23 @@ RT_DEVICE void produce(const attn_sm90_args &args, const forward_ring<D> &ring,
     const bool copies = thread_index() == 32 * shape::CONSUMERS;
     if (copies) {
         const query_tile queries = query_tile_of_block<shape::ROWS>(args.attn.p);
-        ring.copy_rows(ring.q(), ring.q_full(), args.q, queries.first_token, queries.head);
+        barrier_arrive_expecting(ring.q_full(), shape::Q_BYTES);
+        copy_tile<shape::ROWS, D>(ring.q(), ring.q_full(), args.q, queries.first_token, queries.head,
+                                  queries.batch);
     }
     for (ring_place<shape::STAGES> next; !walk.ended(at); at = walk.after(at), next.step()) {
         if (copies) {
-            const int stage = next.stage, row = at.tile * shape::KEYS, head = block_index_y();
-            barrier_wait(ring.barrier(ring_of::K_EMPTY, stage), next.parity ^ 1);
-            ring.copy_rows(ring.k(stage), ring.barrier(ring_of::K_FULL, stage), args.k[at.run], row, head);
-            barrier_wait(ring.barrier(ring_of::V_EMPTY, stage), next.parity ^ 1);
-            ring.copy_rows(ring.v(stage), ring.barrier(ring_of::V_FULL, stage), args.v[at.run], row, head);
+            const int row = at.tile * shape::KEYS, head = block_index_y(), batch = block_index_z();
+            const shared_address k_full = ring.barrier(ring_of::K_FULL, next.stage),
+                                 v_full = ring.barrier(ring_of::V_FULL, next.stage);
+            barrier_wait(ring.barrier(ring_of::K_EMPTY, next.stage), next.parity ^ 1);
+            barrier_arrive_expecting(k_full, shape::KEY_BYTES);
+            copy_tile<shape::KEYS, D>(ring.k(next.stage), k_full, args.k[at.run], row, head, batch);
+            barrier_wait(ring.barrier(ring_of::V_EMPTY, next.stage), next.parity ^ 1);
+            barrier_arrive_expecting(v_full, shape::KEY_BYTES);
+            copy_tile<shape::KEYS, D>(ring.v(next.stage), v_full, args.v[at.run], row, head, batch);
         }
         warp_barrier();
-    }
-}
-
-// The products become those of -Q where scale is negative, and 0 where it is 0.
-template <int M, int N> RT_DEVICE void fix_sign(sums<M, N> &scores, double scale) {
-#pragma unroll
-    for (int i = 0; i < M * N * 4; i++) {
-        float &score = scores[i / (N * 4)][i / 4 % N][i % 4];
-        score = scale < 0 ? -score : 0;
     }
 }
 
@@ -197,7 +167,7 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
     start_scores();
     products_wait<0>(scores[0]);
     if (group == 1) give_turn();
-    ring.release(ring_of::K_EMPTY, k_at.stage);
+    arrive_as_warp(ring.barrier(ring_of::K_EMPTY, k_at.stage));
     soften();
     round_weights();
     for (auto next = walk.after(at); !walk.ended(next);) {
@@ -208,11 +178,11 @@ RT_DEVICE void consume(const attn_args &args, const forward_ring<D> &ring,
         start_values();
         give_turn();
         products_wait<1>(scores[0]);
-        ring.release(ring_of::K_EMPTY, k_at.stage);
+        arrive_as_warp(ring.barrier(ring_of::K_EMPTY, k_at.stage));
         soften();
         next = walk.after(at); // its branches keep the exponentials of soften() before the wait
         products_wait<0>(o[0]);
-        ring.release(ring_of::V_EMPTY, v_at.stage);
+        arrive_as_warp(ring.barrier(ring_of::V_EMPTY, v_at.stage));
         v_at.step();
         rescale_rows<1, O_COLS>(o, rescale);
         round_weights();
@@ -242,16 +212,6 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
         take_registers<240>();
         consume<T, D>(args.attn, ring, walk, first);
     }
-}
-
-// num_rows rows of every head and batch, from `first` on.
-template <class T>
-bool map_rows(tensor_map &map, const void *array, const int64_t (&stride)[3], int64_t batch, int64_t first,
-              int64_t num_rows, int64_t num_heads, int64_t dim, int box_rows) {
-    const int64_t size[4] = {dim, num_rows, num_heads, batch};
-    const int64_t bytes[3] = {(int64_t)sizeof(T) * stride[1], (int64_t)sizeof(T) * stride[2],
-                              (int64_t)sizeof(T) * stride[0]};
-    return make_tensor_map<T>(map, (const char *)array + first * bytes[0], size, bytes, box_rows);
 }
 
 template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {

@@ -235,8 +235,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args)
 
     const query_walk<PLAIN_TILE, PLAIN_TILE> walk{args, dscores + PAIRS_BYTES};
     if (thread_index() == 0)
-        shared_store(walk.at_keys,
-                     key_tile_at<PLAIN_TILE>(args, block_index(), block_index_y(), block_index_z()));
+        walk.choose_keys(key_tile_at<PLAIN_TILE>(args, block_index(), block_index_y(), block_index_z()));
     block_barrier();
 
     const rt_run &run = walk.run();

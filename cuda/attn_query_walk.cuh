@@ -36,20 +36,29 @@ RT_DEVICE int position_of_key(const rt_run &run, int64_t key) {
     return position < INT32_MAX ? (int)position : INT32_MAX;
 }
 
+// Positions of the first and the last key of a tile.
+struct alignas(8) key_positions {
+    int first, last;
+};
+template <int KEYS> RT_DEVICE key_positions positions_of_keys(const rt_run &run, int first_key) {
+    return {position_of_key(run, first_key),
+            position_of_key(run, least(first_key + KEYS, (int)run.length) - 1)};
+}
+
 // Whether a tile of queries attends a tile of keys: otherwise the pair is dead.
-template <int KEYS> RT_DEVICE bool attends(tile_bounds queries, const rt_run &run, int first_key) {
-    const int last_key = least(first_key + KEYS, (int)run.length) - 1;
-    return queries.begin <= position_of_key(run, last_key) && queries.end > position_of_key(run, first_key);
+RT_DEVICE bool attends(tile_bounds queries, key_positions keys) {
+    return queries.begin <= keys.last && queries.end > keys.first;
 }
 
 // The first tile of keys that a tile of queries attends, from key `first` of a run on: its first row in k, by which tiles are
-// told apart; INT32_MAX if there is none.
+// told apart; INT32_MAX if there is none. (It ends behind queries.begin, so that only its begin is to be compared.)
 template <int KEYS>
 RT_DEVICE int next_key_tile(const attn_args &args, tile_bounds queries, int run, int first) {
+#pragma unroll 1
     for (; run < args.num_runs; run++, first = 0) {
         const rt_run &keys = args.runs[run];
-        const int key = most(first_key_from(keys, queries.begin) / KEYS * KEYS, first);
-        if (key < keys.length && attends<KEYS>(queries, keys, key)) return (int)(keys.local_begin + key);
+        const int lo = first_key_from(keys, queries.begin), key = most(lo / KEYS * KEYS, first);
+        if (lo < keys.length && queries.end > position_of_key(keys, key)) return (int)keys.local_begin + key;
     }
     return INT32_MAX;
 }
@@ -115,19 +124,63 @@ template <int TILE, int KEYS> rt_status fill_workspace(const attn_args &args, vo
 // the heads of the group. Which tile that is lies in shared memory, where the block puts it: asking again is cheaper
 // than keeping the answer in registers.
 template <int KEYS, int TILE> struct query_walk {
-    struct place {
+    struct alignas(8) place {
         int tile, head; // of queries, -1 at the end; of the group
     };
 
-    const attn_args &args;
-    shared_address at_keys; // a key_tile
+    // What is asked for again and again, and takes divisions or products to find.
+    struct alignas(16) facts {
+        key_positions positions;
+        int first_row, first_head; // of the tile, in k and v; of the group
+    };
+    struct alignas(16) workspace_rows {
+        const tile_bounds *bounds; // (tiles)
+        int *turns;                // (heads of the group, tiles)
+    };
+    static constexpr int FACTS_AT = sizeof(key_tile), ROWS_AT = FACTS_AT + sizeof(facts),
+                         WARPS_AT = ROWS_AT + sizeof(workspace_rows),
+                         BYTES = WARPS_AT + KEYS / 16 * sizeof(key_positions);
 
+    const attn_args &args;
+    shared_address at_keys; // a key_tile, facts, workspace_rows, and positions for every warp
+
+    // A number's tile: all kv heads of all batches come with the first tile of keys, then with the next one.
+    RT_DEVICE key_tile keys_of_number(int number) const {
+        const int kv_heads = (int)args.p.num_kv_heads, heads = kv_heads * (int)args.p.batch;
+        return key_tile_at<KEYS>(args, number / heads, number % kv_heads, number % heads / kv_heads);
+    }
+    RT_DEVICE int take_number() const { return take_ticket(workspace_of(args.p, num_query_tiles()).ticket); }
+    // One thread puts the block's tile where the others find it after a barrier.
+    RT_DEVICE void choose_keys(key_tile keys) const {
+        const rt_attn_params &p = args.p;
+        const rt_run &run = args.runs[keys.run];
+        const backward_workspace workspace = workspace_of(p, num_query_tiles());
+        const int64_t mask_row = p.mask_batch_stride > 0 ? keys.batch : 0;
+        const int first_head = keys.kv_head * group();
+        const int64_t row = keys.batch * p.num_heads + first_head;
+        shared_store(at_keys, keys);
+        shared_store(at_keys + FACTS_AT, facts{positions_of_keys<KEYS>(run, keys.first_key),
+                                               (int)run.local_begin + keys.first_key, first_head});
+        shared_store(at_keys + ROWS_AT, workspace_rows{workspace.bounds + mask_row * num_query_tiles(),
+                                                       workspace.turns + row * num_query_tiles()});
+    }
     RT_DEVICE key_tile keys() const { return shared_load<key_tile>(at_keys); }
     RT_DEVICE const rt_run &run() const { return args.runs[keys().run]; }
+    // Of the 16 keys of a warp that has stored them.
+    RT_DEVICE void store_warp_positions() const {
+        const int row = 16 * warp_index();
+        if (lane_index() == 0)
+            shared_store(at_keys + (shared_address)(WARPS_AT + warp_index() * (int)sizeof(key_positions)),
+                         key_positions{position_of(row), position_of(row + 15)});
+    }
+    RT_DEVICE key_positions warp_positions() const {
+        return shared_load<key_positions>(
+            at_keys + (shared_address)(WARPS_AT + warp_index() * (int)sizeof(key_positions)));
+    }
     RT_DEVICE int position_of(int row) const { return position_of_key(run(), keys().first_key + row); }
     RT_DEVICE int num_query_tiles() const { return num_tiles((int)args.p.num_queries, TILE); }
     RT_DEVICE int group() const { return (int)args.p.num_heads / (int)args.p.num_kv_heads; }
-    RT_DEVICE int head_of(place at) const { return keys().kv_head * group() + at.head; }
+    RT_DEVICE int head_of(place at) const { return first_head() + at.head; }
 
     RT_DEVICE bool ended(place at) const { return at.tile == -1; }
     RT_DEVICE place first() const { return {last_tile(num_query_tiles() - 1), 0}; }
@@ -135,34 +188,29 @@ template <int KEYS, int TILE> struct query_walk {
         return at.head + 1 < group() ? place{at.tile, at.head + 1} : place{last_tile(at.tile - 1), 0};
     }
 
-    // The tiles of keys that a tile of queries attends add to its dq one after the other, in ascending order. Every thread
-    // calls wait_for_turn before it adds, and finish_turn after a barrier behind that.
-    RT_DEVICE void wait_for_turn(place at) const {
-        if (thread_index() == 0) wait_until(turn_of(at), (int)run().local_begin + keys().first_key);
-        block_barrier();
+    // The tiles of keys that a tile of queries attends add to its dq one after the other, in ascending order. One thread
+    // waits for the block's turn before it adds, and gives it to the next one after that.
+    RT_DEVICE int *turn_of(place at) const {
+        return shared_load<workspace_rows>(at_keys + ROWS_AT).turns + (int64_t)at.head * num_query_tiles() +
+               at.tile;
     }
-    RT_DEVICE void finish_turn(place at) const {
-        if (thread_index() != 0) return;
-        const tile_bounds queries = global_load(bounds() + at.tile);
-        store_release(turn_of(at), next_key_tile<KEYS>(args, queries, keys().run, keys().first_key + KEYS));
+    RT_DEVICE void wait_for(const int *turn) const { wait_until(turn, first_row()); }
+    RT_DEVICE int next_in_turn(place at) const {
+        return next_key_tile<KEYS>(args, bounds(at.tile), keys().run, keys().first_key + KEYS);
     }
 
   private:
-    RT_DEVICE const tile_bounds *bounds() const {
-        const int64_t mask_row = args.p.mask_batch_stride > 0 ? keys().batch : 0;
-        return workspace_of(args.p, num_query_tiles()).bounds + mask_row * num_query_tiles();
+    RT_DEVICE key_positions positions() const { return shared_load<key_positions>(at_keys + FACTS_AT); }
+    RT_DEVICE int first_row() const { return shared_load<int>(at_keys + FACTS_AT + 8); }
+    RT_DEVICE int first_head() const { return shared_load<int>(at_keys + FACTS_AT + 12); }
+    RT_DEVICE tile_bounds bounds(int tile) const {
+        return global_load(shared_load<workspace_rows>(at_keys + ROWS_AT).bounds + tile);
     }
-    RT_DEVICE int *turn_of(place at) const {
-        const int64_t row = keys().batch * args.p.num_heads + head_of(at);
-        return workspace_of(args.p, num_query_tiles()).turns + row * num_query_tiles() + at.tile;
-    }
-
     // The last tile up to `from`; -1 if there is none.
     RT_DEVICE int last_tile(int from) const {
         for (; from >= 0; from -= 32) {
             const int tile = from - lane_index();
-            const bool live =
-                tile >= 0 && attends<KEYS>(global_load(bounds() + tile), run(), keys().first_key);
+            const bool live = tile >= 0 && attends(bounds(tile), positions());
             const int last = max_of_lanes(live ? tile : -1);
             if (last >= 0) return last;
         }

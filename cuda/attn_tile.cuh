@@ -367,11 +367,11 @@ struct key_range {
 };
 
 // First key of the run whose position is at least `bound`, in [0, length].
-RT_DEVICE int first_key_from(const rt_run &run, int64_t bound) {
+RT_DEVICE int first_key_from(const rt_run &run, int bound) {
     if (bound <= run.global_begin) return 0;
-    const int64_t distance = bound - run.global_begin;
-    const int64_t key = run.stride == 1 ? distance : (distance - 1) / run.stride + 1;
-    return (int)(key < run.length ? key : run.length);
+    const int distance = bound - (int)run.global_begin;
+    const int key = run.stride >= distance ? 1 : (distance - 1) / (int)run.stride + 1;
+    return least(key, (int)run.length);
 }
 
 // Goes from tile to tile of KEYS keys, over all runs, stopping at those that one of ROWS queries attends. Every warp finds

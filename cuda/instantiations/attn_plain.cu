@@ -21,6 +21,6 @@ rt_status attn_bwd_plain(const rt_attn_params &p, void *stream) {
         if (status != RT_OK) return status;
         return launch(attn_bwd_keys_plain_kernel,
                       {num_key_tiles<PLAIN_TILE>(args), args.p.num_kv_heads, args.p.batch}, PLAIN_THREADS,
-                      bytes + (int)sizeof(key_tile), stream, args);
+                      bytes + query_walk<PLAIN_TILE, PLAIN_TILE>::BYTES, stream, args);
     });
 }

@@ -7,14 +7,6 @@ static const rt_dtype dtypes[] = {RT_BF16, RT_F16};
 enum { NUM_SM90_DIMS = sizeof(dims) / sizeof(dims[0]) };
 static const case_range mapped = {dims, dtypes, NUM_SM90_DIMS, 2, 200, 900, true};
 
-static bool any_pair(const attn_case *c) {
-    int64_t *rows = must_alloc((size_t)c->p.num_keys * sizeof(*rows)), n = 0;
-    for (int64_t b = 0; b < c->p.batch; b++)
-        for (int64_t token = 0; token < c->p.num_queries; token++) n += attended_keys(c, b, token, rows);
-    free(rows);
-    return n > 0;
-}
-
 // In one call or several, into a state that may hold earlier blocks.
 static void test_random_problems_agree_with_the_reference(void) {
     uint64_t state = 1;

@@ -1,0 +1,53 @@
+// The CUDA attention backward of sm_90 on the emulator, against the f64 reference.
+#include "attn_emulated.h"
+
+static const head_dims dims[] = {{64, 64}, {128, 128}, {8, 24}, {40, 64}, {128, 64}, {64, 128}, {104, 120}};
+static const rt_dtype dtypes[] = {RT_BF16, RT_F16};
+enum { NUM_SM90_DIMS = sizeof(dims) / sizeof(dims[0]) };
+static const case_range mapped = {dims, dtypes, NUM_SM90_DIMS, 2, 200, 400, true};
+
+// In one call or several, with blocks one after the other and side by side.
+static void test_random_problems_agree_with_the_reference(void) {
+    uint64_t state = 1;
+    for (int round = 0; round < NUM_SM90_DIMS * NUM_MASKS; round++) {
+        attn_case c = draw_case(&state, &mapped, round);
+        const int64_t before = emulator_group_products();
+        check_backward(&c, &state, 1 + round % 3);
+        CHECK_INT(emulator_group_products() > before, any_pair(&c));
+        free_case(&c);
+    }
+}
+
+// Rows of dq that bulk copies do not take, and other head dims, go to the kernel of sm_80.
+static void test_what_cannot_be_mapped_is_right_too(void) {
+    uint64_t state = 6;
+    const int64_t before = emulator_group_products();
+    for (int i = 0; i < 2; i++) {
+        const attn_shape shape = {RT_BF16, 2, 70, 140, 2, 1, i == 1 ? 96 : 64, 64, false};
+        attn_case c = new_case(&state, shape, MASK_CAUSAL, 1);
+        while (!rows_are_aligned(&c) || is_aligned(&c.x[DQ]) != (i == 1)) {
+            free_case(&c);
+            c = new_case(&state, shape, MASK_CAUSAL, 1);
+        }
+        check_backward(&c, &state, 1);
+        free_case(&c);
+    }
+    CHECK_INT(emulator_group_products(), before);
+}
+
+static void test_nothing_to_do_is_done(void) {
+    uint64_t state = 7;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
+    c.p.num_queries = 0;
+    CHECK_STATUS(rt_cuda_attn_bwd(&c.p, NULL), RT_OK);
+    free_case(&c);
+}
+
+int main(void) {
+    emulator_set_compute_capability(90);
+    test_random_problems_agree_with_the_reference();
+    test_what_cannot_be_mapped_is_right_too();
+    test_nothing_to_do_is_done();
+    check_that_dead_tiles_stay_unread(BACKWARD, RT_BF16);
+    return check_finish();
+}
