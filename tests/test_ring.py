@@ -245,6 +245,31 @@ def test_queries_without_keys_give_zeros() -> None:
     assert all(torch.isfinite(x).all() for x in (ring.out, ring.dq, ring.dk, ring.dv))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        IntervalMask.causal(48),
+        IntervalMask.sliding_window(48, 5) & IntervalMask.documents([13, 35]),
+        IntervalMask.from_padding(torch.tensor([[0] * 20 + [1] * 28] * 2)),
+    ],
+)
+def test_what_memory_held_leaves_no_trace(mask: IntervalMask, world_size: int) -> None:
+    """torch fills what is empty with NaN where algorithms are to be deterministic."""
+    p = problem(batch=2, dtype=torch.bfloat16)
+    for layout in (Layout.contiguous(48, world_size), Layout.striped(48, world_size)):
+        expected = run_ring(p, mask, layout)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert torch.empty(3).isnan().all()
+            poisoned = run_ring(p, mask, layout)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for x, y in zip(poisoned, expected, strict=True):
+            assert not x.isnan().any()
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_nan_and_inf_stay_where_the_definition_puts_them(poison: float) -> None:
     p = problem()
