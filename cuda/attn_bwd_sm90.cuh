@@ -187,7 +187,8 @@ RT_DEVICE void sum_keys(const attn_args &args, const backward_ring<D> &ring,
                         const typename backward_sm90_shape<D>::walk &walk) {
     using shape = backward_sm90_shape<D>;
     const rt_attn_params &p = args.p;
-    const int group = warp_index() / 4;
+    const int group =
+        shuffle(warp_index() / 4, 0); // one number for the whole warp, and the compiler sees that
     sums<1, D / 8> dk, dv;
     clear<1, D / 8>(dk);
     clear<1, D / 8>(dv);
@@ -196,38 +197,37 @@ RT_DEVICE void sum_keys(const attn_args &args, const backward_ring<D> &ring,
 
     // sum (64 keys x 64 queries) = rows of the group's keys times rows of a part's queries.
     const auto start_rows = [&](sums<1, 8> &sum, shared_address keys, shared_address queries) {
-        keys += (shared_address)(group * 64 * 128);
+        const uint64_t a = factor_at(keys + (shared_address)(group * 64 * 128), 0), b = factor_at(queries, 0);
         pin(sum[0]);
         products_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
-            multiply_rows_async<T>(
-                sum[0], factor_at(keys + (shared_address)(i / 4 * shape::KEY_PANEL + i % 4 * 32), 0),
-                factor_at(queries + (shared_address)(i / 4 * shape::QUERY_PANEL + i % 4 * 32), 0), i > 0);
+            multiply_rows_async<T>(sum[0], factor_after(a, i / 4 * shape::KEY_PANEL + i % 4 * 32),
+                                   factor_after(b, i / 4 * shape::QUERY_PANEL + i % 4 * 32), i > 0);
         products_commit();
     };
     // sum (64 keys x D) += left (64 keys x 64 queries) times rows of a part's queries.
     const auto start_columns = [&](sums<1, D / 8> &sum, uint32_t (&left)[4][1][4], shared_address queries) {
+        const uint64_t b = factor_at(queries, shape::QUERY_PANEL);
         pin(sum[0]);
 #pragma unroll
         for (int i = 0; i < 4; i++) pin(left[i]);
         products_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            multiply_async<T>(sum[0], left[i][0],
-                              factor_at(queries + (shared_address)(i * 16 * 128), shape::QUERY_PANEL));
+        for (int i = 0; i < 4; i++) multiply_async<T>(sum[0], left[i][0], factor_after(b, i * 16 * 128));
         products_commit();
     };
     // dq of the group's queries and columns = dS times rows of keys.
     const auto start_queries = [&](shared_address dscores_at) {
-        dscores_at += (shared_address)(D == 64 ? group * shape::dscore_tile::BYTES : 0);
-        const shared_address k = ring.k() + (shared_address)(D == 64 ? 0 : group * shape::KEY_PANEL);
+        const uint64_t a = factor_at(
+                           dscores_at + (shared_address)(D == 64 ? group * shape::dscore_tile::BYTES : 0), 0),
+                       b = factor_at(ring.k() + (shared_address)(D == 64 ? 0 : group * shape::KEY_PANEL), 0);
         pin(dq[0]);
         products_fence();
 #pragma unroll
         for (int i = 0; i < shape::KEYS / 16; i++)
-            multiply_columns_async<T>(dq[0], factor_at(dscores_at + (shared_address)(i * 16 * 128), 0),
-                                      factor_at(k + (shared_address)(i * 16 * 128), 0), i > 0);
+            multiply_columns_async<T>(dq[0], factor_after(a, i * 16 * 128), factor_after(b, i * 16 * 128),
+                                      i > 0);
         products_commit();
     };
 
