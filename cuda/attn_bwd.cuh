@@ -285,11 +285,15 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
         async_commit();
         const auto next_numbers = numbers.fetch(next, thread_index());
 
+        int turn_after = 0; // found before the turn comes: others wait while it lasts
         if constexpr (WITH_K) {
             sums<1, D / 8 / shape::COLUMN_PARTS> dq;
             clear<1, D / 8 / shape::COLUMN_PARTS>(dq);
             multiply_dscores<T, shape>(dq, dscore_tile, k_tile);
-            if (thread_index() == 0) walk.wait_for(walk.turn_of(at));
+            if (thread_index() == 0) {
+                turn_after = walk.next_in_turn(at);
+                walk.wait_for(walk.turn_of(at));
+            }
             block_barrier();
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -308,7 +312,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
         async_wait<0>();
         block_barrier(); // what is next has arrived, and dq is added
         if constexpr (WITH_K)
-            if (thread_index() == 0) store_release(walk.turn_of(at), walk.next_in_turn(at));
+            if (thread_index() == 0) store_release(walk.turn_of(at), turn_after);
         at = next;
     }
     if constexpr (WITH_K) add_key_rows(walk, p.dk, p.dk_stride, p.head_dim, (float)p.scale, dk);
