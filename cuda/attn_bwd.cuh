@@ -295,17 +295,17 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
                 walk.wait_for(walk.turn_of(at));
             }
             block_barrier();
+            const float factor = (float)fabs(p.scale); // k_tile has the sign of scale
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int token =
                     at.tile * shape::QUERIES + shape::query_part() * 16 + 8 * r + lane_index() / 4;
-                if (token < p.num_queries) // k_tile has the sign of scale
+                if (token < p.num_queries)
                     update_row<shape::COLUMN_PARTS>(
                         (float *)p.dq + walk.keys().batch * p.dq_stride[0] + token * p.dq_stride[1] +
                             walk.head_of(at) * p.dq_stride[2],
                         (int)p.head_dim, args.in_pairs, true, dq, r,
-                        [&](float before, float x) { return before + (float)fabs(p.scale) * x; },
-                        shape::column_part());
+                        [&](float before, float x) { return before + factor * x; }, shape::column_part());
             }
         }
         numbers.store(thread_index(), next_numbers);
