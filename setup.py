@@ -114,6 +114,7 @@ NVCC_FLAGS = [
     "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error",  # a kernel stays in its registers
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra,-Werror",
 ]
+WAITS = "Potential Performance Loss"  # so ptxas remarks that products of a warp group wait for each other
 # Machine code for A100, RTX 30, RTX 40 and H100, and PTX for what comes after them; *_sm90*.cu are for H100 alone.
 SM_90A = "-gencode=arch=compute_90a,code=sm_90a"
 ALL_ARCHS = ["-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]", SM_90A]
@@ -153,10 +154,17 @@ def compile_cuda(nvcc: str) -> list[str]:
             archs = [SM_90A] if "_sm90" in target.stem else ALL_ARCHS
             outdated.append([nvcc, *NVCC_FLAGS, *archs, "-MD", "-MF", str(needed), "-c", source, "-o", str(target)])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for command, done in zip(outdated, pool.map(lambda c: subprocess.run(c, cwd=ROOT), outdated), strict=True):
-            if done.returncode != 0:
+        for command, done in zip(outdated, pool.map(run_nvcc, outdated), strict=True):
+            print(done.stdout, end="", file=sys.stderr)
+            if done.returncode != 0 or WAITS in done.stdout:
+                pathlib.Path(command[-1]).unlink(missing_ok=True)
                 refuse(f"nvcc failed: {' '.join(command)}")
     return objects
+
+
+def run_nvcc(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """With what it and ptxas say, in stdout."""
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def is_older(target: pathlib.Path, files: list[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -70,6 +71,25 @@ def test_cuda_without_nvcc_is_one_line() -> None:
         "shutil.which = lambda name, **at: None if name == 'nvcc' else which(name, **at)"
     )
     assert_refused(run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH")
+
+
+def test_products_that_ptxas_makes_wait_for_each_other_fail_the_build(tmp_path: pathlib.Path) -> None:
+    """ptxas only remarks on that, so what it says is read; the object does not stay behind as if it were good."""
+    for part in ("csrc", "cuda"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("""#!/bin/sh
+for last; do :; done
+touch "$last" && echo "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+""")
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
+    done = run_setup(f"import os; os.chdir({str(tmp_path)!r})", CUDA_HOME=str(tmp_path), RINGTILE_CUDA="1")
+    assert done.returncode != 0
+    assert "(C7512)" in done.stderr
+    assert "ringtile: cannot build: nvcc failed" in done.stderr
+    assert not (tmp_path / "build" / "cuda" / "attn.o").exists()
 
 
 def test_unknown_cuda_choice_is_one_line() -> None:
