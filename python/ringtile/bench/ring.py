@@ -94,12 +94,11 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> Tensor:
-        out = torch.zeros_like(q, dtype=ops.state_dtype(q.dtype))
-        lse = q.new_full((q.size(0), q.size(2), q.size(1)), float("-inf"), dtype=torch.float64)
-        for block, k_runs in blocks(rank_plan):
-            ops.attn_fwd_(
-                q, k[:, block], v[:, block], rank_plan.begin, rank_plan.end, k_runs, out, lse, q.size(3) ** -0.5, 0.0
-            )
+        out = torch.empty_like(q, dtype=ops.state_dtype(q.dtype))
+        lse = q.new_empty((q.size(0), q.size(2), q.size(1)), dtype=torch.float64)
+        begin, end, scale = rank_plan.begin, rank_plan.end, q.size(3) ** -0.5
+        for i, (block, k_runs) in enumerate(blocks(rank_plan)):
+            ops.attn_fwd_(q, k[:, block], v[:, block], begin, end, k_runs, out, lse, scale, 0.0, fresh=i == 0)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rank_plan = rank_plan
@@ -110,7 +109,7 @@ class _Blocks(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank_plan: RankPlan = ctx.rank_plan
         state = ops.state_dtype(q.dtype)
-        delta = (dout.to(state) * out.to(state)).sum(-1).transpose(1, 2).contiguous()
+        delta = ops.attn_delta(dout, out, torch.zeros_like(lse))
         dq, dk, dv = (torch.zeros_like(x, dtype=state) for x in (q, k, v))
         for block, k_runs in blocks(rank_plan):
             ops.attn_bwd_(
