@@ -200,6 +200,22 @@ def test_a_kernel_of_atens_is_compared_before_it_is_used(
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 
+def test_no_key_is_sent_where_no_kernel_of_atens_is_right(stand_in: Callable[..., None]) -> None:
+    """Every rank says why, and none that it lost another one."""
+    stand_in("nan")
+    p, layout = problem(v_head_dim=16), Layout.zigzag(48, 2)
+
+    def on_rank(group: LoopbackGroup) -> str:
+        q, k, v = (layout.shard(x.detach(), 1, group.transport.rank) for x in (p.q, p.k, p.v))
+        with pytest.raises(InputError) as caught:
+            ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, block_kernel="aten")
+        ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group)
+        return str(caught.value)
+
+    for message in LoopbackWorld(2).run(on_rank):
+        assert message.startswith("block_kernel is 'aten', but on cpu nan gives another out than ringtile's")
+
+
 def test_of_several_kernels_one_that_is_right_is_used(
     stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,8 +58,7 @@ def attn_fwd_(
     """ops.attn_fwd_ of round i, fresh in round 0: by aten where `kernel` says so and aten can, else by ringtile's.
 
     Of several kernels that may run, all are measured the first time that they meet shapes and pieces on a device, and
-    the fastest is kept: with "auto" one of aten's or ringtile's, with "aten" one of aten's. InputError with "aten"
-    where aten has kernels for such tensors, but none that computes what ringtile's does.
+    the fastest is kept: with "auto" one of aten's or ringtile's, with "aten" one of aten's.
     """
     begin, end = plan.mask_on(q.device)
 
@@ -73,22 +72,23 @@ def attn_fwd_(
         for piece in pieces or ():
             _merge_piece_(attend, piece, q, k, v, out, lse, scale)
 
-    pieces = plain_pieces(plan, i) if kernel != "ringtile" and _aten_takes(q, v, softcap) else None
-    if pieces is not None and q.dtype != out.dtype and not _is_alone(plan, i, pieces):
-        pieces = None
+    pieces = _pieces_of_aten(kernel, plan, i, q, v, softcap)
     if pieces is None:
         by_ringtile(out, lse)
         return
-    found = {name: why_not(name, q.device, q.dtype, q.size(3), q.size(2), k.size(2)) for name in ATEN[q.device.type]}
     merges: dict[str, Merge] = {
-        name: functools.partial(by_aten, ATEN[q.device.type][name]) for name, reason in found.items() if not reason
+        name: functools.partial(by_aten, ATEN[q.device.type][name]) for name in _names_in_aten(kernel, q, k)
     }
     if kernel == "auto":
         merges["ringtile"] = by_ringtile
-    elif not merges:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in found.items())
-        raise InputError(f"block_kernel is 'aten', but on {q.device} {reasons}; use 'auto' or 'ringtile'")
     _fastest(merges, (q.device, q.dtype, q.shape, k.shape, pieces), out, lse)(out, lse)
+
+
+def check(kernel: str, plan: RankPlan, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> None:
+    """InputError where `kernel` is "aten" and a round is aten's, but no kernel of it computes what ringtile's does."""
+    rounds = range(len(plan.rounds)) if kernel == "aten" else ()
+    if any(_pieces_of_aten(kernel, plan, i, q, v, softcap) is not None for i in rounds):
+        _names_in_aten(kernel, q, k)
 
 
 # ---- plain masks --------------------------------------------------------------------------------
@@ -181,6 +181,25 @@ def _aten_takes(q: Tensor, v: Tensor, softcap: float) -> bool:
     if q.device.type == "cuda":
         return q.dtype in (torch.bfloat16, torch.float16) and q.size(3) % 8 == 0
     return q.device.type == "cpu"
+
+
+def _pieces_of_aten(
+    kernel: str, plan: RankPlan, i: int, q: Tensor, v: Tensor, softcap: float
+) -> tuple[Piece, ...] | None:
+    """The pieces of round i's mask; None where it is ringtile's."""
+    pieces = plain_pieces(plan, i) if kernel != "ringtile" and _aten_takes(q, v, softcap) else None
+    rounds_once_more = q.dtype != ops.state_dtype(q.dtype)
+    return None if pieces is not None and rounds_once_more and not _is_alone(plan, i, pieces) else pieces
+
+
+def _names_in_aten(kernel: str, q: Tensor, k: Tensor) -> list[str]:
+    """Of the kernels that compute what ringtile's does; InputError where `kernel` is "aten" and there are none."""
+    found = {name: why_not(name, q.device, q.dtype, q.size(3), q.size(2), k.size(2)) for name in ATEN[q.device.type]}
+    names = [name for name, reason in found.items() if not reason]
+    if kernel == "aten" and not names:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in found.items())
+        raise InputError(f"block_kernel is 'aten', but on {q.device} {reasons}; use 'auto' or 'ringtile'")
+    return names
 
 
 def _merge_piece_(

@@ -265,12 +265,14 @@ def _open_ring(
     scale: float,
     softcap: float,
     group_name: str,
+    block_kernel: str = "ringtile",
 ) -> Iterator[_Ring]:
     """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
     op = f"ring_attention {direction}"
     transport = transport_of(group_name)
     try:
         plan = _check(transport, q, k, v, begin, end, layout, scale, softcap)
+        block.check(block_kernel, plan, q, k, v, softcap)
     except RingtileError as error:
         transport.refuse(op, error)
         raise
@@ -309,7 +311,7 @@ def _ring_attention(
     group_name: str,
     block_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor]:
-    with _open_ring("forward", q, k, v, begin, end, layout, scale, softcap, group_name) as ring:
+    with _open_ring("forward", q, k, v, begin, end, layout, scale, softcap, group_name, block_kernel) as ring:
         out, lse = _empty_outputs(q, v, ops.state_dtype(q.dtype))
         for i, (_, round_k, round_v) in enumerate(ring.rounds()):
             block.attn_fwd_(block_kernel, ring.plan, i, q, round_k, round_v, out, lse, scale, softcap)
