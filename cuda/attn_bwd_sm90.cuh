@@ -330,19 +330,14 @@ template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void 
         [&](const attn_args &attn) {
             attn_bwd_sm90_args args;
             args.attn = attn;
-            bool mapped = map_rows<T>(args.q, p.q, p.q_stride, p.batch, 0, p.num_queries, p.num_heads,
-                                      p.head_dim, shape::TILE) &&
-                          map_rows<T>(args.dout, p.dout, p.dout_stride, p.batch, 0, p.num_queries,
-                                      p.num_heads, p.v_head_dim, shape::TILE) &&
-                          map_rows<float>(args.dq, p.dq, p.dq_stride, p.batch, 0, p.num_queries, p.num_heads,
-                                          p.head_dim, shape::BOX_ROWS);
-            for (int i = 0; i < attn.num_runs && mapped; i++) {
-                const rt_run &run = attn.runs[i];
-                mapped = map_rows<T>(args.k[i], p.k, p.k_stride, p.batch, run.local_begin, run.length,
-                                     p.num_kv_heads, p.head_dim, shape::KEYS) &&
-                         map_rows<T>(args.v[i], p.v, p.v_stride, p.batch, run.local_begin, run.length,
-                                     p.num_kv_heads, p.v_head_dim, shape::KEYS);
-            }
+            const bool mapped = map_rows<T>(args.q, p.q, p.q_stride, p.batch, 0, p.num_queries, p.num_heads,
+                                            p.head_dim, shape::TILE) &&
+                                map_rows<T>(args.dout, p.dout, p.dout_stride, p.batch, 0, p.num_queries,
+                                            p.num_heads, p.v_head_dim, shape::TILE) &&
+                                map_rows<float>(args.dq, p.dq, p.dq_stride, p.batch, 0, p.num_queries,
+                                                p.num_heads, p.head_dim, shape::BOX_ROWS) &&
+                                map_keys<T>(args.k, attn, p.k, p.k_stride, p.head_dim, shape::KEYS) &&
+                                map_keys<T>(args.v, attn, p.v, p.v_stride, p.v_head_dim, shape::KEYS);
             if (!mapped) return RT_CUDA;
             const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(attn, stream);
             return status != RT_OK ? status

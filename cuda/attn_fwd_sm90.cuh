@@ -221,15 +221,10 @@ template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void 
         [&](const attn_args &attn) {
             attn_sm90_args args;
             args.attn = attn;
-            bool mapped = map_rows<T>(args.q, p.q, p.q_stride, p.batch, 0, p.num_queries, p.num_heads,
-                                      p.head_dim, shape::ROWS);
-            for (int i = 0; i < attn.num_runs && mapped; i++) {
-                const rt_run &run = attn.runs[i];
-                mapped = map_rows<T>(args.k[i], p.k, p.k_stride, p.batch, run.local_begin, run.length,
-                                     p.num_kv_heads, p.head_dim, shape::KEYS) &&
-                         map_rows<T>(args.v[i], p.v, p.v_stride, p.batch, run.local_begin, run.length,
-                                     p.num_kv_heads, p.v_head_dim, shape::KEYS);
-            }
+            const bool mapped = map_rows<T>(args.q, p.q, p.q_stride, p.batch, 0, p.num_queries, p.num_heads,
+                                            p.head_dim, shape::ROWS) &&
+                                map_keys<T>(args.k, attn, p.k, p.k_stride, p.head_dim, shape::KEYS) &&
+                                map_keys<T>(args.v, attn, p.v, p.v_stride, p.v_head_dim, shape::KEYS);
             if (!mapped) return RT_CUDA;
             return launch(attn_fwd_sm90_kernel<T, D>, query_grid<shape::ROWS>(p), shape::THREADS,
                           shape::BYTES, stream, args);

@@ -19,6 +19,17 @@ bool map_rows(tensor_map &map, const void *array, const int64_t (&stride)[3], in
     return make_tensor_map<T>(map, (const char *)array + first * bytes[0], size, bytes, box_rows);
 }
 
+// k or v, run by run.
+template <class T>
+bool map_keys(tensor_map (&maps)[MAX_RUNS_SM90], const attn_args &args, const void *array,
+              const int64_t (&stride)[3], int64_t dim, int box_rows) {
+    bool mapped = true;
+    for (int i = 0; i < args.num_runs && mapped; i++)
+        mapped = map_rows<T>(maps[i], array, stride, args.p.batch, args.runs[i].local_begin,
+                             args.runs[i].length, args.p.num_kv_heads, dim, box_rows);
+    return mapped;
+}
+
 // A place in the ring, and the parity of its phases.
 template <int STAGES> struct ring_place {
     int stage = 0, parity = 0;

@@ -235,8 +235,11 @@ static const head_dims all_dims[] = {
     {64, 64},  {96, 96},   {128, 128}, {192, 128}, {256, 256}, // the compiled ones
     {1, 3},    {40, 64},   {72, 96},   {80, 80},   {100, 17},
     {128, 64}, {136, 128}, {192, 192}, {64, 128},  {250, 129}};
-static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32};
+static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32}; // tensor cores take the first two
 enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
+static const head_dims sm90_dims[] = {{64, 64},  {128, 128}, {8, 24},   {40, 64},
+                                      {128, 64}, {64, 128},  {104, 120}};
+enum { NUM_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]) };
 static const case_range everything = {all_dims, all_cuda_dtypes, NUM_DIMS, 3, 140, 300, false};
 
 // Whether all rows of an array begin at multiples of 16 bytes; whether the kernels may copy rows in chunks of those.

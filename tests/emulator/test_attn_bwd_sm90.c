@@ -1,10 +1,7 @@
 // The CUDA attention backward of sm_90 on the emulator, against the f64 reference.
 #include "attn_emulated.h"
 
-static const head_dims dims[] = {{64, 64}, {128, 128}, {8, 24}, {40, 64}, {128, 64}, {64, 128}, {104, 120}};
-static const rt_dtype dtypes[] = {RT_BF16, RT_F16};
-enum { NUM_SM90_DIMS = sizeof(dims) / sizeof(dims[0]) };
-static const case_range mapped = {dims, dtypes, NUM_SM90_DIMS, 2, 200, 400, true};
+static const case_range mapped = {sm90_dims, all_cuda_dtypes, NUM_SM90_DIMS, 2, 200, 400, true};
 
 // In one call or several, with blocks one after the other and side by side.
 static void test_random_problems_agree_with_the_reference(void) {
