@@ -39,6 +39,15 @@ template <int D> struct forward_sm90_shape {
     static_assert(BYTES <= 227 * 1024);
 };
 
+// A place in the ring, and the parity of its phases.
+template <int STAGES> struct ring_place {
+    int stage = 0, parity = 0;
+    RT_DEVICE void step() {
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
 template <int D> struct forward_ring {
     using shape = forward_sm90_shape<D>;
     shared_address base;

@@ -1,5 +1,4 @@
-// What the attention kernels of sm_90a share: their tensor maps, tiles that bulk copies bring, and the ring of stages that
-// these lie in.
+// What the attention kernels of sm_90a share: their tensor maps, and tiles that bulk copies bring.
 #ifndef RINGTILE_CUDA_ATTN_SM90_CUH
 #define RINGTILE_CUDA_ATTN_SM90_CUH
 
@@ -29,15 +28,6 @@ bool map_keys(tensor_map (&maps)[MAX_RUNS_SM90], const attn_args &args, const vo
                              args.runs[i].length, args.p.num_kv_heads, dim, box_rows);
     return mapped;
 }
-
-// A place in the ring, and the parity of its phases.
-template <int STAGES> struct ring_place {
-    int stage = 0, parity = 0;
-    RT_DEVICE void step() {
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
 
 // Starts the copy of a tile, whose bytes are announced: ROWS rows of D columns, in panels of 64 columns, from `row` of a head
 // on. One thread calls it.
