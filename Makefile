@@ -1,18 +1,26 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
-# make test    set up, build, lint, and run every test (C under sanitizers, then Python)
+# make test    set up, build, lint, and test: C under sanitizers, CUDA kernels on the emulator, Python
+# make test-all  the same with every cell of every matrix, and CUDA kernels for every architecture (an hour)
+# make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
+# make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv)
 # make setup   .venv with everything that constraints.txt pins
-# make clean   remove what a build leaves behind
+# make clean   remove the build outputs
 PYTHON ?= python3
 BIN := .venv/bin
-CORE := $(wildcard csrc/*.[ch] csrc/*.cpp csrc/*/*.[ch])
+CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/torch/*.cpp)
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc))
 LOCK := mkdir -p build && flock build/.lock
+# Here every compiler warning fails the build; a user's pip install only prints it.
+STRICT := RINGTILE_WERROR=1
+CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.*' -type f)
+JOBS := -j2
+ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test lint clean ctest emulator
+.PHONY: setup build cuda train test test-all checks pytest mutants lint clean ctest emulator docs
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -23,11 +31,21 @@ cuda: build/.cuda
 	touch $@
 
 build/.built: .venv/.ready setup.py pyproject.toml $(CORE)
-	$(LOCK) env RINGTILE_CUDA=0 $(PIP) install --no-build-isolation --no-deps -e .
+	$(LOCK) env $(STRICT) RINGTILE_CUDA=0 $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 
-build/.cuda: build/.built $(wildcard cuda/*.* cuda/*/*.*)
-	$(LOCK) env RINGTILE_CUDA=1 $(BIN)/python setup.py -q build_clib build_ext --inplace
+# On a fresh clone one pip install builds everything; later only changed files are compiled.
+BUILD_CUDA = if [ -e build/.built ]; then $(BIN)/python setup.py -q build_clib build_ext --inplace; \
+	else $(PIP) install --no-build-isolation --no-deps -e . && touch build/.built; fi
+
+build/.cuda: $(CUDA)
+	$(LOCK) env $(STRICT) RINGTILE_CUDA=1 sh -c '$(BUILD_CUDA)'
+	touch $@ build/.cuda_one
+
+# Kernels for one architecture, which compile in a third of the time.
+build/.cuda_one: $(CUDA)
+	$(LOCK) env $(STRICT) RINGTILE_CUDA=1 RINGTILE_CUDA_ARCHS=one sh -c '$(BUILD_CUDA)'
+	rm -f build/.cuda
 	touch $@
 
 train: build
@@ -35,13 +53,33 @@ train: build
 		--compare --json out/train.json --plot out/loss.png
 
 ctest:
-	$(MAKE) -C tests/c
+	$(MAKE) -s $(JOBS) -C tests/c
 
 emulator:
-	$(MAKE) -C tests/emulator
+	$(MAKE) -s $(JOBS) -C tests/emulator
 
-test: build $(if $(NVCC),cuda) lint ctest emulator
-	$(BIN)/python -m pytest
+# Two parts at a time: most of them keep only one core busy.
+test:
+	+$(MAKE) --no-print-directory $(JOBS) JOBS= checks
+
+test-all:
+	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
+
+checks: pytest ctest lint emulator
+
+pytest: $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
+	$(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
+
+mutants: build
+	$(BIN)/python tests/mutants.py
+
+docs: build/docs-venv/.ready
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet
+
+build/docs-venv/.ready: docs/requirements.txt
+	$(PYTHON) -m venv build/docs-venv
+	build/docs-venv/bin/pip --disable-pip-version-check --quiet install -r docs/requirements.txt
+	touch $@
 
 lint: setup
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')

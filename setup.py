@@ -1,7 +1,18 @@
-"""Builds ringtile/_C.abi3.so: the C core as a static library, linked into one binding on torch's stable headers.
+"""Builds the package's shared objects. Each links what it needs from one static library, the C code of csrc/.
 
-Where nvcc is, also ringtile/_cuda.abi3.so: the kernels of cuda/, under the same binding. Neither a GPU nor a torch with
-CUDA is needed for that. RINGTILE_CUDA=0 leaves it out, RINGTILE_CUDA=1 refuses to build without it.
+    ringtile._C      the ops on CPU tensors
+    ringtile._bench  the multiply-add peak, for `ringtile bench`
+    ringtile._cuda   the ops on CUDA tensors, where nvcc is; building it needs neither a GPU nor a torch with CUDA
+
+Environment, read here and nowhere else in the build (setuptools reads CC and CXX as well):
+
+    CC, CXX          the compilers
+    CUDA_HOME        where to look for nvcc before PATH
+    RINGTILE_CUDA    0: leave the CUDA kernels out; 1: fail without nvcc; auto, the default: build them where nvcc is
+    RINGTILE_CUDA_ARCHS  one: each kernel for one architecture only, in a third of the time, as `make test` does; a GPU
+                     of another one compiles what it runs from PTX
+    RINGTILE_WERROR  1: every warning fails the build, ptxas' included. The Makefile sets it; an installation does not,
+                     so that a newer compiler with a new warning still installs
 """
 
 from __future__ import annotations
@@ -20,11 +31,11 @@ from setuptools import Extension, setup
 
 ROOT = pathlib.Path(__file__).parent
 MIN_TORCH = (2, 11)
-TARGET_VERSION = "0x020b000000000000"  # TORCH_TARGET_VERSION: the oldest torch the binary runs on, 2.11
+TARGET_VERSION = "0x020b000000000000"  # TORCH_TARGET_VERSION: the oldest torch the binaries run on, 2.11
 
 
 def refuse(message: str) -> None:
-    """One clear line instead of a page of compiler output."""
+    """Ends the build with one clear line instead of a page of compiler output."""
     sys.exit(f"ringtile: cannot build: {message}")
 
 
@@ -39,51 +50,48 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
     refuse(f"torch {torch.__version__} is too old, expected >= {MIN_TORCH[0]}.{MIN_TORCH[1]}.")
 
 
+def setting(variable: str, default: str, meanings: dict[str, str]) -> str:
+    """The value of an environment variable that takes one of a few values."""
+    value = os.environ.get(variable) or default
+    if value not in meanings:
+        expected = ", ".join(f"{known} ({meaning})" for known, meaning in meanings.items())
+        refuse(f"{variable} is {value!r}; expected one of {expected}.")
+    return value
+
+
+CC = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+CXX = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
+CUDA_HOME = os.environ.get("CUDA_HOME")
+CUDA = setting("RINGTILE_CUDA", "auto", {"0": "CPU only", "1": "CPU and CUDA", "auto": "CUDA where nvcc is"})
+ARCHS = setting("RINGTILE_CUDA_ARCHS", "all", {"all": "every GPU from A100 on", "one": "quick to compile"})
+STRICT = setting("RINGTILE_WERROR", "0", {"0": "warnings are printed", "1": "warnings fail the build"}) == "1"
+
+
 def check_toolchain() -> None:
     """Tries a one-line C file, and a one-line C++ file with Python's header, before the real build does."""
+    empty_main = "int main(void) { return 0; }"
+    python_h = "Python's headers (Python.h; on Debian and Ubuntu: apt-get install python3-dev)"
     probes = (
-        (
-            "CC",
-            sysconfig.get_config_var("CC") or "cc",
-            ".c",
-            "int main(void) { return 0; }",
-            "-std=c17",
-            "a C17 compiler",
-        ),
-        (
-            "CXX",
-            sysconfig.get_config_var("CXX") or "c++",
-            ".cpp",
-            "int main() { return 0; }",
-            "-std=c++20",
-            "a C++20 compiler",
-        ),
-        (
-            "CXX",
-            sysconfig.get_config_var("CXX") or "c++",
-            ".cpp",
-            "#include <Python.h>\n",
-            "-std=c++20",
-            "Python's headers (Python.h; on Debian and Ubuntu: apt-get install python3-dev)",
-        ),
+        ("CC", CC, ".c", empty_main, "-std=c17", "a C17 compiler"),
+        ("CXX", CXX, ".cpp", empty_main, "-std=c++20", "a C++20 compiler"),
+        ("CXX", CXX, ".cpp", "#include <Python.h>\n", "-std=c++20", python_h),
     )
-    for variable, default, suffix, text, standard, what in probes:
-        command = os.environ.get(variable, default).split()
-        if shutil.which(command[0]) is None:
-            refuse(f"{what} is missing: {command[0]} is not on PATH. Install one (gcc, g++) or name it in {variable}.")
+    for variable, compiler, suffix, text, standard, what in probes:
+        if shutil.which(compiler[0]) is None:
+            refuse(f"{what} is missing: {compiler[0]} is not on PATH. Install one (gcc, g++) or name it in {variable}.")
         with tempfile.TemporaryDirectory() as folder:
             source = pathlib.Path(folder, "probe" + suffix)
             source.write_text(text)
             include = "-I" + sysconfig.get_paths()["include"]
             done = subprocess.run(
-                [*command, standard, include, "-c", source.name, "-o", "probe.o"],
+                [*compiler, standard, include, "-c", source.name, "-o", "probe.o"],
                 cwd=folder,
                 capture_output=True,
                 text=True,
             )
         if done.returncode != 0:
             reason = next(iter(done.stderr.strip().splitlines()), f"exit status {done.returncode}")
-            refuse(f"{what} is needed; trying it gave: {reason}")
+            refuse(f"{what} is needed; a test compile failed with: {reason}")
 
 
 if any(
@@ -92,6 +100,7 @@ if any(
 ):
     check_toolchain()
 
+WERROR = ["-Werror"] if STRICT else []
 C_FLAGS = [
     "-std=c17",
     "-O3",
@@ -100,70 +109,70 @@ C_FLAGS = [
     "-fno-trapping-math",
     "-fPIC",
     "-fvisibility=hidden",
-    "-ffunction-sections",  # what a shared object does not call is left out of it
+    "-ffunction-sections",  # the linker drops functions that a shared object does not call
     "-Wall",
     "-Wextra",
     "-Wpedantic",
-    "-Werror",
+    *WERROR,
 ]
-BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"]
+BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *WERROR]
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
-    "-Werror=all-warnings",
-    "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error",  # a kernel stays in its registers
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra,-Werror",
+    "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage",  # a kernel stays in its registers
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra",
+    *(["-Werror=all-warnings", "-Xptxas=--warning-as-error", "-Xcompiler=-Werror"] if STRICT else []),
 ]
-WAITS = "Potential Performance Loss"  # so ptxas remarks that products of a warp group wait for each other
-# Machine code for A100, RTX 30, RTX 40 and H100, and PTX for what comes after them; *_sm90*.cu are for H100 alone.
+# ptxas only remarks, and never warns, that it serialized the wgmma products of a warp group.
+SERIALIZED = "Potential Performance Loss"
+# Machine code for A100, RTX 30, RTX 40 and H100, and PTX for later GPUs; *_sm90*.cu are for H100 alone.
 SM_90A = "-gencode=arch=compute_90a,code=sm_90a"
 ALL_ARCHS = ["-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]", SM_90A]
+ONE_ARCH = ["-gencode=arch=compute_80,code=[sm_80,compute_80]"] if ARCHS == "one" else []
 core_sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.c"))
 core_headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
 cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*.*"))
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME, or else of PATH; None: leave the CUDA kernels out."""
-    wanted = os.environ.get("RINGTILE_CUDA", "auto")
-    if wanted not in ("0", "1", "auto"):
-        refuse(f"RINGTILE_CUDA is {wanted!r}; expected 0 (CPU only), 1 (CPU and CUDA), or auto (CUDA where nvcc is).")
-    if wanted == "0":
+    """The nvcc of CUDA_HOME, or else of PATH; None leaves the CUDA kernels out."""
+    if CUDA == "0":
         return None
-    home = os.environ.get("CUDA_HOME")
-    nvcc = (home and shutil.which("nvcc", path=os.path.join(home, "bin"))) or shutil.which("nvcc")
-    if not nvcc and wanted == "1":
+    nvcc = (CUDA_HOME and shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin"))) or shutil.which("nvcc")
+    if not nvcc and CUDA == "1":
         refuse("RINGTILE_CUDA is 1, but nvcc is neither in CUDA_HOME nor on PATH. Install the CUDA toolkit (>= 12.4).")
     return nvcc or None
 
 
 def compile_cuda(nvcc: str) -> list[str]:
-    """The objects of cuda/**/*.cu; those whose files have changed are compiled anew, on all cores."""
+    """Compiles cuda/**/*.cu, on all cores, and returns the objects. Unchanged files keep the object they have."""
     outdated = []
     objects = []
     for source in cuda_files:
         if not source.endswith(".cu"):
             continue
         target = ROOT / "build" / pathlib.Path(source).with_suffix(".o")
+        archs = [SM_90A] if "_sm90" in target.stem else ONE_ARCH or ALL_ARCHS
+        if archs == ONE_ARCH:
+            target = target.with_suffix(".one.o")
         objects.append(str(target))
         needed = target.with_suffix(".d")  # "object : file file ...", lines ending in a backslash
         files = needed.read_text().replace("\\\n", " ").split()[2:] if needed.exists() else []
         files = [*files, __file__]
         if not target.exists() or not needed.exists() or is_older(target, files):
             target.parent.mkdir(parents=True, exist_ok=True)
-            archs = [SM_90A] if "_sm90" in target.stem else ALL_ARCHS
             outdated.append([nvcc, *NVCC_FLAGS, *archs, "-MD", "-MF", str(needed), "-c", source, "-o", str(target)])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for command, done in zip(outdated, pool.map(run_nvcc, outdated), strict=True):
             print(done.stdout, end="", file=sys.stderr)
-            if done.returncode != 0 or WAITS in done.stdout:
+            if done.returncode != 0 or (STRICT and SERIALIZED in done.stdout):
                 pathlib.Path(command[-1]).unlink(missing_ok=True)
                 refuse(f"nvcc failed: {' '.join(command)}")
     return objects
 
 
 def run_nvcc(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """With what it and ptxas say, in stdout."""
+    """Runs nvcc; stdout holds all that it and ptxas print."""
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -174,19 +183,19 @@ def is_older(target: pathlib.Path, files: list[str]) -> bool:
 
 
 def cuda_library_dirs(nvcc: str) -> list[str]:
-    """Where the CUDA toolkit of an nvcc keeps its libraries, as that nvcc says."""
-    said = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
-    libraries = next((line for line in said.splitlines() if line.startswith("#$ LIBRARIES=")), "")
+    """The library folders of nvcc's own toolkit, from a dry run of it."""
+    printed = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
+    libraries = next((line for line in printed.splitlines() if line.startswith("#$ LIBRARIES=")), "")
     return re.findall(r'"-L([^"]+)"', libraries)
 
 
 def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
-    """One shared object of the package: a binding, and what of the C core it calls."""
+    """One shared object of the package: a binding, and the parts of the C core that it calls."""
     return CppExtension(
         f"ringtile.{name}",
         sources,
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "cuda")],
-        depends=[*core_sources, *core_headers, "csrc/bindings.cpp", *more.pop("depends", [])],
+        depends=[*core_sources, *core_headers, "csrc/torch/kernels.cpp", *more.pop("depends", [])],
         define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
         extra_compile_args=BINDING_FLAGS,
         extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", *more.pop("extra_link_args", [])],
@@ -196,7 +205,7 @@ def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
 
 
 class BuildExtensions(BuildExtension):
-    """Compiles what is CUDA with nvcc, before the extensions are built."""
+    """Compiles the CUDA kernels with nvcc before the extensions are linked."""
 
     def build_extensions(self) -> None:
         for ext in self.extensions:
@@ -206,16 +215,19 @@ class BuildExtensions(BuildExtension):
 
 
 NVCC = find_nvcc()
-extensions = [extension("_C", ["csrc/bindings.cpp", "csrc/plan_bindings.cpp"])]
+extensions = [
+    extension("_C", ["csrc/torch/kernels.cpp", "csrc/torch/sequence.cpp"]),
+    extension("_bench", ["csrc/torch/bench.cpp"]),
+]
 if NVCC:
     extensions.append(
         extension(
             "_cuda",
-            ["cuda/bindings.cpp"],
+            ["cuda/torch/kernels.cpp"],
             depends=cuda_files,
             library_dirs=cuda_library_dirs(NVCC),
             libraries=["cudart_static", "dl", "rt", "pthread"],
-            # libtorch.so brings libtorch_cuda.so where torch has it; nothing here names a symbol of either.
+            # libtorch.so loads libtorch_cuda.so where torch has one; the linker sees no symbol of either in use.
             extra_link_args=["-Wl,--no-as-needed,-ltorch"],
         )
     )

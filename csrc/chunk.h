@@ -1,14 +1,14 @@
-// Chunks: a stretch of a row, widened to the math type in a buffer on the stack, so that the bodies know neither
-// dtypes nor tails. Included after vec.h.
+// Chunks: a stretch of a row, widened to the math type in a buffer on the stack, so that kernels see neither dtypes nor
+// tails.
 #ifndef RINGTILE_CHUNK_H
 #define RINGTILE_CHUNK_H
 
 #include "half.h"
 #include "vec.h"
 
-enum { CHUNK = 512 }; // elements: three chunks of f32 are 6 KiB, a fraction of any L1 cache
+enum { CHUNK = 512 }; // elements; three chunks of f32 are 6 KiB, a fraction of any L1 cache
 
-// to[0 .. num_elements - 1] from element `first` of an array of that dtype; then zeros to the end of a vec.
+// Widens elements first .. first + num_elements - 1 of an array into `to`, then adds zeros up to a whole vec.
 static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, int64_t num_elements,
                               real *to) {
     for (int64_t i = num_elements; i % LANES != 0; i++) to[i] = 0;

@@ -1,4 +1,4 @@
-// The 16-bit floating-point types: f16 is the compiler's, bf16 is the upper half of an f32.
+// The 16-bit floating-point types: f16 is the compiler's own, bf16 is the upper half of an f32.
 #ifndef RINGTILE_HALF_H
 #define RINGTILE_HALF_H
 
@@ -14,7 +14,7 @@ static inline float bf16_to_f32(uint16_t bits) {
     return value;
 }
 
-// Rounds to nearest, ties to even; a NaN keeps its sign and becomes quiet.
+// Rounds to nearest, ties to even; keeps a NaN's sign and makes it quiet.
 static inline uint16_t f32_to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));

@@ -1,5 +1,5 @@
-// Work sharing over the threads that the caller lends: tasks 0 .. num_tasks - 1 are started in order, each by the
-// first worker that is free. Results must not depend on which worker runs a task.
+// Shares work among the caller's threads: tasks 0 .. num_tasks - 1 start in order, each on the first free worker.
+// Results must not depend on which worker runs a task.
 #ifndef RINGTILE_PARALLEL_H
 #define RINGTILE_PARALLEL_H
 
@@ -23,7 +23,7 @@ static inline void rt_drain_queue(void *queue_ptr, int64_t worker) {
     }
 }
 
-// Calls run_task(ctx, task, worker) for every task, and returns when all are done; worker < parallel.num_workers.
+// Calls run_task(ctx, task, worker) for every task, with worker < parallel.num_workers, and returns when all are done.
 static inline void rt_for_each(rt_parallel parallel, int64_t num_tasks,
                                void (*run_task)(void *ctx, int64_t task, int64_t worker), void *ctx) {
     rt_task_queue queue = {.num_tasks = num_tasks, .run_task = run_task, .ctx = ctx};
@@ -34,7 +34,7 @@ static inline void rt_for_each(rt_parallel parallel, int64_t num_tasks,
         parallel.run(parallel.pool, num_workers, rt_drain_queue, &queue);
 }
 
-// How many rows make a task worth waking a worker for, when a row has row_len elements.
+// How many rows of row_len elements make a task worth waking a worker for.
 static inline int64_t rt_rows_per_task(int64_t row_len) {
     enum { TASK_ELEMENTS = 16 * 1024 };
     return row_len < TASK_ELEMENTS ? TASK_ELEMENTS / (row_len > 0 ? row_len : 1) : 1;

@@ -1,16 +1,15 @@
-// The C API of ringtile's core: attention over a running softmax, sequence layouts, the ring's plan,
-// GLU and softmax cross entropy. It knows raw pointers, shapes and strides; it does not know PyTorch,
-// Python or processes.
+// The C API of ringtile's core: attention over a running softmax, sequence layouts, the ring's plan, GLU and softmax
+// cross entropy. It works on raw pointers, shapes and strides, and has no notion of PyTorch, Python or processes.
 //
 // Conventions
 //   Shape letters  B batch, S global tokens, N local queries, K keys of this block, H query heads,
 //                  G kv heads (H is a multiple of G), D head dim, Dv value head dim, W ranks,
 //                  T tokens of a tile, F MLP intermediate size, V vocabulary, R runs.
 //   Strides        counted in elements; the last dim always has stride 1.
-//   Errors         every function that can fail returns an rt_status; rt_status_message() says what
-//                  was expected. Preconditions are checked once, at these functions.
-//   Memory         nothing here allocates, prints, aborts, or keeps state between calls. A function
-//                  that needs scratch takes a workspace and says its size in a *_bytes function.
+//   Errors         every function that can fail returns an rt_status, and rt_status_message() says what was expected.
+//                  These functions check every precondition, once.
+//   Memory         nothing here allocates, prints, aborts, or keeps state between calls. A function that needs
+//                  scratch takes a workspace; a *_bytes function returns its size.
 //   Determinism    the same inputs give the same bits for any number of workers.
 #ifndef RINGTILE_H
 #define RINGTILE_H
@@ -31,25 +30,24 @@ extern "C" {
     X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
     X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
-    X(RT_BAD_STRIDE, "what is written must not overlap itself: no stride of 0, and rows apart by at least "  \
-                     "their length")                                                                         \
+    X(RT_BAD_STRIDE, "an output must not overlap itself: it needs strides above 0 and rows that stay apart") \
     X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "                    \
                     "label_smoothing in [0, 1]")                                                             \
     X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \
-    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence, and its "     \
-                  "local range inside the local tokens; the runs of a rank share neither")                   \
-    X(RT_BAD_FRESH, "where dk and dv are fresh, the runs must hold every key")                               \
+    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "    \
+                  "tokens inside the local tensor; two runs of a rank must not share a position or a token") \
+    X(RT_BAD_FRESH, "with fresh dk and dv, the runs must hold every key")                                    \
     X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
     X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
     X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
     X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
     X(RT_CAPACITY, "the output array is too small")                                                          \
-    X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than the matching *_bytes "      \
-                    "function says")                                                                         \
+    X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than its *_bytes function "      \
+                    "returns")                                                                               \
     X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                           \
     X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")                   \
-    X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a where the compute capability is 9.0")     \
+    X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a on a GPU of compute capability 9.0")      \
     X(RT_CUDA, "the CUDA runtime refused to start a kernel")
 
 typedef enum rt_status {
@@ -65,9 +63,8 @@ const char *rt_status_message(rt_status status);
 
 typedef enum rt_dtype { RT_F64, RT_F32, RT_BF16, RT_F16 } rt_dtype;
 
-// How the caller lends its threads. run() calls work(ctx, worker) for every worker in
-// [0, num_workers), in any order, concurrently or not, and returns when all have returned. A NULL
-// run means: one worker, the calling thread.
+// The caller's threads. run() calls work(ctx, worker) for every worker in [0, num_workers), in any order, concurrently
+// or not, and returns when all have returned. A NULL run means one worker, the calling thread.
 typedef struct rt_parallel {
     void (*run)(void *pool, int64_t num_workers, void (*work)(void *ctx, int64_t worker), void *ctx);
     void *pool;
@@ -76,9 +73,9 @@ typedef struct rt_parallel {
 
 typedef enum rt_isa { RT_ISA_GENERIC, RT_ISA_AVX2, RT_ISA_AVX512, RT_ISA_AVX512_BF16 } rt_isa;
 
-// The instruction set every kernel uses: the best this CPU has, or what RINGTILE_CPU_ISA names.
-// Chosen once, at the first call; thread-safe.
-//   RT_BAD_ISA, RT_ISA_MISSING   the environment variable is wrong; *isa is not written
+// The instruction set of every kernel: the one that RINGTILE_CPU_ISA names, else the best of this CPU. Chosen once, at
+// the first call; thread-safe.
+//   RT_BAD_ISA, RT_ISA_MISSING (the variable's value is wrong); *isa is not written then
 rt_status rt_cpu_isa(rt_isa *isa);
 const char *rt_isa_name(rt_isa isa); // "generic", "avx2", "avx512", "avx512_bf16"
 
@@ -90,21 +87,20 @@ typedef struct rt_run {
     int64_t global_begin, stride, local_begin, length;
 } rt_run;
 
-// Checks that every run is well formed, lies inside local_len local tokens, and shares neither a local token nor a
-// global position with another run.
+// Checks that every run is well formed, lies inside local_len local tokens, and shares no local token and no global
+// position with another run.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
 rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
 
-// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and that each rank's
-// local tokens are exactly filled.
+// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and fill each rank's local tokens.
 //   runs (R), rank after rank;  run_offsets (W + 1): rank r owns runs [run_offsets[r], run_offsets[r + 1])
 //   seen (S) bytes of scratch
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
                           uint8_t *seen);
 
-// positions (local_len): the global position of each local token. RT_BAD_RUN also when a local token is in
-// no run or in two.
+// positions (local_len): the global position of each local token. RT_BAD_RUN also if a local token is in no run or in
+// two.
 rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len);
 
 // One strided copy between a global and a local tensor that differ only in the size of `dim`.
@@ -120,18 +116,18 @@ typedef struct rt_shard_params {
     int64_t num_runs;
 } rt_shard_params;
 
-// local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens
-// that no run names keep their value.
+// local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens in no run
+// keep their value.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN, RT_BAD_STRIDE
 rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
-// global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions that no
-// run names keep their value.
+// The inverse: global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions in no run keep
+// their value.
 rt_status rt_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
 
-// ---- plan: who needs which keys of whom --------------------------------------------------------
+// ---- plan: which keys one rank needs from another ----------------------------------------------
 
-// An interval mask: query at global position i of row b attends the keys whose global position lies
-// in [begin[b, i], end[b, i]); end <= begin means no key.
+// With an interval mask: the query at global position i of row b attends the keys at global positions
+// [begin[b, i], end[b, i]); end <= begin means no key.
 typedef struct rt_plan_params {
     int64_t num_ranks, seq_len, mask_batch;
     const rt_run *runs;         // (R) rank after rank
@@ -139,35 +135,34 @@ typedef struct rt_plan_params {
     const int32_t *begin, *end; // (mask_batch, S) contiguous
 } rt_plan_params;
 
-// below (S + 1): how many keys of key_rank have a global position below g, for g = 0..S.
+// below (S + 1): the number of key_rank's keys below global position g, for g = 0..S.
 rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *below);
 
-// attended[j]: how many queries of query_rank, over all rows, attend key j. Bounds outside 0..S mean the same as the
-// nearest bound inside.
-//   below NULL: the keys are all positions, j = 0..S-1. Otherwise those of the rank that rt_plan_below was asked for, by
-//   their order in the sequence.
-//   attended (keys + 1), of which the last is scratch
+// attended[j]: the number of query_rank's queries, over all rows, that attend key j. Bounds outside 0..S are clamped.
+//   below: NULL, and key j is global position j = 0..S-1; or as rt_plan_below wrote it, and key j is the j-th key of
+//   that rank in sequence order
+//   attended (keys + 1), the last one scratch
 // O(S) without below, else O(queries + keys).
 rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below,
                            int64_t *attended);
 
-// The keys of key_rank that some query attends, as few runs as possible in local order, and the number of unmasked
-// (query, key) pairs, summed over the mask's rows.
-//   below, attended: as given to and by rt_plan_attended;  needed (capacity), may be NULL when capacity is 0
-//   *num_needed is always the full count, also with RT_CAPACITY
+// The keys of key_rank that at least one query attends, as the fewest possible runs in local order, and the number of
+// unmasked (query, key) pairs, summed over the mask's rows.
+//   below, attended: the arguments of rt_plan_attended;  needed (capacity), may be NULL if capacity is 0
+//   *num_needed is the full count, even with RT_CAPACITY
 rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below,
                          const int64_t *attended, rt_run *needed, int64_t capacity, int64_t *num_needed,
                          int64_t *num_pairs);
 
-// 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their
-// masks and layouts before they exchange keys.
+// 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their masks and
+// layouts before they exchange keys.
 uint64_t rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed);
 
 // ---- attention ---------------------------------------------------------------------------------
 
 // One block of keys against all local queries. Forward and backward share the struct.
 typedef struct rt_attn_params {
-    rt_dtype dtype; // of q, k, v, dout. State and gradients are f32, or f64 when dtype is RT_F64.
+    rt_dtype dtype; // of q, k, v, dout. State and gradients are f32, or f64 if dtype is RT_F64.
     int64_t batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, v_head_dim;
     double scale;   // scores are scale * q.k
     double softcap; // 0: off; else scores become softcap * tanh(scale * q.k / softcap)
@@ -178,19 +173,19 @@ typedef struct rt_attn_params {
     int64_t q_stride[3], k_stride[3], v_stride[3]; // batch, token, head
 
     const int32_t *begin, *end; // (B or 1, N): query attends global positions [begin, end)
-    int64_t mask_batch_stride;  // N, or 0 when one row serves every batch
+    int64_t mask_batch_stride;  // N, or 0 if one row serves every batch
     const rt_run *k_runs;       // (R) global positions of the keys; keys in no run are not attended
     int64_t num_k_runs;
 
-    // What the call adds to holds nothing yet: it is written, whatever is there, and never read. Forward: out and lse, 0 and
-    // -inf where a query attends no key. Backward: dk and dv (not dq), 0 where no query attends a key; the runs hold every
-    // key.
+    // Outputs are uninitialized: overwritten, never read. Forward: out and lse, 0 and -inf for queries that attend no
+    // key. Backward: dk and dv (not dq), 0 for keys that no query attends; the runs must hold every key.
     bool fresh;
 
-    // Forward: read and written (fresh: written). Backward: lse is read.
-    void *out;    // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
-    void *lse;    // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first
-    bool lse_f64; // lse is f64 also where the state is f32: between the calls of a ring it loses nothing
+    // Forward: read and written (fresh: only written). Backward: lse is read.
+    void *out; // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
+    void *lse; // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first block
+    bool
+        lse_f64; // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
     int64_t out_stride[3];
 
     // Backward only.
@@ -205,32 +200,32 @@ typedef struct rt_attn_params {
     int64_t workspace_bytes;
 } rt_attn_params;
 
-// Bytes of workspace for p with that many workers; 0 when none is needed or p is malformed.
+// Bytes of workspace for p with num_workers workers; 0 if it needs none or p is malformed.
 int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
 
-// Merges the block into out and lse (online softmax; FlashAttention, arXiv:2205.14135, alg. 1, and the
-// ring merge of arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
+// Merges the block into out and lse (online softmax; FlashAttention, arXiv:2205.14135, alg. 1, and the ring merge of
+// arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
 // Adds the block's gradients, given the final lse and delta (arXiv:2205.14135, alg. 4):
 //   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
 rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel);
 
-// The delta that rt_attn_bwd wants: delta = sum over Dv of dout * out, minus dlse (arXiv:2205.14135, alg. 4, where it is D).
+// The delta of rt_attn_bwd: sum over Dv of dout * out, minus dlse (D in arXiv:2205.14135, alg. 4).
 typedef struct rt_attn_delta_params {
     rt_dtype dtype; // of dout and out
     int64_t batch, num_queries, num_heads, v_head_dim;
     int64_t dout_stride[3], out_stride[3]; // batch, token, head
 } rt_attn_delta_params;
 
-//   dout, out (B, N, H, Dv)   out: the final one, of dtype
-//   dlse (B, H, N) contiguous f64: gradient of lse    delta (B, H, N) contiguous, f32, or f64 when dtype is RT_F64
+//   dout, out (B, N, H, Dv)   out: the final output, rounded to dtype
+//   dlse (B, H, N) contiguous f64: gradient of lse    delta (B, H, N) contiguous, f32, or f64 if dtype is RT_F64
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim), RT_BAD_POINTER
 rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                         void *delta, rt_parallel parallel);
 
-// Forward and backward written as the formula, in f64, one query and one key at a time: the oracle
-// of the C tests. They need no workspace and run on the calling thread.
+// Forward and backward straight from the formula, in f64, one query and one key at a time: the oracle of the C tests.
+// They need no workspace and run on the calling thread.
 rt_status rt_attn_fwd_reference(const rt_attn_params *p);
 rt_status rt_attn_bwd_reference(const rt_attn_params *p);
 
@@ -246,24 +241,24 @@ typedef struct rt_glu_params {
     int64_t gate_stride, up_stride, prod_stride; // elements between rows
 } rt_glu_params;
 
-// Both functions: RT_BAD_DTYPE, RT_BAD_KIND, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_POINTER. Arithmetic is f32 (f64
-// when dtype is RT_F64), rounded to dtype once.
+// Both functions compute in f32 (f64 if dtype is RT_F64) and round to dtype once.
+//   RT_BAD_DTYPE, RT_BAD_KIND, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_POINTER
 
 // prod = act(gate) * up                                (SwiGLU, GeGLU: arXiv:2002.05202)
 rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
                      rt_parallel parallel);
-// In place, one pass: gate <- dprod * up * act'(gate), up <- dprod * act(gate), dprod <- act(gate) * up.
-// (The product is what the down projection's weight gradient needs next.)
+// In place, one pass: gate <- dprod * up * act'(gate), up <- dprod * act(gate), dprod <- act(gate) * up. The weight
+// gradient of the down projection needs that product next.
 rt_status rt_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel);
 
 // ---- softmax cross entropy ---------------------------------------------------------------------
 
-// With x' = softcap * tanh(x / softcap) (x' = x when softcap is 0) and lse = log sum exp x':
+// With x' = softcap * tanh(x / softcap) (x' = x if softcap is 0) and lse = log sum exp x':
 //   loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse^2
-// Smoothing follows torch.nn.functional.cross_entropy. A token whose label is ignore_index has loss 0, lse 0
-// and gradient 0, whatever its logits hold. A logit of -inf has probability 0.
+// Smoothing follows torch.nn.functional.cross_entropy. A token whose label is ignore_index has loss 0, lse 0 and
+// gradient 0, even if its logits are not finite. A logit of -inf has probability 0.
 typedef struct rt_cross_entropy_params {
-    rt_dtype dtype; // of logits; loss and lse are f32, f64 when dtype is RT_F64
+    rt_dtype dtype; // of logits; loss and lse are f32, or f64 if dtype is RT_F64
     int64_t num_tokens, vocab_size, logits_stride;
     int64_t ignore_index;
     double label_smoothing, softcap, z_loss;
@@ -275,14 +270,6 @@ typedef struct rt_cross_entropy_params {
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_POINTER, RT_BAD_LABEL; nothing is written then
 rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                    void *loss, void *lse, rt_parallel parallel);
-
-// ---- measuring ---------------------------------------------------------------------------------
-
-// Keeps the f32 multiply-add units of every worker's core busy for `iterations` rounds, out of registers alone, with
-// the instruction set of the other kernels. *flops: done by all workers together; over the time that the caller
-// measures, they are the roof that no kernel of this library can pass.
-//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_ISA, RT_ISA_MISSING
-rt_status rt_multiply_add(int64_t iterations, double *flops, rt_parallel parallel);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
-// Vector words over GCC and Clang vector extensions: `vec` holds LANES numbers of the math type `real`. An
-// instruction set's file defines RT_VECTOR_BYTES and RT_REAL_BITS (32 or 64), then includes this and the bodies.
+// Vector arithmetic on GCC's and Clang's vector extensions: a `vec` holds LANES numbers of the math type `real`. A file
+// of csrc/isa defines RT_VECTOR_BYTES and RT_REAL_BITS (32 or 64), then includes this and the kernels.
 #ifndef RINGTILE_VEC_H
 #define RINGTILE_VEC_H
 
@@ -35,7 +35,7 @@ static inline vec vec_select(vec_bits mask, vec yes, vec no) {
     return (vec)(((vec_bits)yes & mask) | ((vec_bits)no & ~mask));
 }
 
-// Lane l is a[l + offset] where l has no bit of `half`, and b[l - half + offset] where it has.
+// Lane l is a[l + offset] where l lacks the bit `half`, else b[l - half + offset].
 static inline __attribute__((always_inline)) vec vec_weave(vec a, vec b, int half, int offset) {
     vec_bits from;
 #pragma GCC unroll 16
@@ -45,7 +45,7 @@ static inline __attribute__((always_inline)) vec vec_weave(vec a, vec b, int hal
 
 static inline vec vec_abs(vec x) { return (vec)((vec_bits)x & ~(vec_bits)(vec_set((real)-0.0))); }
 
-// The larger number; `b` where one of them is NaN.
+// The larger number; `b` where either is NaN.
 static inline vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
 
 static inline real vec_reduce_max(vec v) {
@@ -74,8 +74,8 @@ static inline vec vec_tanh(vec x) {
 
 #else
 
-// The two factors of exp x = 2^n exp r, with x = n ln 2 + r and |r| <= ln 2 / 2. Returns exp r; *power has n + offset in
-// its low bits.
+// The two factors of exp x = 2^n exp r, with x = n ln 2 + r and |r| <= ln 2 / 2. Returns exp r; the low bits of *power
+// are n + offset.
 static inline vec vec_exp_split(vec x, int offset, vec_bits *power) {
     const vec shift = vec_set(0x1.8p23f + (float)offset); // adding it rounds to an integer, in the low bits
     const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
@@ -91,7 +91,7 @@ static inline vec vec_exp_split(vec x, int offset, vec_bits *power) {
 }
 
 // exp to 1.1 ulp over all of f32: x = n ln 2 + r, |r| <= ln 2 / 2, exp x = 2^n exp r. 2^n is applied in two halves, so
-// that results below the smallest normal number are right too. NaN gives NaN.
+// that subnormal results are right too. NaN gives NaN.
 static inline vec vec_exp(vec x) {
     x = vec_select(x > 89, vec_set(89), vec_select(x < -105, vec_set(-105), x));
     vec_bits power;

@@ -1,9 +1,9 @@
-// The pointwise part of the gated MLP: a thread takes 16 bytes of a row at a time where rows allow it, else an element.
-// The forward reads 2 numbers and writes 1, the backward 3 and 3, with some 30 flops each: memory bounds both. No shared
-// memory. Every sigmoid and every tail of a normal distribution is built from exp or erfc of what makes it small, never
-// as 1 minus something near 1.
-#include "../csrc/mlp/glu.h"
-#include "elements.cuh"
+// The pointwise part of the gated MLP. A thread processes 16 bytes of a row at a time if alignment allows, else one
+// element. The forward reads 2 numbers and writes 1, the backward reads 3 and writes 3, with some 30 flops each:
+// memory-bound. No shared memory. Small sigmoids and normal tails are computed from exp and erfc directly, never as
+// 1 minus a number near 1.
+#include "../csrc/glu/glu.h"
+#include "device/elements.cuh"
 #include "ringtile_cuda.h"
 
 #include <math.h>
@@ -14,10 +14,10 @@ constexpr int THREADS = 256;
 
 struct glu_params {
     rt_glu_kind kind;
-    int64_t num_packs, packs_per_row;            // of all rows; of one
+    int64_t num_packs, packs_per_row;            // in all rows; in one
     int64_t gate_stride, up_stride, prod_stride; // elements between rows
     const void *gate, *up, *dprod;
-    void *dgate, *dup, *prod; // the backward writes over gate, up and dprod
+    void *dgate, *dup, *prod; // in the backward the same arrays as gate, up and dprod
 };
 
 template <class R> struct activation {
@@ -38,8 +38,8 @@ template <class R> RT_DEVICE activation<R> gelu(R x) {
     return {x * cdf, cdf + x * exp(x * x * R(-0.5)) * R(0.39894228040143267794)};
 }
 
-// x (1 + tanh(y)) / 2 = x sigmoid(2 y), and 2 y = z = c (x + 0.044715 x^3) with c = 2 sqrt(2 / pi). Beyond |x| = 22
-// the sigmoid is 0 or 1 to the last bit, so z stops growing there and x^3 cannot overflow.
+// x (1 + tanh(y)) / 2 = x sigmoid(2 y), and 2 y = z = c (x + 0.044715 x^3) with c = 2 sqrt(2 / pi). x is clamped at
+// |x| = 22, beyond which the sigmoid is 0 or 1 to the last bit, so that x^3 cannot overflow.
 template <class R> RT_DEVICE activation<R> gelu_tanh(R x) {
     const R c = R(1.5957691216057307117), cubic = R(0.044715 * 1.5957691216057307117);
     const R near = x > 22 ? R(22) : x < -22 ? R(-22) : x, square = near * near;
@@ -59,19 +59,18 @@ template <class R> RT_DEVICE activation<R> activate(rt_glu_kind kind, R x) {
     }
 }
 
-// prod = act(gate) * up, and backward also
-// dgate = dprod * up * act'(gate), dup = dprod * act(gate).
+// prod = act(gate) * up; the backward also computes dgate = dprod * up * act'(gate), dup = dprod * act(gate).
 template <class T, int count, bool backward> RT_KERNEL(THREADS) glu(RT_PARAMS glu_params p) {
     using pack = pack_of<T, count>;
     using R = real<T>;
-    for (int64_t i = block_index() * THREADS + thread_index(); i < p.num_packs; i += num_blocks() * THREADS) {
+    for (int64_t i = cta_index_x() * THREADS + thread_index(); i < p.num_packs; i += num_ctas_x() * THREADS) {
         const int64_t row = i / p.packs_per_row, col = (i - row * p.packs_per_row) * count;
         const int64_t gate_at = row * p.gate_stride + col, up_at = row * p.up_stride + col;
         const int64_t prod_at = row * p.prod_stride + col;
-        pack gate = global_load((const pack *)((const T *)p.gate + gate_at));
-        pack up = global_load((const pack *)((const T *)p.up + up_at));
+        pack gate = ld_global((const pack *)((const T *)p.gate + gate_at));
+        pack up = ld_global((const pack *)((const T *)p.up + up_at));
         pack prod = {};
-        if constexpr (backward) prod = global_load((const pack *)((const T *)p.dprod + prod_at));
+        if constexpr (backward) prod = ld_global((const pack *)((const T *)p.dprod + prod_at));
         for (int j = 0; j < count; j++) {
             const activation<R> act = activate<R>(p.kind, widen(gate.element[j]));
             const R u = widen(up.element[j]);
@@ -83,10 +82,10 @@ template <class T, int count, bool backward> RT_KERNEL(THREADS) glu(RT_PARAMS gl
             prod.element[j] = rounded<T>(act.value * u);
         }
         if constexpr (backward) {
-            global_store((pack *)((T *)p.dgate + gate_at), gate);
-            global_store((pack *)((T *)p.dup + up_at), up);
+            st_global((pack *)((T *)p.dgate + gate_at), gate);
+            st_global((pack *)((T *)p.dup + up_at), up);
         }
-        global_store((pack *)((T *)p.prod + prod_at), prod);
+        st_global((pack *)((T *)p.prod + prod_at), prod);
     }
 }
 
@@ -105,7 +104,7 @@ rt_status run_glu(const rt_glu_params *p, const void *gate, const void *up, glu_
         arrays.packs_per_row = packed ? p->num_cols / PACK<T> : p->num_cols;
         arrays.num_packs = p->num_rows * arrays.packs_per_row;
         const auto kernel = packed ? glu<T, PACK<T>, backward> : glu<T, 1, backward>;
-        return launch(kernel, blocks_for(arrays.num_packs, THREADS), THREADS, 0, stream, arrays);
+        return launch(kernel, grid_for(arrays.num_packs, THREADS), THREADS, 0, stream, arrays);
     });
 }
 

@@ -1,9 +1,9 @@
-// The core on CUDA devices: the functions of ringtile.h with a stream in place of threads, and the same params, whose
-// arrays lie in the memory of the current device; runs and the sizes and strides of a shard lie in host memory, and
-// are read before the call returns. Launches go to `stream` (a cudaStream_t), nothing allocates or waits for the device,
-// and a call can be captured in a CUDA graph.
-//   RT_CUDA   besides the errors of ringtile.h: the CUDA runtime refused
-//   RT_BAD_CUDA_ISA   attention in bf16 and f16: RINGTILE_CUDA_ISA names kernels that are not there, or not for this device
+// The core on CUDA devices: the functions of ringtile.h with a stream in place of threads. The params are the same;
+// arrays are in the memory of the current device, but runs, and the sizes and strides of a shard, are in host
+// memory and are read before the call returns. Kernels are launched on `stream` (a cudaStream_t). No call allocates
+// or waits for the device, and each can be captured in a CUDA graph. Besides the errors of ringtile.h:
+//   RT_CUDA           the CUDA runtime refused
+//   RT_BAD_CUDA_ISA   attention in bf16 and f16: RINGTILE_CUDA_ISA names kernels that do not exist or cannot run here
 #ifndef RINGTILE_CUDA_H
 #define RINGTILE_CUDA_H
 
@@ -19,21 +19,21 @@ rt_status rt_cuda_unshard(const rt_shard_params *p, const void *local, void *glo
 rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, void *stream);
 rt_status rt_cuda_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, void *stream);
 
-// Labels lie on the device, so that a bad one gives no RT_BAD_LABEL: the loss, lse and gradient of its token are NaN.
+// Labels are on the device, so a bad one is not RT_BAD_LABEL: the loss, lse and gradient of its token are NaN.
 rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                         void *loss, void *lse, void *stream);
 
-// bf16 and f16 multiply in tensor cores, with f32 sums and weights rounded to the dtype. Strides are as free as on the
-// CPU; rows of q, k, v and dout that begin at multiples of 16 bytes are the fast case.
-//   RT_BAD_SHAPE   also where num_queries or num_keys is above 2^31 - 1025, or num_kv_heads or batch above 65535
+// bf16 and f16 use tensor cores, with f32 sums and weights rounded to the dtype. Any strides that the CPU accepts
+// work; rows of q, k, v and dout that begin at multiples of 16 bytes are fast.
+//   RT_BAD_SHAPE   also if num_queries or num_keys exceeds 2^31 - 1025, or num_kv_heads or batch exceeds 65535
 rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream);
-// Deterministic: every gradient is summed in one order. dP = dout v^T and the products with P and dS are those
-// of the dtype; where a weight P is 0, dS is 0.
-//   RT_WORKSPACE   p->workspace is device memory, of rt_cuda_attn_bwd_workspace_bytes
+// Deterministic: every gradient is summed in one order. dP = dout v^T, and P and dS are rounded to the dtype before
+// they are multiplied; where a weight P is 0, dS is 0.
+//   RT_WORKSPACE   p->workspace is not device memory of rt_cuda_attn_bwd_workspace_bytes
 rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream);
-int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p); // 0 also where p is malformed
+int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p); // 0 also if p is malformed
 
-// The arrays lie on the device; batch is at most 65535.
+// batch is at most 65535.
 rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
                              const double *dlse, void *delta, void *stream);
 

@@ -1,14 +1,14 @@
-// Gather and scatter of runs: one launch a run, which copies words of up to 16 bytes, one a thread at a time.
-// Every byte is read once and written once, so memory bounds it. No shared memory.
+// Shard and unshard: one launch per run, in which each thread copies a word of up to 16 bytes at a time. Reads and
+// writes every byte once: memory-bound. No shared memory.
 #include "../csrc/seq/shard.h"
-#include "elements.cuh"
+#include "device/elements.cuh"
 #include "ringtile_cuda.h"
 
 namespace {
 
 constexpr int THREADS = 256;
 constexpr int MAX_LOOPS =
-    RT_MAX_DIMS + 1; // the last one is over the words of an element, or of adjacent elements
+    RT_MAX_DIMS + 1; // the last is over the words of an element, or of contiguous elements
 
 struct copy_params {
     int num_loops;
@@ -19,8 +19,8 @@ struct copy_params {
 };
 
 template <class Word> RT_KERNEL(THREADS) copy_words(RT_PARAMS copy_params p) {
-    for (int64_t word = block_index() * THREADS + thread_index(); word < p.num_words;
-         word += num_blocks() * THREADS) {
+    for (int64_t word = cta_index_x() * THREADS + thread_index(); word < p.num_words;
+         word += num_ctas_x() * THREADS) {
         const char *from = p.from;
         char *to = p.to;
         int64_t index = word;
@@ -32,11 +32,11 @@ template <class Word> RT_KERNEL(THREADS) copy_words(RT_PARAMS copy_params p) {
         }
         from += index * p.from_step[0];
         to += index * p.to_step[0];
-        global_store((Word *)to, global_load((const Word *)from));
+        st_global((Word *)to, ld_global((const Word *)from));
     }
 }
 
-// The loops over words of word_bytes, the most that every address is a multiple of.
+// Turns loops over elements into loops over words of word_bytes, the largest size that divides every address.
 copy_params in_words(const rt_strided_copy &copy, int64_t *word_bytes) {
     copy_params p = {};
     p.from = copy.from, p.to = copy.to;
@@ -44,7 +44,7 @@ copy_params in_words(const rt_strided_copy &copy, int64_t *word_bytes) {
         p.size[d] = copy.size[d];
         p.from_step[d] = copy.from_step[d], p.to_step[d] = copy.to_step[d];
     }
-    // The bytes of an element are one more loop, which joins the last one where elements are adjacent.
+    // The bytes of an element are one more loop, fused with the last one if elements are contiguous.
     int last = (int)copy.ndim - 1;
     if (p.from_step[last] == copy.element_bytes && p.to_step[last] == copy.element_bytes)
         p.size[last] *= copy.element_bytes;
@@ -73,7 +73,7 @@ rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool t
                             : word_bytes == 4 ? copy_words<uint32_t>
                             : word_bytes == 2 ? copy_words<uint16_t>
                                               : copy_words<uint8_t>;
-        status = launch(kernel, blocks_for(copy.num_words, THREADS), THREADS, 0, stream, copy);
+        status = launch(kernel, grid_for(copy.num_words, THREADS), THREADS, 0, stream, copy);
     }
     return status;
 }

@@ -1,11 +1,11 @@
 """Data x context x tensor parallelism in a plain PyTorch loop: a tiny Llama on packed sequences, on one laptop.
 
     torchrun --nproc-per-node 8 examples/train_3d.py                            # 2 x 2 x 2 gloo ranks
-    torchrun --nproc-per-node 8 examples/train_3d.py --steps 5 --save out/ckpt  # ... and stop half way
-    torchrun --nproc-per-node 4 examples/train_3d.py --dp 1 --cp 4 --tp 1 --load out/ckpt  # go on, on another mesh
+    torchrun --nproc-per-node 8 examples/train_3d.py --steps 5 --save out/ckpt  # stop half way
+    torchrun --nproc-per-node 4 examples/train_3d.py --dp 1 --cp 4 --tp 1 --load out/ckpt  # continue on another mesh
 
-Parameters are split over tp, and sharded over dp and cp together (FSDP2); every rank of a cp group holds a part of the
-same rows. Any mesh computes the losses of one process. What ringtile adds is one `with` block.
+Parameters are sharded over tp, and over dp and cp together (FSDP2). The ranks of a cp group share rows: each holds some
+of their tokens. Any mesh computes the losses of one process. ringtile adds one `with` block.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, E hidden size.
 """
@@ -32,7 +32,7 @@ IGNORE = -100
 
 @dataclass
 class Config:
-    """One run. dp * cp * tp ranks; the batch is of all dp groups together."""
+    """One run, on dp * cp * tp ranks; `batch` counts the rows of all dp groups."""
 
     dp: int = 2
     cp: int = 2
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         self.k, self.v = (nn.Linear(config.hidden, kv_size, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        # Tensor parallelism leaves each rank some of the heads: their number is read off the projections.
+        # Under tensor parallelism a rank has only some heads; the width of its projections tells how many.
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         q, k = rotate(q, position_ids), rotate(k, position_ids)
         out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
@@ -121,7 +121,7 @@ class Batch:
 
 
 def make_batch(config: Config, step: int) -> Batch:
-    """The batch of all dp groups, the same on every rank: noisy counting, so that there is something to learn."""
+    """The batch of all dp groups, the same on every rank: noisy counting, which a model can learn."""
     generator = torch.Generator().manual_seed(step)
     lengths = []
     for _ in range(config.batch):
@@ -149,7 +149,7 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> DeviceMesh:
             parallelize_module(
                 block, mesh["tp"], {**split, "attention.o": RowwiseParallel(), "down": RowwiseParallel()}
             )
-        # The logits are then what DTensor.to_local returns, a view. FSDP2 warns of writing into it; nothing here does.
+        # The logits are then a view from DTensor.to_local. FSDP2 warns about writes to it; there are none here.
         parallelize_module(model, mesh["tp"], {"head": ColwiseParallel(output_layouts=Replicate())})
     data_mesh = mesh["dp", "cp"]._flatten("dp_cp")
     for block in model.blocks:
@@ -168,10 +168,10 @@ def train(config: Config) -> list[float]:
     first = load(config.load, model, optimizer) if config.load else 0
     losses = []
     for step in range(first, config.steps):
-        whole = make_batch(config, step)
-        num_labels = int((whole.labels != IGNORE).sum())  # of all dp groups
+        batch = make_batch(config, step)
+        num_labels = int((batch.labels != IGNORE).sum())  # of all dp groups
         rows = slice(mesh["dp"].get_local_rank(), None, config.dp)
-        input_ids, labels, position_ids = (x[rows].clone() for x in (whole.input_ids, whole.labels, whole.position_ids))
+        input_ids, labels, position_ids = (x[rows].clone() for x in (batch.input_ids, batch.labels, batch.position_ids))
         buffers = [input_ids, labels, position_ids]
         with context_parallel(
             mesh["cp"],
@@ -179,12 +179,12 @@ def train(config: Config) -> list[float]:
             buffer_seq_dims=[1, 1, 1],
             no_restore_buffers=set(buffers),
             layout=config.layout,
-            mask=IntervalMask.documents(whole.lengths[rows]),
+            mask=IntervalMask.documents(batch.lengths[rows]),
         ):
             logits = model(input_ids, position_ids)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
             loss = loss / num_labels
-            (loss * data_group.size()).backward()  # FSDP2 averages gradients where their sum is meant
+            (loss * data_group.size()).backward()  # FSDP2 averages gradients; we need their sum
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
@@ -206,7 +206,7 @@ def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 
 
 def load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step to go on with."""
+    """The step to continue with."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(0)}
     dcp.load(state, checkpoint_id=folder)

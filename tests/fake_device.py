@@ -1,4 +1,4 @@
-"""A device for tests of `ringtile.offload`, made of CPU tensors, whose copies are as late as they are allowed to be."""
+"""A device for tests of `tiled.offload`, made of CPU tensors, whose copies are as late as they are allowed to be."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from ringtile.offload import Copy
+from ringtile.tiled.offload import Copy
 from torch import Tensor
 
 

@@ -1,7 +1,7 @@
 """A gated MLP of the usual structure, and inputs for it."""
 
 import torch
-from ringtile.glu import Glu, find_glu
+from ringtile.tiled.glu import Glu, find_glu
 from torch import Tensor, nn
 from torch.nn import functional
 

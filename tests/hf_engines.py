@@ -7,7 +7,6 @@ that this is one. Nothing else of them is changed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +32,8 @@ def engine(name: str) -> Iterator[dict[str, Any]]:
         kind, arguments = DistributedType.MULTI_GPU, {"use_cpu": False, "fsdp": True, "fsdp_config": {"version": 2}}
     elif name != "DDP":
         arguments = {"use_cpu": False, "deepspeed": _zero(int(name[-1]))}
+        with mock.patch.dict(os.environ, _VARIABLES):
+            _without_compiling()
     backend = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", kind))
     with mock.patch.dict(os.environ, _VARIABLES), backend if arguments else contextlib.nullcontext():
         try:
@@ -41,14 +42,16 @@ def engine(name: str) -> Iterator[dict[str, Any]]:
             unset_hf_deepspeed_config()  # under that of ZeRO-3 later models would be sharded
 
 
-@functools.cache
 def needs_deepspeed() -> None:
-    """Skips a test without DeepSpeed. With it, compiles what it will load, which a rank's timeout would interrupt."""
+    """Skips a test without DeepSpeed."""
     pytest.importorskip("deepspeed")
-    with mock.patch.dict(os.environ, _VARIABLES):
-        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
-        ShareMemCommBuilder().load(verbose=False)
+
+def _without_compiling() -> None:
+    """Leaves DeepSpeed's collectives to gloo: its own for CPUs are compiled at first use, which takes a minute."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _zero(stage: int) -> dict[str, Any]:

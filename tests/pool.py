@@ -1,29 +1,50 @@
-"""Gloo ranks for tests: processes that are started once per session and run one test's function after another."""
+"""Gloo ranks for tests: processes that are started once per session and run one test's function after another.
+
+All are forked from one server process, which has imported what they need: torch and transformers take seconds.
+"""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import multiprocessing
+import os
 import pickle
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 GRACE_SECONDS = 10.0  # once a rank has failed, for the others to notice
+TRAINERS = [
+    *("hf_training", "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer"),
+    *("ringtile.cli.training", "ringtile.cli.proofs", "ringtile.cli.report"),
+]
+
+
+def _context() -> ForkServerContext:
+    """Imports the trainers only where a test of the session uses them; the server leaves out what is not installed."""
+    context = multiprocessing.get_context("forkserver")
+    trainers = TRAINERS if "hf_training" in sys.modules else []
+    context.set_forkserver_preload(["torch.distributed", "ringtile.ring.attention", *trainers])
+    return context
 
 
 class Pool:
     """W processes that form a gloo world."""
 
     def __init__(self, world_size: int, group_timeout: float = 60.0) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "ringtile.ring"])  # imported once for all ranks
+        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self.processes = []
@@ -84,6 +105,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str, group
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # the Trainer collects garbage often: half of a short training, if the imported modules are searched
     tempfile.tempdir = str(Path(store).parent)  # which the pool removes
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=group_timeout)
@@ -137,3 +159,117 @@ def close_pools() -> None:
     for pool in _pools().values():
         pool.close()
     _pools().clear()
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+
+def run_command(
+    world_size: int,
+    *arguments: str,
+    prepare: Callable[[], None] | None = None,
+    cwd: Path | None = None,
+    variables: dict[str, str] | None = None,
+    timeout: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node world_size -m ringtile ARGUMENTS`, without importing everything again on each rank.
+
+    prepare is called first, in each of the processes.
+    """
+    context = _context()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("out", "err")]
+        ranks = []
+        for rank in range(world_size):
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            environment = os.environ | {name: str(value) for name, value in world.items()} | (variables or {})
+            command = context.Process(
+                target=_run_command, args=(arguments, prepare, environment, str(cwd or Path.cwd()), outputs)
+            )
+            command.start()
+            ranks.append(command)
+        status = _wait_for(ranks, time.monotonic() + timeout)
+        return subprocess.CompletedProcess(arguments, status, *(path.read_text() for path in outputs))
+
+
+def _wait_for(ranks: Sequence[multiprocessing.Process], deadline: float) -> int:
+    """0, or the status of the first rank to fail, whose peers are then ended as torchrun would."""
+    status, running = 0, {rank.sentinel: rank for rank in ranks}
+    while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
+        for sentinel in ended:
+            rank = running.pop(sentinel)
+            rank.join()
+            if rank.exitcode and not status:
+                status, deadline = rank.exitcode, min(deadline, time.monotonic() + GRACE_SECONDS)
+    for rank in running.values():
+        rank.kill()
+        rank.join()
+    return status or (-1 if running else 0)
+
+
+def _run_command(
+    arguments: Sequence[str],
+    prepare: Callable[[], None] | None,
+    environment: dict[str, str],
+    folder: str,
+    outputs: list[Path],
+) -> None:
+    os.chdir(folder)
+    for stream, path in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+
+    from ringtile.cli import train
+
+    gc.freeze()
+    run_alone = _fork_a_process_to_compare_with()
+    train.subprocess = SimpleNamespace(run=run_alone, DEVNULL=subprocess.DEVNULL)
+    if prepare is not None:
+        prepare()
+    sys.exit(_main(arguments, environment))
+
+
+def _main(arguments: Sequence[str], environment: dict[str, str]) -> int:
+    import datasets
+    import torch
+    from ringtile.cli import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if "HF_DATASETS_CACHE" in environment:  # datasets read it when it was imported
+        datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
+    return main(list(arguments))
+
+
+def _fork_a_process_to_compare_with() -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """`subprocess.run`, for the `python -m ringtile train` that `--compare` starts. The process is forked now, while
+    this one has no threads, and waits for its arguments."""
+    ours, theirs = multiprocessing.Pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            ours.close()
+            arguments, environment = theirs.recv()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            status = _main(arguments, environment)
+        except EOFError:  # the parent has ended without it
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    theirs.close()
+
+    def run(command: list[str], env: dict[str, str], stdout: int) -> subprocess.CompletedProcess[bytes]:
+        assert command[:3] == [sys.executable, "-m", "ringtile"]
+        assert stdout == subprocess.DEVNULL
+        ours.send((command[3:], env))
+        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    return run

@@ -7,8 +7,8 @@ import itertools
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from ringtile.layout import Layout, Run
-from ringtile.mask import IntervalMask
+from ringtile.sequence.layout import Layout, Run
+from ringtile.sequence.mask import IntervalMask
 from torch import Tensor
 
 # A busy machine makes single examples slow; pytest-timeout watches the whole test.

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LayoutError, ops
-from ringtile.balance import TOLERANCE
+from ringtile.sequence.balance import TOLERANCE
 from strategies import dense, document_lengths, masks
 
 

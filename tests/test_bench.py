@@ -1,4 +1,4 @@
-"""`ringtile bench`: what it counts, what its rows say, what it refuses. No speed is asserted: tests are not alone."""
+"""`ringtile bench`: its counts, its rows, its refusals. Speed is not asserted: tests share the machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import pytest
 import torch
 from oracle import dense_gradients
 from ringtile.bench import attention, ring
+from ringtile.bench.cases import Workload, bytes_of, flops_of, make_case, make_inputs
 from ringtile.bench.compare import results
 from ringtile.bench.measure import (
     PASSES,
     Peak,
     Sample,
     mean_sample,
-    reset_resident_peak,
-    resident_peak_bytes,
     take_turns,
     waited_seconds,
 )
-from ringtile.bench.points import Point, bytes_of, flops_of, make_case, make_inputs
 from ringtile.cli import main
 from ringtile.errors import ConfigError
 from torch import Tensor
@@ -44,7 +42,7 @@ CASES = ("full", "causal", "window-5", "documents-3", "padding")
 
 @pytest.fixture(autouse=True)
 def keep_threads() -> Any:
-    """A bench sets torch's threads; the tests after it want theirs back."""
+    """A bench sets torch's number of threads; restore it for the tests that follow."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -57,7 +55,7 @@ def bench(tmp_path: pathlib.Path, *options: str) -> dict[str, Any]:
 
 
 def attends(case: str) -> Tensor:
-    """bool (B, S, S), [query, key], from what the names of the cases mean."""
+    """bool (B, S, S), [query, key], from the definition of each case."""
     query, key = torch.arange(S)[:, None], torch.arange(S)
     causal = key <= query
     if case == "padding":  # the second row has S / 2 tokens
@@ -76,36 +74,36 @@ def attends(case: str) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_flops_are_those_of_unmasked_pairs(case: str) -> None:
-    """A pair costs D multiply-adds in Q K^T and D in P V; the backward has five such products. Heads: 4."""
-    point = Point(case, "float32", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    """A pair costs D multiply-adds in Q K^T and D in P V; the backward has five such products. There are 4 heads."""
+    workload = Workload(case, "float32", S, head_dim=8, num_heads=4, num_kv_heads=2)
     mask = make_case(case, S).mask
     pairs = int(attends(case).sum())
-    assert flops_of(point, mask) == dict(
+    assert flops_of(workload, mask) == dict(
         zip(PASSES, (2 * 2 * pairs * 4 * 8, 5 * 2 * pairs * 4 * 8, 7 * 2 * pairs * 4 * 8), strict=True)
     )
 
 
 def test_bytes_are_every_input_and_output_once() -> None:
     """3 rows of S tokens, 4 query and 2 kv heads of 8 numbers: bfloat16, and a float32 log-sum-exp per query head."""
-    point = Point("full", "bfloat16", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    workload = Workload("full", "bfloat16", S, head_dim=8, num_heads=4, num_kv_heads=2)
     q, kv, lse = 3 * S * 4 * 8 * 2, 3 * S * 2 * 8 * 2, 3 * S * 4 * 4
     forward = (q + kv + kv) + (q + lse)  # q, k, v; out, lse
     backward = (q + kv + kv + q + q + lse) + (q + kv + kv)  # q, k, v, out, dout, lse; dq, dk, dv
-    assert bytes_of(point, batch=3) == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
+    assert bytes_of(workload, batch=3) == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("provider", ["ringtile", "torch", "torch_mask", "torch_per_document"])
 def test_every_provider_computes_the_same_attention(case: str, provider: str) -> None:
-    """Times compare only when all do the same work. float64 and numbers below 10: 1e-12 is some hundred roundings."""
-    point = Point(case, "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    """Times compare only if all do the same work. In float64, numbers below 10: 1e-12 is some hundred roundings."""
+    workload = Workload(case, "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
     made = make_case(case, S)
     attend = attention.PROVIDERS[provider].make(made)
     if attend is None:
         cases = {"torch": ("full", "causal"), "torch_per_document": ("documents-3", "padding")}
         assert case not in cases[provider]
         return
-    inputs = make_inputs(point)
+    inputs = make_inputs(workload)
     expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(case), inputs.dout)
     got = results(attention.attend_candidate(attend, inputs))
     for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
@@ -133,7 +131,7 @@ def test_candidates_take_turns_and_medians_are_kept() -> None:
 
 
 def test_a_sample_that_waited_for_a_core_is_taken_again() -> None:
-    """The seconds of a sample are 10 for a quiet one, and tell the others apart."""
+    """A quiet sample takes 10 seconds here; the seconds of a disturbed one identify it."""
 
     def taken(waited: list[float]) -> Any:
         def sample() -> Sample:
@@ -151,14 +149,14 @@ def test_a_sample_that_waited_for_a_core_is_taken_again() -> None:
 
 
 def test_waiting_for_a_core_is_seen() -> None:
-    """More busy threads than cores: one always waits, and the scheduler says so. None does while nothing runs."""
+    """With more busy threads than cores one always waits, and the scheduler reports it."""
     before = waited_seconds()
     Peak().run()
     busy = torch.multiprocessing.get_context("fork")
     spinners = [busy.Process(target=spin, daemon=True) for _ in range(2 * torch.get_num_threads())]
     for spinner in spinners:
         spinner.start()
-    while waited_seconds() - before < 0.01:  # ends by the test's timeout when it is never seen
+    while waited_seconds() - before < 0.01:  # the test's timeout ends this if waiting is never seen
         sum(range(1_000_000))
     for spinner in spinners:
         spinner.kill()
@@ -171,7 +169,7 @@ def spin() -> None:
 
 
 def test_short_runs_are_repeated_within_a_sample() -> None:
-    """Each of the runs says 1 s and 2 s; the sample is their mean, whatever their number."""
+    """Each run reports 1 s and 2 s; the sample is their mean, whatever their number."""
     runs = []
 
     def run() -> dict[str, float]:
@@ -195,19 +193,12 @@ def test_peak_counts_what_its_threads_do() -> None:
     assert peak.flops == 2 * alone > 0
 
 
-def test_memory_is_what_grew(tmp_path: pathlib.Path) -> None:
-    reset_resident_peak()
-    before = resident_peak_bytes()
-    held = torch.ones(64 << 20, dtype=torch.uint8)
-    assert 60 << 20 <= resident_peak_bytes() - before <= held.nbytes + (8 << 20)
-
-
 # ---- the command --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def attention_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One small bench of all cases. flex is left out: compiling it takes half a minute."""
+    """One small bench of all cases, without flex, which takes half a minute to compile."""
     folder = tmp_path_factory.mktemp("bench")
     options = [option for case in CASES for option in ("--case", case)]
     for provider in ("ringtile", "torch", "torch_mask", "torch_per_document"):
@@ -248,7 +239,7 @@ def test_every_case_is_compared_with_what_can_compute_it(attention_report: dict[
 
 
 def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path) -> None:
-    """S = 4096, 4 heads of 8, float32: q, and out as large, are 512 KiB, k and v half of that each."""
+    """S = 4096, 4 heads of 8, float32: q and out are 512 KiB each, k and v half of that."""
     options = ["--case", "causal", "--dtype", "float32", "--provider", "ringtile", "--memory", *TINY]
     options[options.index("24")] = "4096"
     rows = {row["pass"]: row["peak_bytes"] for row in bench(tmp_path, "attention", *options)["rows"]}
@@ -256,8 +247,8 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path) -> N
 
 
 def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
-    """Two ranks of 12 tokens, zigzag: rank 0 needs all 12 keys of rank 1, which needs 6. A key and its value are
-    2 heads x 16 numbers x 4 bytes; in the backward they travel again, and their gradients back."""
+    """Two ranks of 12 tokens, zigzag: rank 0 needs all 12 keys of rank 1, which needs 6 of rank 0's. A key and its
+    value are 2 heads x 16 numbers x 4 bytes; they travel again in the backward, and their gradients travel back."""
     report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *TINY)
     assert set(report["machine"]) == MACHINE_KEYS
     rows = {(row["provider"], row["pass"]): row for row in report["rows"]}
@@ -266,7 +257,7 @@ def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
         ran |= {"ringmaster", "ringmaster_ulysses"}
     assert set(rows) == {(name, which) for name in ran for which in PASSES}
     skipped = {reason.split(",")[0] for reason in report["machine"]["skipped"]}
-    assert skipped == set(ring.PROVIDERS) - ran  # what is not installed is named
+    assert skipped == set(ring.PROVIDERS) - ran  # providers that are not installed are named
     row = rows["ringtile", "forward+backward"]
     assert set(row) == ROW_KEYS | {"compute_share", "wait_share", "overhead_share", "bytes_moved", "plan_bytes"}
     assert row["bytes_moved"] == row["plan_bytes"] == 18 * (2 * 16 * 4) * 3
@@ -276,16 +267,16 @@ def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
-    """3 kv heads cannot be dealt to 2 ranks. The ring does not mind: it cuts the sequence only."""
-    point = Point("causal", "float32", 8, head_dim=8, num_heads=3, num_kv_heads=3, world_size=2)
-    place = ring.Place(point, make_case("causal", 8), ring.make_layout(point), rank=0)
+    """3 kv heads cannot be shared by 2 ranks. The ring itself accepts them: it shards the sequence only."""
+    workload = Workload("causal", "float32", 8, head_dim=8, num_heads=3, num_kv_heads=3, world_size=2)
+    context = ring.RankContext(workload, make_case("causal", 8), ring.make_layout(workload), rank=0)
     with pytest.raises(ConfigError, match="3 kv heads over 2 ranks; expected"):
-        ring.share_of_heads(place, make_inputs(point))
+        ring.share_of_heads(context, make_inputs(workload))
 
 
 def test_quick_covers_what_the_documentation_quotes() -> None:
-    points = [entry.point for entry in attention.quick_entries()]
-    assert len(set(points)) == len(points)
+    workloads = [comparison.workload for comparison in attention.quick_comparisons()]
+    assert len(set(workloads)) == len(workloads)
     for case, dtype, seq_len, head_dim in [
         ("full", "float32", 2048, 128),
         ("full", "float32", 2048, 64),
@@ -297,13 +288,15 @@ def test_quick_covers_what_the_documentation_quotes() -> None:
         ("documents-8", "float32", 8192, 128),
         ("window-1024", "float32", 8192, 64),
     ]:
-        assert Point(case, dtype, seq_len, head_dim) in points
-    assert Point("causal", "float32", 8192, 64, world_size=2) in [entry.point for entry in ring.quick_entries()]
+        assert Workload(case, dtype, seq_len, head_dim) in workloads
+    assert Workload("causal", "float32", 8192, 64, world_size=2) in [
+        quick.workload for quick in ring.quick_comparisons()
+    ]
     for subject in (attention, ring):
-        for entry in subject.quick_entries():
-            assert set(entry.providers) <= set(subject.PROVIDERS)
-            if entry.point.device == "cpu":
-                subject.check(entry.point)
+        for comparison in subject.quick_comparisons():
+            assert set(comparison.providers) <= set(subject.PROVIDERS)
+            if comparison.workload.device == "cpu":
+                subject.check(comparison.workload)
 
 
 @pytest.mark.parametrize("case", ["", "cuasal", "window", "window-", "window-0", "documents-25", "full-2", "window--3"])
@@ -343,11 +336,11 @@ def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: 
 
 
 def test_ring_alone_runs_the_rings_kernels() -> None:
-    """A ring of one rank has no peers whose keys need a stand-in: its blocks alone are the attention."""
-    point = Point("documents-3", "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
-    place = ring.Place(point, make_case(point.case, S), ring.make_layout(point), rank=0)
-    inputs = make_inputs(point)
-    expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(point.case), inputs.dout)
-    got = results(ring.ringtile_alone_local(place, inputs).candidate)
+    """A ring of one rank has no peers, so its blocks are all of the attention."""
+    workload = Workload("documents-3", "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
+    context = ring.RankContext(workload, make_case(workload.case, S), ring.make_layout(workload), rank=0)
+    inputs = make_inputs(workload)
+    expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(workload.case), inputs.dout)
+    got = results(ring.ringtile_alone_local(context, inputs).candidate)
     for mine, right in zip(got, (expected.out, expected.dq, expected.dk, expected.dv), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""`ringtile bench mlp` and `bench loss`: every provider does the same work, and rows say what was measured."""
+"""`ringtile bench mlp` and `bench loss`: all providers do the same work, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ OPTIONS = {
     "mlp": ["--seq-len", "13", "--hidden-size", "8", "--intermediate-size", "12", "--num-tiles", "4"],
     "loss": ["--seq-len", "13", "--hidden-size", "8", "--vocab-size", "30", "--num-tiles", "4"],
 }
-ON_A_CPU = {"deepspeed": {"mlp", "loss"}, "liger_kernel": {"mlp"}}  # packages that may be missing, and what they have
+ON_A_CPU = {
+    "deepspeed": {"mlp", "loss"},
+    "liger_kernel": {"mlp"},
+}  # packages that may be missing, and the subjects they support on a CPU
 PROVIDER = {"deepspeed": "deepspeed", "liger_kernel": "liger"}
 SUBJECTS = {"mlp": mlp, "loss": loss}
 
 
 @pytest.fixture(autouse=True)
 def keep_threads() -> Any:
-    """A bench sets torch's threads; the tests after it want theirs back."""
+    """A bench sets torch's number of threads; restore it for the tests that follow."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -56,10 +59,10 @@ def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]
 @pytest.mark.parametrize("case", mlp.CASES)
 @pytest.mark.parametrize("provider", sorted(available("mlp")))
 def test_every_provider_computes_the_same_mlp(case: str, provider: str) -> None:
-    """float64 and numbers below 10: 1e-12 is some hundred roundings. The oracle is written out, tokens all at once."""
-    point = mlp.Point(case, "float64", TOKENS, E, F, num_tiles=4)
-    inputs = mlp.make_inputs(point)
-    candidate = mlp.make_candidate(provider, point, inputs)
+    """In float64, with numbers below 10, 1e-12 is some hundred roundings. The oracle is the formula, untiled."""
+    workload = mlp.Workload(case, "float64", TOKENS, E, F, num_tiles=4)
+    inputs = mlp.make_inputs(workload)
+    candidate = mlp.make_candidate(provider, workload, inputs)
     if candidate is None:
         assert (provider, case) == ("checkpoint", "checkpointed")
         return
@@ -70,38 +73,38 @@ def test_every_provider_computes_the_same_mlp(case: str, provider: str) -> None:
     for _ in range(2):  # a second run does not add to the gradients of the first
         for mine, right in zip(results(candidate), expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
-    for mine, right in zip(mlp.exact_results(inputs), expected, strict=True):
+    for mine, right in zip(mlp.exact_results(workload, inputs), expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", loss.CASES)
 @pytest.mark.parametrize("provider", sorted(available("loss")))
 def test_every_provider_computes_the_same_loss(case: str, provider: str) -> None:
-    point = loss.Point(case, "float64", TOKENS, E, V, num_tiles=4)
-    inputs = loss.make_inputs(point)
+    workload = loss.Workload(case, "float64", TOKENS, E, V, num_tiles=4)
+    inputs = loss.make_inputs(workload)
     assert inputs.labels.ne(loss.IGNORE_INDEX).sum() == {"full": 13, "half-ignored": 7}[case]
     hidden, weight = (x.detach().clone().requires_grad_() for x in inputs[:2])
     mean = nn.functional.cross_entropy(hidden @ weight.t(), inputs.labels)
     expected = (mean.detach(), *torch.autograd.grad(mean, (hidden, weight)))
     for _ in range(2):
-        for mine, right in zip(results(loss.make_candidate(provider, point, inputs)), expected, strict=True):
+        for mine, right in zip(results(loss.make_candidate(provider, workload, inputs)), expected, strict=True):
             torch.testing.assert_close(mine.double(), right, rtol=0, atol=1e-12)
-    for mine, right in zip(loss.exact_results(inputs), expected, strict=True):
+    for mine, right in zip(loss.exact_results(workload, inputs), expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
 def test_flops_are_those_of_the_products() -> None:
     """A product of (T, E) and (E, F) is T*E*F multiply-adds: a gated MLP has 3, and 6 in its backward."""
     unit = 2 * TOKENS * E * F
-    mlp_point = mlp.Point("mlp", "float32", TOKENS, E, F, num_tiles=4)
-    work = mlp.work_of(mlp_point, mlp.make_inputs(mlp_point))
-    assert work.flops == dict(zip(PASSES, (3 * unit, 6 * unit, 9 * unit), strict=True))
+    mlp_workload = mlp.Workload("mlp", "float32", TOKENS, E, F, num_tiles=4)
+    cost = mlp.cost_of(mlp_workload, mlp.make_inputs(mlp_workload))
+    assert cost.flops == dict(zip(PASSES, (3 * unit, 6 * unit, 9 * unit), strict=True))
     tokens, weights = TOKENS * E * 4, 3 * E * F * 4
     forward, backward = tokens + weights + tokens, 2 * tokens + weights + tokens + weights
-    assert work.num_bytes == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
+    assert cost.num_bytes == dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
     unit = 2 * 7 * E * V  # only tokens with a label need their logits
-    loss_point = loss.Point("half-ignored", "bfloat16", TOKENS, E, V, num_tiles=4)
-    flops = loss.work_of(loss_point, loss.make_inputs(loss_point)).flops
+    loss_workload = loss.Workload("half-ignored", "bfloat16", TOKENS, E, V, num_tiles=4)
+    flops = loss.cost_of(loss_workload, loss.make_inputs(loss_workload)).flops
     assert flops == dict(zip(PASSES, (unit, 2 * unit, 3 * unit), strict=True))
 
 
@@ -114,10 +117,10 @@ def test_errors_are_the_largest_of_their_pass() -> None:
 
 
 def test_a_tiled_mlp_grows_less_than_a_plain_one(tmp_path: pathlib.Path) -> None:
-    """512 tokens of 64, F = 4096, float32: gate, up, act and their product are 8 MiB each; the output, the gradient of
-    x, and those of the three weights (1 MiB each) are 3.25 MiB. A tile needs a sixteenth of the 32."""
-    point = mlp.Point("mlp", "float32", 512, 64, 4096, num_tiles=16)
-    plain, tiled = (memory_of("mlp", name, point)["forward+backward"] for name in ("plain", "ringtile"))
+    """512 tokens of 64, F = 4096, float32: gate, up, act and their product are 8 MiB each. The output and the gradients
+    of x and of the three weights (1 MiB each) add 3.25 MiB. A tile needs a sixteenth of the 32 MiB."""
+    workload = mlp.Workload("mlp", "float32", 512, 64, 4096, num_tiles=16)
+    plain, tiled = (memory_of("mlp", name, workload)["forward+backward"] for name in ("plain", "ringtile"))
     assert plain > (32 + 3.25) * 2**20
     assert 3 * 2**20 < tiled < plain / 3
 
@@ -129,7 +132,7 @@ def test_a_tiled_mlp_grows_less_than_a_plain_one(tmp_path: pathlib.Path) -> None
 def test_rows_name_what_ran_and_what_did_not(
     subject: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringtile.bench.compare.memory_of", lambda subject, name, point: dict.fromkeys(PASSES, 7))
+    monkeypatch.setattr("ringtile.bench.compare.memory_of", lambda subject, name, workload: dict.fromkeys(PASSES, 7))
     report = bench(tmp_path, subject, "--dtype", "bfloat16")
     ran = available(subject)
     sizes = {"mlp": {"hidden_size": E, "intermediate_size": F}, "loss": {"hidden_size": E, "vocab_size": V}}[subject]
@@ -150,14 +153,14 @@ def test_rows_name_what_ran_and_what_did_not(
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_quick_has_points_that_can_be_measured(subject: str) -> None:
+def test_quick_has_workloads_that_can_be_measured(subject: str) -> None:
     module = SUBJECTS[subject]
-    points = [entry.point for entry in module.quick_entries()]
-    assert len(set(points)) == len(points)
-    for entry in module.quick_entries():
-        assert set(entry.providers) <= set(module.PROVIDERS)
-        assert entry.memory
-        module.check(entry.point)
+    workloads = [comparison.workload for comparison in module.quick_comparisons()]
+    assert len(set(workloads)) == len(workloads)
+    for comparison in module.quick_comparisons():
+        assert set(comparison.providers) <= set(module.PROVIDERS)
+        assert comparison.memory
+        module.check(comparison.workload)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
-from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, block, ring_attention
-from ringtile.block import MAX_PIECES, Piece, find_pieces
-from ringtile.plan import rounds_of
-from ringtile.transport import LoopbackGroup
+from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, ring_attention
+from ringtile.ring import block_kernel as block
+from ringtile.ring.block_kernel import MAX_PIECES, Piece, find_pieces
+from ringtile.sequence.plan import rank_plan
+from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
 from test_attention import run_torch
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, problem
@@ -55,7 +56,7 @@ def test_pieces_are_the_mask(data: st.DataObject) -> None:
     seq_len = data.draw(st.integers(world_size, 24))
     mask, layout = data.draw(masks(1, seq_len)), data.draw(layouts(seq_len, world_size))
     for rank in range(world_size):
-        plan = rounds_of(mask.begin, mask.end, layout.tensor, rank)
+        plan = rank_plan(mask, layout, rank)
         for round in plan.rounds:
             pieces = find_pieces(plan.begin, plan.end, round.k_runs)
             if pieces is None:
@@ -74,7 +75,7 @@ def test_pieces_are_the_mask(data: st.DataObject) -> None:
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_full_and_causal_are_plain_in_every_round(mask: str, layout: Callable[[int, int], Layout]) -> None:
     for rank in range(4):
-        plan = rounds_of(MASKS[mask].begin, MASKS[mask].end, layout(48, 4).tensor, rank)
+        plan = rank_plan(MASKS[mask], layout(48, 4), rank)
         found = [find_pieces(plan.begin, plan.end, round.k_runs) for round in plan.rounds]
         assert all(pieces is not None and len(pieces) <= 1 for pieces in found)
 
@@ -83,7 +84,7 @@ def test_what_is_not_plain_is_left_to_ringtile() -> None:
     window = IntervalMask.sliding_window(48, 7)
     rows = IntervalMask.documents([[20, 28], [28, 20]])
     for mask in (window, rows):
-        plan = rounds_of(mask.begin, mask.end, Layout.contiguous(48, 1).tensor, 0)
+        plan = rank_plan(mask, Layout.contiguous(48, 1), 0)
         assert find_pieces(plan.begin, plan.end, plan.rounds[0].k_runs) is None
 
 

@@ -1,4 +1,5 @@
-"""What setup.py says when it cannot build: one clear line, before any compiler output; and what it built asks for."""
+"""setup.py refuses what it cannot build in one clear line, before any compiler output, and knows strict builds from
+lax ones; the binaries need only stable symbols."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ PACKAGE = pathlib.Path(ringtile.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def run_setup(before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs `setup.py build_ext`, after some Python that breaks its world."""
+def run_setup(before: str = "", folder: pathlib.Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `setup.py build_ext`, after some Python that breaks its surroundings."""
     program = f"""{before}
 import runpy, sys
 sys.argv = ["setup.py", "build_ext"]
@@ -26,7 +27,7 @@ runpy.run_path("setup.py", run_name="__main__")
 """
     return subprocess.run(
         [sys.executable, "-c", program],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -56,7 +57,7 @@ def test_missing_compiler_is_one_line(variable: str) -> None:
 
 
 def test_compiler_without_python_headers_is_one_line(tmp_path: pathlib.Path) -> None:
-    """A C++ compiler that fails on any file that names Python.h, as on a machine without python3-dev."""
+    """The compiler fails on any file that includes Python.h, as on a machine without python3-dev."""
     compiler = tmp_path / "c++"
     compiler.write_text(
         '#!/bin/sh\ngrep -qs Python.h probe.cpp && { echo "no Python.h" >&2; exit 1; }\nexec c++ "$@"\n'
@@ -73,36 +74,91 @@ def test_cuda_without_nvcc_is_one_line() -> None:
     assert_refused(run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH")
 
 
-def test_products_that_ptxas_makes_wait_for_each_other_fail_the_build(tmp_path: pathlib.Path) -> None:
-    """ptxas only remarks on that, so what it says is read; the object does not stay behind as if it were good."""
-    for part in ("csrc", "cuda"):
-        shutil.copytree(ROOT / part, tmp_path / part)
-    shutil.copy(ROOT / "setup.py", tmp_path)
-    (tmp_path / "bin").mkdir()
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.write_text("""#!/bin/sh
+FAKE_NVCC = """#!/bin/sh
 for last; do :; done
 touch "$last" && echo "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-""")
+"""
+
+
+def copy_with_fake_nvcc(folder: pathlib.Path) -> pathlib.Path:
+    """A copy of the sources, and an nvcc whose ptxas remarks that it serialized products; returns the nvcc."""
+    for part in ("csrc", "cuda"):
+        shutil.copytree(ROOT / part, folder / part)
+    shutil.copy(ROOT / "setup.py", folder)
+    (folder / "bin").mkdir()
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.write_text(FAKE_NVCC)
     nvcc.chmod(nvcc.stat().st_mode | stat.S_IXUSR)
-    done = run_setup(f"import os; os.chdir({str(tmp_path)!r})", CUDA_HOME=str(tmp_path), RINGTILE_CUDA="1")
+    return nvcc
+
+
+def test_strict_build_fails_on_products_that_ptxas_serializes(tmp_path: pathlib.Path) -> None:
+    """ptxas only remarks on it and exits with 0, so its output is read; the object is removed."""
+    copy_with_fake_nvcc(tmp_path)
+    done = run_setup("", tmp_path, CUDA_HOME=str(tmp_path), RINGTILE_CUDA="1", RINGTILE_WERROR="1")
     assert done.returncode != 0
     assert "(C7512)" in done.stderr
     assert "ringtile: cannot build: nvcc failed" in done.stderr
     assert not (tmp_path / "build" / "cuda" / "attn.o").exists()
 
 
-def test_unknown_cuda_choice_is_one_line() -> None:
-    assert_refused(run_setup(RINGTILE_CUDA="yes"), "RINGTILE_CUDA is 'yes'; expected 0")
+def evaluate_in_setup(
+    expression: str, folder: pathlib.Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Prints an expression of setup.py's own names, without building anything."""
+    program = f"""
+import runpy, sys
+sys.argv = ["setup.py", "--version"]
+print(eval({expression!r}, runpy.run_path("setup.py")))
+"""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_user_build_only_prints_ptxas_remarks(tmp_path: pathlib.Path) -> None:
+    nvcc = copy_with_fake_nvcc(tmp_path)
+    done = evaluate_in_setup(f"compile_cuda({str(nvcc)!r})", tmp_path, RINGTILE_CUDA="0", RINGTILE_WERROR="0")
+    assert "(C7512)" in done.stderr
+    assert len(list((tmp_path / "build" / "cuda").rglob("*.o"))) == len(list((tmp_path / "cuda").rglob("*.cu"))) > 0
+
+
+def test_warnings_fail_strict_builds_only() -> None:
+    """make sets RINGTILE_WERROR=1; without it the same sources get the same flags, minus the refusals."""
+    expression = "[C_FLAGS, BINDING_FLAGS, NVCC_FLAGS]"
+    strict, lax = (
+        eval(evaluate_in_setup(expression, RINGTILE_CUDA="0", RINGTILE_WERROR=value).stdout.splitlines()[-1])
+        for value in ("1", "")
+    )
+    refusals = (["-Werror"], ["-Werror"], ["-Werror=all-warnings", "-Xptxas=--warning-as-error", "-Xcompiler=-Werror"])
+    for with_refusal, without, added in zip(strict, lax, refusals, strict=True):
+        assert with_refusal == [*without, *added]
+        assert "-Wall" in ",".join(without)
+    rules = (ROOT / "Makefile").read_text()
+    assert "STRICT := RINGTILE_WERROR=1" in rules
+    builds = [line for line in rules.splitlines() if "RINGTILE_CUDA=" in line]
+    assert len(builds) == 3
+    assert all("$(STRICT)" in line for line in builds)
+
+
+@pytest.mark.parametrize("variable", ["RINGTILE_CUDA", "RINGTILE_WERROR"])
+def test_unknown_choice_is_one_line(variable: str) -> None:
+    assert_refused(run_setup(**{variable: "yes"}), f"{variable} is 'yes'; expected one of 0 (")
 
 
 # ---- the binaries --------------------------------------------------------------------------------
 
-# Symbols of libc, libm, libgcc and libstdc++ have versions, but for some templates of std.
+# Symbols of libc, libm, libgcc and libstdc++ carry versions, except for some templates of std.
 VERSIONED = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+$")
 STABLE = re.compile(r"^(aoti_torch_|torch_|Py|_Py|_ZN(K|KR|O)?St|_ITM_|__gmon_start__$)")
 BINARIES = (
     "_C",
+    "_bench",
     pytest.param(
         "_cuda", marks=pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
     ),
@@ -110,19 +166,19 @@ BINARIES = (
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_binary_asks_for_stable_symbols_only(name: str) -> None:
-    """One binary serves every torch and Python: it names C shims of libtorch, the limited C API, and the runtimes."""
-    asked = subprocess.run(
+def test_binary_needs_stable_symbols_only(name: str) -> None:
+    """One binary serves every torch and Python: it uses libtorch's C shims, the limited C API, and the runtimes."""
+    listed = subprocess.run(
         ["nm", "-D", "--undefined-only", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True
     )
-    symbols = [line.split()[-1] for line in asked.stdout.splitlines()]
+    symbols = [line.split()[-1] for line in listed.stdout.splitlines()]
     assert [symbol for symbol in symbols if not VERSIONED.search(symbol) and not STABLE.match(symbol)] == []
     assert ("aoti_torch_get_current_cuda_stream" in symbols) == (name == "_cuda")
 
 
 @pytest.mark.parametrize("name", BINARIES)
 def test_binary_needs_no_cuda_library(name: str) -> None:
-    """libtorch.so brings libtorch_cuda.so where torch has one; the CUDA half asks that for one symbol."""
+    """libtorch.so loads libtorch_cuda.so where torch has one; the CUDA half uses one symbol of it."""
     read = subprocess.run(["readelf", "-d", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True)
     needed = re.findall(r"NEEDED.*\[(.*)\]", read.stdout)
     assert not [library for library in needed if "cuda" in library]
@@ -131,7 +187,7 @@ def test_binary_needs_no_cuda_library(name: str) -> None:
 
 @pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
 def test_cuda_binary_registers_every_kernel() -> None:
-    """The CUDA half has all kernels of the CPU half but those of plans. Loaded without looking symbols up."""
+    """The CUDA half has every kernel of the CPU half except plans; it is loaded lazily, so no symbol is looked up."""
     program = """
 import os, sys
 sys.setdlopenflags(os.RTLD_LAZY)
@@ -145,7 +201,7 @@ print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA"
 
 
 def test_kernels_and_ring_need_torch_alone() -> None:
-    """What computes and measures attention runs where pydantic, transformers and accelerate are not installed."""
+    """Attention, its benchmark and the doctor run where pydantic, transformers and accelerate are not installed."""
     program = """
 import sys
 for name in ("pydantic", "transformers", "accelerate", "yaml"):

@@ -14,7 +14,7 @@ import ringtile
 import torch
 from ringtile import ops
 from ringtile.cli import doctor, main
-from ringtile.hf.patches import Ledger
+from ringtile.hf.ledger import Ledger
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
 
@@ -41,9 +41,12 @@ def test_doctor_lists_what_ledgers_replaced() -> None:
     class Owner:
         pass
 
-    ledger = Ledger()
+    ledger, forgotten = Ledger(), Ledger()
     ledger.set(Owner(), "step", 1)
+    forgotten.set(Owner(), "forgotten", 1)
     assert "Owner.step" in doctor.patched()["replaced here"]
+    del forgotten
+    assert "Owner.forgotten" not in doctor.patched()["replaced here"]
     ledger.restore()
     assert "Owner.step" not in doctor.patched()["replaced here"]
 

@@ -71,7 +71,7 @@ def test_command_line_is_what_users_script_against() -> None:
     [
         (ConfigError("bad key"), "ringtile: error: bad key\n", ""),  # every rank finds the same
         (PeerLost("rank 2 died"), "ringtile: error: rank 0: rank 2 died\n", "ringtile: error: rank 1: rank 2 died\n"),
-        (ModuleNotFoundError("no", name="datasets"), "ringtile: error: datasets is not installed; expected it: ", ""),
+        (ModuleNotFoundError("no", name="datasets"), "ringtile: error: datasets is not installed; install it: ", ""),
     ],
 )
 def test_what_all_ranks_find_is_said_once(

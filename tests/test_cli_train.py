@@ -16,13 +16,15 @@ import pytest
 import torch
 import transformers
 import yaml
+from pool import run_command
 from ringtile.cli import main
 from ringtile.cli.data import DataConfig, find_files
-from ringtile.cli.meter import layer_windows, peak_bytes, reset_peak_bytes
 from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
 from ringtile.cli.report import compare, max_rel_diff
 from ringtile.config import Config
 from ringtile.errors import ConfigError
+from ringtile.hf.model import layer_windows
+from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent
 TEXT = "Every rank holds a part of the sequence; the ring brings the keys. " * 8
@@ -264,9 +266,8 @@ def test_file_that_is_no_configuration_is_refused(tmp_path: pathlib.Path, conten
         Recipe.load(tmp_path / "run.yaml")
 
 
-@pytest.mark.timeout(120)
 def test_ranks_refuse_alike_and_one_says_it(tmp_path: pathlib.Path) -> None:
-    done = torchrun(2, "train", str(write_config(tmp_path, context_parallel_size=3)))
+    done = run_command(2, "train", str(write_config(tmp_path, context_parallel_size=3)))
     assert done.returncode != 0
     assert done.stderr.count("ringtile: error: ") == 1
     assert "context_parallel_size is 3 but there are 2 ranks" in done.stderr
@@ -295,8 +296,8 @@ def test_run_in_one_process_has_the_same_rows_and_no_ringtile(tmp_path: pathlib.
 
 
 def test_documentation_has_every_key() -> None:
-    """The rows of docs/train.md between "## Keys" and the next heading, against the keys that exist."""
-    section = (ROOT / "docs" / "train.md").read_text().split("## Keys")[1].split("\n## ")[0]
+    """The rows of docs/guide/train.md between "## Keys" and the next heading, against the keys that exist."""
+    section = (ROOT / "docs" / "guide" / "train.md").read_text().split("## Keys")[1].split("\n## ")[0]
     documented = re.findall(r"^\| `([\w.*]+)` \|", section, flags=re.MULTILINE)
     existing = [*Config.model_fields, "model", *(f"data.{key}" for key in DataConfig.model_fields), "training.*"]
     assert sorted(documented) == sorted(existing)

@@ -1,18 +1,17 @@
 """`ringtile verify` says that two ranks compute what one does, and does not when they do not."""
 
 import json
-import os
 import pathlib
 import string
 import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
+from pool import run_command
 from ringtile.cli.data import find_files
 from ringtile.cli.recipe import Recipe
 from ringtile.cli.verify import default_data
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -22,19 +21,18 @@ SIZES = {
     "head_dim": 16,
     "vocab_size": 320,
 }
-# A way to run ringtile in which the count that scales the loss is twice what it was.
-BROKEN_SCALE = """
-import sys
-from ringtile.cli import main
-from ringtile.hf.trainer import _Session
-original = _Session._get_num_items_in_batch
-_Session._get_num_items_in_batch = lambda *args, **kwargs: 2 * original(*args, **kwargs)
-sys.exit(main())
-"""
+
+
+def _break_scale() -> None:
+    """Doubles the count that scales the loss."""
+    from ringtile.hf.loss_on_shards import LossOnShards
+
+    original = LossOnShards._get_num_items_in_batch
+    LossOnShards._get_num_items_in_batch = lambda *args, **kwargs: 2 * original(*args, **kwargs)
 
 
 def _verify(
-    tmp_path: pathlib.Path, model_type: str, *launch: str, **keys: object
+    tmp_path: pathlib.Path, model_type: str, prepare: Callable[[], None] | None = None, **keys: object
 ) -> tuple[subprocess.CompletedProcess[str], pathlib.Path]:
     config, result = tmp_path / "run.yaml", tmp_path / "verify.json"
     model = {"model_type": model_type, **SIZES}
@@ -43,9 +41,9 @@ def _verify(
     data = {"files": "text.txt", "seq_len": 256}
     mapping = {"model": model, "context_parallel_size": 2, "training": training, "data": data, **keys}
     config.write_text(json.dumps(mapping))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    command = [*TORCHRUN, *(launch or ("-m", "ringtile")), "verify", str(config), "--json", str(result)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True), result
+    cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = run_command(2, "verify", str(config), "--json", str(result), prepare=prepare, variables=cache)
+    return done, result
 
 
 @pytest.mark.parametrize(
@@ -69,21 +67,17 @@ def test_tiny_model_is_verified(model_type, keys, tmp_path):
 
 @pytest.mark.timeout(240)
 def test_smallest_configuration_of_the_docs_is_verified(tmp_path):
-    page = (pathlib.Path(__file__).parents[1] / "docs/verify.md").read_text()
+    page = (pathlib.Path(__file__).parents[1] / "docs/guide/verify.md").read_text()
     config = tmp_path / "run.yaml"
     config.write_text(page.split("```yaml\n")[1].split("```")[0])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    command = [*TORCHRUN, "-m", "ringtile", "verify", str(config)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = run_command(2, "verify", str(config), cwd=tmp_path, variables={"HF_DATASETS_CACHE": str(tmp_path / "cache")})
     assert done.returncode == 0, done.stderr
     assert "verdict: the same numbers" in done.stdout
 
 
 @pytest.mark.timeout(240)
 def test_broken_scale_is_found(tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN_SCALE)
-    done, result = _verify(tmp_path, "llama", str(script))
+    done, result = _verify(tmp_path, "llama", _break_scale)
     assert done.returncode == 1
     assert "verdict: NOT the same numbers" in done.stdout
     different = [row["name"] for row in json.loads(result.read_text())["rows"] if row["difference"] > row["limit"]]

@@ -1,4 +1,4 @@
-"""The configuration: unknown keys are named with the nearest valid one, wrong values with what was expected."""
+"""The configuration: errors name an unknown key and its closest match, or a wrong value and the expected ones."""
 
 import pydantic
 import pytest
@@ -10,6 +10,7 @@ def test_defaults_change_nothing():
     config = Config()
     assert config.context_parallel_size == 1
     assert not config.tiled_mlp
+    assert not config.tiled_mlp_use_original_mlp
     assert not config.tiled_loss
 
 

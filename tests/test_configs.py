@@ -12,11 +12,11 @@ import transformers
 import yaml
 from hf_engines import engine, needs_deepspeed
 from hf_training import enter_world
-from pool import run_ranks
+from pool import run_command, run_ranks
 from ringtile.cli import main, training
 from ringtile.cli.recipe import Recipe
 from ringtile.errors import ConfigError
-from test_cli_train import MODEL, TEXT, torchrun
+from test_cli_train import MODEL, TEXT
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ALST = sorted((CONFIGS / "alst").glob("*.yaml"))
@@ -76,7 +76,8 @@ def test_readme_has_every_key() -> None:
 @pytest.mark.timeout(400)
 def test_ddp_trains_as_one_process(tmp_path: pathlib.Path) -> None:
     path = shrunk(CONFIGS / "alst" / "ddp.yaml", tmp_path, use_cpu=True)
-    done = torchrun(2, "train", str(path), "--compare", "--json", str(tmp_path / "train.json"))
+    cache = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = run_command(2, "train", str(path), "--compare", "--json", str(tmp_path / "train.json"), variables=cache)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "train.json").read_text())
     assert len(report["losses"]) == 3

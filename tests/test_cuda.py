@@ -1,6 +1,6 @@
-"""Tensors on a device that has no kernels in this process are refused, with the reason, before anything runs.
+"""Tensors on a device without kernels in this process are refused with the reason before anything runs.
 
-The tensors are fake ones: they say that they are on a GPU, on a machine that has none.
+The tensors are fake: they claim to be on a GPU on a machine without one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REASONS: dict[str, tuple[object, str | None, bool]] = {
 
 @pytest.fixture(autouse=True)
 def forget() -> object:
-    """The reason is looked for once a process."""
+    """The reason is cached per process."""
     ops.why_no_cuda.cache_clear()
     ops.why_not_on.cache_clear()
     yield None

@@ -1,8 +1,13 @@
-"""What the documentation shows is run: its Python, its YAML, and the configurations it points to."""
+"""The documentation tells the truth: code runs, YAML loads, commands exist, links lead somewhere. Needs no mkdocs."""
 
+import argparse
+import ast
+import fnmatch
 import functools
+import importlib
 import pathlib
 import re
+import shlex
 from unittest import mock
 
 import pytest
@@ -10,71 +15,84 @@ import ringtile
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from hf_engines import engine
-from hf_models import tiny_model, tiny_tokenizer
-from hf_training import Padded, enter_world, make_rows
+from accelerate.commands.launch import launch_command_parser
+from docs_examples import EXAMPLES, run_example
 from pool import run_ranks
+from ringtile.cli import VERBS, verb_module
+from ringtile.cli.recipe import Recipe
 from ringtile.config import Config
 from test_hf_axolotl import registered
+from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "python" / "ringtile"
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").rglob("*.md")]
+)
+SITE = [page for page in PAGES if page.startswith("docs/")]
 
 
-def _blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+@functools.cache
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="ascii")
 
 
-def _run_huggingface(code, folder):
-    from transformers import Trainer, TrainingArguments
-
-    enter_world()
-    args = TrainingArguments(folder, use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no")
-    names = {"Trainer": Trainer, "model": tiny_model(), "args": args, "rows": make_rows(8), "collator": Padded()}
-    exec(code, names)
-    return names["trainer"].state.global_step
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE)
 
 
-def test_page_of_the_trainer_runs(tmp_path):
-    (code,) = _blocks("huggingface.md", "python")
-    assert run_ranks(2, _run_huggingface, code, str(tmp_path)) == [1, 1]
+def prose(page: str) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
-def _run_trl(code, folder):
-    import datasets
-    import trl
-
-    enter_world()
-    with engine("DDP"):
-        arguments = {"use_cpu": True, "max_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False}
-        config = functools.partial(trl.SFTConfig, **arguments)
-        trainer = functools.partial(trl.SFTTrainer, processing_class=tiny_tokenizer())
-        names = {"model": tiny_model(), "rows": datasets.Dataset.from_list(make_rows(8))}
-        with mock.patch.object(trl, "SFTConfig", config), mock.patch.object(trl, "SFTTrainer", trainer):
-            exec(code.replace('"out"', repr(folder)), names)
-    return names["trainer"].state.global_step
+def code_spans(page: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose(page))
 
 
-def test_page_of_trl_runs(tmp_path):
-    pytest.importorskip("trl")
-    (code,) = _blocks("trl.md", "python")
-    assert run_ranks(2, _run_trl, code, str(tmp_path)) == [1, 1]
+# ---- Python -------------------------------------------------------------------------------------
+
+SNIPPETS = {
+    f"{page} {i}": code for page in PAGES for i, code in enumerate(blocks(page, "python")) if not code.startswith(">>>")
+}
 
 
-AXOLOTL = [
-    *((f"docs/axolotl.md {i}", text) for i, text in enumerate(_blocks("axolotl.md", "yaml"))),
+def test_every_snippet_has_an_example() -> None:
+    assert sorted(SNIPPETS) == EXAMPLES
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_snippet_runs_on_two_ranks(name: str, tmp_path: pathlib.Path) -> None:
+    if name.startswith("docs/guide/trl.md"):
+        pytest.importorskip("trl")
+    run_ranks(2, run_example, name, SNIPPETS[name], str(tmp_path))
+
+
+# ---- YAML ---------------------------------------------------------------------------------------
+
+CONFIGURATIONS = [
+    *((f"{page} {i}", text) for page in PAGES for i, text in enumerate(blocks(page, "yaml"))),
     *((path.name, path.read_text()) for path in sorted((ROOT / "configs" / "axolotl").glob("*.yaml"))),
 ]
+NAMES = [name for name, _ in CONFIGURATIONS]
 
 
-@pytest.mark.parametrize("text", [text for _, text in AXOLOTL], ids=[name for name, _ in AXOLOTL])
-def test_axolotl_configuration_is_one_of_ours(text):
-    cfg = registered(**yaml.safe_load(text))
-    assert Config.load(cfg["ringtile"]).context_parallel_size == 8
-    assert not cfg.keys() & (Config.model_fields.keys() - {"gc_steps"})
+@pytest.mark.parametrize("text", [text for _, text in CONFIGURATIONS], ids=NAMES)
+def test_configuration_is_valid(text: str, tmp_path: pathlib.Path) -> None:
+    given = yaml.safe_load(text)
+    if "plugins" in given or "ringtile" in given:
+        cfg = registered(**given)
+        assert Config.load(cfg["ringtile"]).context_parallel_size == 8
+        assert not cfg.keys() & (Config.model_fields.keys() - {"gc_steps"})
+    else:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump({"model": {"model_type": "llama"}} | given))
+        Recipe.load(path, default_data={"files": ["*.txt"], "seq_len": 8})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.name)
-def test_accelerate_reads_its_configuration(path):
+def test_accelerate_reads_its_configuration(path: pathlib.Path) -> None:
     config = load_config_from_file(str(path))
     assert config.fsdp_config["fsdp_version"] == 2
     sizes = config.parallelism_config or {}
@@ -82,17 +100,193 @@ def test_accelerate_reads_its_configuration(path):
     assert config.num_processes == 8
 
 
-def test_names_on_the_page_of_migrating_exist():
-    text = (ROOT / "docs" / "migrating.md").read_text()
-    ours = [row.split(" | ")[-1] for row in text.splitlines() if row.startswith("|") and "---" not in row]
-    keys = {key for cell in ours for key in re.findall(r"`([a-z_]+): ", cell)} - {"train_batch_size", "plugins"}
+# ---- commands -----------------------------------------------------------------------------------
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command line in shell blocks, without comments and environment variables."""
+    lines = (line for block in blocks(page, "sh") for line in block.splitlines())
+    words = [shlex.split(line, comments=True) for line in lines if "$(" not in line]
+    return [[word for word in line if not re.match(r"[A-Z_]+=", word)] for line in words if line]
+
+
+def verb_parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--json")
+    verb_module(verb).add_arguments(parser)
+    return parser
+
+
+def check_command(line: list[str]) -> None:
+    """Raises unless every option of a command of ours, or of a launcher, exists."""
+    tool, *words = line
+    if line[:2] == ["srun", "torchrun"] or tool == "torchrun":
+        at = line.index("torchrun") + 1
+        known = get_args_parser().parse_args(line[at:])
+        if known.module:
+            assert known.training_script == "ringtile"
+            check_command(["ringtile", *known.training_script_args])
+    elif line[:2] == ["accelerate", "launch"]:
+        known = launch_command_parser().parse_args(words[1:])
+        assert known.config_file is None or (ROOT / known.config_file).exists()
+    elif line[:3] == ["python", "-m", "ringtile"]:
+        check_command(["ringtile", *words[2:]])
+    elif tool == "ringtile":
+        verb_parser(words[0]).parse_args(words[1:])
+    elif tool == "make":
+        is_known = re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert is_known, f"make {words[0]}"
+    elif tool.endswith("python"):
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    with mock.patch.object(argparse.ArgumentParser, "error", side_effect=AssertionError):
+        for line in commands(page):
+            check_command(line)
+    for span in code_spans(page):
+        words = span.split()
+        if words[0] == "ringtile" and len(words) > 1 and words[1].isalpha():
+            assert words[1] in VERBS, span
+            options = verb_parser(words[1]).format_help()
+            assert all(f"{word} " in options or f"{word}\n" in options for word in words if word.startswith("--")), span
+        if words[0] == "make" and len(words) == 2:
+            check_command(words)
+
+
+# ---- links, paths, names ------------------------------------------------------------------------
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, on the site and on GitHub."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower())
+
+
+@functools.cache
+def anchors(page: str) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
+        assert linked.is_file(), target
+        name = str(linked.relative_to(ROOT))
+        assert not page.startswith("docs/") or name in SITE, f"{target} is not a page of the site"
+        assert not anchor or anchor in anchors(name), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_pages_name_exist(page: str) -> None:
+    for span in code_spans(page):
+        if re.fullmatch(r"(csrc|cuda|tests|configs|examples|docs|python)/[\w./-]*", span):
+            assert (ROOT / span).exists(), span
+        elif re.fullmatch(r"(hf|sequence|transport|ring|tiled|cli|bench)/\w+\.py", span):
+            assert (PACKAGE / span).exists(), span
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("configs", "csrc", "cuda", "python", "tests")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.*")):
+        if path.suffix in (".py", ".c", ".h", ".cpp", ".cu", ".cuh", ".yaml") and path != pathlib.Path(__file__):
+            for page in re.findall(r"\bdocs/[\w/]+\.md", path.read_text()):
+                assert page in SITE, f"{path.relative_to(ROOT)} names {page}"
+
+
+def test_navigation_has_every_page() -> None:
+    def leaves(entry: object) -> list[str]:
+        children = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+        return [entry] if isinstance(entry, str) else [leaf for child in children for leaf in leaves(child)]
+
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(f"docs/{page}" for page in leaves(site["nav"])) == SITE
+
+
+def test_reference_has_every_public_name() -> None:
+    targets = [name for page in SITE for name in re.findall(r"^::: (\S+)$", read(page), re.MULTILINE)]
+    for target in targets:
+        owner, _, name = target.rpartition(".")
+        source = ROOT / "python" / (owner.replace(".", "/") + ".py")
+        module = ROOT / "python" / (target.replace(".", "/") + ".py")
+        assert module.exists() or re.search(rf"^(class|def) {name}\b", source.read_text(), re.MULTILINE), target
+    errors = {name for name in ringtile.__all__ if name in vars(importlib.import_module("ringtile.errors"))}
+    assert set(ringtile.__all__) - errors <= {target.rpartition(".")[2] for target in targets}
+
+
+def test_names_on_the_page_of_migrating_exist() -> None:
+    rows = read("docs/guide/migrating.md").splitlines()
+    ours = " ".join(row.split(" | ")[-1] for row in rows if row.startswith("|") and "---" not in row)
+    keys = set(re.findall(r"`([a-z_]+): ", ours)) - {"train_batch_size", "plugins"}
     assert keys
     assert keys <= Config.model_fields.keys()
-    for owner, name in re.findall(r"(IntervalMask|Layout)\.(\w+)\(", " ".join(ours)):
-        assert hasattr(getattr(ringtile, owner), name), name
+    for owner, name in re.findall(r"(IntervalMask|Layout|seq)\.(\w+)\(", ours):
+        assert hasattr(getattr(ringtile, owner.replace("seq", "ShardedSequence")), name), name
 
 
-def test_window_of_the_page_of_migrating_is_ring_flash_attns():
+def test_window_of_the_page_of_migrating_is_ring_flash_attns() -> None:
     """window_size=(w - 1, 0) there is w keys here, the query's own among them."""
     mask = ringtile.IntervalMask.causal(6) & ringtile.IntervalMask.sliding_window(6, 3)
     assert torch.equal(mask.end - mask.begin, torch.tensor([[1, 2, 3, 3, 3, 3]], dtype=torch.int32))
+
+
+# ---- what the pages say about the code ----------------------------------------------------------
+
+
+def messages() -> list[str]:
+    """Every string of the package, the build and the core; "..." stands for what is filled in."""
+    found = []
+    for path in [*PACKAGE.rglob("*.py"), ROOT / "setup.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(x.value if isinstance(x, ast.Constant) else "..." for x in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return [*found, (ROOT / "csrc" / "ringtile.h").read_text()]
+
+
+def test_messages_of_troubleshooting_exist() -> None:
+    """A first column quotes an error; "..." may stand for any value. Backquoted words alone are its fields."""
+    texts = messages()
+    rows = re.findall(r"^\| (`.*?`) \|", read("docs/troubleshooting.md"), re.MULTILINE)
+    quoted = [span for row in rows for span in re.findall(r"`([^`]+)`", row) if " " in span]
+    assert len(quoted) > 50
+    for quote in quoted:
+        quote = re.sub(r"^ranks disagree on [\w ]+ in call", "ranks disagree on ... in call", quote)
+        pattern = "*" + re.sub(r"([\[\]*?])", r"[\1]", quote).replace("...", "*") + "*"
+        assert any(fnmatch.fnmatchcase(text, pattern) for text in texts), quote
+
+
+def test_imports_point_down() -> None:
+    """The drawing of the layers in docs/design/architecture.md, from the top line down, against every import."""
+    drawing = read("docs/design/architecture.md").split("imports only point down:")[1].split("Packages on one line")[0]
+    lines = [line.strip() for line in drawing.splitlines() if line.strip() not in ("", "|", "v")]
+    level = {
+        name: depth for depth, line in enumerate(lines) for name in re.split("  +", line.rsplit("    ", 1)[0].strip())
+    }
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders <= level.keys()
+    for path in PACKAGE.rglob("*.py"):
+        home = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if home not in level:  # __init__, __main__, auto: above all layers
+            continue
+        for name in imported(ast.parse(path.read_text())) & level.keys() - {home}:
+            assert level[name] > level[home], f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The modules and folders directly under ringtile that a file imports, also within functions."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "ringtile":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ringtile."):
+            names.add(str(node.module).split(".")[1])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ringtile.")}
+    return names

@@ -1,10 +1,10 @@
-"""What is a GLU, and what is only called like one: the tiled MLP has a fast path for the first."""
+"""Which modules the tiled MLP recognizes as plain GLUs; all others run their own forward."""
 
 import pytest
 import torch
 from counting import assert_near
 from gated_mlp import HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
-from ringtile import tiled_mlp
+from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -57,7 +57,7 @@ class HalvesOfTokens(Gated):
 
 
 @pytest.mark.parametrize("kind", [Scaled, Negated, Branching, Adapted, SameHalf, HalvesOfTwo, HalvesOfTokens])
-def test_what_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
+def test_a_module_that_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
     module = kind().double()
     assert glu_of(module) is None
     x, dout = inputs(9)
@@ -80,7 +80,7 @@ def test_a_glu_in_another_order_is_found() -> None:
 
 
 @pytest.mark.parametrize("gate_half", [0, 1])
-def test_gate_and_up_in_one_are_found(gate_half) -> None:
+def test_fused_gate_and_up_are_found(gate_half) -> None:
     module = Fused(bias=True, gate_half=gate_half).double()
     assert glu_of(module) is not None
     x, dout = inputs(9)
@@ -89,7 +89,7 @@ def test_gate_and_up_in_one_are_found(gate_half) -> None:
         assert_near(one, other, num_terms=2 * INTERMEDIATE)
 
 
-def test_hooks_of_a_projection_are_not_passed_over() -> None:
+def test_hooks_of_a_projection_are_not_bypassed() -> None:
     module = Gated().double()
     handle = module.up_proj.register_forward_hook(lambda *call: 2 * call[2])
     assert glu_of(module) is None

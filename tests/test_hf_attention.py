@@ -8,10 +8,11 @@ import ringtile
 import torch
 from hf_models import tiny_model
 from ringtile.hf import model
-from ringtile.hf.cut import CUT
-from ringtile.hf.inputs import cut_batch
-from ringtile.hf.patches import Ledger
-from ringtile.transport import LoopbackWorld, transport_of
+from ringtile.hf.batch import BATCH_ARGUMENT
+from ringtile.hf.inputs import shard_batch
+from ringtile.hf.ledger import Ledger
+from ringtile.transport.loopback import LoopbackWorld
+from torch._dynamo.utils import counters
 
 BATCH, SEQ_LEN = 2, 27
 LEFT_PADDED = torch.tensor([[0] * 4 + [1] * 23, [1] * 27])
@@ -41,19 +42,10 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
 
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
-        cuts = []
-        model.pin_rope_length(own, Ledger(), lambda: cuts[0])
-        local, cut = cut_batch(
-            batch,
-            layout=layout,
-            group=group,
-            rank=transport_of(group).rank,
-            world_size=world_size,
-            makes_positions=model.makes_positions(own),
-        )
-        cuts.append(cut)
+        local, sharded = shard_batch(batch, layout=layout, group=group, makes_positions=model.makes_positions(own))
+        model.pin_rope_length(own, Ledger(), lambda: sharded)
         with torch.no_grad():
-            return cut.join(own(**local).logits)
+            return sharded.unshard(own(**local).logits)
 
     return LoopbackWorld(world_size).run(run)[0]
 
@@ -108,12 +100,32 @@ def test_logits_in_every_layout_equal_the_whole_model(layout, world_size):
     assert (logits - expected).abs().max() <= _tolerance(expected)
 
 
-# ---- without a cut, transformers' own functions run ----------------------------------------------
+def test_batches_of_one_shape_share_a_compiled_model():
+    """A batch's masks are inputs of the graph: no guard on their content or identity."""
+    switched, _ = _on_ringtile(tiny_model("mistral-sliding", num_hidden_layers=1))
+    windows = {6}
+    assert windows == set(model.layer_windows(switched.config))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, compilations = torch.compile(switched, backend="eager"), set()
+    for row in range(BATCH):
+        batch = {"input_ids": _ids(), "attention_mask": LEFT_PADDED.roll(row, dims=0)}
+        logits = []
+        for whole in (switched, compiled):
+            local, _ = shard_batch(batch, layout="zigzag", group=None, makes_positions=True, windows=windows)
+            logits.append(whole(**local).logits)
+        assert torch.equal(*logits)
+        compilations.add(counters["frames"]["ok"])
+    assert len(compilations) == 1
+    assert not counters["graph_break"]
+
+
+# ---- a batch that is not sharded: transformers' own functions run ---------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_uncut_batch_is_handed_to_transformers(family, padded):
+def test_unsharded_batch_is_handed_to_transformers(family, padded):
     whole = tiny_model(family)
     switched, _ = _on_ringtile(whole)
     whole.set_attn_implementation("eager" if family in ("gemma2", "gpt-oss") else "sdpa")
@@ -140,37 +152,36 @@ def test_switching_is_undone():
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def _cut(whole, batch=None):
+def _shard(batch=None):
     """The local batch of rank 0 of 2, for models that refuse before anything is sent."""
-    inputs = batch or {"input_ids": _ids()}
-    local, _ = cut_batch(inputs, layout="zigzag", group=None, rank=0, world_size=2, makes_positions=True)
-    return local
+    inputs, group = batch or {"input_ids": _ids()}, LoopbackWorld(2).groups[0]
+    return shard_batch(inputs, layout="zigzag", group=group, makes_positions=True)[0]
 
 
-def test_cut_that_does_not_arrive_is_refused():
+def test_batch_that_does_not_arrive_is_refused():
     switched, _ = _on_ringtile(tiny_model())
     switched.model.layers[0].self_attn.forward = functools.partial(
-        _forward_without_cut, switched.model.layers[0].self_attn.forward
+        _forward_without_batch, switched.model.layers[0].self_attn.forward
     )
-    with pytest.raises(ringtile.Refused, match="ringtile_cut"):
-        switched(**_cut(switched))
+    with pytest.raises(ringtile.Refused, match="ringtile_batch"):
+        switched(**_shard())
 
 
-def _forward_without_cut(original, *args, **kwargs):
-    kwargs.pop(CUT)
+def _forward_without_batch(original, *args, **kwargs):
+    kwargs.pop(BATCH_ARGUMENT)
     return original(*args, **kwargs)
 
 
 def test_attention_dropout_is_refused_in_training_only():
     switched, _ = _on_ringtile(tiny_model("llama", attention_dropout=0.1))
     with pytest.raises(ringtile.Refused, match=r"dropout 0\.1"):
-        switched.train()(**_cut(switched))
+        switched.train()(**_shard())
 
 
 def test_sinks_are_refused():
     switched, _ = _on_ringtile(tiny_model("gpt-oss"))
     with pytest.raises(ringtile.Refused, match="attention sinks"):
-        switched(**_cut(switched))
+        switched(**_shard())
 
 
 def test_bidirectional_attention_is_refused():
@@ -178,12 +189,12 @@ def test_bidirectional_attention_is_refused():
     for layer in switched.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ringtile.Refused, match="bidirectional"):
-        switched(**_cut(switched))
+        switched(**_shard())
 
 
 def test_mask_of_a_shard_is_refused():
     switched, ledger = _on_ringtile(tiny_model())
-    local = _cut(switched, {"input_ids": _ids(), "attention_mask": LEFT_PADDED})
+    local = _shard({"input_ids": _ids(), "attention_mask": LEFT_PADDED})
     ledger.restore()  # takes the hook off that hides the mask, and sets the attention back
     switched.set_attn_implementation("ringtile")
     with pytest.raises(ringtile.Refused, match="attention mask of shape"):
@@ -204,9 +215,8 @@ def test_gradients_equal_the_whole_model(use_reentrant):
         own = copy.deepcopy(switched)
         if use_reentrant is not None:
             own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        rank = transport_of(group).rank
-        local, cut = cut_batch(batch, layout="zigzag", group=group, rank=rank, world_size=2, makes_positions=True)
-        own(**local, num_items_in_batch=cut.num_targets).loss.backward()
+        local, sharded = shard_batch(batch, layout="zigzag", group=group, makes_positions=True)
+        own(**local, num_items_in_batch=sharded.num_targets).loss.backward()
         return [parameter.grad for parameter in own.parameters()]
 
     gradients = [sum(ranks) for ranks in zip(*LoopbackWorld(2).run(run), strict=True)]

@@ -1,4 +1,4 @@
-"""What `enable` replaces: it cuts each batch once, stands back for DeepSpeed, and is undone without a trace."""
+"""`enable` shards each batch once, stands back for DeepSpeed, and `restore` leaves no trace."""
 
 import contextlib
 import functools
@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from hf_training import make_trainer
 from pool import run_ranks
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.patches import Ledger
-from ringtile.layout import Layout
+from ringtile.hf.ledger import Ledger
+from ringtile.sequence.layout import Layout
 from transformers import Trainer, TrainerCallback
 
 CONFIG = {"context_parallel_size": 2}
-# An accelerate ParallelismConfig under which DeepSpeed cuts the sequence (ALST / Ulysses).
+# An accelerate ParallelismConfig under which DeepSpeed shards the sequence (ALST / Ulysses).
 DEEPSPEED = types.SimpleNamespace(sp_enabled=True, sp_backend="deepspeed", cp_enabled=False, cp_backend="torch")
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_patched_by_import_or_with_size_one():
     assert _differences(before, _snapshot(trainer)) == []
 
 
-def test_nothing_is_patched_where_deepspeed_cuts_the_sequence():
+def test_nothing_is_patched_where_deepspeed_shards_the_sequence():
     trainer = make_trainer()
     trainer.accelerator.state.parallelism_config = DEEPSPEED
     before = _snapshot(trainer)
@@ -230,14 +230,14 @@ def test_hook_stands_back_for_deepspeed():
         }
 
 
-def _count_cuts():
-    """How often each tensor was cut, by phase, step, dtype and content."""
+def _count_sharded():
+    """How often each tensor was sharded, by phase, step, dtype and content."""
     trainer = make_trainer(max_steps=2)
-    cuts, phase, step = Counter(), "train", 0
+    sharded, phase, step = Counter(), "train", 0
     shard = Layout.shard
 
     def counting_shard(self, x, dim, rank):
-        cuts[phase, step, str(x.dtype), tuple(x.flatten().tolist())] += 1
+        sharded[phase, step, str(x.dtype), tuple(x.flatten().tolist())] += 1
         return shard(self, x, dim, rank)
 
     class Steps(TrainerCallback):
@@ -256,13 +256,13 @@ def _count_cuts():
         phase = "predict"
         trainer.predict([{"input_ids": row["input_ids"]} for row in trainer.eval_dataset])
         ringtile.restore(trainer)
-    return cuts
+    return sharded
 
 
-def test_every_tensor_is_cut_once_per_step():
-    for cuts in run_ranks(2, _count_cuts):
-        assert set(cuts.values()) == {1}
-        per_step = Counter((phase, step) for phase, step, _, _ in cuts)
+def test_every_tensor_is_sharded_once_per_step():
+    for sharded in run_ranks(2, _count_sharded):
+        assert set(sharded.values()) == {1}
+        per_step = Counter((phase, step) for phase, step, _, _ in sharded)
         # Ids, labels, positions, padding: 2 x 2 micro-steps, 3 batches to evaluate, 3 to predict without labels.
         steps = [("train", 4)] * 4 + [("evaluate", 4)] * 3 + [("predict", 3)] * 3
         assert per_step == {(phase, step): count for step, (phase, count) in enumerate(steps)}

@@ -1,11 +1,12 @@
-"""The cut of a batch: every tensor once, in one piece again when joined, with transformers' own mask."""
+"""Sharding a batch: every token goes to one rank, and the mask is transformers' own."""
 
 import itertools
 
 import pytest
 import ringtile
 import torch
-from ringtile.hf.inputs import cut_batch
+from ringtile.hf.inputs import shard_batch
+from ringtile.transport.loopback import LoopbackWorld
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -22,12 +23,10 @@ def _positions(*lengths):
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-def _cuts(inputs, layout="zigzag", world_size=2, makes_positions=True):
-    """[(local batch, Cut)] of every rank. The group is used by the attention only."""
-    return [
-        cut_batch(inputs, layout=layout, group=None, rank=rank, world_size=world_size, makes_positions=makes_positions)
-        for rank in range(world_size)
-    ]
+def _shard(inputs, layout="zigzag", world_size=2, **options):
+    """[(local batch, ShardedBatch)] of every rank."""
+    options = {"layout": layout, "makes_positions": True, **options}
+    return LoopbackWorld(world_size).run(lambda group: shard_batch(inputs, group=group, **options))
 
 
 def _dense(mask):
@@ -36,61 +35,61 @@ def _dense(mask):
     return (mask.begin[..., None] <= keys) & (keys < mask.end[..., None])
 
 
-def _join(cuts, name):
-    """The global padded tensor from those of all ranks."""
-    layout = cuts[0][1].layout
+def _unshard(shards, name):
+    """The global padded tensor from the shards of all ranks."""
+    layout = shards[0][1].sequence.layout
     positions = torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
-    return torch.cat([local[name] for local, _ in cuts], dim=1)[:, positions.argsort()]
+    return torch.cat([local[name] for local, _ in shards], dim=1)[:, positions.argsort()]
 
 
 @pytest.mark.parametrize(("layout", "world_size"), list(itertools.product(LAYOUTS, (2, 3))))
 @pytest.mark.parametrize("seq_len", [12, 13, 3])
-def test_cut_is_a_partition_of_the_global_batch(layout, world_size, seq_len):
+def test_shards_are_a_partition_of_the_global_batch(layout, world_size, seq_len):
     inputs = {"input_ids": _ids(2, seq_len), "labels": _ids(2, seq_len)}
-    cuts = _cuts(inputs, layout, world_size)
-    padding = cuts[0][1].layout.seq_len - seq_len
-    assert torch.equal(_join(cuts, "input_ids"), functional.pad(inputs["input_ids"], (0, padding)))
+    shards = _shard(inputs, layout, world_size)
+    padding = shards[0][1].sequence.seq_len - seq_len
+    assert torch.equal(_unshard(shards, "input_ids"), functional.pad(inputs["input_ids"], (0, padding)))
     positions = torch.arange(seq_len).expand(2, -1)
-    assert torch.equal(_join(cuts, "position_ids"), functional.pad(positions, (0, padding)))
-    # Next-token labels, shifted before the cut: no rank loses the target of its last token.
+    assert torch.equal(_unshard(shards, "position_ids"), functional.pad(positions, (0, padding)))
+    # Next-token labels, shifted before they are sharded: no rank loses the target of its last token.
     shifted = functional.pad(inputs["labels"][:, 1:], (0, padding + 1), value=-100)
-    assert torch.equal(_join(cuts, "shift_labels"), shifted)
-    assert torch.equal(_join(cuts, "labels"), shifted)
-    sizes = {local["input_ids"].size(1) for local, _ in cuts}
+    assert torch.equal(_unshard(shards, "shift_labels"), shifted)
+    assert torch.equal(_unshard(shards, "labels"), shifted)
+    sizes = {local["input_ids"].size(1) for local, _ in shards}
     assert len(sizes) == 1
-    assert all(cut.num_targets == 2 * (seq_len - 1) for _, cut in cuts)
+    assert all(batch.num_targets == 2 * (seq_len - 1) for _, batch in shards)
 
 
-def test_cut_leaves_the_batch_as_it_was():
+def test_sharding_leaves_the_batch_as_it_was():
     inputs = {"input_ids": _ids(1, 8), "labels": _ids(1, 8)}
     before = {name: tensor.clone() for name, tensor in inputs.items()}
-    _cuts(inputs)
+    _shard(inputs)
     assert inputs.keys() == before.keys()
     assert all(torch.equal(inputs[name], before[name]) for name in before)
 
 
 def test_given_shift_labels_win():
     inputs = {"input_ids": _ids(1, 8), "labels": _ids(1, 8), "shift_labels": _ids(1, 8) + 50}
-    assert torch.equal(_join(_cuts(inputs), "shift_labels"), inputs["shift_labels"])
+    assert torch.equal(_unshard(_shard(inputs), "shift_labels"), inputs["shift_labels"])
 
 
-def test_embeddings_are_cut_like_ids():
+def test_embeddings_are_sharded_like_ids():
     inputs = {"inputs_embeds": torch.randn(2, 9, 4)}
-    assert torch.equal(_join(_cuts(inputs), "inputs_embeds")[:, :9], inputs["inputs_embeds"])
+    assert torch.equal(_unshard(_shard(inputs), "inputs_embeds")[:, :9], inputs["inputs_embeds"])
 
 
 def test_position_ids_of_one_row_serve_all():
-    cuts = _cuts({"input_ids": _ids(3, 8), "position_ids": torch.arange(8)[None] + 5})
-    assert torch.equal(_join(cuts, "position_ids"), (torch.arange(8) + 5).expand(3, -1))
-    assert cuts[0][1].max_position == 12
+    shards = _shard({"input_ids": _ids(3, 8), "position_ids": torch.arange(8)[None] + 5})
+    assert torch.equal(_unshard(shards, "position_ids"), (torch.arange(8) + 5).expand(3, -1))
+    assert shards[0][1].max_position == 12
 
 
-def test_attention_mask_is_cut_for_those_who_count_tokens():
-    cuts = _cuts({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]})
-    assert torch.equal(_join(cuts, "attention_mask"), functional.pad(RIGHT[:, :9], (0, 3)))
-    assert sum(local["attention_mask"].sum() for local, _ in _cuts({"input_ids": _ids(2, 9)})) == 18
-    (local, cut), _ = cuts
-    assert local["ringtile_cut"] is cut
+def test_attention_mask_is_sharded_for_code_that_counts_tokens():
+    shards = _shard({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]})
+    assert torch.equal(_unshard(shards, "attention_mask"), functional.pad(RIGHT[:, :9], (0, 3)))
+    assert sum(local["attention_mask"].sum() for local, _ in _shard({"input_ids": _ids(2, 9)})) == 18
+    (local, batch), _ = shards
+    assert local["ringtile_batch"] is batch
     assert local["use_cache"] is False
 
 
@@ -122,21 +121,22 @@ def test_mask_is_that_of_transformers(batch, window):
     expected = create(config, torch.zeros(2, 12, 4), batch.get("attention_mask"), None, positions)
     if expected is None:  # plain causal, which transformers leaves to the kernel
         expected = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
-    _, cut = _cuts({"input_ids": _ids(2, 12), **batch})[0]
-    assert torch.equal(_dense(cut.mask_of(window)).expand(2, -1, -1), expected[:, 0].expand(2, -1, -1))
+    _, sharded = _shard({"input_ids": _ids(2, 12), **batch}, windows=[window])[0]
+    dense = _dense(sharded.sequence.with_window(window).mask)
+    assert torch.equal(dense.expand(2, -1, -1), expected[:, 0].expand(2, -1, -1))
 
 
 def test_padding_to_the_layout_neither_sees_nor_is_seen():
-    _, cut = _cuts({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]}, world_size=2)[0]
-    dense = _dense(cut.mask)
+    _, batch = _shard({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]}, world_size=2)[0]
+    dense = _dense(batch.sequence.mask)
     assert dense.shape == (2, 12, 12)
     assert not dense[:, 9:].any()
     assert not dense[:, :, 9:].any()
 
 
 def test_equal_rows_of_a_mask_become_one():
-    _, cut = _cuts({"input_ids": _ids(4, 12), "attention_mask": torch.ones(4, 12)})[0]
-    assert cut.mask == ringtile.IntervalMask.causal(12)
+    _, batch = _shard({"input_ids": _ids(4, 12), "attention_mask": torch.ones(4, 12)})[0]
+    assert batch.sequence.mask == ringtile.IntervalMask.causal(12)
 
 
 DOCUMENTS = ringtile.IntervalMask.documents([5, 3, 4])
@@ -151,15 +151,15 @@ SAYING_DOCUMENTS = {
 
 @pytest.mark.parametrize("names", [*((name,) for name in SAYING_DOCUMENTS), tuple(SAYING_DOCUMENTS)])
 def test_every_way_to_say_documents_gives_the_documents(names):
-    batch = {"input_ids": _ids(1, 12), **{name: SAYING_DOCUMENTS[name] for name in names}}
-    (local, cut), _ = _cuts(batch)
-    assert cut.mask == DOCUMENTS
+    inputs = {"input_ids": _ids(1, 12), **{name: SAYING_DOCUMENTS[name] for name in names}}
+    (local, batch), _ = _shard(inputs)
+    assert batch.sequence.mask == DOCUMENTS
     assert not {"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"} & local.keys()
 
 
 def test_document_ids_may_end_in_padding():
     batch = {"input_ids": _ids(1, 12), "attention_mask": torch.tensor([[1] * 5 + [2] * 3 + [0] * 4])}
-    dense = _dense(_cuts(batch)[0][1].mask)
+    dense = _dense(_shard(batch)[0][1].sequence.mask)
     expected = _dense(DOCUMENTS).clone()
     expected[:, 8:] = False
     assert torch.equal(dense, expected)
@@ -189,24 +189,24 @@ def test_document_ids_may_end_in_padding():
         ({"logits_to_keep": 1}, ringtile.Refused, "logits_to_keep"),
     ],
 )
-def test_what_cannot_be_cut_is_named(extra, error, words):
+def test_batch_that_cannot_be_sharded_is_named(extra, error, words):
     with pytest.raises(error) as raised:
-        _cuts({"input_ids": _ids(2, 8), **extra})
+        _shard({"input_ids": _ids(2, 8), **extra})
     assert words in str(raised.value)
 
 
 def test_cu_seq_lens_of_queries_and_keys_must_agree():
     batch = {"input_ids": _ids(1, 8), "cu_seq_lens_q": torch.tensor([0, 8]), "cu_seq_lens_k": torch.tensor([0, 3, 8])}
     with pytest.raises(ringtile.InputError, match="differ"):
-        _cuts(batch)
+        _shard(batch)
 
 
 def test_batch_without_tokens_is_named():
     with pytest.raises(ringtile.InputError, match="expected input_ids"):
-        _cuts({"labels": _ids(1, 8)})
+        _shard({"labels": _ids(1, 8)})
 
 
 def test_model_without_rotary_embedding_needs_position_ids():
     with pytest.raises(ringtile.Refused, match="position_ids"):
-        _cuts({"input_ids": _ids(1, 8)}, makes_positions=False)
-    _cuts({"input_ids": _ids(1, 8), "position_ids": torch.arange(8)[None]}, makes_positions=False)
+        _shard({"input_ids": _ids(1, 8)}, makes_positions=False)
+    _shard({"input_ids": _ids(1, 8), "position_ids": torch.arange(8)[None]}, makes_positions=False)

@@ -1,5 +1,6 @@
 """The tiled loss where the output projection's weight is cut over the ranks by FSDP2 or ZeRO-3, and under TRL."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 __all__ = ["oracle_loss"]  # a fixture
 foreach_all_gather = _fsdp_param_group.foreach_all_gather
+TRAINING = {"evaluate": False, "max_steps": 3, "num_rows": 48, "gradient_accumulation_steps": 1}
 WHERE = ["root", "own", "own, kept", "with the norm", "tied"]
 
 
@@ -66,11 +68,16 @@ def fsdp2_gradients(
     return sum(losses), gradients, gathers
 
 
+@functools.cache
+def gradients_without_engine(tied: bool):
+    return run_ranks(2, fsdp2_gradients, None, 1, tied)
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_fsdp2_gives_the_gradients_of_no_engine(where) -> None:
     """And gathers as often with 1 token in a tile as with all in one."""
     tied = where == "tied"
-    expected = run_ranks(2, fsdp2_gradients, None, 1, tied)
+    expected = gradients_without_engine(tied)
     one, many = (run_ranks(2, fsdp2_gradients, where, tile_tokens, tied) for tile_tokens in (1, 100))
     for rank in range(2):
         for runs in (one, many):
@@ -82,16 +89,19 @@ def test_fsdp2_gives_the_gradients_of_no_engine(where) -> None:
         assert many[rank][2] == [{"root": 5, "own": 7, "own, kept": 6, "with the norm": 7, "tied": 5}[where]] * 2
 
 
+@functools.cache
+def trained_without_tiles() -> list[Run]:
+    return run_ranks(2, train, None, **TRAINING)
+
+
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
 def test_training_equals_training_without_tiles(engine) -> None:
-    """10 steps of SGD in float32, two rows a rank: weights equal to 1e-6 of the largest."""
+    """Three steps of SGD in float32, two rows a rank: weights equal to 1e-6 of the largest."""
     if engine.startswith("ZeRO"):
         needs_deepspeed()
-    options = {"evaluate": False, "max_steps": 10, "num_rows": 48, "gradient_accumulation_steps": 1}
-    plain: list[Run] = run_ranks(2, train, None, **options)
     config = {"tiled_loss": True, "tile_tokens": 7}
-    tiled: list[Run] = run_ranks(2, train, config, engine=engine, **options)
-    for ours, theirs in zip(tiled, plain, strict=True):
+    tiled: list[Run] = run_ranks(2, train, config, engine=engine, **TRAINING)
+    for ours, theirs in zip(tiled, trained_without_tiles(), strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
         for name, weight in theirs.weights.items():
             assert (ours.weights[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
@@ -124,7 +134,7 @@ def adapted(**settings: object) -> nn.Module:
 )
 def test_peft_on_the_output_projection_is_refused(settings) -> None:
     """TRL's chunked loss takes the weight of what PEFT has wrapped, and loses the adapter."""
-    with pytest.raises(Refused, match="leave it out of the adapter's target_modules and modules_to_save"):
+    with pytest.raises(Refused, match="remove it from the adapter's target_modules and modules_to_save"):
         tile_loss(undo_oracle(adapted(**settings)))
 
 

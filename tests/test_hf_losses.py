@@ -1,4 +1,4 @@
-"""Trainers that compute a loss of their own, and TRL's: the same losses, metrics and weights as one process."""
+"""Trainers with custom losses, and TRL's: the same losses, metrics and weights as one process."""
 
 import pytest
 import ringtile
@@ -14,7 +14,7 @@ CONFIG = {"context_parallel_size": 2}
 
 
 def _assert_equal(function, world_size=2, expected=None, **options) -> None:
-    """function(config, **options) trains on two ranks as in one process without ringtile."""
+    """Training with function(config, **options) on two ranks equals one process without ringtile."""
     expected = expected or function(None, **options)
     for run in run_ranks(world_size, function, CONFIG, timeout=110.0, **options):
         assert_equal_training(run, expected)
@@ -34,7 +34,7 @@ class TwiceTheLoss(Trainer):
 
 
 class LastThird(Trainer):
-    """The mean over the last third of every row: nothing a shard could know of."""
+    """The mean over the last third of each row, which no shard can compute by itself."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
@@ -46,7 +46,7 @@ class LastThird(Trainer):
 
 
 @pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird])
-def test_own_compute_loss_sees_whole_sequences(trainer_class):
+def test_custom_compute_loss_sees_unsharded_sequences(trainer_class):
     options = {"trainer_class": trainer_class}
     expected = train(None, **options)
     for run in run_ranks(2, train, CONFIG, **options):
@@ -57,7 +57,7 @@ def test_own_compute_loss_sees_whole_sequences(trainer_class):
 
 
 class MeanPerBatch(Trainer):
-    """The mean of the means of its batches, as axolotl's Trainer computes it: one that counts no targets."""
+    """Averages the means of its batches, like axolotl's Trainer, which does not count targets."""
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
@@ -80,20 +80,20 @@ def test_mean_of_means_of_two_groups_equals_two_ranks():
 
 
 def _squared(outputs, labels, num_items_in_batch=None):
-    """A loss function of a user, which shifts the labels itself."""
+    """A user's loss function, which shifts the labels itself."""
     logits, labels = outputs.logits[:, :-1], labels[:, 1:]
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") ** 2
     return losses.sum() / (num_items_in_batch if num_items_in_batch is not None else labels.ne(-100).sum())
 
 
 def _train_squared(config, **options):
-    # Squares have gradients of norm 12: at the usual rate of 0.3 they would magnify rounding from step to step.
+    # Squares have gradients of norm 12; at the usual learning rate of 0.3 each step would amplify rounding.
     options = {"trainer_arguments": {"compute_loss_func": _squared}, "learning_rate": 0.01, **options}
     return train(config, evaluate=False, **options)
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_compute_loss_func_sees_whole_sequences(average):
+def test_compute_loss_func_sees_unsharded_sequences(average):
     _assert_equal(_train_squared, average_tokens_across_devices=average)
 
 
@@ -107,7 +107,7 @@ def test_label_smoothing_equals_one_process():
     _assert_equal(train, label_smoothing_factor=0.1)
 
 
-def test_own_loss_on_logits_that_do_not_exist_is_refused():
+def test_custom_loss_on_tiled_logits_is_refused():
     for message in run_ranks(2, _first_refusal, LastThird, {**CONFIG, "tiled_loss": True}):
         assert "the logits, which do not exist in training" in message
 
@@ -132,7 +132,7 @@ class HiddenStates(Trainer):
         return sum(hidden[:, 3].square().mean() for hidden in outputs.hidden_states)
 
 
-def test_hidden_states_are_joined():
+def test_hidden_states_are_unsharded():
     _assert_equal(train, trainer_class=HiddenStates, evaluate=False, learning_rate=0.01)
 
 
@@ -179,7 +179,7 @@ def _train_sft(config, **options):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_sft_equals_one_process(options):
-    # 16 rows and no more steps than they give: in the last batch of an epoch TRL's metrics leave out ranks.
+    # No step reaches the last batch of an epoch: there TRL's metrics omit ranks.
     pytest.importorskip("trl")
     _assert_equal(_train_sft, num_rows=32, max_steps=2, **options)
 
@@ -220,7 +220,7 @@ def test_dpo_equals_one_process(options):
 
 
 def _train_dpo_lora(config, engine="DDP"):
-    """With adapters the reference is the model without them."""
+    """With adapters, the reference model is the model without them."""
     return _train_trl("DPOTrainer", config, lora=True, max_steps=2, num_rows=16, engine=engine)
 
 
@@ -283,7 +283,7 @@ def test_dpo_evaluates_as_one_process():
 
 def test_trainers_that_generate_are_refused():
     class GRPOTrainer(Trainer):
-        """By its name; TRL's own needs a reward function and a tokenizer with a chat template."""
+        """Recognized by name; TRL's own needs a reward function and a tokenizer with a chat template."""
 
-    with pytest.raises(ringtile.Refused, match="each rank would sample completions of its own"):
+    with pytest.raises(ringtile.Refused, match="each rank would sample its own completions"):
         ringtile.enable(make_trainer(trainer_class=GRPOTrainer), CONFIG)

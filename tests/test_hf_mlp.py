@@ -1,4 +1,4 @@
-"""Which MLPs of which models are found and tiled, and that a mixture of experts keeps its router's gradient."""
+"""Which MLPs are found in which models; tiling them changes no number, router logits keep their gradient."""
 
 import re
 
@@ -7,11 +7,11 @@ import torch
 import transformers
 from hf_models import SIZES, tiny_model
 from ringtile import Refused, tile_mlps
-from ringtile.hf.find import find_mlps
+from ringtile.hf.mlp_search import find_mlps
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# What is found in the causal language models of transformers, * for any number.
+# The MLPs of transformers' causal language models, by name; * stands for any number.
 FOUND = {
     "model.layers.*.mlp": """afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
         deepseek_v3 deepseek_v32 diffllama doge ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2
@@ -35,7 +35,7 @@ FOUND = {
     "transformer.layer.*.ff": "xlnet",
     "transformer.ffns.*": "xlm",
     "backbone.blocks.*.ffn": "xlstm",
-    # No MLP at all; linear maps in the layer itself; a second argument: bloom, mpt (residual), rwkv (the token before)
+    # No MLP; linear maps called by the layer itself; or a second argument: bloom, mpt (residual), rwkv (previous token)
     "": """falcon_mamba mamba mamba2 bart bert biogpt blenderbot electra marian opt roberta roformer trocr xglm bloom
         deepseek_v4 mpt rwkv zamba2 zaya""",
 }
@@ -50,7 +50,7 @@ def _quiet() -> None:
     ("model_type", "names"), [(model_type, names) for names, types in FOUND.items() for model_type in types.split()]
 )
 def test_mlps_are_found_by_structure(model_type, names) -> None:
-    """On models of their usual size, without memory; attention, state spaces, norms and projections are none."""
+    """On models of default size on the meta device; attention, state spaces, norms and projections are not MLPs."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type))
     found = find_mlps(model)
@@ -82,7 +82,7 @@ DENSE = ("gpt2", "gpt_neox", "phi", "phi3", "glm", "starcoder2", "persimmon", "j
 
 
 def double_model(model_type: str, **settings: object) -> nn.Module:
-    """In float64, without dropout, which a tiled run draws tile by tile; experts in plain torch."""
+    """In float64, with experts in plain torch, without dropout, which a tiled run would draw tile by tile."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **settings})
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().train()
@@ -102,14 +102,14 @@ def logits_and_gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("model_type", [*DENSE, *MIXTURES])
 def test_tiling_any_mlp_changes_nothing(model_type) -> None:
-    """2 x 13 tokens in tiles of 7: the last is shorter, and one crosses from one row of the batch to the next."""
+    """2 x 13 tokens in tiles of 7: the last tile is shorter, and one spans two rows of the batch."""
     model = double_model(model_type, **MIXTURES.get(model_type, {}))
     logits, expected = logits_and_gradients(model)
     handle = tile_mlps(model, 7)
     assert len(handle.entries) == SIZES["num_hidden_layers"]
     tiled_logits, gradients = logits_and_gradients(model)
     assert gradients.keys() == expected.keys()
-    # Routers and rotary embeddings compute in float32 wherever the model is, whose eps bounds what a sum may differ by.
+    # Routers and rotary embeddings always compute in float32, so its eps sets the tolerance.
     scale = max(grad.abs().max() for grad in expected.values())
     assert (tiled_logits - logits).abs().max() <= 1e-6 * logits.abs().max()
     for name, grad in gradients.items():
@@ -120,7 +120,7 @@ def test_tiling_any_mlp_changes_nothing(model_type) -> None:
 
 
 def auxiliary_loss(model: nn.Module) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
-    """The loss with the load-balancing term, which transformers computes from recorded router logits."""
+    """The loss including the load-balancing term, which transformers computes from recorded router logits."""
     model.zero_grad()
     ids = torch.randint(3, SIZES["vocab_size"], (2, 13), generator=torch.Generator().manual_seed(0))
     output = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
@@ -131,14 +131,14 @@ def auxiliary_loss(model: nn.Module) -> tuple[Tensor, tuple[Tensor, ...], dict[s
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_router_logits_keep_their_gradient(family, checkpointed) -> None:
-    """Recorded by hooks inside the MLP (mixtral): whole, once per layer, with a graph; or returned by it too."""
+    """Recorded by hooks inside the MLP (mixtral) or returned by it: all tokens, once per layer, with a graph."""
     model = tiny_model(family, num_local_experts=4, router_aux_loss_coef=1.0).train()
     model.set_experts_implementation("eager")
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     loss, router_logits, expected = auxiliary_loss(model)
     model.config.router_aux_loss_coef, model.router_aux_loss_coef = 0.0, 0.0
-    assert loss - auxiliary_loss(model)[0] > 0.5  # it does count: 1 per layer, or more
+    assert loss - auxiliary_loss(model)[0] > 0.5  # the term matters: at least 1 per layer
     model.config.router_aux_loss_coef, model.router_aux_loss_coef = 1.0, 1.0
     tile_mlps(model, 7)
     tiled_loss, tiled_logits, gradients = auxiliary_loss(model)
@@ -159,11 +159,11 @@ def test_an_mlp_called_with_more_than_one_tensor_is_refused() -> None:
         mlp(x, scale=2.0)
 
 
-# ---- other layers in an MLP's place -------------------------------------------------------------
+# ---- other layers inside an MLP -----------------------------------------------------------------
 
 
 class Packed(nn.Module):
-    """A quantized linear layer as libraries make them: widths, integers, a scale, and a forward that unpacks."""
+    """A quantized linear layer as libraries build them: widths, packed integers, a scale, a forward that unpacks."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -190,8 +190,8 @@ def test_quantized_layers_run_by_their_own_forward(quantized) -> None:
         torch.testing.assert_close(grad, expected[name], msg=name)
 
 
-def test_jitter_that_a_router_writes_into_its_input() -> None:
-    """One tile draws what the whole does. Two tiles in the backward draw again what they drew in the forward."""
+def test_a_router_may_write_jitter_into_its_input() -> None:
+    """A single tile draws the numbers of an untiled run, and the backward draws those of the forward again."""
     model = double_model("mixtral", num_local_experts=4, router_jitter_noise=0.2)
     torch.manual_seed(3)
     logits, expected = logits_and_gradients(model)

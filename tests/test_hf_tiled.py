@@ -1,4 +1,4 @@
-"""Tiled MLP and tiled loss on transformers models and Trainers: the same numbers, nothing left behind, or refused."""
+"""Tiled MLP and tiled loss on transformers models and Trainers: same numbers, nothing left behind, or refused."""
 
 import copy
 from types import MethodType
@@ -11,8 +11,9 @@ from hf_models import SIZES, tiny_model
 from hf_training import enter_world, make_trainer, train
 from pool import run_ranks
 from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
+from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tiled_causal_lm_loss
-from ringtile.hf.patches import Ledger
+from ringtile.hf.mlp import install_tiled_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +21,7 @@ TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 7}
 
 
 def batch() -> dict[str, Tensor]:
-    """Two rows of 13 tokens whose first three labels, and one more, are ignored."""
+    """Two rows of 13 tokens; the first three labels of each, and another, are ignored."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, SIZES["vocab_size"], (2, 13), generator=generator)
     labels = ids.clone()
@@ -42,7 +43,7 @@ def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[Tensor, dict
 
 
 def assert_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Equal in float64, whose rounding (1e-16 a step, some 1e3 steps) is far below what any mistake makes."""
+    """Equal in float64: rounding (1e-16 per step, some 1e3 steps) is far below the effect of any mistake."""
     assert ours[0].dtype == torch.float64
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=0)
     assert ours[1].keys() == theirs[1].keys()
@@ -51,7 +52,7 @@ def assert_same(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, di
 
 
 def double_model(family: str = "llama", **overrides: object) -> nn.Module:
-    """In float64, with losses that stay there: transformers itself rounds logits to float32 before the loss."""
+    """In float64, with a float64 loss: transformers itself rounds logits to float32 before the loss."""
     model = tiny_model(family, **overrides).double().train()
     model._loss_function = causal_lm_loss
     return model
@@ -60,7 +61,7 @@ def double_model(family: str = "llama", **overrides: object) -> nn.Module:
 def causal_lm_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch=None, shift_labels=None, **kwargs: object
 ) -> Tensor:
-    """The definition: the mean, or the sum over num_items_in_batch, of every token's loss for the token after it."""
+    """The definition: each token's loss for its next token, averaged, or summed and divided by num_items_in_batch."""
     targets = labels[:, 1:] if shift_labels is None else shift_labels
     logits = logits[:, :-1] if shift_labels is None else logits
     total = nn.functional.cross_entropy(logits.reshape(-1, vocab_size), targets.reshape(-1), reduction="sum")
@@ -113,7 +114,7 @@ def test_num_shards_counts_tiles(num_shards, expected, monkeypatch) -> None:
 
 
 def test_gradient_checkpointing_computes_no_mlp_twice() -> None:
-    """A checkpointed layer costs what it costs without tiling, minus its MLP: attention again, the MLP's 22 T*E*F."""
+    """A checkpointed layer recomputes attention only; its tiled MLP still costs 22 T*E*F."""
     counts = {}
     for tiled in (False, True):
         for checkpointed in (False, True):
@@ -126,13 +127,13 @@ def test_gradient_checkpointing_computes_no_mlp_twice() -> None:
                 loss_and_gradients(model)
             counts[tiled, checkpointed] = count.flops
     unit = 2 * 13 * SIZES["hidden_size"] * SIZES["intermediate_size"]  # T*E*F
-    again = counts[False, True] - counts[False, False]  # what plain checkpointing computes twice: also the MLP
+    again = counts[False, True] - counts[False, False]  # recomputed by plain checkpointing, including the MLP
     assert counts[True, False] - counts[False, False] == 4 * unit
-    assert counts[True, True] - counts[True, False] <= again - 4 * unit  # gate and up not again
+    assert counts[True, True] - counts[True, False] <= again - 4 * unit  # gate and up are not recomputed once more
 
 
 class LowRank(nn.Module):
-    """An adapter as PEFT puts it in a linear layer's place (LoRA, arXiv:2106.09685): base(x) + up(down(x))."""
+    """An adapter as PEFT substitutes it for a linear layer (LoRA, arXiv:2106.09685): base(x) + up(down(x))."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def liger_forward(self: nn.Module, x: Tensor) -> Tensor:
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def test_ligers_mlp_is_a_conflict_unless_it_is_to_run_in_tiles(monkeypatch) -> None:
+def test_ligers_mlp_is_a_conflict_unless_its_own_forward_is_tiled(monkeypatch) -> None:
     monkeypatch.setattr(liger_forward, "__module__", "liger_kernel.transformers.swiglu")
     model = double_model()
     expected = loss_and_gradients(model)
@@ -172,6 +173,8 @@ def test_ligers_mlp_is_a_conflict_unless_it_is_to_run_in_tiles(monkeypatch) -> N
     assert_same(loss_and_gradients(model), expected)
     handle.restore()
     assert vars(model.model.layers[1].mlp)["forward"] is patched
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp is Liger's MLP"):
+        install_tiled_mlp(model, Config(tiled_mlp=True), Ledger())  # the Config's default, too
 
 
 def test_tiling_twice_and_strange_forwards_are_refused() -> None:
@@ -192,7 +195,7 @@ def test_tiling_twice_and_strange_forwards_are_refused() -> None:
 
 @pytest.fixture
 def oracle_loss(monkeypatch):
-    """The float64 definition in transformers' place, so that double models pass the check for its own loss."""
+    """Substitutes the float64 definition for transformers' loss, so that double models pass the check for it."""
     monkeypatch.setattr("ringtile.hf.loss.ForCausalLMLoss", causal_lm_loss)
 
 
@@ -230,7 +233,7 @@ def test_model_that_scales_or_caps_its_logits(family, overrides) -> None:
     expected = loss_and_gradients(model)
     tile_loss(model, tile_tokens=5)
     assert_same(loss_and_gradients(model), expected)
-    for name in overrides:  # the number matters: with another one the loss is another
+    for name in overrides:  # another value gives another loss, so the number is not ignored
         setattr(model.config, name, 1.0)
         model.logit_scale = 1.0
     assert abs(loss_and_gradients(model)[0] - expected[0]) > 1e-4
@@ -291,7 +294,7 @@ def test_training_makes_no_logits() -> None:
     with Counting() as count:
         output = model(**batch())
         output.loss.backward()
-    assert count.largest == 3000 * SIZES["hidden_size"]  # the weight's gradient; the logits are 26 * 3000
+    assert count.largest == 3000 * SIZES["hidden_size"]  # the weight's gradient; logits would be 26 * 3000
     assert isinstance(output.logits, TiledLogits)
     assert output.logits.shape == (2, 13, 3000)
 
@@ -343,7 +346,7 @@ def test_what_tiled_loss_cannot_replace_is_refused() -> None:
     model = tiny_model().train()
     tile_loss(model)
     model.lm_head.register_forward_hook(lambda *call: None)
-    with pytest.raises(Refused, match="the output projection has hooks"):
+    with pytest.raises(Refused, match="the output projection has a hook"):
         model(**batch())
 
     model = tiny_model().train()
@@ -366,7 +369,7 @@ def test_ligers_forward_is_a_conflict(monkeypatch) -> None:
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_trainer_with_tiles_equals_trainer_without(use_original_mlp) -> None:
-    """float32, 4 steps of SGD: differences are those of summing in another order, 1e-6 of the numbers."""
+    """float32, 4 steps of SGD: summing in another order changes the numbers by about 1e-6."""
     plain = train(None)
     tiled = train({**TILED, "tiled_mlp_use_original_mlp": use_original_mlp})
     torch.testing.assert_close(tiled.losses, plain.losses, rtol=1e-6, atol=1e-6)
@@ -380,7 +383,7 @@ def test_trainer_with_tiles_equals_trainer_without(use_original_mlp) -> None:
 def test_mixed_precision_passes_through_accelerate() -> None:
     run = train(TILED, evaluate=False, bf16=True, max_steps=1)
     plain = train(None, evaluate=False, bf16=True, max_steps=1)
-    # logits of size 1 rounded to bfloat16 in another order: one ulp, 2 ** -8, of each token's loss
+    # logits of size 1, rounded to bfloat16 after sums in another order: one ulp, 2 ** -8, of each token's loss
     assert run.losses == pytest.approx(plain.losses, rel=2**-8)
 
 
@@ -396,12 +399,12 @@ def test_restore_after_enable_leaves_the_model_as_it_was() -> None:
 
 
 def distributed_gradients(tiled: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Gradients under DDP, each rank on its own row, and the parameters whose hook fired, in order."""
+    """Gradients under DDP with one row per rank, and the parameters whose hooks fired, in order."""
     enter_world()
     model = double_model()
     if tiled:
         tile_mlps(model, 4)
-        del model._loss_function  # what is tiled is transformers' own
+        del model._loss_function  # back to transformers' own, the only one that can be tiled
         tile_loss(model, tile_tokens=5)
     fired: list[str] = []
     for name, p in model.named_parameters():
@@ -418,6 +421,6 @@ def test_ddp_gives_the_gradients_of_one_process() -> None:
     tiled = run_ranks(2, distributed_gradients, True)
     for rank in range(2):
         gradients, fired = tiled[rank]
-        assert sorted(fired) == sorted(gradients)  # once each: DDP refuses a second time
+        assert sorted(fired) == sorted(gradients)  # once each; DDP would refuse a second time
         for name, grad in gradients.items():
             torch.testing.assert_close(grad, plain[rank][0][name], rtol=1e-6, atol=1e-7)

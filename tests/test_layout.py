@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ringtile.errors import InputError, LayoutError, RingMismatch
-from ringtile.layout import Layout, Run
-from ringtile.transport import LoopbackGroup, LoopbackWorld
+from ringtile.sequence.layout import Layout, Run
+from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from strategies import layouts, random_layouts
 from torch import Tensor
 
@@ -186,7 +186,12 @@ def test_unshard_of_ranks_that_disagree_is_refused() -> None:
     [
         (torch.zeros(2, 7), 1, Layout.zigzag(8, 1), r"\(2, 7\), dim 1; expected size 8 in dim on rank 0"),
         (torch.zeros(2, 8), 2, Layout.zigzag(8, 1), r"local is \(2, 8\), dim 2; expected one of its dims"),
-        (torch.zeros(2, 4), 1, Layout.zigzag(8, 2), "the layout is for 2 ranks, the group has 1; expected as many"),
+        (
+            torch.zeros(2, 4),
+            1,
+            Layout.zigzag(8, 2),
+            "the layout is for 2 ranks, the group has 1; expected the same number",
+        ),
     ],
 )
 def test_unshard_refuses_what_does_not_fit(local: Tensor, dim: int, layout: Layout, message: str) -> None:

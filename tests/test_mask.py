@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile.errors import InputError, MaskNotExpressible
-from ringtile.mask import IntervalMask
+from ringtile.sequence.mask import IntervalMask
 from strategies import dense, document_lengths, masks
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Activation offload: the same bits, the tensors it takes and leaves, when they move, and that nothing stays behind."""
+"""Activation offload: same bits, which tensors it moves and when, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hf_models import SIZES, tiny_model
 from hf_training import make_trainer, train
 from pool import run_ranks
 from ringtile.errors import Refused
-from ringtile.hf.garbage import collect
+from ringtile.hf.gc_callback import collect
 from ringtile.hf.offload import OffloadActivations, offload_activations
-from ringtile.offload import ON_DEVICE, ActivationOffload, CudaTransfer
+from ringtile.tiled.offload import ON_DEVICE, ActivationOffload, CudaTransfer
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +30,7 @@ NBYTES = TOKENS * E * 4
 
 
 class Stack(nn.Module):
-    """Checkpointed layers; `log` sees them run."""
+    """Checkpointed layers that append to `log` when they run."""
 
     def __init__(self, wrap: Callable[..., Any], reentrant: bool, log: list[tuple[str, object]]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_offload_changes_no_bit(reentrant: bool, transfer: LateTransfer) -> None
     for stack in (plain, offloaded):
         x.grad = None
         stack.zero_grad()
-        stack(x, shared).backward()  # a reentrant checkpoint has no torch.autograd.grad
+        stack(x, shared).backward()  # reentrant checkpoints do not support torch.autograd.grad
         results.append([x.grad, *(weight.grad for weight in stack.parameters())])
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
@@ -85,11 +85,13 @@ def test_offload_changes_no_bit(reentrant: bool, transfer: LateTransfer) -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inputs_leave_while_layers_run_and_return_ahead_of_theirs(reentrant: bool, transfer: LateTransfer) -> None:
-    """One copy per layer to the host, none for `shared`; back without the last two, one layer before it is needed."""
+    """Each layer's input is copied to the host, `shared` is not; all but the last two return, one layer ahead."""
     x, shared = inputs()
     stack = Stack(ActivationOffload(transfer).wrap, reentrant, transfer.log)
     loss = stack(x, shared)
-    pairs = [[("to host", NBYTES), ("run", index)] for index in range(LAYERS)]  # a reentrant one saves afterwards
+    pairs = [
+        [("to host", NBYTES), ("run", index)] for index in range(LAYERS)
+    ]  # a reentrant checkpoint saves after its run
     assert transfer.log == [entry for pair in pairs for entry in (reversed(pair) if reentrant else pair)]
     assert alive(transfer.devices) == ON_DEVICE
     assert alive(transfer.hosts) == LAYERS
@@ -115,7 +117,7 @@ def test_nothing_stays_after_the_backward(reentrant: bool, transfer: LateTransfe
 
 
 def test_a_graph_without_a_backward_is_freed_at_once(transfer: LateTransfer) -> None:
-    """Also while copies are under way: an evaluation that forgot no_grad, a batch that was given up."""
+    """Even with copies in flight: an evaluation without no_grad, an abandoned batch."""
     x, shared = inputs()
     stack = Stack(ActivationOffload(transfer).wrap, False, transfer.log)
     gc.collect()
@@ -131,7 +133,7 @@ def test_a_graph_without_a_backward_is_freed_at_once(transfer: LateTransfer) -> 
 
 
 def test_a_backward_that_ends_early_leaves_no_copy_unwaited(transfer: LateTransfer) -> None:
-    """The gradient of the last layer's weight only: what was read ahead for the layer before is never used."""
+    """Gradients of the last layers' weights only, so the prefetch for the layer before is never used."""
     x, shared = inputs()
     stack = Stack(ActivationOffload(transfer).wrap, False, transfer.log)
     loss = stack(x, shared)
@@ -153,7 +155,7 @@ def test_two_graphs_and_retained_ones(transfer: LateTransfer) -> None:
 
 
 def test_a_tensor_saved_twice_is_copied_once(transfer: LateTransfer) -> None:
-    """Two blocks of one layer, attention and MLP side by side, checkpointed apart."""
+    """Two parts of one layer, attention and MLP in parallel, checkpointed separately."""
     saving = ActivationOffload(transfer).wrap(functools.partial(checkpoint, use_reentrant=False))
     x, _ = inputs()
     hidden = x * 2
@@ -167,7 +169,7 @@ def test_a_tensor_saved_twice_is_copied_once(transfer: LateTransfer) -> None:
 def test_a_hidden_state_modified_in_place_is_refused_or_was_copied_before(
     reentrant: bool, layers_later: int, transfer: LateTransfer
 ) -> None:
-    """While it is on the device its copy may be under way; what has left it cannot be modified any more."""
+    """While it is on the device its copy may be in flight; once it has left, it can no longer be modified."""
     saving = ActivationOffload(transfer).wrap(functools.partial(checkpoint, use_reentrant=reentrant))
 
     def forward(x: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ def test_a_hidden_state_modified_in_place_is_refused_or_was_copied_before(
             hidden = saving(torch.sin, hidden)
             if index == layers_later:
                 with torch.no_grad():
-                    first += 1  # as `hidden += residual` would
+                    first += 1  # like `hidden += residual`
         return hidden.sum()
 
     x, _ = inputs()
@@ -191,7 +193,7 @@ def test_a_hidden_state_modified_in_place_is_refused_or_was_copied_before(
     assert torch.equal(x.grad, expected.grad)
 
 
-def test_parameters_and_what_is_no_hidden_state_stay() -> None:
+def test_parameters_and_other_tensors_stay() -> None:
     transfer = LateTransfer()
     saving = ActivationOffload(transfer).wrap(functools.partial(checkpoint, use_reentrant=False))
     weight, (x, _) = nn.Parameter(torch.ones(2, 3)), inputs()
@@ -242,11 +244,11 @@ def test_a_model_offloads_one_tensor_a_layer(family: str, reentrant: bool, tiled
 
 
 def sharded_gradients(kind: str) -> tuple[bool, int]:
-    """Whether the gradients of an FSDP2 model are the same bits with offload, and how many tensors it offloaded."""
+    """Whether offload leaves an FSDP2 model's gradients bitwise unchanged, and how many tensors it offloaded."""
     results, transfer = [], LateTransfer()
     for offloads in (False, True):
         model = tiny_model("llama", num_hidden_layers=3).train()
-        if kind == "wrapper":  # as accelerate's activation_checkpointing: true
+        if kind == "wrapper":  # like accelerate's activation_checkpointing: true
             for index, layer in enumerate(model.model.layers):
                 model.model.layers[index] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
         else:
@@ -269,7 +271,7 @@ def test_offload_under_fsdp2_changes_no_bit(kind: str) -> None:
 
 
 def trained(config: dict[str, Any], transfer: LateTransfer | None, **arguments: Any) -> tuple[Any, Any]:
-    """The trained weights and losses of a Trainer with a fake device behind `activation_offload`."""
+    """The losses and trained weights of a Trainer that offloads to a fake device."""
     trainer = make_trainer(max_steps=2, gradient_checkpointing=True, **arguments)
     ledger = ringtile.enable(trainer, config)
     for callback in trainer.callback_handler.callbacks:
@@ -293,7 +295,7 @@ def offloaded_training(config: dict[str, Any]) -> tuple[bool, int]:
 
 
 def test_trainer_offloads_under_ddp_with_ring_and_tiles() -> None:
-    """2 steps of 2 accumulated batches through 2 layers on each of 2 ranks that share a sequence."""
+    """2 steps of 2 accumulated batches through 2 layers, on 2 ranks that share a sequence."""
     config = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 7}
     assert run_ranks(2, offloaded_training, config) == [(True, 8)] * 2
 
@@ -302,8 +304,8 @@ def test_on_a_cpu_nothing_is_offloaded_and_it_says_so(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, logger="ringtile.hf.offload"):
         run = train({"activation_offload": True}, evaluate=False, max_steps=2, gradient_checkpointing=True)
     assert [record.getMessage() for record in caplog.records] == [
-        "activation_offload: the model is on the cpu; nothing is offloaded: only CUDA devices have a host memory"
-        " beside their own"
+        "activation_offload: the model is on the cpu, so nothing is offloaded: only CUDA devices have memory"
+        " apart from the host's"
     ]
     plain = train(None, evaluate=False, max_steps=2, gradient_checkpointing=True)
     assert run.losses == plain.losses
@@ -324,7 +326,7 @@ def test_what_cannot_be_offloaded_is_refused(arguments: dict[str, Any], message:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_keeps_two_hidden_states_on_the_device() -> None:
-    """16 layers of (1, 65536, 64) float32, 16 MiB each: 16 of them without offload, 2 and what comes back with it."""
+    """16 layers with inputs (1, 65536, 64) float32, 16 MiB each: all 16 stay without offload, 2 or 3 with it."""
     peaks, results = [], []
     for wrap in (unchanged, ActivationOffload(CudaTransfer()).wrap):
         torch.manual_seed(0)
@@ -348,7 +350,7 @@ def test_cuda_keeps_two_hidden_states_on_the_device() -> None:
 def test_garbage_is_collected_at_train_begin_step_0_and_every_gc_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(max_steps=5)
     steps: list[int] = []
-    monkeypatch.setattr("ringtile.hf.garbage.collect", lambda: steps.append(trainer.state.global_step))
+    monkeypatch.setattr("ringtile.hf.gc_callback.collect", lambda: steps.append(trainer.state.global_step))
     callbacks = list(trainer.callback_handler.callbacks)
     ringtile.enable(trainer, {"gc_steps": 2})
     trainer.train()

@@ -1,4 +1,4 @@
-"""Every kernel op under torch.library.opcheck, and what each of them refuses."""
+"""Every kernel op under torch.library.opcheck, and the arguments that each refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B, N, K, H, G, D, Dv = 2, 5, 7, 4, 2, 6, 3
 
 
 def attention_arguments(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """One block: 7 keys at positions 0..6, 5 queries that attend positions [0, 3)."""
+    """One block of 7 keys at positions 0..6, and 5 queries that attend positions [0, 3)."""
     state = ops.state_dtype(dtype)
     return {
         "q": torch.randn(B, N, H, D).to(dtype),
@@ -73,12 +73,12 @@ def test_op_passes_opcheck(name: str) -> None:
 
 
 def test_every_op_is_opchecked() -> None:
-    """A new op without a case here is found; those that need a group have theirs beside the ring and the layout."""
-    importlib.import_module("ringtile.native.sharding")
+    """A new op needs a case here; the tests of the ring and the layout check the ops that need a group."""
+    importlib.import_module("ringtile.torch_context_parallel.group_layouts")
     schemas = torch._C._jit_get_all_schemas()
     names = {schema.name.removeprefix("ringtile::") for schema in schemas if schema.name.startswith("ringtile::")}
     elsewhere = {"ring_attention", "ring_attention_backward", "all_gather_seq", "reduce_scatter_seq", "sequence_of"}
-    assert names == {*OPCHECK_CASES, "cpu_isa", "multiply_add"} | elsewhere
+    assert names == {*OPCHECK_CASES, "cpu_isa"} | elsewhere
 
 
 def test_cpu_isa_is_a_known_name() -> None:
@@ -107,7 +107,7 @@ def test_cpu_isa_is_a_known_name() -> None:
         ("q", lambda x: x[:, :, :3], "num_heads must be a multiple of num_kv_heads"),
     ],
 )
-def test_attention_op_refuses_what_it_cannot_read(name: str, change: object, message: str) -> None:
+def test_attention_op_refuses_unreadable_arguments(name: str, change: object, message: str) -> None:
     arguments = attention_arguments()
     arguments[name] = change(arguments[name])  # type: ignore[operator]
     if name == "q":
@@ -139,7 +139,7 @@ def test_attention_backward_op_refuses_a_wrong_shape(name: str) -> None:
         ("dlse", lambda x: x[:, :-1].contiguous(), "dlse has shape"),
     ],
 )
-def test_delta_op_refuses_what_it_cannot_read(name: str, change: object, message: str) -> None:
+def test_delta_op_refuses_unreadable_arguments(name: str, change: object, message: str) -> None:
     arguments = {
         "dout": torch.randn(B, N, H, Dv),
         "out": torch.randn(B, N, H, Dv),
@@ -150,7 +150,7 @@ def test_delta_op_refuses_what_it_cannot_read(name: str, change: object, message
         ops.attn_delta(**arguments)
 
 
-def test_delta_op_refuses_what_attention_refuses() -> None:
+def test_delta_op_refuses_dtypes_and_head_dims_of_attention() -> None:
     dlse = torch.zeros(B, H, N, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="dtype Int is not supported"):
         ops.attn_delta(*(torch.zeros(B, N, H, Dv, dtype=torch.int32) for _ in range(2)), dlse)
@@ -175,7 +175,7 @@ def test_attention_op_refuses_a_scale_that_is_not_finite(scale: float) -> None:
         (torch.tensor([[0, 0, 1, 0, 2**62], [1, 4, 1, 0, 4]]), 8, "a run needs|exactly once"),
     ],
 )
-def test_layout_check_refuses_what_is_no_partition(layout: torch.Tensor, seq_len: int, message: str) -> None:
+def test_layout_check_refuses_runs_that_do_not_partition(layout: torch.Tensor, seq_len: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         torch.ops.ringtile.layout_check(layout, seq_len, 2)
 
@@ -187,9 +187,9 @@ def test_shard_refuses_a_run_outside_the_sequence() -> None:
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4)], 2)
 
 
-def test_shard_refuses_what_could_not_be_copied_back() -> None:
-    """A position in two runs, whose gradient would be one of two; and a destination that is several elements in one."""
-    with pytest.raises(RuntimeError, match="the runs of a rank share neither"):
+def test_shard_refuses_runs_and_outputs_that_overlap() -> None:
+    """A position in two runs would get one of two gradients; an expanded output has several elements in one place."""
+    with pytest.raises(RuntimeError, match="two runs of a rank must not share a position"):
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4), (3, 1, 4, 2)], 1)
     with pytest.raises(RuntimeError, match="must not overlap itself"):
         ops.unshard_seq_(torch.zeros(2, 4), ops.runs_tensor([(0, 1, 0, 4)]), 1, torch.zeros(8).expand(2, 8))
@@ -209,6 +209,6 @@ def test_glu_and_cross_entropy_refuse_bad_kind_and_label() -> None:
 
 
 def test_shard_is_the_adjoint_of_unshard() -> None:
-    """<shard(x), y> = <x, unshard(y)> for the double-precision pair, which is what its autograd formula claims."""
+    """<shard(x), y> = <x, unshard(y)> in float64, as the autograd formula claims."""
     x = torch.randn(2, 8, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ops.shard_seq(x, [(6, 1, 0, 2), (0, 2, 2, 3)], 1), x)

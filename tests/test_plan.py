@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
-from ringtile.errors import InputError, LayoutError
-from ringtile.layout import Layout
-from ringtile.mask import IntervalMask
-from ringtile.plan import Plan, plan, rounds_of
+from ringtile.errors import InputError
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.plan import Plan, plan, rank_plan
 from strategies import dense, layouts, masks
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMas
     """Every rank packs its rows with send_runs; what arrives are the positions that k_runs of the receiver name."""
     mask, layout = problem
     world_size = layout.world_size
-    plans = [rounds_of(mask.begin, mask.end, layout.tensor, rank) for rank in range(world_size)]
+    plans = [rank_plan(mask, layout, rank) for rank in range(world_size)]
     for rank, of_rank in enumerate(plans):
         assert torch.equal(of_rank.begin, mask.begin[:, layout.positions(rank)])
         assert torch.equal(of_rank.end, mask.end[:, layout.positions(rank)])
@@ -166,53 +166,10 @@ def test_table_names_ranks_and_totals() -> None:
 
 @pytest.mark.parametrize("page", ["masks.md", "layouts.md"])
 def test_pages_show_what_the_code_prints(page: str) -> None:
-    path = pathlib.Path(__file__).parent.parent / "docs" / page
+    path = pathlib.Path(__file__).parent.parent / "docs" / "guide" / page
     failed, tried = doctest.testfile(str(path), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert tried > 0
     assert failed == 0
-
-
-# ---- the memory of rounds_of --------------------------------------------------------------------
-
-
-def test_rounds_are_remembered_by_content() -> None:
-    mask, layout = IntervalMask.causal(40), Layout.zigzag(40, 2)
-    first = rounds_of(mask.begin, mask.end, layout.tensor, 0)
-    assert rounds_of(mask.begin.clone(), mask.end.clone(), layout.tensor.clone(), 0) is first
-    assert rounds_of(mask.begin, mask.end, layout.tensor, 1) is not first
-
-
-def test_changed_tensors_are_planned_again() -> None:
-    layout = Layout.contiguous(40, 2).tensor
-    begin, end = torch.zeros(1, 40, dtype=torch.int32), torch.full((1, 40), 40, dtype=torch.int32)
-    assert rounds_of(begin, end, layout, 0).rounds[1].num_keys == 20
-    end.copy_(torch.arange(1, 41))
-    assert rounds_of(begin, end, layout, 0).rounds[1].num_keys == 0
-    assert rounds_of(begin, torch.full((1, 40), 40, dtype=torch.int32), layout, 0).rounds[1].num_keys == 20
-
-
-def test_equal_digests_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collision must not hand out another mask's rounds."""
-    monkeypatch.setattr(ops, "digest", lambda begin, end, layout: 0)
-    layout = Layout.contiguous(41, 2).tensor
-    full, causal = IntervalMask.full(41), IntervalMask.causal(41)
-    assert rounds_of(full.begin, full.end, layout, 0).rounds[1].num_keys == 21
-    assert rounds_of(causal.begin, causal.end, layout, 0).rounds[1].num_keys == 0
-
-
-def test_digest_tells_masks_and_layouts_apart() -> None:
-    mask, other_mask = IntervalMask.causal(40), IntervalMask.sliding_window(40, 39)
-    layout, other_layout = Layout.zigzag(40, 2), Layout.contiguous(40, 2)
-    digests = {
-        rounds_of(m.begin, m.end, one.tensor, 0).digest for m in (mask, other_mask) for one in (layout, other_layout)
-    }
-    assert len(digests) == 4
-
-
-def test_runs_that_are_no_partition_are_refused() -> None:
-    mask = IntervalMask.causal(4)
-    with pytest.raises(LayoutError, match="position 1 is held 2 times"):
-        rounds_of(mask.begin, mask.end, torch.tensor([[0, 0, 1, 0, 2], [1, 1, 1, 0, 2]]), 0)
 
 
 GOOD = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention, dense_gradients
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, attention, ops, ring_attention
-from ringtile.transport import LoopbackGroup
+from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -435,10 +435,10 @@ def test_ring_compiles_into_one_graph() -> None:
         ({"q": torch.zeros(1, 48, 3, 16, dtype=torch.float64)}, "multiple of the kv heads"),
         ({"q": torch.zeros(1, 48, 16, 4, dtype=torch.float64).transpose(2, 3)}, "stride 4 in its last dim"),
         ({"q": torch.zeros(1, 47, 4, 16, dtype=torch.float64)}, "q has 47 tokens.*rank 0 48 of 48"),
-        ({"mask": IntervalMask.causal(40)}, r"begin \(1, 40\).*expected the 48 tokens"),
+        ({"mask": IntervalMask.causal(40)}, "the mask is of 40 tokens, the layout of 48"),
         ({"mask": IntervalMask(*torch.zeros(2, 3, 48, dtype=torch.int32))}, "mask has 3 rows, the batch 1"),
         ({"layout": Layout.zigzag(48, 2)}, "layout is for 2 ranks, the group has 1"),
-        ({"scale": torch.nan}, "scale nan"),
+        ({"scale": torch.nan}, "scale is nan"),
         ({"softcap": -1.0}, "softcap -1"),
         ({"group": "no such group"}, "no process group named 'no such group'"),
     ],

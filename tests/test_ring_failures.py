@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import ringtile.ring
+import ringtile.ring.ring
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, PeerLost, RingMismatch, ring_attention
-from ringtile.transport import Exchange, transport_of
+from ringtile.transport.groups import transport_of
+from ringtile.transport.transport import Exchange
 from test_ring import problem
 
 # ---- disagreement -------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def failing_kernel() -> str:
         raise MemoryError("no memory left")
 
     if dist.get_rank() == 1:
-        ringtile.ring.ops.attn_bwd_ = fail
+        ringtile.ring.ring.ops.attn_bwd_ = fail
     try:
         USUAL.forward(dist.group.WORLD).sum().backward()
     except (PeerLost, MemoryError) as error:

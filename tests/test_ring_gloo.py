@@ -10,7 +10,7 @@ import torch.distributed as dist
 from oracle import Attention, dense_gradients
 from pool import run_ranks
 from ringtile import IntervalMask, Layout, plan, ring_attention
-from ringtile.transport import transport_of
+from ringtile.transport.groups import transport_of
 from strategies import dense
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, problem, run_ring
 

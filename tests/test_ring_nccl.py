@@ -14,8 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, LoopbackWorld, RingMismatch, transport
-from ringtile.transport import Exchange, LoopbackTransport, ProcessGroupTransport, transport_of
+from ringtile import InputError, LoopbackWorld, RingMismatch
+from ringtile.transport import groups, process_group
+from ringtile.transport.agreement import FIRST_PAYLOAD_TAG
+from ringtile.transport.groups import transport_of
+from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
+from ringtile.transport.process_group import ProcessGroupTransport
+from ringtile.transport.transport import Exchange
 from test_ring import MASKS, problem, run_ring
 from test_ring_gloo import LAYOUTS, forward_and_backward
 from test_transport import pass_on
@@ -29,15 +34,18 @@ class AsOverNccl(ProcessGroupTransport):
     """Sends payloads as CUDA tensors are sent."""
 
     def _post(self, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        if tag == transport.PAYLOAD_TAG:
+        if tag >= FIRST_PAYLOAD_TAG:
             return self._post_batch(sends, receives, what)
         return super()._post(sends, receives, tag, what)
+
+    def _host_runs_ahead(self, device: torch.device) -> bool:
+        return True
 
 
 def as_over_nccl(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """Gives a gloo group the transport that a group gets whose backend carries no CPU tensors."""
-    with patch.object(transport, "_backend", lambda group, device_type: None):
-        transport._transports[group] = made = AsOverNccl(group)
+    with patch.object(process_group, "_backend", lambda group, device_type: None):
+        groups._transports[group] = made = AsOverNccl(group)
     return made
 
 
@@ -77,6 +85,38 @@ def test_ranks_that_disagree_beside_the_group_are_named() -> None:
     )
 
 
+def disagreement_after_agreement() -> list[str]:
+    """Rank 0 makes a call that was agreed on, rank 1 another one; then both make the first again and again."""
+    group = dist.new_group()
+    assert group is not None
+    transport = as_over_nccl(group)
+
+    def make(op: str) -> None:
+        with transport.call(op, {}):
+            pass
+
+    def make_forever() -> None:
+        while True:
+            make("one")
+
+    def make_until_told() -> str:
+        with pytest.raises(RingMismatch) as caught:
+            make_forever()
+        return str(caught.value)
+
+    make("one")
+    make("other")
+    make("one" if dist.get_rank() == 0 else "other")  # returns: no host waits for the other
+    return [make_until_told(), make_until_told()]
+
+
+def test_disagreement_that_a_host_ran_past_is_named_by_a_later_call() -> None:
+    for rank, messages in enumerate(run_ranks(2, disagreement_after_agreement)):
+        mine, theirs = ("one", "other") if rank == 0 else ("other", "one")
+        expected = f"ranks disagree on op in call 3 ({mine}): rank {rank} has {mine}, rank {1 - rank} has {theirs}"
+        assert all(message.startswith(expected) for message in messages)
+
+
 def refuses_cuda() -> str:
     with pytest.raises(InputError) as caught:
         transport_of(dist.group.WORLD).check_device(torch.device("cuda:1"))
@@ -89,7 +129,7 @@ def test_cuda_tensors_over_gloo_are_refused() -> None:
 
 
 def test_ranks_on_different_devices_disagree() -> None:
-    def on_rank(group: transport.LoopbackGroup) -> str:
+    def on_rank(group: LoopbackGroup) -> str:
         with (
             pytest.raises(RingMismatch) as caught,
             group.transport.call("test", {}, ("cpu", "cuda")[group.transport.rank]),
@@ -124,7 +164,7 @@ class OneAfterTheOther:
                 self.boxes["received", peer, of.rank].get(timeout=10)
 
         batch = SimpleNamespace(wait=self.ranks[of].submit(run).result)
-        return Exchange([("a rank", batch)] if sends or receives else [], [], of, what)
+        return Exchange([((of.rank,), batch)] if sends or receives else [], [], of, what)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -139,7 +179,7 @@ def test_ring_over_batches_in_order_does_not_wait_for_ever(
     post = LoopbackTransport._post
 
     def in_order(of: LoopbackTransport, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        if tag == transport.PAYLOAD_TAG:
+        if tag >= FIRST_PAYLOAD_TAG:
             return nccl.post(of, sends, receives, what)
         return post(of, sends, receives, tag, what)
 

@@ -1,4 +1,4 @@
-"""The tiled linear cross entropy against its definition in float64, and against the bugs of tiled losses elsewhere."""
+"""The tiled linear cross entropy against its float64 definition, with a test for each known bug of others."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from counting import Alive, Counting, assert_near, relative_error
 from ringtile import InputError, tiled_linear_cross_entropy
-from ringtile.tiled_loss import LOGITS_BYTES, MIN_TILE_TOKENS, loss_tile_tokens, product_dtype
+from ringtile.tiled.loss import LOGITS_BYTES, MIN_TILE_TOKENS, loss_tile_tokens, product_dtype
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +18,7 @@ OPTIONS = {"label_smoothing": 0.1, "logit_scale": -1.7, "softcap": 2.0, "z_loss"
 def problem(
     num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float64, ignored: bool = True, vocab_size: int = VOCAB
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden (T, E), weight (V, E), labels (T) of which every third is ignored, bias (V)."""
+    """hidden (T, E), weight (V, E), labels (T), every third one ignored, bias (V)."""
     generator = torch.Generator().manual_seed(3)
     shapes = ((num_tokens, HIDDEN), (vocab_size, HIDDEN), (vocab_size,))
     hidden, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
@@ -44,8 +44,8 @@ def definition(
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     lse = torch.logsumexp(logits, -1)
-    of_label = logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    loss = (1 - label_smoothing) * (lse - of_label) + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
+    label_logit = logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    loss = (1 - label_smoothing) * (lse - label_logit) + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
     return torch.where(labels == -100, 0.0, loss)
 
 
@@ -86,7 +86,7 @@ def test_torch_defines_the_same_loss(reduction) -> None:
 
 
 def test_every_number_of_tokens_and_tile_size() -> None:
-    """A mean over tiles is not the mean over tokens when tiles hold unequal numbers of valid tokens."""
+    """The mean of tile means is not the mean over tokens if tiles have different numbers of labels."""
     for num_tokens, tile_tokens in itertools.product(range(1, 14), range(1, 15)):
         hidden, weight, labels, _ = problem(num_tokens)
         labels[-1] = 0  # at least one is not ignored
@@ -135,9 +135,9 @@ def test_never_more_logits_than_one_tile(reduction, dtype) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("options", [{}, OPTIONS])
 def test_one_tile_of_logits_is_alive_with_a_large_vocabulary(options, checkpointed) -> None:
-    """TRL's documented chunks, concatenated inside a checkpointed layer, keep every tile's logits for the backward.
+    """TRL's documented chunks, concatenated inside a checkpointed layer, keep all tiles' logits for the backward.
 
-    Elements alive at one time: one tile of logits, and the gradient of the weight (4 V).
+    Elements alive at a time here: one tile of logits, and the gradient of the weight (4 V).
     """
     vocab_size, tile = 128256, 8 * 128256
     hidden, labels = torch.randn(64, 4, requires_grad=True), torch.randint(vocab_size, (64,))
@@ -148,7 +148,9 @@ def test_one_tile_of_logits_is_alive_with_a_large_vocabulary(options, checkpoint
 
     with Alive(at_least=vocab_size) as alive:
         (checkpoint(loss, hidden, use_reentrant=False) if checkpointed else loss(hidden)).backward()
-    assert tile < alive.peak <= tile + (8 if checkpointed else 4) * vocab_size  # a checkpoint sums the weight's twice
+    assert (
+        tile < alive.peak <= tile + (8 if checkpointed else 4) * vocab_size
+    )  # a checkpoint sums the weight's gradient twice
     with Alive(at_least=vocab_size) as alive, torch.no_grad():
         loss(hidden)
     assert alive.peak == tile
@@ -160,9 +162,9 @@ def test_default_tile_is_bounded_in_bytes() -> None:
     assert loss_tile_tokens(2**20, torch.float32) == MIN_TILE_TOKENS
 
 
-def test_products_computed_for_tokens_that_count_only() -> None:
+def test_products_are_computed_for_labelled_tokens_only() -> None:
     hidden, weight, labels, _ = problem(30)
-    unit = 2 * 20 * HIDDEN * VOCAB  # 20 of the 30 tokens are not ignored
+    unit = 2 * 20 * HIDDEN * VOCAB  # 20 of the 30 tokens have a label
     leaves: dict[str, tuple[bool, bool, int]] = {
         "both": (True, True, 3),
         "weight": (False, True, 2),
@@ -191,12 +193,12 @@ def test_an_ignored_token_cannot_spoil_the_others() -> None:
     assert dhidden[::3].eq(0).all()
 
 
-# ---- one regression test for each bug of tiled losses elsewhere ---------------------------------
+# ---- a regression test for each bug of other tiled losses ---------------------------------------
 
 
 @pytest.mark.parametrize("num_items", [7, 3.5, torch.tensor(11)])
 def test_every_gradient_is_scaled(num_items) -> None:
-    """DeepSpeed scales hidden's gradient by what arrives from above, and not the weight's."""
+    """DeepSpeed scales hidden's gradient by the incoming gradient, but not the weight's."""
     hidden, weight, labels, bias = problem()
     leaves = (hidden, weight, bias)
     loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, num_items=num_items, tile_tokens=5)
@@ -221,7 +223,7 @@ def test_four_accumulated_batches_equal_one() -> None:
 
 
 def test_float16_loss_scale() -> None:
-    """A scale that would overflow float16 before the division by the number of tokens, as it is used with it."""
+    """A typical loss scale, which would overflow float16 unless the loss is divided by the number of tokens first."""
     hidden, weight, labels, bias = problem(dtype=torch.float16)
     leaves = (hidden, weight, bias)
     scale = 2.0**16
@@ -232,8 +234,8 @@ def test_float16_loss_scale() -> None:
 
 
 def test_weight_gradient_is_closer_than_the_plain_one() -> None:
-    """Plain adds a few terms of size 1, the labels', and hundreds of 1 / V in one sum, and rounds each to the size of
-    that sum. Apart from each other the first are few, and the second round to their own size."""
+    """The plain product adds the labels' few terms of size 1 to hundreds of size 1 / V, and rounds each to the size of
+    the sum. Summed separately, the small terms are rounded at their own size."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(1024, 64), (torch.randn(4000, 64) / 8).requires_grad_()
     labels = torch.randint(4000, (1024,))
@@ -247,38 +249,40 @@ def test_weight_gradient_is_closer_than_the_plain_one() -> None:
 
 @pytest.fixture(params=["avx512_bf16", "generic"])
 def isa(request, monkeypatch) -> str:
-    """A CPU that multiplies bfloat16, and one where products are done in float32, here 10 classes at a time."""
+    """A CPU with bfloat16 products, and one that multiplies in float32, here 10 classes at a time."""
     monkeypatch.setattr("ringtile.ops.cpu_isa", lambda: request.param)
-    monkeypatch.setattr("ringtile.tiled_loss.WIDENED_CLASSES", 10)
+    monkeypatch.setattr("ringtile.tiled.loss.WIDENED_CLASSES", 10)
     return request.param
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_bfloat16_is_no_worse_than_torch(reduction, isa) -> None:
-    """The accuracy rule for the loss and the weight's gradient: torch's own path is the product in bfloat16, the loss
-    in float32. (torch's linear_cross_entropy returns a bfloat16 loss, off by up to half an ulp of it: 6e-3 to 2e-2.)"""
+    """The accuracy rule for the loss and the weight's gradient. torch's path: product in bfloat16, loss in float32.
+
+    (torch's linear_cross_entropy returns a bfloat16 loss, off by up to half an ulp: 6e-3 to 2e-2.)
+    """
     hidden, weight, labels, _ = problem(62 * 16, torch.bfloat16, vocab_size=64)
     exact_loss = reduced(definition(hidden, weight, labels), labels, reduction)
     logits = functional.linear(hidden, weight).float()
     torch_loss = functional.cross_entropy(logits, labels, reduction=reduction)
     loss = tiled_linear_cross_entropy(hidden, weight, labels, reduction=reduction, tile_tokens=16)
     assert loss.dtype == torch.float32
-    ulp = torch.finfo(torch.float32).eps  # where both have rounded the same logits, the last bit is chance
+    ulp = torch.finfo(torch.float32).eps  # both round the same logits, so the last bit is down to chance
     assert relative_error(loss, exact_loss) <= relative_error(torch_loss, exact_loss) + ulp
     exact, theirs, ours = (
         torch.autograd.grad(one.sum() * 0.37, (hidden, weight)) for one in (exact_loss, torch_loss, loss)
     )
     assert relative_error(ours[1], exact[1]) <= 1.1 * relative_error(theirs[1], exact[1])
-    # hidden's gradient is rounded once more, by half an ulp, when its factor is known only in the backward
+    # hidden's gradient is rounded once more, by half an ulp, because its factor arrives only in the backward
     once_more = torch.finfo(torch.bfloat16).eps / 2
     assert relative_error(ours[0], exact[0]) <= 1.1 * relative_error(theirs[0], exact[0]) + once_more
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_without_units_are_widened_and_not_rounded(dtype, monkeypatch) -> None:
-    """The loss is then that of the given bfloat16 numbers to the accuracy of float32."""
+def test_half_precision_without_cpu_support_is_widened_and_not_rounded(dtype, monkeypatch) -> None:
+    """The loss then has float32 accuracy for the bfloat16 numbers given."""
     monkeypatch.setattr("ringtile.ops.cpu_isa", lambda: "generic")
-    monkeypatch.setattr("ringtile.tiled_loss.WIDENED_CLASSES", 10)
+    monkeypatch.setattr("ringtile.tiled.loss.WIDENED_CLASSES", 10)
     assert product_dtype(dtype, torch.device("cpu")) == torch.float32
     assert product_dtype(dtype, torch.device("cuda")) == dtype
     hidden, weight, labels, bias = problem(dtype=dtype)
@@ -302,14 +306,14 @@ def test_autocast(isa) -> None:
     exact = reduced(definition(hidden, weight, labels, bias), labels, "mean")
     if isa == "avx512_bf16":
         assert_near(loss, theirs, num_terms=VOCAB)  # the same bfloat16 logits
-    # half an ulp for chance: errors of 31 logits may cancel in the mean
+    # plus half an ulp: errors of 31 logits may cancel by chance in the mean
     assert relative_error(loss, exact) <= relative_error(theirs, exact) + torch.finfo(torch.bfloat16).eps / 2
     oracle = torch.autograd.grad(exact, leaves)
     for ours, plain, exact in zip(
         torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves), oracle, strict=True
     ):
         assert ours.dtype == torch.float32
-        # the factor 1 / 15 is applied before torch rounds to bfloat16, after we do: half an ulp of difference
+        # torch applies the factor 1 / 15 before it rounds to bfloat16, ringtile after: half an ulp of difference
         assert relative_error(ours, exact) <= relative_error(plain, exact) + torch.finfo(torch.bfloat16).eps / 2
 
 

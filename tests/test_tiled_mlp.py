@@ -1,4 +1,4 @@
-"""The tiled MLP against the module itself, whole and in float64; every bug known of tiled MLPs elsewhere has a test."""
+"""The tiled MLP against the untiled module in float64, with a test for each known bug of other tiled MLPs."""
 
 import threading
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from counting import Alive, Counting, assert_near, relative_error
 from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
-from ringtile import InputError, Refused, tiled_mlp
+from ringtile import InputError, Refused
+from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kind", [Gated, Fused])
-def test_output_and_gradients_equal_the_whole_module(kind, activation, bias, use_original_mlp) -> None:
+def test_output_and_gradients_equal_the_untiled_module(kind, activation, bias, use_original_mlp) -> None:
     module = kind(activation, bias).double()
     assert glu_of(module) is not None
     x, dout = inputs(2, 11)  # B = 2: a tile crosses from one row of the batch to the next
@@ -50,17 +51,18 @@ def test_output_and_gradients_equal_the_whole_module(kind, activation, bias, use
         assert_near(ours, theirs, num_terms=22)
 
 
+@pytest.mark.parametrize("counts", [range(1, 33), pytest.param(range(33, 65), marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("use_original_mlp", [False, True])
-def test_every_number_of_tokens_and_tiles(use_original_mlp) -> None:
-    """Peers lose gradients where torch.chunk returns fewer pieces than asked for: 1000 tokens in 62 tiles."""
+def test_every_number_of_tokens_and_tiles(use_original_mlp, counts) -> None:
+    """Others lose gradients when torch.chunk returns fewer pieces than requested, e.g. 1000 tokens in 62 tiles."""
     module = Gated().float()
     double = Gated().double()
-    for num_tokens in range(1, 65):
+    for num_tokens in counts:
         x, dout = inputs(num_tokens, dtype=torch.float32)
         x_double = x.detach().double().requires_grad_()
         oracle = gradients(double(x_double), dout.double(), x_double, *double.parameters())
-        for num_tiles in range(1, 17):
-            out = tiled_mlp(module, x, -(-num_tokens // num_tiles), use_original_mlp)
+        for tile_tokens in {-(-num_tokens // num_tiles) for num_tiles in range(1, 17)}:
+            out = tiled_mlp(module, x, tile_tokens, use_original_mlp)
             for ours, theirs in zip(gradients(out, dout, x, *module.parameters()), oracle, strict=True):
                 assert_near(ours, theirs, num_terms=max(num_tokens, INTERMEDIATE))
 
@@ -110,7 +112,7 @@ UNIT = NUM_TOKENS * HIDDEN * INTERMEDIATE  # T*E*F
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Fused])
 def test_products_computed(kind, use_original_mlp, products, checkpointed) -> None:
-    """22 T*E*F flops on the GLU kernels, 24 in general, and not one more inside a checkpointed layer."""
+    """22 T*E*F flops on the GLU kernels, 24 otherwise, and no more inside a checkpointed layer."""
     module, norm = kind(), nn.LayerNorm(HIDDEN)
     x, dout = inputs(NUM_TOKENS, dtype=torch.float32)
 
@@ -137,7 +139,7 @@ def test_frozen_weight_skips_its_product(frozen) -> None:
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_no_intermediate_of_more_than_one_tile(use_original_mlp, checkpointed) -> None:
-    """Concatenated outputs of checkpointed chunks keep every chunk's intermediates alive in the backward."""
+    """Concatenating checkpointed chunks would keep all chunks' intermediates alive in the backward."""
     module = Gated()
     num_tokens, tile = 600, 16
     x, dout = inputs(num_tokens, dtype=torch.float32)
@@ -152,9 +154,12 @@ def test_no_intermediate_of_more_than_one_tile(use_original_mlp, checkpointed) -
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_no_more_is_alive_than_results_and_one_tile(use_original_mlp) -> None:
-    """Of a tile of t tokens, in elements. On the kernels: gate, up and their product, t F each. Any module: forward a
-    copy of x (t E), the activation and both its factors; backward the copy, the output (t E), gate, act(gate), up and
-    the gradients of the product and of both its factors. Beside it the output, or dx and the weights' gradients."""
+    """Elements alive for one tile of t tokens, besides the output, or dx and the weights' gradients.
+
+    GLU kernels: gate, up and their product, t F each. Any module, forward: a copy of x (t E), act(gate), up and their
+    product; backward: the copy, the output (t E), gate, act(gate), up, and the gradients of the product and of both
+    its factors.
+    """
     num_tokens, tile = 256, 16
     module = Gated()
     x, dout = inputs(num_tokens, dtype=torch.float32)
@@ -177,22 +182,22 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 # ---- bugs of tiled MLPs elsewhere ---------------------------------------------------------------
 #
-# What went wrong in DeepSpeed, Liger, axolotl and TRL, and the test that would see it here:
-#   fewer tiles than asked for, so that gradients were never marked ready     test_every_number_of_tokens_and_tiles
-#   the forward cut dim 1 and the backward flat rows: wrong for B > 1         test_batch_rows_do_not_exchange_gradients
+# Bugs of DeepSpeed, Liger, axolotl and TRL, and the test that would catch each here:
+#   fewer tiles than requested, so gradients were never marked ready          test_every_number_of_tokens_and_tiles
+#   the forward tiled dim 1, the backward flat rows: wrong for B > 1          test_batch_rows_do_not_exchange_gradients
 #   hooks of parameters fired once per tile                                   test_parameter_hooks_fire_once
 #   gradients summed in bfloat16                                              test_bfloat16_weight_gradients_...
 #   only the first output of a tuple had a gradient                           test_every_output_of_a_tuple_...
-#   no graph where x needs no gradient                                        test_input_without_gradient_...
-#   other dropout or autocast when computed again                             test_dropout_..., test_autocast_...
-#   collectives per tile, and one more to agree on the number of tiles        test_tiled_engines.py
+#   no graph if x needs no gradient                                           test_input_without_gradient_...
+#   different dropout or autocast when recomputed                             test_dropout_..., test_autocast_...
+#   collectives per tile, and another to agree on the number of tiles         test_tiled_engines.py
 #   an MLP in a checkpointed layer computed three times                       test_products_computed
 #   all tiles' intermediates alive at once                                    test_no_intermediate_of_more_than_one_tile
 
 
 @pytest.mark.parametrize("module", [Gated(bias=True), Fused(), Experts()], ids=lambda module: type(module).__name__)
 def test_batch_rows_do_not_exchange_gradients(module) -> None:
-    """Tiles of 4 tokens over three rows of 7: no row is cut where a tile is. Each row alone has the same gradient."""
+    """Tiles of 4 tokens over three rows of 7, so tiles cross rows; each row alone has the same gradient."""
     module = module.double()
     x, dout = inputs(3, 7)
 
@@ -208,7 +213,7 @@ def test_batch_rows_do_not_exchange_gradients(module) -> None:
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_parameter_hooks_fire_once(use_original_mlp) -> None:
-    """One autograd.backward per tile fires them per tile: DDP fails, and sums weigh tile i by i."""
+    """One autograd.backward per tile would fire them per tile: DDP fails, and hooks see partial sums."""
     module = Gated(bias=True).double()
     x, dout = inputs(2, 9)
     expected = gradients(module(x), dout, *module.parameters())
@@ -226,7 +231,7 @@ def test_parameter_hooks_fire_once(use_original_mlp) -> None:
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_bfloat16_weight_gradients_do_not_lose_with_the_number_of_tiles(use_original_mlp) -> None:
-    """Summing 62 tiles in bfloat16 has 5 times the error of one product."""
+    """Summing 62 tiles in bfloat16 would have 5 times the error of a single product."""
     module = Gated().bfloat16()
     x, dout = inputs(62 * 16, dtype=torch.bfloat16)
     double = Gated().bfloat16().double()
@@ -238,13 +243,13 @@ def test_bfloat16_weight_gradients_do_not_lose_with_the_number_of_tiles(use_orig
 
 
 def test_bfloat16_products_are_not_rounded_before_they_are_added() -> None:
-    """Of one linear layer alone: a rounding of each tile's product would add as much again as that of the sum."""
+    """A single linear layer: rounding each tile's product would double the error of rounding the sum."""
     module = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False).bfloat16()
     x, _ = inputs(62 * 16, dtype=torch.bfloat16)
     dout = torch.randn(62 * 16, 4 * HIDDEN, generator=torch.Generator().manual_seed(5)).bfloat16()
     exact = dout.double().t() @ x.detach().double()
     (tiled,) = gradients(tiled_mlp(module, x, 16), dout, module.weight)
-    # float32 sums of 992 terms change few roundings to bfloat16, by one ulp of those near a tie
+    # The float32 error of a sum of 992 terms flips only the bfloat16 roundings that are close to a tie.
     assert (tiled.double() - exact).norm() <= 1.1 * (exact.bfloat16().double() - exact).norm()
 
 
@@ -280,13 +285,13 @@ def test_input_without_gradient_still_trains_the_weights(use_original_mlp) -> No
         assert_near(ours, oracle, num_terms=18)
 
 
-def test_dropout_is_the_same_when_computed_again() -> None:
-    """out is linear in the down projection, so <d down, down> = <dout, out>, if both saw the same dropout."""
+def test_dropout_is_the_same_when_recomputed() -> None:
+    """out is linear in the down projection, so <d down, down> = <dout, out> if both passes drew the same dropout."""
     module = Gated(dropout=0.5).double()
     assert glu_of(module) is None
     x, dout = inputs(4, 9)
     out = tiled_mlp(module, x, 5)
-    torch.rand(100)  # anything that moves the generator on between forward and backward
+    torch.rand(100)  # advances the generator between forward and backward
     state = torch.get_rng_state()
     (ddown,) = gradients(out, dout, module.down_proj.weight)
     assert torch.equal(torch.get_rng_state(), state)
@@ -295,7 +300,7 @@ def test_dropout_is_the_same_when_computed_again() -> None:
 
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
-def test_autocast_is_the_same_when_computed_again(use_original_mlp) -> None:
+def test_autocast_is_the_same_when_recomputed(use_original_mlp) -> None:
     module = Gated(bias=True)
     x, dout = inputs(2, 9, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -308,7 +313,7 @@ def test_autocast_is_the_same_when_computed_again(use_original_mlp) -> None:
     ours = gradients(out, dout.bfloat16(), *leaves)
     for grad, leaf, exact in zip(ours, leaves, oracle, strict=True):
         assert grad.dtype == leaf.dtype == torch.float32
-        # x, gate, up, prod, dout, dgate are rounded to bfloat16 on the way: six times eps / 2 of a product's terms
+        # x, gate, up, prod, dout and dgate are rounded to bfloat16, each by up to eps / 2 of its size
         assert relative_error(grad, exact) <= 6 * torch.finfo(torch.bfloat16).eps
 
 
@@ -323,7 +328,7 @@ def test_autocast_around_the_backward_changes_nothing() -> None:
         assert all(torch.equal(one, other) for one, other in zip(grads, expected, strict=True))
 
 
-# ---- in the middle of other machinery -----------------------------------------------------------
+# ---- combined with other machinery --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
@@ -433,8 +438,8 @@ class Returning(nn.Module):
     [
         (Normalized(), "norm is a BatchNorm1d, which mixes tokens"),
         (with_part(conv=nn.Conv1d(4, 4, 3)), r"down_proj\.conv is a Conv1d, which mixes tokens"),
-        (with_part(expert_capacity=3), "down_proj drops what exceeds an expert's capacity"),
-        (with_part(view=torch.zeros(3, requires_grad=True)), "down_proj holds a weight that is no parameter"),
+        (with_part(expert_capacity=3), "down_proj drops tokens beyond an expert's capacity"),
+        (with_part(view=torch.zeros(3, requires_grad=True)), "down_proj holds a weight that is not a parameter"),
         (with_part(ds_id=3), "down_proj is sharded by ZeRO-3 on its own"),
         (Returning(lambda x: (x, x.sum())), r"output 1 has shape \(\)"),
         (Returning(lambda x: x[:, :2]), r"output 0 has shape \(1, 2, 12\) for a tile of 4 tokens"),
@@ -447,8 +452,8 @@ def test_module_that_cannot_be_tiled_is_refused(module, words) -> None:
         tiled_mlp(module, x, 4, use_original_mlp=True)
 
 
-def test_what_is_refused_is_refused_on_the_glu_kernels_too() -> None:
-    with pytest.raises(Refused, match="no parameter"):
+def test_the_glu_kernels_refuse_the_same_modules() -> None:
+    with pytest.raises(Refused, match="not a parameter"):
         tiled_mlp(with_part(view=torch.zeros(3, requires_grad=True)), inputs(4, dtype=torch.float32)[0])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, LoopbackWorld, PeerLost, RingMismatch
-from ringtile.transport import HEADER_BYTES, HEADER_TAG, Group, LoopbackGroup, group_name, transport_of
+from ringtile.transport import agreement
+from ringtile.transport.agreement import HEADER_BYTES, HEADER_TAG
+from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.loopback import LoopbackGroup
 
 
 def pass_on(group: Group, *, op: str = "test", rounds: int = 2) -> list[float]:
@@ -96,7 +101,7 @@ def test_another_op_is_named() -> None:
 def test_a_message_that_is_no_header_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 1:
-            monkeypatch.setattr(group.transport, "_agree", lambda header: None)
+            monkeypatch.setattr(group.transport, "_agree", lambda *arguments: None)
             noise = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             with group.transport.call("test", {}):
                 group.transport._send(noise, 0, HEADER_TAG)
@@ -113,6 +118,67 @@ def test_a_header_that_does_not_fit_is_refused() -> None:
 
     with pytest.raises(InputError, match=r"header of 20.. bytes; expected at most 1024"):
         LoopbackWorld(2).run(on_rank)
+
+
+# ---- once ranks have agreed ---------------------------------------------------------------------
+
+
+def test_payloads_of_an_agreed_call_do_not_wait_for_headers() -> None:
+    """Rank 1 makes its second call only when rank 0 is inside its own."""
+    inside = threading.Event()
+
+    def on_rank(group: LoopbackGroup) -> float:
+        transport, peer = group.transport, 1 - group.transport.rank
+        got = torch.empty(1)
+        for call in range(2):
+            if call == 1 and transport.rank == 1:
+                assert inside.wait(10)
+            with transport.call("test", {}):
+                message = transport.start({peer: torch.full((1,), float(call))}, {peer: got}, "round 0")
+                if call == 1:
+                    inside.set()
+                message.wait()
+        return got.item()
+
+    assert LoopbackWorld(2, timeout_seconds=10).run(on_rank) == [1.0, 1.0]
+
+
+def exchange(group: Group, size: int) -> float:
+    """A ring of one round with messages of that size."""
+    transport = transport_of(group)
+    world_size, got = transport.world_size, torch.empty(size)
+    with transport.call("test", {"size": size}):
+        sends, receives = ({(transport.rank + step) % world_size: x} for step, x in ((1, torch.ones(size)), (-1, got)))
+        transport.start(sends, receives, "round 1").wait()
+    return got.sum().item()
+
+
+def agreed_calls_differ(odd: int) -> list[str]:
+    group = dist.new_group()
+    assert group is not None
+    messages = []
+    for _ in range(2):
+        assert [exchange(group, size) for size in (1000, 20)] == [1000.0, 20.0]
+        messages.append(message_of(RingMismatch, lambda: exchange(group, 20 if dist.get_rank() == odd else 1000)))
+    assert exchange(group, 1000) == 1000.0
+    return messages
+
+
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (4, 2)])
+def test_agreed_calls_that_differ_are_named_and_leave_the_group_usable(world_size: int, odd: int) -> None:
+    """Payloads of both calls are under way by then, of other sizes, which would kill a process if they met."""
+    for rank, messages in enumerate(run_ranks(world_size, agreed_calls_differ, odd)):
+        other = (1 if odd == 0 else 0) if rank == odd else odd
+        mine, theirs = (20, 1000) if rank == odd else (1000, 20)
+        for message, call in zip(messages, (3, 6), strict=True):
+            place = f"disagree on size in call {call} (test): rank {rank} has {mine}, rank {other} has {theirs};"
+            assert place in message
+
+
+def test_more_kinds_of_calls_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_MAX_AGREED", 2)
+    calls = [1, 2, 3, 1, 2, 3, 3, 2, 1]
+    assert LoopbackWorld(3).run(lambda group: [exchange(group, size) for size in calls]) == [calls] * 3
 
 
 # ---- lost peers ---------------------------------------------------------------------------------
@@ -183,6 +249,25 @@ def world_has_one_transport() -> bool:
     world, other = dist.group.WORLD, dist.new_group()
     assert world is not None and other is not None  # noqa: PT018
     return transport_of(world) is transport_of(world.group_name) and transport_of(other) is not transport_of(world)
+
+
+def transport_outlives_its_group() -> bool:
+    gc.disable()
+    try:
+        group = dist.new_group()
+        assert group is not None
+        assert [exchange(group, 3) for _ in range(2)] == [3.0, 3.0]
+        transport = weakref.ref(transport_of(group))
+        dist.destroy_process_group(group)
+        del group
+        return transport() is not None
+    finally:
+        gc.enable()
+
+
+def test_a_transport_goes_with_its_group_at_once() -> None:
+    """Its sockets and threads do not wait for the garbage collector."""
+    assert run_ranks(2, transport_outlives_its_group) == [False, False]
 
 
 def test_every_process_group_has_its_own_transport() -> None:

@@ -1,4 +1,4 @@
-// Attention's entry points on the CPU: the tasks go to the caller's threads.
+// Attention's entry points on the CPU: they check, then hand the tasks to the caller's threads.
 #include "attn.h"
 
 #include "../isa/kernels.h"
@@ -12,7 +12,7 @@ static int64_t round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 typedef struct job {
     const rt_attn_params *p;
     const rt_kernels *kernels;
-    char *scratch; // of worker 0; the others follow
+    char *scratch; // of worker 0; the other workers' follows
     int64_t scratch_bytes;
     _Atomic int64_t *progress;
 } job;
@@ -52,7 +52,7 @@ rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
 
 // ---- backward ----------------------------------------------------------------------------------
 
-// One counter a task in front of the workers' scratch: 8 bytes for a block of query rows.
+// Every task has a counter, in front of the workers' scratch.
 static int64_t progress_bytes(const rt_attn_params *p, const rt_kernels *kernels) {
     return round_up_64(kernels->attn_num_tasks(p) * (int64_t)sizeof(_Atomic int64_t));
 }
@@ -64,7 +64,7 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
     return progress_bytes(p, kernels) + num_workers * round_up_64(kernels->attn_backward_scratch_bytes(p));
 }
 
-// Zeros in dk and dv, for some rows of k, counted over all batches.
+// Zeroes dk and dv, a task some rows of k, counted over all batches.
 typedef struct clear_job {
     const rt_attn_params *p;
     int64_t rows_per_task;

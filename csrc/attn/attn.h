@@ -1,4 +1,4 @@
-// The preconditions of attention, shared by the kernels' entry points (CPU and CUDA) and the reference.
+// The preconditions of attention. The entry points of the CPU and CUDA kernels and of the reference check them.
 #ifndef RINGTILE_ATTN_ATTN_H
 #define RINGTILE_ATTN_ATTN_H
 

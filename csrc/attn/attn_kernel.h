@@ -1,4 +1,4 @@
-// The bodies of attention, included by each instruction set for its math type (vec.h).
+// The attention kernels, compiled once per instruction set for its math type (vec.h).
 #include "backward.h"
 #include "delta.h"
 #include "forward.h"

@@ -1,30 +1,31 @@
 // Backward: each task adds its query rows' part of dq, dk and dv (FlashAttention, arXiv:2205.14135, algorithm 4).
 //
 // With scores S = scale q k^T (then the softcap), P = exp(S - lse) and out = P v:
-//   dv += P^T dout,   dP = dout v^T,   dS = P (dP - delta) (1 - (S / softcap)^2),   dq += scale dS k,   dk += scale dS^T q.
+//   dv += P^T dout,   dP = dout v^T,   dS = P (dP - delta) (1 - (S / softcap)^2),
+//   dq += scale dS k,   dk += scale dS^T q.
 //
-// Every product is computed once, so many tasks add to the same dk and dv. They do so in the order of the tasks: a task
-// adds to a tile of keys only after the task before it on the same (batch, kv head) has passed that tile. Tasks start in
-// order, so the one waited for is running or done, and the sums do not depend on the number of workers.
+// Every product is computed once, so many tasks add to the same dk and dv. They do so in task order: a task adds to a
+// tile of keys only after all earlier tasks of the same (batch, kv head) have passed it. Tasks start in order, so those
+// earlier tasks are running or done, and the sums do not depend on the number of workers.
 #ifndef RINGTILE_ATTN_BACKWARD_H
 #define RINGTILE_ATTN_BACKWARD_H
 
-#include "block.h"
+#include "scores.h"
 
 #include <sched.h>
 #include <stdatomic.h>
 
 typedef struct backward_scratch {
     key_ranges ranges;
-    real lse[BLOCK_ROWS],
-        lse_rest[BLOCK_ROWS];  // lse rounded, and what that left out; +inf, 0 in lanes without a row
-    real delta[BLOCK_ROWS];    // 0 there
-    bool finite[BLOCK_PANELS]; // q and dout of the panel
-    real *q, *dout;            // (BLOCK_ROWS, D padded) scaled, (BLOCK_ROWS, Dv padded)
-    // The same, transposed: (BLOCK_PANELS, D, PANEL), (BLOCK_PANELS, Dv, PANEL). In pairs (BLOCK_PANELS, D / 2, PANEL)
+    real lse[TILE_ROWS],
+        lse_rest[TILE_ROWS];  // lse rounded, and the rounding error; +inf and 0 in unused lanes
+    real delta[TILE_ROWS];    // 0 in unused lanes
+    bool finite[TILE_PANELS]; // q and dout of the panel
+    real *q, *dout;           // (TILE_ROWS, D padded) scaled, (TILE_ROWS, Dv padded)
+    // The same, transposed: (TILE_PANELS, D, PANEL), (TILE_PANELS, Dv, PANEL). Pairs: (TILE_PANELS, D / 2, PANEL)
     // and so on, not scaled.
     real *q_panels, *dout_panels;
-    real *dq;                // (BLOCK_ROWS, D padded)
+    real *dq;                // (TILE_ROWS, D padded)
     real *k_words, *v_words; // (TILE_KEYS, words of D), (TILE_KEYS, words of Dv)
     real *k;                 // (TILE_KEYS, D padded): k_words themselves unless they are pairs
     real *dk, *dv;           // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
@@ -35,7 +36,7 @@ static int64_t backward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
-    const int64_t reals = BLOCK_ROWS * (2 * d + dv + d_words + dv_words) +
+    const int64_t reals = TILE_ROWS * (2 * d + dv + d_words + dv_words) +
                           TILE_KEYS * (2 * d + dv + (kind == REALS ? 0 : d_words) + dv_words + 2 * PANEL);
     return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
@@ -46,11 +47,11 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = (backward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q = take(&workspace, BLOCK_ROWS * d);
-    s->q_panels = take(&workspace, BLOCK_ROWS * d_words);
-    s->dq = take(&workspace, BLOCK_ROWS * d);
-    s->dout = take(&workspace, BLOCK_ROWS * dv);
-    s->dout_panels = take(&workspace, BLOCK_ROWS * dv_words);
+    s->q = take(&workspace, TILE_ROWS * d);
+    s->q_panels = take(&workspace, TILE_ROWS * d_words);
+    s->dq = take(&workspace, TILE_ROWS * d);
+    s->dout = take(&workspace, TILE_ROWS * dv);
+    s->dout_panels = take(&workspace, TILE_ROWS * dv_words);
     s->k = take(&workspace, TILE_KEYS * d);
     s->k_words = kind == REALS ? s->k : take(&workspace, TILE_KEYS * d_words);
     s->dk = take(&workspace, TILE_KEYS * d);
@@ -61,7 +62,9 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
     return s;
 }
 
-// weights: S becomes P; dscores: dP becomes dS, for n keys of a panel.
+// ---- one panel ---------------------------------------------------------------------------------
+
+// For n keys of a panel: weights, S, becomes P; dscores, dP, becomes dS.
 static void softmax_gradient(real softcap, const real *lse, const real *lse_rest, const real *delta,
                              int64_t n, real *weights, real *dscores) {
     const vec inverse_cap = vec_set(softcap > 0 ? 1 / softcap : 0);
@@ -79,170 +82,225 @@ static void softmax_gradient(real softcap, const real *lse, const real *lse_rest
     }
 }
 
-// The three products of a panel with a partial tile, over attended pairs only: where a masked number is not finite, a
-// weight of 0 would not silence it.
-static void add_gradients_within(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end,
-                                 int64_t d, int64_t dv, backward_scratch *s, const real *k, real *dk_tile,
-                                 real *dv_tile) {
+// The part of a tile of keys that one panel looks at: keys [begin, end) of the run, and their rows in the scratch.
+typedef struct panel_part {
+    int64_t panel, begin, end;
+    const real *k, *k_words, *v_words;
+    real *dk, *dv;
+} panel_part;
+
+// The last three products over attended pairs only: a weight of 0 would not silence a masked number that is not finite.
+static void add_attended_gradients(const rt_attn_params *p, const panel_part *part, backward_scratch *s) {
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     for (int64_t i = 0; i < PANEL; i++) {
-        const int64_t row = panel * PANEL + i;
-        const int64_t lo = max64(begin, ranges->lo[row]), hi = min64(end, ranges->hi[row]);
-        for (int64_t key = lo - begin; key < hi - begin; key++) {
+        const int64_t row = part->panel * PANEL + i;
+        const int64_t lo = max64(part->begin, s->ranges.lo[row]), hi = min64(part->end, s->ranges.hi[row]);
+        for (int64_t key = lo - part->begin; key < hi - part->begin; key++) {
             const real weight = s->weights[key * PANEL + i], dscore = s->dscores[key * PANEL + i];
-            for (int64_t j = 0; j < dv; j++) dv_tile[key * dv + j] += weight * s->dout[row * dv + j];
+            for (int64_t j = 0; j < dv; j++) part->dv[key * dv + j] += weight * s->dout[row * dv + j];
             for (int64_t j = 0; j < d; j++) {
-                dk_tile[key * d + j] += dscore * s->q[row * d + j];
-                s->dq[row * d + j] += dscore * k[key * d + j];
+                part->dk[key * d + j] += dscore * s->q[row * d + j];
+                s->dq[row * d + j] += dscore * part->k[key * d + j];
             }
         }
     }
 }
 
-// Gradients of one panel and one tile; s->dk and s->dv collect those of the tile.
-static void backward_panel(const rt_attn_params *p, const block *b, int64_t panel, int64_t tile_begin,
-                           int64_t begin, int64_t end, bool keys_finite, backward_scratch *s) {
+// The last three products of a span: dv += P^T dout, dk += dS^T (scale q), dq += dS k.
+static void add_span_gradients(const rt_attn_params *p, const panel_part *part, const span *at,
+                               backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const int64_t n = end - begin, first_key = begin - tile_begin, rows = panel * PANEL;
+    const int64_t row = part->panel * PANEL + at->row;
+    const real *weights = s->weights + at->key * PANEL + at->row,
+               *dscores = s->dscores + at->key * PANEL + at->row;
+    gemm((product){.m = at->num_keys,
+                   .n = dv,
+                   .depth = at->num_rows,
+                   .a = weights,
+                   .a_row = PANEL,
+                   .a_col = 1,
+                   .b = s->dout + row * dv,
+                   .b_row = dv,
+                   .c = part->dv + at->key * dv,
+                   .c_row = dv,
+                   .add = true});
+    gemm((product){.m = at->num_keys,
+                   .n = d,
+                   .depth = at->num_rows,
+                   .a = dscores,
+                   .a_row = PANEL,
+                   .a_col = 1,
+                   .b = s->q + row * d,
+                   .b_row = d,
+                   .c = part->dk + at->key * d,
+                   .c_row = d,
+                   .add = true});
+    gemm((product){.m = at->num_rows,
+                   .n = d,
+                   .depth = at->num_keys,
+                   .a = dscores,
+                   .a_row = 1,
+                   .a_col = PANEL,
+                   .b = part->k + at->key * d,
+                   .b_row = d,
+                   .c = s->dq + row * d,
+                   .c_row = d,
+                   .add = true});
+}
+
+static void backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part,
+                           bool keys_finite, backward_scratch *s) {
+    const int64_t panel = part->panel, begin = part->begin, end = part->end;
+    const int64_t n = end - begin, rows = panel * PANEL;
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
-    const real *k = s->k + first_key * d, *v_words = s->v_words + first_key * dv_words;
-    real *dk = s->dk + first_key * d, *dv_tile = s->dv + first_key * dv;
 
     span spans[MAX_SPANS];
-    const int64_t num_spans = find_spans(&s->ranges, b, panel, begin, end, spans);
+    const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
     for (int64_t i = 0; i < num_spans; i++) {
         const span at = spans[i];
-        score_span(p, &at, s->k_words + first_key * d_words, s->q_panels + rows * d_words, s->weights); // S^T
-        gemm_inputs(kind, 1, at.num_keys, round_up(at.num_rows, LANES), num_words(kind, p->v_head_dim),
-                    v_words + at.key * dv_words, dv_words, s->dout_panels + rows * dv_words + at.row,
-                    s->dscores + at.key * PANEL + at.row); // dP^T
+        score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
+        gemm_inputs((product){.kind = kind,
+                              .factor = 1,
+                              .m = at.num_keys,
+                              .n = round_up(at.num_rows, LANES),
+                              .depth = num_words(kind, p->v_head_dim),
+                              .a = part->v_words + at.key * dv_words,
+                              .a_row = dv_words,
+                              .b = s->dout_panels + rows * dv_words + at.row,
+                              .c = s->dscores + at.key * PANEL + at.row}); // dP^T
     }
     if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
     softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
                      s->dscores);
     if (!full) {
-        mask_panel(&s->ranges, panel, begin, end, 0,
-                   s->weights); // exp(-inf - lse) is NaN where lse is -inf or NaN
+        // Masked weights again: exp(-inf - lse) is NaN where lse is -inf or NaN.
+        mask_panel(&s->ranges, panel, begin, end, 0, s->weights);
         mask_panel(&s->ranges, panel, begin, end, 0, s->dscores);
         if (!keys_finite || !s->finite[panel]) {
-            add_gradients_within(&s->ranges, panel, begin, end, d, dv, s, k, dk, dv_tile);
+            add_attended_gradients(p, part, s);
             return;
         }
     }
-    for (int64_t i = 0; i < num_spans; i++) {
-        const span at = spans[i];
-        const real *weights = s->weights + at.key * PANEL + at.row,
-                   *dscores = s->dscores + at.key * PANEL + at.row;
-        const real *q = s->q + (rows + at.row) * d, *dout = s->dout + (rows + at.row) * dv;
-        real *dq = s->dq + (rows + at.row) * d;
-        gemm(at.num_keys, dv, at.num_rows, weights, PANEL, 1, dout, dv, dv_tile + at.key * dv, dv,
-             true); // dv += P^T dout
-        gemm(at.num_keys, d, at.num_rows, dscores, PANEL, 1, q, d, dk + at.key * d, d,
-             true); // dk += dS^T (scale q)
-        gemm(at.num_rows, d, at.num_keys, dscores, 1, PANEL, k + at.key * d, d, dq, d, true); // dq += dS k
-    }
+    for (int64_t i = 0; i < num_spans; i++) add_span_gradients(p, part, &spans[i], s);
 }
 
-// Adds (n, padded) rows of a tile to the gradient of one kv head.
-static void add_tile(const block *b, const int64_t stride[3], int64_t dim, int64_t row0, int64_t n,
-                     const real *tile, void *gradient) {
+// Adds n packed rows to the gradient of one kv head, at rows first_row ...
+static void add_key_rows(const query_tile *queries, const int64_t stride[3], int64_t dim, int64_t first_row,
+                         int64_t n, const real *rows, void *gradient) {
     const int64_t padded = round_up(dim, LANES);
-    real *to = (real *)gradient + b->batch * stride[0] + b->kv_head * stride[2] + row0 * stride[1];
+    real *to =
+        (real *)gradient + queries->batch * stride[0] + queries->kv_head * stride[2] + first_row * stride[1];
     for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < dim; j++) to[i * stride[1] + j] += tile[i * padded + j];
+        for (int64_t j = 0; j < dim; j++) to[i * stride[1] + j] += rows[i * padded + j];
 }
 
-// ---- turns: who may add to a key ---------------------------------------------------------------
+// ---- turns -------------------------------------------------------------------------------------
 
-// progress[task] (num_tasks): keys of the call, counted over its runs in order, that the task is done with.
-static inline void pass_keys(_Atomic int64_t *progress, int64_t task, int64_t num_keys) {
-    atomic_store_explicit(&progress[task], num_keys, memory_order_release);
-}
-
-// Waits until every earlier task of the chain has passed num_keys keys.
-static void wait_for_turn(const _Atomic int64_t *progress, int64_t task, int64_t num_chains,
-                          int64_t num_keys) {
-    for (int64_t before = task - num_chains; before >= 0; before -= num_chains)
-        while (atomic_load_explicit(&progress[before], memory_order_acquire) < num_keys) sched_yield();
-}
-
+// The keys of a call are counted over its runs in order; progress[task] says how many of them a task has passed.
 typedef struct turn {
-    _Atomic int64_t *progress;
-    int64_t task, num_chains;
+    _Atomic int64_t *progress; // (num_tasks)
+    int64_t task;
+    int64_t num_pairs; // (batch, kv head) pairs: tasks of one pair are this far apart
 } turn;
 
-// keys_before: of the call's earlier runs.
-static void backward_tile(const rt_attn_params *p, const block *b, const rt_run *run, int64_t keys_before,
-                          int64_t tile_begin, int64_t tile_end, const turn *t, backward_scratch *s) {
+static inline void pass_keys(const turn *t, int64_t num_keys) {
+    atomic_store_explicit(&t->progress[t->task], num_keys, memory_order_release);
+}
+
+// Waits until every earlier task of the same (batch, kv head) has passed num_keys keys.
+static void wait_for_turn(const turn *t, int64_t num_keys) {
+    for (int64_t before = t->task - t->num_pairs; before >= 0; before -= t->num_pairs)
+        while (atomic_load_explicit(&t->progress[before], memory_order_acquire) < num_keys) sched_yield();
+}
+
+// ---- the task ----------------------------------------------------------------------------------
+
+// The query tile against keys [tile_begin, tile_end) of the run. keys_before: of the call's earlier runs.
+static void backward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run,
+                          int64_t keys_before, int64_t tile_begin, int64_t tile_end, const turn *t,
+                          backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const int64_t row0 = run->local_begin + tile_begin, n = tile_end - tile_begin;
+    const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
     const word_kind kind = input_kind(p);
+    const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     bool packed = false, keys_finite = true;
-    pass_keys(t->progress, t->task, keys_before + tile_begin);
-    for (int64_t panel = 0; panel < b->num_panels; panel++) {
+    pass_keys(t, keys_before + tile_begin);
+    for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
         if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
         if (!packed) {
-            keys_finite = pack_keys(p, b, REALS, p->k, p->k_stride, p->head_dim, row0, n, s->k);
-            if (kind != REALS) pack_keys(p, b, kind, p->k, p->k_stride, p->head_dim, row0, n, s->k_words);
-            pack_keys(p, b, kind, p->v, p->v_stride, p->v_head_dim, row0, n, s->v_words);
+            keys_finite = pack_keys(p, queries, REALS, input_k(p), first_row, n, s->k);
+            if (kind != REALS) pack_keys(p, queries, kind, input_k(p), first_row, n, s->k_words);
+            pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
             memset(s->dk, 0, (size_t)(n * d) * sizeof(real));
             memset(s->dv, 0, (size_t)(n * dv) * sizeof(real));
             packed = true;
         }
-        backward_panel(p, b, panel, tile_begin, begin, end, keys_finite, s);
+        const int64_t key = begin - tile_begin;
+        const panel_part part = {.panel = panel,
+                                 .begin = begin,
+                                 .end = end,
+                                 .k = s->k + key * d,
+                                 .k_words = s->k_words + key * d_words,
+                                 .v_words = s->v_words + key * dv_words,
+                                 .dk = s->dk + key * d,
+                                 .dv = s->dv + key * dv};
+        backward_panel(p, queries, &part, keys_finite, s);
     }
     if (!packed) return;
-    wait_for_turn(t->progress, t->task, t->num_chains, keys_before + tile_end);
-    add_tile(b, p->dk_stride, p->head_dim, row0, n, s->dk, p->dk);
-    add_tile(b, p->dv_stride, p->v_head_dim, row0, n, s->dv, p->dv);
+    wait_for_turn(t, keys_before + tile_end);
+    add_key_rows(queries, p->dk_stride, p->head_dim, first_row, n, s->dk, p->dk);
+    add_key_rows(queries, p->dv_stride, p->v_head_dim, first_row, n, s->dv, p->dv);
 }
 
 static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace) {
     const grid g = grid_of(p);
-    const block b = block_of(p, &g, task);
+    const query_tile queries = query_tile_of(p, &g, task);
     const turn t = {progress, task, p->batch * p->num_kv_heads};
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = backward_scratch_at(p, workspace);
-    for (int64_t panel = 0; panel < b.num_panels; panel++) {
+    for (int64_t panel = 0; panel < queries.num_panels; panel++) {
         real *q = s->q + panel * PANEL * d, *dout = s->dout + panel * PANEL * dv;
-        s->finite[panel] = pack_queries(p, &b, REALS, p->q, p->q_stride, p->head_dim, panel, q);
-        s->finite[panel] &= pack_queries(p, &b, REALS, p->dout, p->dout_stride, p->v_head_dim, panel, dout);
+        s->finite[panel] = pack_queries(p, &queries, REALS, input_q(p), panel, q);
+        s->finite[panel] &= pack_queries(p, &queries, REALS, input_dout(p), panel, dout);
         for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
-        if (kind != REALS) { // k_words and v_words are free until the first tile
-            pack_queries(p, &b, kind, p->q, p->q_stride, p->head_dim, panel, s->k_words);
-            pack_queries(p, &b, kind, p->dout, p->dout_stride, p->v_head_dim, panel, s->v_words);
+        if (kind != REALS) { // k_words and v_words are free until the first tile of keys
+            pack_queries(p, &queries, kind, input_q(p), panel, s->k_words);
+            pack_queries(p, &queries, kind, input_dout(p), panel, s->v_words);
             q = s->k_words, dout = s->v_words;
         }
         transpose_panel(q, d_words, s->q_panels + panel * PANEL * d_words);
         transpose_panel(dout, dv_words, s->dout_panels + panel * PANEL * dv_words);
     }
-    for (int64_t row = 0; row < b.num_panels * PANEL; row++) {
-        const int64_t at = (b.batch * p->num_heads + row_head(&b, row)) * p->num_queries + row_token(&b, row);
-        const double lse = row < b.num_rows ? load_lse(p, at) : INFINITY;
+    for (int64_t row = 0; row < queries.num_panels * PANEL; row++) {
+        const int64_t at = (queries.batch * p->num_heads + row_head(&queries, row)) * p->num_queries +
+                           row_token(&queries, row);
+        const double lse = row < queries.num_rows ? load_lse(p, at) : INFINITY;
         s->lse[row] = (real)lse;
         s->lse_rest[row] = isfinite(lse) ? (real)(lse - (double)s->lse[row]) : 0;
-        s->delta[row] = row < b.num_rows ? ((const real *)p->delta)[at] : 0;
+        s->delta[row] = row < queries.num_rows ? ((const real *)p->delta)[at] : 0;
     }
-    memset(s->dq, 0, (size_t)(b.num_panels * PANEL * d) * sizeof(real));
+    memset(s->dq, 0, (size_t)(queries.num_panels * PANEL * d) * sizeof(real));
 
     int64_t keys_before = 0;
     for (int64_t i = 0; i < p->num_k_runs; i++) {
         const rt_run *run = &p->k_runs[i];
-        find_ranges(p, &b, run, &s->ranges);
+        find_ranges(p, &queries, run, &s->ranges);
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
-            backward_tile(p, &b, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t, s);
+            backward_tile(p, &queries, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t,
+                          s);
         keys_before += run->length;
     }
-    pass_keys(progress, task, INT64_MAX);
+    pass_keys(&t, INT64_MAX);
 
-    for (int64_t row = 0; row < b.num_rows; row++) {
-        real *dq = (real *)p->dq + b.batch * p->dq_stride[0] + row_token(&b, row) * p->dq_stride[1] +
-                   row_head(&b, row) * p->dq_stride[2];
+    for (int64_t row = 0; row < queries.num_rows; row++) {
+        real *dq = (real *)p->dq + queries.batch * p->dq_stride[0] +
+                   row_token(&queries, row) * p->dq_stride[1] + row_head(&queries, row) * p->dq_stride[2];
         for (int64_t j = 0; j < p->head_dim; j++) dq[j] += (real)p->scale * s->dq[row * d + j];
     }
 }

@@ -1,4 +1,4 @@
-// Every precondition of attention, checked once, at the entry points.
+// Every precondition of attention; the entry points check them once.
 #include "attn.h"
 
 #include "../overlap.h"
@@ -25,7 +25,7 @@ static rt_status check(const rt_attn_params *p) {
     return rt_runs_check(p->k_runs, p->num_k_runs, p->num_keys);
 }
 
-// Of an array that is written: (B, tokens, heads, dim).
+// Whether an output (B, tokens, heads, dim) overlaps itself.
 static bool overlaps(const rt_attn_params *p, int64_t num_tokens, int64_t num_heads, int64_t dim,
                      const int64_t stride[3]) {
     return rt_overlaps(4, (const int64_t[]){p->batch, num_tokens, num_heads, dim},
@@ -39,7 +39,7 @@ rt_status rt_attn_check_fwd(const rt_attn_params *p) {
     return overlaps(p, p->num_queries, p->num_heads, p->v_head_dim, p->out_stride) ? RT_BAD_STRIDE : RT_OK;
 }
 
-// No key is in two runs.
+// Exact, because no key is in two runs.
 static int64_t keys_in_runs(const rt_attn_params *p) {
     int64_t num_keys = 0;
     for (int64_t i = 0; i < p->num_k_runs; i++) num_keys += p->k_runs[i].length;

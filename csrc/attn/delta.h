@@ -1,4 +1,4 @@
-// The delta of the backward, for some tokens: a row at a time, in the order in which rows usually lie in memory.
+// The delta of the backward, row by row, in the order in which rows usually lie in memory.
 #ifndef RINGTILE_ATTN_DELTA_H
 #define RINGTILE_ATTN_DELTA_H
 

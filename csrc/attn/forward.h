@@ -2,22 +2,22 @@
 #ifndef RINGTILE_ATTN_FORWARD_H
 #define RINGTILE_ATTN_FORWARD_H
 
-#include "block.h"
+#include "scores.h"
 
 #include <tgmath.h>
 
 typedef struct forward_scratch {
     key_ranges ranges;
-    real max[BLOCK_ROWS], sum[BLOCK_ROWS], rescale[BLOCK_ROWS]; // of each row's scores so far
-    real *q_panels; // (BLOCK_PANELS, D, PANEL) scaled; in pairs (BLOCK_PANELS, D / 2, PANEL) as given
-    real *out;      // (BLOCK_ROWS, Dv padded): sum of weights times values, relative to max
+    real max[TILE_ROWS], sum[TILE_ROWS], rescale[TILE_ROWS]; // of each row's scores so far
+    real *q_panels; // (TILE_PANELS, D, PANEL) scaled; pairs are (TILE_PANELS, D / 2, PANEL) and not scaled
+    real *out;      // (TILE_ROWS, Dv padded): sum of weights times values, relative to max
     real *k, *v;    // (TILE_KEYS, words of D), (TILE_KEYS, Dv padded)
     real *weights;  // (TILE_KEYS, PANEL): scores, then exp(scores - max)
 } forward_scratch;
 
 static int64_t forward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    const int64_t reals = BLOCK_ROWS * d + BLOCK_ROWS * dv + TILE_KEYS * (d + dv + PANEL);
+    const int64_t reals = TILE_ROWS * d + TILE_ROWS * dv + TILE_KEYS * (d + dv + PANEL);
     return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
@@ -25,15 +25,15 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = (forward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q_panels = take(&workspace, BLOCK_ROWS * d);
-    s->out = take(&workspace, BLOCK_ROWS * dv);
+    s->q_panels = take(&workspace, TILE_ROWS * d);
+    s->out = take(&workspace, TILE_ROWS * dv);
     s->k = take(&workspace, TILE_KEYS * d);
     s->v = take(&workspace, TILE_KEYS * dv);
     s->weights = take(&workspace, TILE_KEYS * PANEL);
     return s;
 }
 
-// weights (n keys, PANEL): scores become exp(score - reference); sum (PANEL) gets the sum over the keys added.
+// weights (n keys, PANEL): scores become exp(score - reference), and their sums over the keys are added to sum (PANEL).
 ALWAYS_INLINE void exponentiate(int64_t n, const vec *reference, real *weights, real *sum) {
     vec total[PANEL_VECS] = {{0}};
     for (int64_t k = 0; k < n; k++)
@@ -48,7 +48,8 @@ ALWAYS_INLINE void exponentiate(int64_t n, const vec *reference, real *weights, 
     for (int j = 0; j < PANEL_VECS; j++) vec_store(sum + j * LANES, vec_load(sum + j * LANES) + total[j]);
 }
 
-// One online-softmax step for a panel: weights (n keys, PANEL) holds scores and becomes exp(score - new max).
+// One online-softmax step of a panel: weights (n keys, PANEL) holds scores and becomes exp(score - new max). Updates
+// the running max and sum; the caller multiplies out by rescale.
 static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *rescale) {
     vec top[PANEL_VECS], reference[PANEL_VECS];
 #pragma GCC unroll 4
@@ -59,7 +60,7 @@ static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *r
             top[j] = vec_max(top[j], vec_load(weights + k * PANEL + j * LANES));
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) {
-        // A row that has seen no key yet, or only scores of -inf: any finite reference gives weights of 0.
+        // A row without a key so far, or with scores of -inf only: any finite reference makes its weights 0.
         reference[j] = vec_select(top[j] == -(real)INFINITY, vec_set(0), top[j]);
         const vec factor = weight_exp(vec_load(max + j * LANES) - reference[j]);
         vec_store(max + j * LANES, top[j]);
@@ -78,10 +79,10 @@ static void scale_rows(const real *factors, int64_t num_rows, int64_t width, rea
     }
 }
 
-// out[row] += weights[key, row] * v[key], only for keys that the row attends: where a masked value is not finite,
-// its weight of 0 would not silence it.
-static void add_values_within(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end,
-                              const real *weights, const real *v, int64_t width, real *out) {
+// out[row] += weights[key, row] * v[key] over attended keys only: a weight of 0 would not silence a masked value that
+// is not finite.
+static void add_attended_values(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end,
+                                const real *weights, const real *v, int64_t width, real *out) {
     for (int64_t row = 0; row < PANEL; row++) {
         const int64_t lo = max64(begin, ranges->lo[panel * PANEL + row]),
                       hi = min64(end, ranges->hi[panel * PANEL + row]);
@@ -91,18 +92,19 @@ static void add_values_within(const key_ranges *ranges, int64_t panel, int64_t b
     }
 }
 
-static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *run, int64_t tile_begin,
-                         int64_t tile_end, forward_scratch *s) {
+// The query tile against keys [tile_begin, tile_end) of the run.
+static void forward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run,
+                         int64_t tile_begin, int64_t tile_end, forward_scratch *s) {
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
     bool packed = false, v_finite = true;
-    for (int64_t panel = 0; panel < b->num_panels; panel++) {
+    for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
         if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
         if (!packed) {
-            const int64_t row0 = run->local_begin + tile_begin, n = tile_end - tile_begin;
-            pack_keys(p, b, kind, p->k, p->k_stride, p->head_dim, row0, n, s->k);
-            v_finite = pack_keys(p, b, REALS, p->v, p->v_stride, p->v_head_dim, row0, n, s->v);
+            const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
+            pack_keys(p, queries, kind, input_k(p), first_row, n, s->k);
+            v_finite = pack_keys(p, queries, REALS, input_v(p), first_row, n, s->v);
             packed = true;
         }
         const bool full = panel_is_full(&s->ranges, panel, begin, end);
@@ -110,7 +112,7 @@ static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *
         real *out = s->out + panel * PANEL * dv;
         const int64_t n = end - begin, rows = panel * PANEL;
         span spans[MAX_SPANS];
-        const int64_t num_spans = find_spans(&s->ranges, b, panel, begin, end, spans);
+        const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
         for (int64_t i = 0; i < num_spans; i++)
             score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
@@ -118,26 +120,37 @@ static void forward_tile(const rt_attn_params *p, const block *b, const rt_run *
         softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
         scale_rows(s->rescale + rows, PANEL, dv, out);
         if (!full && !v_finite) {
-            add_values_within(&s->ranges, panel, begin, end, s->weights, v, dv, out);
+            add_attended_values(&s->ranges, panel, begin, end, s->weights, v, dv, out);
             continue;
         }
         for (int64_t i = 0; i < num_spans; i++) { // out += weights v
             const span at = spans[i];
-            gemm(at.num_rows, dv, at.num_keys, s->weights + at.key * PANEL + at.row, 1, PANEL,
-                 v + at.key * dv, dv, out + at.row * dv, dv, true);
+            gemm((product){.m = at.num_rows,
+                           .n = dv,
+                           .depth = at.num_keys,
+                           .a = s->weights + at.key * PANEL + at.row,
+                           .a_row = 1,
+                           .a_col = PANEL,
+                           .b = v + at.key * dv,
+                           .b_row = dv,
+                           .c = out + at.row * dv,
+                           .c_row = dv,
+                           .add = true});
         }
     }
 }
 
-// Merges the block's (out, lse) into the caller's: out -= sigmoid(lse_block - lse) (out - out_block). In f64: a rounding
-// of lse to f32 would be a relative error of 2^-22 in every weight once lse is above 4.
-static void merge_row(const rt_attn_params *p, const block *b, int64_t row, const forward_scratch *s) {
+// Merges the block's (out, lse) into the caller's: out -= sigmoid(lse_block - lse) (out - out_block). In f64, because
+// rounding an lse above 4 to f32 would put a relative error of 2^-22 into every weight.
+static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_t row,
+                      const forward_scratch *s) {
     const real sum = s->sum[row];
-    if (sum == 0 && !p->fresh) return; // saw no key
-    const int64_t head = row_head(b, row), token = row_token(b, row), dv = round_up(p->v_head_dim, LANES);
-    const int64_t at = (b->batch * p->num_heads + head) * p->num_queries + token;
-    real *out =
-        (real *)p->out + b->batch * p->out_stride[0] + token * p->out_stride[1] + head * p->out_stride[2];
+    if (sum == 0 && !p->fresh) return; // attended no key
+    const int64_t head = row_head(queries, row), token = row_token(queries, row),
+                  dv = round_up(p->v_head_dim, LANES);
+    const int64_t at = (queries->batch * p->num_heads + head) * p->num_queries + token;
+    real *out = (real *)p->out + queries->batch * p->out_stride[0] + token * p->out_stride[1] +
+                head * p->out_stride[2];
     const real *out_block = s->out + row * dv;
     if (sum == 0) {
         memset(out, 0, (size_t)p->v_head_dim * sizeof(real));
@@ -160,27 +173,28 @@ static void merge_row(const rt_attn_params *p, const block *b, int64_t row, cons
 
 static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace) {
     const grid g = grid_of(p);
-    const block b = block_of(p, &g, task);
+    const query_tile queries = query_tile_of(p, &g, task);
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = forward_scratch_at(p, workspace);
-    for (int64_t panel = 0; panel < b.num_panels; panel++) {
-        // k is free until the first tile
-        pack_queries(p, &b, kind, p->q, p->q_stride, p->head_dim, panel, s->k);
+    for (int64_t panel = 0; panel < queries.num_panels; panel++) {
+        // s->k is free until the first tile of keys.
+        pack_queries(p, &queries, kind, input_q(p), panel, s->k);
         if (kind == REALS)
             for (int64_t i = 0; i < PANEL * d; i += LANES)
                 vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
         transpose_panel(s->k, d, s->q_panels + panel * PANEL * d);
     }
-    for (int64_t row = 0; row < b.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
-    memset(s->out, 0, (size_t)(b.num_panels * PANEL * dv) * sizeof(real));
+    for (int64_t row = 0; row < queries.num_panels * PANEL; row++)
+        s->max[row] = -(real)INFINITY, s->sum[row] = 0;
+    memset(s->out, 0, (size_t)(queries.num_panels * PANEL * dv) * sizeof(real));
     for (int64_t i = 0; i < p->num_k_runs; i++) {
         const rt_run *run = &p->k_runs[i];
-        find_ranges(p, &b, run, &s->ranges);
+        find_ranges(p, &queries, run, &s->ranges);
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
-            forward_tile(p, &b, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);
+            forward_tile(p, &queries, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);
     }
-    for (int64_t row = 0; row < b.num_rows; row++) merge_row(p, &b, row, s);
+    for (int64_t row = 0; row < queries.num_rows; row++) merge_row(p, &queries, row, s);
 }
 
 #endif // RINGTILE_ATTN_FORWARD_H

@@ -1,31 +1,36 @@
-// The one matrix product of the attention kernels, as a register tile of 6 rows by PANEL_VECS vectors. Every operand
-// lies in a packed panel, so there is neither a dtype nor a stride of the caller here. Included after vec.h.
+// The one matrix product of the attention kernels, made of register tiles of GEMM_ROWS rows by PANEL_VECS vectors.
+// Every operand is packed, so neither the caller's dtypes nor its strides appear here.
 #ifndef RINGTILE_ATTN_GEMM_H
 #define RINGTILE_ATTN_GEMM_H
 
-#include "../vec.h"
+#include "register_tile.h"
 
 #ifdef RT_BF16_PAIRS
 #include <immintrin.h>
 #endif
 
-// RT_PANEL_VECS is set by the instruction set: 6 x PANEL_VECS sums, one row of B and one number of A fill its registers.
-enum {
-    PANEL_VECS = RT_PANEL_VECS,
-    PANEL = PANEL_VECS * LANES,
-    GEMM_ROWS = 6,
-    SUM_LEN =
-        32, // terms that are summed in one go; such sums are then added: a quarter of the rounding error of one
-            // long sum at 512 terms, for 2 % of the time
-};
+// Terms that one running sum takes before it is added to the result: at depth 512 the rounding error is a quarter of
+// one long sum's, for 2 % of the time.
+enum { SUM_LEN = 32 };
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-// What the words of a and b hold, a word having the size of a real: a number, or two bf16 that are neighbours along
-// the depth.
+// The contents of a word of a and b, which is as large as a real: one number, or two bf16, neighbours along the depth.
 typedef enum word_kind { REALS, BF16_PAIRS } word_kind;
 
-// The word in every lane. As a number, a pair may be subnormal or NaN, so none is computed with.
+// c (m, n) = factor * a (m, depth) b (depth, n), added to c if `add`. a is read at a[i * a_row + k * a_col]; rows of b
+// and c have unit stride. n is a multiple of LANES, depth counts words.
+typedef struct product {
+    word_kind kind;
+    real factor;
+    int64_t m, n, depth;
+    const real *a, *b;
+    real *c;
+    int64_t a_row, a_col, b_row, c_row;
+    bool add;
+} product;
+
+// The word in every lane. Integer arithmetic, because a pair read as a number may be subnormal or NaN.
 ALWAYS_INLINE vec broadcast(word_kind kind, const real *word) {
     if (kind == REALS) return vec_set(*word);
     real_bits bits;
@@ -33,7 +38,7 @@ ALWAYS_INLINE vec broadcast(word_kind kind, const real *word) {
     return (vec)(bits - (vec_bits){0});
 }
 
-// sum + a b. Of pairs both products are added, with a rounding each.
+// sum + a b. For pairs, adds both products, with one rounding each.
 ALWAYS_INLINE vec add_product(word_kind kind, vec sum, vec a, vec b) {
 #ifdef RT_BF16_PAIRS
     if (kind == BF16_PAIRS) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -43,127 +48,120 @@ ALWAYS_INLINE vec add_product(word_kind kind, vec sum, vec a, vec b) {
     return sum + a * b;
 }
 
-// One register tile: c (rows, vecs) = or += factor a (rows, depth) b (depth, vecs).
-ALWAYS_INLINE void gemm_tile(word_kind kind, real factor, int rows, int vecs, int64_t depth, const real *a,
-                             int64_t a_row, int64_t a_col, const real *b, int64_t b_row, real *c,
-                             int64_t c_row, bool add) {
+// One register tile of p: the first `rows` rows and `vecs` vectors of c.
+ALWAYS_INLINE void gemm_tile(product p, int rows, int vecs) {
     vec sum[GEMM_ROWS][PANEL_VECS];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vecs; j++) sum[i][j] = vec_set(0);
-    for (int64_t k = 0; k < depth; k++) {
+    for (int64_t k = 0; k < p.depth; k++) {
         vec b_vec[PANEL_VECS];
 #pragma GCC unroll 4
-        for (int j = 0; j < vecs; j++) b_vec[j] = vec_load(b + k * b_row + j * LANES);
+        for (int j = 0; j < vecs; j++) b_vec[j] = vec_load(p.b + k * p.b_row + j * LANES);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
-            const vec a_vec = broadcast(kind, &a[i * a_row + k * a_col]);
+            const vec a_vec = broadcast(p.kind, &p.a[i * p.a_row + k * p.a_col]);
 #pragma GCC unroll 4
-            for (int j = 0; j < vecs; j++) sum[i][j] = add_product(kind, sum[i][j], a_vec, b_vec[j]);
+            for (int j = 0; j < vecs; j++) sum[i][j] = add_product(p.kind, sum[i][j], a_vec, b_vec[j]);
         }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vecs; j++) {
-            real *to = c + i * c_row + j * LANES;
-            vec_store(to, add ? vec_load(to) + sum[i][j] * factor : sum[i][j] * factor);
+            real *to = p.c + i * p.c_row + j * LANES;
+            vec_store(to, p.add ? vec_load(to) + sum[i][j] * p.factor : sum[i][j] * p.factor);
         }
 }
 
-// The same for a number of rows that is only known now, so that the tile's loops unroll.
-ALWAYS_INLINE void gemm_rows(word_kind kind, real factor, int rows, int vecs, int64_t depth, const real *a,
-                             int64_t a_row, int64_t a_col, const real *b, int64_t b_row, real *c,
-                             int64_t c_row, bool add) {
+// Turns the number of rows into a constant, so that the loops of the tile unroll.
+ALWAYS_INLINE void gemm_rows(product p, int rows, int vecs) {
     switch (rows) {
     case 1:
-        gemm_tile(kind, factor, 1, vecs, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+        gemm_tile(p, 1, vecs);
         break;
     case 2:
-        gemm_tile(kind, factor, 2, vecs, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+        gemm_tile(p, 2, vecs);
         break;
     case 3:
-        gemm_tile(kind, factor, 3, vecs, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+        gemm_tile(p, 3, vecs);
         break;
     case 4:
-        gemm_tile(kind, factor, 4, vecs, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+        gemm_tile(p, 4, vecs);
         break;
     case 5:
-        gemm_tile(kind, factor, 5, vecs, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+        gemm_tile(p, 5, vecs);
         break;
     default:
-        gemm_tile(kind, factor, 6, vecs, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+        gemm_tile(p, 6, vecs);
         break;
     }
 }
 
-// c (m, n) = or += factor a (m, depth) b (depth, n), each sum in one go.
-ALWAYS_INLINE void gemm_sums(word_kind kind, real factor, int64_t m, int64_t n, int64_t depth, const real *a,
-                             int64_t a_row, int64_t a_col, const real *b, int64_t b_row, real *c,
-                             int64_t c_row, bool add) {
-    for (int64_t j = 0; j < n; j += PANEL) {
-        const int vecs = n - j < PANEL ? (int)(n - j) / LANES : PANEL_VECS;
-        for (int64_t i = 0; i < m; i += GEMM_ROWS) {
-            const int rows = m - i < GEMM_ROWS ? (int)(m - i) : GEMM_ROWS;
-            const real *a_tile = a + i * a_row, *b_tile = b + j;
-            real *c_tile = c + i * c_row + j;
+// The product, each element in one running sum.
+ALWAYS_INLINE void gemm_sums(product p) {
+    for (int64_t j = 0; j < p.n; j += PANEL) {
+        const int vecs = p.n - j < PANEL ? (int)(p.n - j) / LANES : PANEL_VECS;
+        for (int64_t i = 0; i < p.m; i += GEMM_ROWS) {
+            const int rows = p.m - i < GEMM_ROWS ? (int)(p.m - i) : GEMM_ROWS;
+            product tile = p;
+            tile.a = p.a + i * p.a_row;
+            tile.b = p.b + j;
+            tile.c = p.c + i * p.c_row + j;
             switch (vecs) {
             case 1:
-                gemm_rows(kind, factor, rows, 1, depth, a_tile, a_row, a_col, b_tile, b_row, c_tile, c_row,
-                          add);
+                gemm_rows(tile, rows, 1);
                 break;
 #if RT_PANEL_VECS > 2
             case 2:
-                gemm_rows(kind, factor, rows, 2, depth, a_tile, a_row, a_col, b_tile, b_row, c_tile, c_row,
-                          add);
+                gemm_rows(tile, rows, 2);
                 break;
             case 3:
-                gemm_rows(kind, factor, rows, 3, depth, a_tile, a_row, a_col, b_tile, b_row, c_tile, c_row,
-                          add);
+                gemm_rows(tile, rows, 3);
                 break;
 #endif
             default:
-                gemm_rows(kind, factor, rows, PANEL_VECS, depth, a_tile, a_row, a_col, b_tile, b_row, c_tile,
-                          c_row, add);
+                gemm_rows(tile, rows, PANEL_VECS);
                 break;
             }
         }
     }
 }
 
-// The same in several sums. Every one has the same order, whatever the tile it falls in.
-ALWAYS_INLINE void gemm_words(word_kind kind, real factor, int64_t m, int64_t n, int64_t depth, const real *a,
-                              int64_t a_row, int64_t a_col, const real *b, int64_t b_row, real *c,
-                              int64_t c_row, bool add) {
-    const int64_t terms = kind == REALS ? 1 : 2; // of a word
-    const int64_t sum_len = (depth * terms < 2 * SUM_LEN ? SUM_LEN / 2 : SUM_LEN) / terms;
-    for (int64_t k = 0; k < depth; k += sum_len) {
-        const int64_t len = depth - k < sum_len ? depth - k : sum_len;
-        gemm_sums(kind, factor, m, n, len, a + k * a_col, a_row, a_col, b + k * b_row, b_row, c, c_row,
-                  add || k > 0);
+// The product in running sums of SUM_LEN terms. The order of a sum does not depend on its tile.
+ALWAYS_INLINE void gemm_words(product p) {
+    const int64_t terms = p.kind == REALS ? 1 : 2; // per word
+    const int64_t sum_len = (p.depth * terms < 2 * SUM_LEN ? SUM_LEN / 2 : SUM_LEN) / terms;
+    for (int64_t k = 0; k < p.depth; k += sum_len) {
+        product part = p;
+        part.depth = p.depth - k < sum_len ? p.depth - k : sum_len;
+        part.a = p.a + k * p.a_col;
+        part.b = p.b + k * p.b_row;
+        part.add = p.add || k > 0;
+        gemm_sums(part);
     }
 }
 
-// c (m, n) = or += a (m, depth) b (depth, n). a is read at a[i * a_row + k * a_col]; rows of b and c have unit stride,
-// and n is a multiple of LANES.
-static void gemm(int64_t m, int64_t n, int64_t depth, const real *a, int64_t a_row, int64_t a_col,
-                 const real *b, int64_t b_row, real *c, int64_t c_row, bool add) {
-    gemm_words(REALS, 1, m, n, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+// A product of numbers with factor 1.
+static void gemm(product p) {
+    p.kind = REALS;
+    p.factor = 1;
+    gemm_words(p);
 }
 
-// The first n columns of c (m, PANEL) = factor a (m, depth) b (depth, PANEL); depth counts words, whose factor must be 1
-// if they are numbers.
-static void gemm_inputs(word_kind kind, real factor, int64_t m, int64_t n, int64_t depth, const real *a,
-                        int64_t a_row, const real *b, real *c) {
+// A product of packed inputs into panels: a has unit column stride, b and c are (rows, PANEL). Numbers have factor 1.
+static void gemm_inputs(product p) {
+    p.a_col = 1;
+    p.b_row = p.c_row = PANEL;
+    p.add = false;
 #ifdef RT_BF16_PAIRS
-    if (kind == BF16_PAIRS) {
-        gemm_words(BF16_PAIRS, factor, m, n, depth, a, a_row, 1, b, PANEL, c, PANEL, false);
+    if (p.kind == BF16_PAIRS) {
+        gemm_words(p);
         return;
     }
 #endif
-    (void)kind, (void)factor;
-    gemm(m, n, depth, a, a_row, 1, b, PANEL, c, PANEL, false);
+    gemm(p);
 }
 
 #endif // RINGTILE_ATTN_GEMM_H

@@ -1,5 +1,5 @@
-// Attention as the formula says it, in f64, one query and one key at a time: the oracle of the C tests. It knows
-// neither tiles nor vectors, and looks only at keys that the query attends.
+// Attention straight from the formula, in f64, one query and one key at a time: the oracle of the C tests. It has
+// neither tiles nor vectors, and reads only the keys that a query attends.
 #include "attn.h"
 
 #include "../half.h"
@@ -19,7 +19,7 @@ static double load(rt_dtype dtype, const void *array, int64_t i) {
     }
 }
 
-// State and gradients: f64 when the inputs are, else f32.
+// State and gradients are f64 when the inputs are, else f32.
 static double load_state(const rt_attn_params *p, const void *array, int64_t i) {
     return load(p->dtype == RT_F64 ? RT_F64 : RT_F32, array, i);
 }
@@ -113,10 +113,10 @@ static void add_value(const rt_attn_params *p, const query *i, int64_t row, void
 static void forward_query(const rt_attn_params *p, const query *i) {
     softmax s = {.top = -INFINITY};
     for_attended_keys(p, i, find_top, &s);
-    if (s.top == -INFINITY) s.top = 0; // no key, or only scores of -inf
+    if (s.top == -INFINITY) s.top = 0; // no key, or scores of -inf only
     for_attended_keys(p, i, add_value, &s);
     if (s.sum == 0) return;
-    // One softmax over two sets of keys: each set's mean counts by its share exp(lse_set - lse).
+    // A softmax over two sets of keys weighs each set's mean by exp(lse_set - lse).
     const double before = load(lse_dtype(p), p->lse, state_row(p, i)), block = s.top + log(s.sum);
     const double top = fmax(before, block), lse = top + log(exp(before - top) + exp(block - top));
     const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
@@ -128,7 +128,7 @@ static void forward_query(const rt_attn_params *p, const query *i) {
     store_lse(p, state_row(p, i), lse);
 }
 
-// out is 0 and lse -inf, as before the first block.
+// out = 0 and lse = -inf, the state before the first block.
 static void clear_query(const rt_attn_params *p, const query *i) {
     store_lse(p, state_row(p, i), -INFINITY);
     const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);

@@ -1,13 +1,10 @@
-// The work of rt_multiply_add: gemm's register tile, fed from registers only.
-#ifndef RINGTILE_BENCH_MULTIPLY_ADD_KERNEL_H
-#define RINGTILE_BENCH_MULTIPLY_ADD_KERNEL_H
+// The loop of rt_multiply_add: gemm's register tile, fed from registers only. Compiled per instruction set into the
+// table RT_MULTIPLY_ADD.
+#include "../attn/register_tile.h"
+#include "multiply_add.h"
 
-#include "../attn/gemm.h"
-
-enum { MULTIPLY_ADD_FLOPS = 2 * GEMM_ROWS * PANEL }; // of one iteration
-
-// Independent sums, as many as hide the latency of one. They start differently, none at 2, where all of them go, so
-// that no compiler makes them one or a constant; and their total is returned, so that none drops them.
+// As many independent sums as hide the latency of one. Each starts at another value and none at 2, their common limit,
+// so the compiler can neither merge them nor fold them into a constant; the returned total keeps them all alive.
 static double multiply_add(int64_t iterations) {
     const vec factor = vec_set((real)0.5), term = vec_set(1);
     vec sum[GEMM_ROWS][PANEL_VECS];
@@ -26,4 +23,4 @@ static double multiply_add(int64_t iterations) {
     return vec_reduce_sum(total);
 }
 
-#endif // RINGTILE_BENCH_MULTIPLY_ADD_KERNEL_H
+const rt_multiply_add_kernel RT_MULTIPLY_ADD = {multiply_add, 2 * GEMM_ROWS * PANEL};

@@ -1,12 +1,10 @@
-// AVX-512 with dot products of bf16 pairs (vdpbf16ps), which attention takes where both operands are bf16.
+// AVX-512 with vdpbf16ps, the dot product of bf16 pairs. Attention uses it where both operands are bf16.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
-#define RT_VECTOR_BYTES 64
-#define RT_PANEL_VECS 4
-#define RT_REAL_BITS 32
+#include "avx512.h"
+#pragma GCC target("avx512bf16")
 #define RT_BF16_PAIRS
 #define RT_KERNELS rt_kernels_avx512_bf16
-#include "bodies.h"
+#include "kernel_table.h"
 #else
-typedef int rt_no_avx512_bf16; // ISO C wants a declaration in every file
+typedef int rt_no_avx512_bf16; // ISO C forbids an empty translation unit
 #endif

@@ -1,4 +1,4 @@
-// Chooses the instruction set, once. The only place that reads the environment.
+// Chooses the instruction set, once. Nothing else in csrc/ reads the environment.
 #include "kernels.h"
 
 #include <stdatomic.h>
@@ -53,7 +53,7 @@ static rt_status choose(rt_isa *isa) {
 }
 
 rt_status rt_cpu_isa(rt_isa *isa) {
-    // 0 until chosen, then 1 + 16 * status + isa. Threads that race store the same value.
+    // 0 until chosen, then 1 + 16 * status + isa. Threads that race all store the same value.
     static _Atomic int memo;
     int known = atomic_load_explicit(&memo, memory_order_relaxed);
     if (known == 0) {

@@ -1,10 +1,10 @@
-// The bodies that exist once per instruction set, and the table that holds one compiled set of them.
+// The kernels that exist once per instruction set, and the table of one compiled set.
 #ifndef RINGTILE_ISA_KERNELS_H
 #define RINGTILE_ISA_KERNELS_H
 
 #include "../ringtile.h"
 
-// Forward: dprod, dgate and dup are NULL. Backward: dgate, dup and prod are gate, up and dprod.
+// Forward: dprod, dgate and dup are NULL. Backward, in place: dgate, dup and prod are the arrays gate, up and dprod.
 typedef struct rt_glu_arrays {
     const void *gate, *up, *dprod;
     void *dgate, *dup, *prod;
@@ -13,11 +13,12 @@ typedef struct rt_glu_arrays {
 typedef struct rt_kernels {
     // Rows [first, last) of rt_glu_fwd or rt_glu_bwd.
     void (*glu)(const rt_glu_params *p, const rt_glu_arrays *arrays, int64_t first, int64_t last);
-    // Tokens [first, last) of rt_cross_entropy_fwd_bwd; every label is known to be good.
+    // Tokens [first, last) of rt_cross_entropy_fwd_bwd; the caller has checked every label.
     void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
                           void *lse, int64_t first, int64_t last);
-    // One of attn_num_tasks(p) tasks of rt_attn_fwd or rt_attn_bwd. workspace: this worker's scratch, of so many bytes.
-    // progress (attn_num_tasks): zeros before the first task; how the tasks take turns (attn/backward.h).
+    // One of attn_num_tasks(p) tasks of rt_attn_fwd or rt_attn_bwd. workspace: this worker's scratch, of
+    // attn_*_scratch_bytes(p). progress (attn_num_tasks): zeros before the first task; orders the tasks
+    // (attn/backward.h).
     int64_t (*attn_num_tasks)(const rt_attn_params *p);
     int64_t (*attn_forward_scratch_bytes)(const rt_attn_params *p);
     int64_t (*attn_backward_scratch_bytes)(const rt_attn_params *p);
@@ -26,9 +27,6 @@ typedef struct rt_kernels {
     // Tokens [first, last) of rt_attn_delta, counted over all batches.
     void (*attn_delta)(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                        void *delta, int64_t first, int64_t last);
-    // rt_multiply_add of one worker, and the flops of one iteration. What it returns means nothing.
-    double (*multiply_add)(int64_t iterations);
-    int64_t multiply_add_flops;
 } rt_kernels;
 
 // The kernels for a dtype on this CPU.    RT_BAD_DTYPE, RT_BAD_ISA, RT_ISA_MISSING

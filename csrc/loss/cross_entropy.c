@@ -1,4 +1,4 @@
-// The boundary of softmax cross entropy: checks, then tokens dealt to workers.
+// The entry point of softmax cross entropy: it checks, then hands tokens to the workers.
 #include "cross_entropy.h"
 #include "../isa/kernels.h"
 #include "../parallel.h"

@@ -1,4 +1,4 @@
-// The preconditions of softmax cross entropy that need no look at the labels, the same on every device.
+// The preconditions of softmax cross entropy on every device, all but the labels' values.
 #ifndef RINGTILE_LOSS_CROSS_ENTROPY_H
 #define RINGTILE_LOSS_CROSS_ENTROPY_H
 

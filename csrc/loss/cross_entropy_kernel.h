@@ -1,6 +1,6 @@
-// The body of softmax cross entropy, included by each instruction set for its math type (vec.h). Two passes over
-// the logits x of a token, chunk by chunk: pass 1 keeps a running maximum of x' and the sum of exp(x' - max); pass
-// 2 replaces x by the gradient. Sums over the vocabulary are f64 between chunks.
+// Softmax cross entropy, compiled once per instruction set for its math type (vec.h). It makes two passes over the
+// logits x of a token, chunk by chunk: pass 1 keeps a running max of x' and sum of exp(x' - max), pass 2 replaces x by
+// the gradient. Sums over the vocabulary are f64 between chunks.
 
 #include "../chunk.h"
 #include "../isa/kernels.h"
@@ -11,7 +11,7 @@ typedef struct softmax_state {
     double total; // of x'
 } softmax_state;
 
-// One chunk of x', with `tail` in the unused lanes of its last vec; slope: dx'/dx = 1 - tanh^2, or NULL.
+// Loads one chunk of x', with `tail` in the unused lanes of its last vec. slope: dx'/dx = 1 - tanh^2, or NULL.
 static void load_logits(const rt_cross_entropy_params *p, const void *logits, int64_t first, int64_t count,
                         real tail, real *x, real *slope) {
     load_chunk(p->dtype, logits, first, count, x);
@@ -26,7 +26,7 @@ static void load_logits(const rt_cross_entropy_params *p, const void *logits, in
     for (int64_t i = count; i % LANES != 0; i++) x[i] = tail;
 }
 
-// What exponents are taken relative to. As long as every logit is -inf that is 0: -inf - -inf would be NaN.
+// Exponents are relative to this: the max, or 0 while every logit is -inf, because -inf - -inf would be NaN.
 static real shift_of(const softmax_state *state) { return state->max == -INFINITY ? 0 : state->max; }
 
 static void add_chunk(softmax_state *state, const real *x, int64_t count) {
@@ -71,7 +71,7 @@ static void cross_entropy_token(const rt_cross_entropy_params *p, void *logits, 
         if (smoothing > 0) add_total(&state, x, count);
         if (label >= col && label < col + count) label_logit = (double)x[label - col];
     }
-    // Differences from the maximum are taken first, so that logits far from 0 lose nothing.
+    // Subtracts from the max first, so that logits far from 0 keep their precision.
     const real shift = shift_of(&state);
     const double log_sum = log(state.sum), lse = (double)shift + log_sum, mean = state.total / (double)V;
     const double token_loss = (1 - smoothing) * (log_sum + ((double)shift - label_logit)) +

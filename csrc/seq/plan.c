@@ -1,4 +1,4 @@
-// Which keys a rank needs of another, and the digest by which ranks notice that they disagree.
+// The keys that one rank needs from another, and the digest by which ranks notice that they disagree.
 // Shapes: S global tokens, W ranks, R runs of all ranks; mask rows are (mask_batch, S).
 #include "runs.h"
 
@@ -37,7 +37,7 @@ rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *belo
     if (status != RT_OK) return status;
     if (below == NULL) return RT_BAD_POINTER;
 
-    // Pass 1: below[g + 1] is 1 where g is a key. Pass 2: sums.
+    // Pass 1: below[g + 1] = 1 where g is a key. Pass 2: running sums.
     memset(below, 0, (size_t)(p->seq_len + 1) * sizeof(*below));
     for (int64_t r = 0; r < keys.num_runs; r++) {
         const rt_run run = keys.runs[r];
@@ -60,7 +60,7 @@ rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const in
     if (attended == NULL) return RT_BAD_POINTER;
     const int64_t seq_len = p->seq_len, num_keys = below == NULL ? seq_len : below[seq_len];
 
-    // Pass 1: how many more queries attend a key than the key before it. Pass 2: sums.
+    // Pass 1: attended[j] = how many more queries attend key j than key j - 1. Pass 2: running sums.
     memset(attended, 0, (size_t)(num_keys + 1) * sizeof(*attended));
     for (int64_t b = 0; b < p->mask_batch; b++) {
         const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
@@ -79,8 +79,8 @@ rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const in
     return RT_OK;
 }
 
-// The run that begins at a local token: there is one, because the runs fill the local tokens. The search starts at
-// `guess`, which is right at once when the runs are listed in local order.
+// The run that begins at a local token; it exists, because the runs fill the local tokens. The search starts at
+// `guess`, which is already right when the runs are listed in local order.
 static const rt_run *run_at(const rank_runs *keys, int64_t local_begin, int64_t guess) {
     while (keys->runs[guess].local_begin != local_begin) guess = (guess + 1) % keys->num_runs;
     return &keys->runs[guess];
@@ -97,8 +97,8 @@ rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_
     if (num_needed == NULL || num_pairs == NULL || (capacity > 0 && needed == NULL)) return RT_BAD_POINTER;
     if (attended == NULL) return RT_BAD_POINTER;
 
-    // Keys are met in local order. `piece` is the run being grown; a key that does not continue it (a key
-    // in between is not needed, or a run of the layout ended) closes it.
+    // Visits the keys in local order. `piece` is the run being grown. A key that does not continue it, because a key in
+    // between is not needed or a run of the layout ended, starts a new one.
     rt_run piece = {0, 1, 0, 0};
     int64_t count = 0, pairs = 0, local = 0;
     for (int64_t r = 0; r < keys.num_runs; r++) {
@@ -124,31 +124,31 @@ rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_
     return count <= capacity ? RT_OK : RT_CAPACITY;
 }
 
-// Multiplication by an odd number and h ^ (h >> n) are both bijections of 64 bits: two arrays that differ in
-// one word never meet, and a word counts by its place because every later word multiplies it again.
+// Multiplication by an odd number and h ^ (h >> n) are both bijections of 64 bits, so arrays that differ in one word
+// never collide. A word's place counts, because every later word multiplies it again.
 static uint64_t mix(uint64_t hash, uint64_t word) {
     hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
     return hash ^ (hash >> 32);
 }
 
 uint64_t rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed) {
-    enum { LANES = 4, BLOCK = LANES * (int)sizeof(uint64_t) };
-    // Independent lanes, because one chain of multiplications would wait for itself.
+    enum { LANES = 4, STEP_BYTES = LANES * (int)sizeof(uint64_t) };
+    // Independent lanes, because a single chain of multiplications would be bound by its latency.
     uint64_t lane[LANES], word[LANES];
     for (int i = 0; i < LANES; i++) lane[i] = mix(seed, (uint64_t)i + 1);
 
     const char *at = bytes;
     int64_t left = num_bytes;
-    for (; left >= BLOCK; left -= BLOCK, at += BLOCK) {
-        memcpy(word, at, BLOCK);
+    for (; left >= STEP_BYTES; left -= STEP_BYTES, at += STEP_BYTES) {
+        memcpy(word, at, STEP_BYTES);
         for (int i = 0; i < LANES; i++) lane[i] = mix(lane[i], word[i]);
     }
     if (left > 0) {
-        memset(word, 0, BLOCK);
+        memset(word, 0, STEP_BYTES);
         memcpy(word, at, (size_t)left);
         for (int i = 0; i < LANES; i++) lane[i] = mix(lane[i], word[i]);
     }
-    uint64_t hash = mix(seed, (uint64_t)num_bytes); // tells a tail of zeros from no tail
+    uint64_t hash = mix(seed, (uint64_t)num_bytes); // distinguishes a tail of zeros from no tail
     for (int i = 0; i < LANES; i++) hash = mix(hash, lane[i]);
     return mix(hash, hash >> 32);
 }

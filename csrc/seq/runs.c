@@ -1,4 +1,4 @@
-// Layouts as lists of runs: what makes a list well formed, and which positions it names.
+// Layouts as lists of runs: the checks, and the positions that a list holds.
 #include "runs.h"
 
 #include <string.h>
@@ -9,7 +9,7 @@ static rt_status check_list(const rt_run *runs, int64_t num_runs) {
     return RT_OK;
 }
 
-// Lists in local order, the usual ones, take one look at each run.
+// Linear for lists in local order, the usual ones; quadratic otherwise.
 static bool share_local_tokens(const rt_run *runs, int64_t num_runs) {
     int64_t filled_until = 0;
     for (int64_t r = 0; r < num_runs; r++) {
@@ -26,7 +26,8 @@ static int64_t last_position(const rt_run *run) {
     return run->global_begin + (run->length - 1) * run->stride;
 }
 
-// Whether a global position is in both. Positions of one run, modulo the stride of the other, repeat after that many.
+// Whether two runs share a global position. It is enough to try a->stride positions of b: modulo a->stride, b's
+// positions repeat after that.
 static bool share_a_position(const rt_run *a, const rt_run *b) {
     if (a->stride > b->stride) return share_a_position(b, a);
     const int64_t distance = a->global_begin - b->global_begin, last = last_position(a);
@@ -39,7 +40,7 @@ static bool share_a_position(const rt_run *a, const rt_run *b) {
     return false;
 }
 
-// Lists in global order, one behind the other, take one look at each run.
+// Linear for lists in global order whose runs do not interleave; quadratic otherwise.
 static bool share_positions(const rt_run *runs, int64_t num_runs) {
     int64_t reached = -1;
     for (int64_t r = 0; r < num_runs; r++) {
@@ -58,8 +59,8 @@ rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t loc
         const rt_run run = runs[r];
         if (run.length < 1 || run.stride < 1) return RT_BAD_RUN;
         if (run.global_begin < 0 || run.global_begin >= global_len) return RT_BAD_RUN;
-        // global_begin + (length - 1) * stride < global_len, and the same for the local end, arranged so
-        // that no step can overflow.
+        // global_begin + (length - 1) * stride < global_len, and likewise for the local end, arranged so that
+        // no step can overflow.
         if (run.length - 1 > (global_len - 1 - run.global_begin) / run.stride) return RT_BAD_RUN;
         if (run.local_begin < 0 || run.length > local_len || run.local_begin > local_len - run.length)
             return RT_BAD_RUN;
@@ -89,7 +90,7 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
     if (run_offsets == NULL || (seq_len > 0 && seen == NULL)) return RT_BAD_POINTER;
     if (run_offsets[0] != 0) return RT_BAD_LAYOUT;
 
-    // Pass 1, rank by rank: every run is inside the sequence, and the rank's local tokens are filled.
+    // Pass 1, rank by rank: every run lies inside the sequence, and the runs fill the rank's local tokens.
     int64_t total = 0;
     for (int64_t rank = 0; rank < num_ranks; rank++) {
         const int64_t num_runs = run_offsets[rank + 1] - run_offsets[rank];
@@ -103,7 +104,7 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
     }
     if (total != seq_len) return RT_BAD_LAYOUT;
 
-    // Pass 2, over all ranks: S positions, none of them twice, are all of 0..S-1.
+    // Pass 2, over all ranks: S positions, none of them twice, must be all of 0..S-1.
     if (seq_len > 0) memset(seen, 0, (size_t)seq_len);
     for (int64_t r = 0; r < run_offsets[num_ranks]; r++) {
         for (int64_t j = 0; j < runs[r].length; j++) {

@@ -1,4 +1,4 @@
-// Gather and scatter of runs: strided copies between a global and a local tensor of any rank and dtype.
+// shard and unshard: strided copies between a global and a local tensor, of any number of dims and any dtype.
 #include "shard.h"
 #include "../overlap.h"
 #include "../parallel.h"
@@ -18,11 +18,11 @@ rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, cons
                                bool to_global) {
     rt_strided_copy copy = {.element_bytes = p->element_bytes, .num_elements = 1};
     for (int64_t d = 0; d < p->ndim; d++) {
-        const bool cut = d == p->dim;
-        const int64_t size = cut ? run->length : p->sizes[d];
+        const bool sharded = d == p->dim;
+        const int64_t size = sharded ? run->length : p->sizes[d];
         copy.num_elements *= size;
         if (size == 1) continue;
-        const int64_t global_step = p->global_strides[d] * p->element_bytes * (cut ? run->stride : 1);
+        const int64_t global_step = p->global_strides[d] * p->element_bytes * (sharded ? run->stride : 1);
         const int64_t local_step = p->local_strides[d] * p->element_bytes;
         const int64_t from_step = to_global ? local_step : global_step;
         const int64_t to_step = to_global ? global_step : local_step;
@@ -44,7 +44,7 @@ rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, cons
     return copy;
 }
 
-// A memcpy of a size the compiler knows is one load and one store.
+// A memcpy of a constant size is one load and one store.
 #define RT_COPY_ELEMENTS(bytes)                                                                              \
     for (int64_t i = 0; i < num_elements; i++) memcpy(to + i * to_step, from + i * from_step, (size_t)(bytes))
 
@@ -96,7 +96,7 @@ static void copy_range(const rt_strided_copy *copy, int64_t first, int64_t last)
     }
 }
 
-// Where task `task` begins, when num_tasks tasks share num_elements elements evenly.
+// The first element of a task when num_tasks tasks share num_elements evenly.
 static int64_t share(int64_t num_elements, int64_t task, int64_t num_tasks) {
     return num_elements / num_tasks * task + num_elements % num_tasks * task / num_tasks;
 }
@@ -119,7 +119,7 @@ rt_status rt_shard_check(const rt_shard_params *p, const void *from, const void 
     if (p->sizes == NULL || p->global_strides == NULL || p->local_strides == NULL) return RT_BAD_POINTER;
     if (p->element_bytes < 1 || p->global_len < 0) return RT_BAD_SHAPE;
     *num_bytes = p->element_bytes;
-    int64_t written[RT_MAX_DIMS]; // sizes of the tensor that is written
+    int64_t written[RT_MAX_DIMS]; // sizes of the destination
     for (int64_t d = 0; d < p->ndim; d++) {
         if (p->sizes[d] < 0) return RT_BAD_SHAPE;
         *num_bytes *= p->sizes[d];

@@ -1,4 +1,4 @@
-// What every device's gather and scatter share: the preconditions, and the loops that copy one run.
+// The preconditions of shard and unshard, and the loops that copy one run, for every device.
 #ifndef RINGTILE_SEQ_SHARD_H
 #define RINGTILE_SEQ_SHARD_H
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-// *num_bytes: of the local tensor, 0 when there is nothing to copy.
+// *num_bytes: of the local tensor; 0 when there is nothing to copy.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN, RT_BAD_STRIDE
 rt_status rt_shard_check(const rt_shard_params *p, const void *from, const void *to, bool to_global,
                          int64_t *num_bytes);
@@ -22,8 +22,8 @@ typedef struct rt_strided_copy {
     char *to;
 } rt_strided_copy;
 
-// The copy of one run, with as few loops as possible: dims of size 1 vanish, and a dim that continues the one
-// inside it, in both tensors, joins it. At least one loop is left.
+// The copy of one run, with as few loops as possible: dims of size 1 are dropped, and neighbouring dims that are
+// contiguous in both tensors are merged. At least one loop remains.
 rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, const void *from, void *to,
                                bool to_global);
 

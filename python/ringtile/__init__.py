@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
+from ringtile.errors import (
     BuildError,
     ConfigError,
     InputError,
@@ -24,40 +24,41 @@ from .errors import (
 
 _build_error: BuildError | None = None
 try:
-    from .layout import Layout, Run
-    from .mask import IntervalMask
-    from .plan import Plan, plan
-    from .ring import attention, ring_attention
-    from .tiled_loss import tiled_linear_cross_entropy
-    from .tiled_mlp import tiled_mlp
-    from .transport import LoopbackWorld
+    from ringtile.ring.attention import attention, ring_attention
+    from ringtile.sequence.layout import Layout, Run
+    from ringtile.sequence.mask import IntervalMask
+    from ringtile.sequence.plan import Plan, plan
+    from ringtile.sequence.sharded import ShardedSequence
+    from ringtile.tiled.loss import tiled_linear_cross_entropy
+    from ringtile.tiled.mlp import tiled_mlp
+    from ringtile.transport.loopback import LoopbackWorld
 except BuildError as error:  # `ringtile doctor` must run where the compiled ops do not load, and say why
     _build_error = error
 
 _LAZY = {
     "Config": "config",
-    "ContextParallel": "native.parallel_style",
-    "context_parallel": "native.context",
-    "context_parallel_shard": "native.buffers",
-    "context_parallel_unshard": "native.buffers",
-    "create_cp_block_mask": "native.flex",
-    "disable_context_parallel_dispatcher": "native.parallel_style",
+    "ContextParallel": "torch_context_parallel.parallel_style",
+    "context_parallel": "torch_context_parallel.context",
+    "context_parallel_shard": "torch_context_parallel.buffers",
+    "context_parallel_unshard": "torch_context_parallel.buffers",
+    "create_cp_block_mask": "torch_context_parallel.flex",
+    "disable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "enable": "hf.trainer",
-    "enable_context_parallel_dispatcher": "native.parallel_style",
-    "flex_attention": "native.flex",
+    "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
+    "flex_attention": "torch_context_parallel.flex",
     "offload_activations": "hf.offload",
     "restore": "hf.trainer",
     "tile_mlps": "hf.mlp",
 }
 if TYPE_CHECKING:
-    from .config import Config
-    from .hf.mlp import tile_mlps
-    from .hf.offload import offload_activations
-    from .hf.trainer import enable, restore
-    from .native.buffers import context_parallel_shard, context_parallel_unshard
-    from .native.context import context_parallel
-    from .native.flex import create_cp_block_mask, flex_attention
-    from .native.parallel_style import (
+    from ringtile.config import Config
+    from ringtile.hf.mlp import tile_mlps
+    from ringtile.hf.offload import offload_activations
+    from ringtile.hf.trainer import enable, restore
+    from ringtile.torch_context_parallel.buffers import context_parallel_shard, context_parallel_unshard
+    from ringtile.torch_context_parallel.context import context_parallel
+    from ringtile.torch_context_parallel.flex import create_cp_block_mask, flex_attention
+    from ringtile.torch_context_parallel.parallel_style import (
         ContextParallel,
         disable_context_parallel_dispatcher,
         enable_context_parallel_dispatcher,
@@ -82,6 +83,7 @@ __all__ = [
     "RingMismatch",
     "RingtileError",
     "Run",
+    "ShardedSequence",
     "attention",
     "context_parallel",
     "context_parallel_shard",

@@ -1,6 +1,6 @@
-"""`import ringtile.auto` enables ringtile on every Trainer built afterwards; RINGTILE_CONFIG names the YAML file.
+"""`import ringtile.auto` enables ringtile on every Trainer built afterwards, from the YAML file in RINGTILE_CONFIG.
 
-`ringtile.auto.restore()` undoes it for Trainers that are not built yet.
+`ringtile.auto.restore()` stops that: Trainers built later are left alone.
 """
 
 from __future__ import annotations

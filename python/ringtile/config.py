@@ -1,4 +1,4 @@
-"""The configuration of ringtile: one frozen object, the same keys in Python, YAML and on the command line."""
+"""ringtile's configuration: one frozen object with the same keys in Python, YAML and on the command line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ringtile.errors import ConfigError
 
 
 class Section(BaseModel):
-    """A mapping of a YAML file with known keys: frozen, and every complaint is a ConfigError that names the key."""
+    """A mapping in a YAML file with a fixed set of keys: frozen; each error is a ConfigError that names the key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    prefix: ClassVar[str] = ""  # where the section is in the file, as its keys are named in errors: "data."
+    prefix: ClassVar[str] = ""  # put before the section's keys in errors, e.g. "data."
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -28,22 +28,22 @@ class Section(BaseModel):
 
 
 class Config(Section):
-    """What `ringtile.enable` switches on. Every key has a default that changes nothing.
+    """Selects what `ringtile.enable` turns on. The defaults change nothing.
 
-    Raises ConfigError naming the key when a key is unknown, has a wrong type or value, or contradicts another.
+    ConfigError, naming the key: it is unknown, has a wrong type or value, or contradicts another key.
     """
 
     context_parallel_size: int = Field(default=1, ge=1)  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
-    block_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # of the attention forward, see docs/ring.md
+    block_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # of the attention forward, see docs/design/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: int | None = Field(default=None, ge=1)  # tiles per MLP call, instead of tile_tokens
-    tiled_mlp_use_original_mlp: bool = True  # False: on ringtile's GLU kernels where those are exact
-    tile_tokens: int = Field(default=16384, ge=1)  # tokens in one tile of the MLP and of the loss
+    tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
+    tile_tokens: int = Field(default=16384, ge=1)  # tokens per tile, of the MLP and the loss
     tiled_loss: bool = False
-    activation_offload: bool = False  # the inputs of checkpointed layers in host memory
-    gc_steps: int | None = Field(default=None, ge=1)  # collect garbage at the beginning and every so many steps
-    timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # a rank silent for longer is lost
+    activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
+    gc_steps: int | None = Field(default=None, ge=1)  # collect garbage at the start and every gc_steps steps
+    timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # a rank silent for longer counts as lost
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
@@ -56,9 +56,9 @@ class Config(Section):
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-        """A Config from itself, from a mapping, or from the path of a YAML file.
+        """A Config from a Config, a mapping, or the path of a YAML file.
 
-        Raises ConfigError when the file is missing, is not YAML, or holds no mapping of known keys.
+        ConfigError: the file is missing, is not YAML, or does not hold a mapping of known keys.
         """
         if isinstance(source, Config):
             return source
@@ -72,7 +72,7 @@ class Config(Section):
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """The mapping that a YAML file holds; ConfigError when there is none."""
+    """Reads the mapping in a YAML file. ConfigError: unreadable, not YAML, or not a mapping."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,13 +85,13 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def nearest_key(key: str, valid: list[str]) -> str:
-    """The words that follow an unknown key: what was probably meant, or else all that is possible."""
+    """Completes the error for an unknown key: the closest valid key, or all of them if none is close."""
     close = difflib.get_close_matches(key, valid, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(valid))}"
 
 
 def _explain(error: Any, section: type[Section]) -> str:
-    """One line for one pydantic error: the key, what was got, what was expected."""
+    """One pydantic error as one line: the key, the value got, the value expected."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"unknown key {section.prefix}{key}: {nearest_key(key, list(section.model_fields))}"

@@ -1,10 +1,10 @@
-"""Every error ringtile raises on purpose. Each message says what was got, what was expected, what to change."""
+"""Every error ringtile raises on purpose. Each message says what it got, what it expected and what to change."""
 
 from __future__ import annotations
 
 
 class RingtileError(Exception):
-    """Base of all of them: `except ringtile.RingtileError` catches what ringtile refused."""
+    """The base class: `except ringtile.RingtileError` catches everything ringtile raises on purpose."""
 
 
 class InputError(RingtileError, ValueError):
@@ -12,11 +12,11 @@ class InputError(RingtileError, ValueError):
 
 
 class MaskNotExpressible(RingtileError, ValueError):
-    """A mask needs more than one interval of keys for some query; the message names the first such row."""
+    """Some query attends more than one interval of keys; the message names the first such row."""
 
 
 class LayoutError(RingtileError, ValueError):
-    """Runs do not hold every global position exactly once, or a sequence is too short for a layout."""
+    """A layout's runs miss or repeat a global position, or the sequence is too short for the layout."""
 
 
 class ConfigError(RingtileError, ValueError):
@@ -24,15 +24,15 @@ class ConfigError(RingtileError, ValueError):
 
 
 class Refused(RingtileError, NotImplementedError):
-    """A feature of the model or trainer that ringtile cannot run exactly, refused by name."""
+    """The model or trainer uses a feature that ringtile cannot run exactly; the message names it."""
 
 
 class RingMismatch(RingtileError, RuntimeError):
-    """Two ranks of one ring disagree; the message names the field, both values and both ranks."""
+    """Two ranks of a group disagree; the message names the field, both values and both ranks."""
 
 
 class PeerLost(RingtileError, RuntimeError):
-    """A rank of the ring died or fell silent; the message names the rank, the round and the op."""
+    """A rank died or stopped responding; the message names the rank, the round and the op."""
 
 
 class BuildError(RingtileError, ImportError):

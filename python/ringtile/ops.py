@@ -1,8 +1,7 @@
-"""The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and the checks of their arguments.
+"""The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and checks of a user's arguments.
 
-Every op of the `ringtile` namespace that touches memory is here, with the shapes it takes; the functional
-`ringtile::ring_attention`, which also touches the network, is in ring.py. All kernels are differentiated by
-hand: only `shard_seq` has a registered autograd formula, the others are called inside autograd nodes.
+The wrappers take the arguments of the op schemas and document their shapes. Among the ops here only `shard_seq` has a
+registered autograd formula; the others are called inside autograd nodes, which are differentiated by hand.
 
 Shape letters: B batch, N local queries, K keys, H query heads, G kv heads, D head dim, Dv value head dim,
 T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ranks, R runs.
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .errors import BuildError, InputError
+from ringtile.errors import BuildError, InputError
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -47,26 +46,26 @@ GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 @functools.cache
 def why_no_cuda() -> str:
-    """Why the CUDA kernels are not in use in this process; "" when they are. The first call loads them."""
+    """Why this process does not use the CUDA kernels; "" if it does. The first call loads them."""
     if importlib.util.find_spec("ringtile._cuda") is None:
         return (
-            "not built: ringtile was installed without its CUDA kernels; build it where nvcc is, with "
+            "not built: ringtile was installed without its CUDA kernels; on a machine with nvcc, run "
             "RINGTILE_CUDA=1 pip install --no-build-isolation ."
         )
     if torch.version.cuda is None:
-        return f"no device: torch {torch.__version__} is a build without CUDA; install one with it"
+        return f"no device: torch {torch.__version__} is a build without CUDA; install a build with CUDA"
     if not torch.cuda.is_available():
-        return "no device: torch.cuda.is_available() is False; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return "no device: torch.cuda.is_available() is False; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     try:
         importlib.import_module("ringtile._cuda")  # loading it registers the ops for CUDA tensors
     except ImportError as error:
-        return f"not loaded: {error}; build ringtile again, for this torch ({torch.__version__})"
+        return f"not loaded: {error}; rebuild ringtile for this torch ({torch.__version__})"
     return ""
 
 
 @functools.cache
 def why_not_on(device_index: int) -> str:
-    """Why CUDA device number device_index cannot run the CUDA kernels; "" when it can."""
+    """Why a CUDA device cannot run the CUDA kernels; "" if it can."""
     if why_no_cuda():
         return why_no_cuda()
     capability = torch.cuda.get_device_capability(device_index)
@@ -79,11 +78,11 @@ def why_not_on(device_index: int) -> str:
 
 
 def check_device(name: str, x: Tensor) -> None:
-    """Refuses (InputError) a tensor on a device that has no kernels here, and says why it has none."""
+    """Raises InputError, with the reason, for a tensor on a device without kernels in this process."""
     if x.device.type in ("cpu", "meta"):
         return
     if x.device.type != "cuda":
-        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor: there are no kernels for others")
+        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor, the devices with kernels")
     reason = why_not_on(x.device.index or 0)
     if reason:
         raise InputError(f"{name} is on {x.device}, but ringtile's CUDA kernels are not in use here: {reason}")
@@ -93,30 +92,44 @@ why_no_cuda()
 
 
 def cpu_isa() -> str:
-    """The instruction set the kernels use. BuildError: RINGTILE_CPU_ISA is not one, or this CPU lacks it."""
+    """The instruction set of the CPU kernels. BuildError if RINGTILE_CPU_ISA names none, or one that this CPU lacks."""
     try:
         return ISA_NAMES[_ops.cpu_isa()]
     except RuntimeError as error:
         raise BuildError(str(error).splitlines()[0]) from error
 
 
-def multiply_add(iterations: int) -> float:
-    """Keeps the float32 multiply-add units of torch's threads busy for a time; returns the flops that they did."""
-    flops: float = _ops.multiply_add(iterations)
-    return flops
-
-
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What running outputs, log-sum-exps and gradients are kept in: float64 for float64 inputs, else float32."""
+    """The dtype of running outputs, log-sum-exps and gradients: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
-    """Refuses (InputError) what the attention kernels cannot take.
+    """Raises InputError for arguments that the attention kernels cannot take.
 
-    q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv): one dtype of FLOAT_DTYPES, one device, unit stride in the
-    last dim, head dims in 1..256, H a multiple of G. scale and softcap finite, softcap at least 0.
+    q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of FLOAT_DTYPES, one device, unit stride in the
+    last dim, head dims in 1..256, and H a multiple of G. scale and softcap must be finite, softcap at least 0.
     """
+    (batch, _, heads, dim), k_shape, v_shape = q.shape if q.dim() == 4 else (0, 0, 0, 0), k.shape, v.shape
+    kind = q.device.type
+    if (  # the questions below in a few operations: this is on the path of every call
+        q.device == k.device == v.device
+        and (kind in ("cpu", "meta") or (kind == "cuda" and not why_not_on(q.device.index or 0)))
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in FLOAT_DTYPES
+        and k_shape[:-1] == v_shape[:-1]
+        and len(k_shape) == 4
+        and (k_shape[0], k_shape[3]) == (batch, dim)
+        and 1 <= dim <= MAX_HEAD_DIM
+        and 1 <= v_shape[3] <= MAX_HEAD_DIM
+        and heads > 0 < k_shape[2]
+        and heads % k_shape[2] == 0
+        and (dim == 1 or q.stride(3) == k.stride(3) == 1)
+        and (v_shape[3] == 1 or v.stride(3) == 1)
+        and math.isfinite(scale)
+        and 0 <= softcap < math.inf
+    ):
+        return
     check_device("q", q)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -135,23 +148,25 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
         if x.size(3) > 1 and x.stride(3) != 1:
             raise InputError(f"{name} has stride {x.stride(3)} in its last dim, expected 1; call .contiguous()")
     if k.size(0) != q.size(0) or v.size(0) != q.size(0):
-        raise InputError(f"batch sizes of q, k, v are {q.size(0)}, {k.size(0)}, {v.size(0)}; expected one")
+        raise InputError(f"q, k, v have batch sizes {q.size(0)}, {k.size(0)}, {v.size(0)}; expected the same size")
     if k.size(3) != q.size(3):
-        raise InputError(f"k has head dim {k.size(3)} but q has {q.size(3)}; they are multiplied, so must agree")
+        raise InputError(f"k has head dim {k.size(3)} but q has {q.size(3)}; expected the same head dim")
     if v.shape[1:3] != k.shape[1:3]:
         raise InputError(
-            f"v has (tokens, heads) {tuple(v.shape[1:3])} but k has {tuple(k.shape[1:3])}; they must agree"
+            f"v has (tokens, heads) {tuple(v.shape[1:3])} but k has {tuple(k.shape[1:3])}; expected the same"
         )
     if k.size(2) == 0 or q.size(2) == 0 or q.size(2) % k.size(2):
         raise InputError(
             f"q has {q.size(2)} heads and k, v have {k.size(2)}; "
-            "the query heads must be a positive multiple of the kv heads"
+            "expected the query heads to be a positive multiple of the kv heads"
         )
     if not math.isfinite(scale) or not math.isfinite(softcap) or softcap < 0:
-        raise InputError(f"scale {scale} and softcap {softcap} must be finite, softcap at least 0 (0: off)")
+        raise InputError(
+            f"scale is {scale} and softcap {softcap}; expected finite numbers, softcap at least 0 (0: off)"
+        )
 
 
-# An op that only writes into its arguments has nothing to say about shapes.
+# An op that only writes into its arguments returns nothing, and so needs no shapes.
 for _name in (
     "attn_fwd_",
     "attn_bwd_",
@@ -183,9 +198,9 @@ def attn_fwd_(
 
     q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); begin, end int32 (B or 1, N): the query attends global
     positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
-    local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype or float64 (which
-    loses nothing between calls) are read and written; before the first block they are 0 and -inf, or anything and
-    the block is fresh. Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
+    local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype, or of float64 to avoid
+    rounding between calls, are read and written. Before the first block they hold 0 and -inf; with fresh they may be
+    uninitialized. Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
     _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap, fresh)
 
@@ -209,18 +224,18 @@ def attn_bwd_(
 ) -> None:
     """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
 
-    dout (B, N, H, Dv) has q's dtype; lse (B, H, N) is the final one over all blocks; delta (B, H, N) is the sum
-    over Dv of dout * out, minus the gradient of lse. fresh: dk and dv may hold anything and are written; k_runs must
-    hold every row of k. FlashAttention (arXiv:2205.14135), algorithm 4.
+    dout (B, N, H, Dv) has q's dtype; lse (B, H, N) is final, over all blocks; delta (B, H, N) is the sum over Dv of
+    dout * out, minus the gradient of lse. fresh: dk and dv may be uninitialized, and k_runs must hold every row of k.
+    FlashAttention (arXiv:2205.14135), algorithm 4.
     """
     _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap, fresh)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    """The delta of attn_bwd_: sum over Dv of dout * out, minus dlse, (B, H, N) of state_dtype.
+    """The delta of attn_bwd_, (B, H, N) of state_dtype: the sum over Dv of dout * out, minus dlse.
 
-    dout, out (B, N, H, Dv): one dtype, unit stride in the last dim; dlse (B, H, N) float64, contiguous: the gradient of
-    lse. With it dscores = P * (dP - delta): the softmax gives sum(dout * out), and lse gives -dlse.
+    dout, out (B, N, H, Dv): one dtype, unit stride in the last dim; dlse, the gradient of lse, (B, H, N) float64,
+    contiguous. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
     """
     check_device("dout", dout)
     result: Tensor = _ops.attn_delta(dout, out, dlse)
@@ -236,7 +251,7 @@ torch.library.register_fake(
 
 
 def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
-    """Runs (global_begin, stride, local_begin, length) as the ops take them: int64 (R, 4) on the CPU."""
+    """Runs (global_begin, stride, local_begin, length) as an argument of the ops: int64 (R, 4) on the CPU."""
     return torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
 
@@ -266,7 +281,7 @@ def _shard_seq_fake(x: Tensor, runs: list[int], dim: int) -> Tensor:
 
 @torch.library.custom_op("ringtile::unshard_seq", mutates_args=())
 def _unshard_seq(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
-    """The adjoint of shard_seq: positions that no run names are 0."""
+    """The adjoint of shard_seq: positions in no run are 0."""
     y = x.new_zeros([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
     unshard_seq_(x, runs_tensor([runs]), dim, y)
     return y
@@ -290,7 +305,7 @@ _shard_seq.register_autograd(_shard_seq_backward, setup_context=_shard_seq_setup
 
 
 def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
-    """The tokens that one rank's runs name, along dim of a global tensor of any dtype; differentiable."""
+    """The tokens in one rank's runs, along dim of a global tensor of any dtype; differentiable."""
     if not -x.dim() <= dim < x.dim():
         raise InputError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim % x.dim())
@@ -298,24 +313,24 @@ def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
 
 
 def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
-    """RuntimeError unless the rows (rank, run) of layout (R, 5) hold each of 0..seq_len-1 exactly once."""
+    """Raises RuntimeError unless the rows (rank, run) of layout (R, 5) hold each of 0..seq_len-1 exactly once."""
     _ops.layout_check(layout, seq_len, world_size)
 
 
 def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Tensor, Tensor]:
-    """Who needs which keys of whom, for an interval mask over a layout.
+    """The keys that each rank needs from every other, for an interval mask over a layout.
 
-    begin, end int32 (B or 1, S), layout int64 (R, 5), all on the CPU. Returns needed int64 (M, 6): query rank,
-    key rank, global_begin, stride, local_begin, length, in that order of sorting; and pairs int64 (W, W): the
-    unmasked (query, key) pairs between two ranks, summed over the rows of the mask. rank: only what it needs of others
-    and others of it, in O(S) instead of O(W S); the rest of pairs is 0. -1: everything.
+    begin, end int32 (B or 1, S), layout int64 (R, 5), all on the CPU. Returns needed int64 (M, 6), sorted rows of query
+    rank, key rank, global_begin, stride, local_begin, length; and pairs int64 (W, W), the unmasked (query, key) pairs
+    of two ranks, summed over the rows of the mask. rank: only the keys that this rank needs or provides, in O(S)
+    instead of O(W S), and 0 in the rest of pairs; -1: all ranks.
     """
     needed, pairs = _ops.plan(begin, end, layout, rank)
     return needed, pairs
 
 
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
-    """64 bits that two ranks share when, up to a collision, their masks and layouts are the same."""
+    """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
     return int(_ops.digest(begin, end, layout).item())
 
 
@@ -344,7 +359,7 @@ def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
-    """In place, in one pass over (T, F): gate, up become their gradients; dprod becomes act(gate) * up again."""
+    """In place, in one pass over (T, F): gate and up become their gradients, dprod becomes act(gate) * up."""
     check_device("gate", gate)
     _ops.glu_bwd_(gate, up, dprod, kind)
 
@@ -363,12 +378,12 @@ def cross_entropy_fwd_bwd_(
     z_loss: float,
     want_grad: bool,
 ) -> None:
-    """Per-token softmax cross entropy; logits (T, V) become their own gradient, one unit of weight per token.
+    """Per-token softmax cross entropy; the logits (T, V) become their gradient, with weight 1 per token.
 
     labels int64 (T); loss, lse (T) of state_dtype. With x' = softcap * tanh(x / softcap) (softcap 0: x' = x):
     loss = (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2.
-    An ignored token has loss 0 and a gradient of exactly 0. want_grad False leaves the logits as they are. A label
-    outside [0, V) is refused on a CPU (RuntimeError); on a GPU, which nobody waits for, its token becomes NaN.
+    An ignored token has loss 0 and a gradient of exactly 0. With want_grad False the logits keep their value. A label
+    outside [0, V) is a RuntimeError on the CPU; on a GPU, which the call does not wait for, its token becomes NaN.
     """
     check_device("logits", logits)
     _ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad)

@@ -1,4 +1,4 @@
-// How far a kernel's result may be from the f64 reference, to first order in u, the roundoff of the kernel's arithmetic.
+// Bounds on a kernel's error against the f64 reference, to first order in u, the roundoff of the kernel's arithmetic.
 // The checks allow twice that, for the terms in u^2 and for the reference's own rounding.
 //
 // A sum of n terms, in any order, is off by at most (n - 1) u times the sum of their absolute values; a multiply-add
@@ -8,7 +8,7 @@
 
 #include "attn_case.h"
 
-// The least weight that has to count: exp(-87), times whatever it multiplies here.
+// Weights below exp(-87) may become 0; this bounds such a weight times anything it multiplies here.
 static const double TINY = 1e-36;
 
 // The rows of k that a query attends; returns how many.
@@ -27,9 +27,10 @@ typedef struct pair_score {
     double score, error; // error: bound on the kernel's
 } pair_score;
 
-// The kernel rounds scale and scale * q, then D multiply-adds; or scale, D multiply-adds of bf16, whose first is exact,
-// and the sum times scale: (D + 2) u sum |scale q k|. The softcap rounds itself and its inverse, x = score / softcap
-// twice, tanh, and the product; |x tanh'(x)| <= |tanh x|, so all that is 9 u |score|.
+// The kernel rounds scale, scale * q, and D multiply-adds; with bf16 pairs it rounds scale, D multiply-adds, the first
+// of them exact, and the sum times scale. Either way (D + 2) u sum |scale q k|. With a softcap it rounds the softcap
+// and its inverse, x = score / softcap twice, tanh, and the product; |x tanh'(x)| <= |tanh x|, so that adds
+// 9 u |score|.
 static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64_t token, int64_t head,
                                   int64_t row) {
     const rt_attn_params *p = &c->p;
@@ -47,18 +48,25 @@ static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64
     return (pair_score){score, error + 9 * u * fabs(score)};
 }
 
-// Keys of the call, cut into tiles of 128, at most.
+// The most tiles of 128 keys that a call can have.
 static inline int64_t max_tiles(const rt_attn_params *p) { return p->num_k_runs + p->num_keys / 128; }
+
+// One query, and the rows of k that it attends.
+typedef struct attended_query {
+    int64_t b, token, head, num_rows;
+    const int64_t *rows;
+} attended_query;
 
 // Forward of one query. weight = exp(score - top) / sum, and top only shifts both, so
 //   relative = d score + u |score - top| (the differences telescope over the tiles) + 4 u (an exp and its product) for
-//              each tile whose maximum is higher, and for the weight itself
+//              each tile with a higher maximum, and for the weight itself
 //   d out    = sum of weight relative (|v| + |out|) + 2 (terms of a sum) u sum of weight |v|
 //   d lse    = sum of weight relative + (terms of a sum) u + 2 u (|top| + |lse|)
-// A merge with what was seen before is a convex combination, so it keeps errors, and adds those of its share:
+// A merge with the earlier state is a convex combination: it keeps the errors of both and adds those of its share,
 // (d lse + 20 u) max |v|, and those of the larger lse.
-static inline void query_bounds(const attn_case *c, double u, int64_t num_calls, int64_t b, int64_t token,
-                                int64_t head, const int64_t *rows, int64_t n, attn_case *bounds) {
+static inline void query_bounds(const attn_case *c, double u, int64_t num_calls, attended_query at,
+                                attn_case *bounds) {
+    const int64_t b = at.b, token = at.token, head = at.head, n = at.num_rows, *rows = at.rows;
     const int64_t kv_head = head / (c->p.num_heads / c->p.num_kv_heads), steps = max_tiles(&c->p);
     pair_score *scores = must_alloc((size_t)n * sizeof(*scores));
     double top = -INFINITY, sum = 0, dlse = 0;
@@ -66,7 +74,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
         scores[j] = score_of(c, u, b, token, head, rows[j]);
         top = fmax(top, scores[j].score);
     }
-    if (top == -INFINITY) { // as if it attended nothing
+    if (top == -INFINITY) { // like a query that attends no key
         free(scores);
         return;
     }
@@ -102,7 +110,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     free(scores);
 }
 
-// bounds of out and lse: 0 where a query attends nothing, whose numbers must stay as they are.
+// Bounds of out and lse: 0 for queries that attend no key, whose out and lse must not change.
 static inline void forward_bounds(const attn_case *before, double u, int64_t num_calls, attn_case *bounds) {
     const rt_attn_params *p = &before->p;
     int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
@@ -112,12 +120,12 @@ static inline void forward_bounds(const attn_case *before, double u, int64_t num
         for (int64_t token = 0; token < p->num_queries; token++) {
             const int64_t n = attended_keys(before, b, token, rows);
             for (int64_t head = 0; n > 0 && head < p->num_heads; head++)
-                query_bounds(before, u, num_calls, b, token, head, rows, n, bounds);
+                query_bounds(before, u, num_calls, (attended_query){b, token, head, n, rows}, bounds);
         }
     free(rows);
 }
 
-// Backward of one pair, lse and delta being the same numbers for both. With P = exp(score - lse), g = dP - delta and
+// Backward of one pair; kernel and reference get the same lse and delta. With P = exp(score - lse), g = dP - delta and
 // slope c = 1 - (score / softcap)^2:
 //   d P / P = d score + u |score - lse| + 4 u       d g = (Dv + 2) u (sum |dout v| + |delta|)
 //   d c     = 2 |score| d score / softcap^2 + 3 u   dS = P g c, and each of dv, dq, dk is one sum of pairs
@@ -152,7 +160,7 @@ static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t 
     }
 }
 
-// bounds of dq, dk and dv. What they held before takes part in as many roundings as there are tiles or tasks.
+// Bounds of dq, dk and dv. Their earlier values take part in a rounding per tile or task.
 static inline void backward_bounds(const attn_case *before, double u, int64_t num_calls, attn_case *bounds) {
     const rt_attn_params *p = &before->p;
     const double num_terms =

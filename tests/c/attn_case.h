@@ -1,5 +1,4 @@
-// Attention problems with random shapes, memory layouts, masks and runs, and how far from the f64 reference the kernels
-// may be on them. Shape letters are those of ringtile.h.
+// Attention problems with random shapes, memory layouts, masks and runs. Shape letters as in ringtile.h.
 #ifndef RINGTILE_TESTS_ATTN_CASE_H
 #define RINGTILE_TESTS_ATTN_CASE_H
 
@@ -7,7 +6,7 @@
 
 // ---- tensors -----------------------------------------------------------------------------------------------
 
-// (B, T, H, D) with the first three dims in any order in memory, and gaps between rows that must never change.
+// (B, T, H, D) with the first three dims in any order in memory. Nothing may write to the gaps between rows.
 typedef struct tensor {
     rt_dtype dtype;
     int64_t size[4], stride[3], num_elements; // stride: batch, token, head
@@ -30,7 +29,7 @@ static inline tensor new_tensor(uint64_t *state, rt_dtype dtype, int64_t num_bat
         t.stride[order[i]] = step;
         step *= t.size[order[i]];
     }
-    if (num_batches > 0 && num_tokens > 0) { // exactly up to the last element, for the address sanitizer
+    if (num_batches > 0 && num_tokens > 0) { // ends at the last element, for the address sanitizer
         t.num_elements = dim;
         for (int i = 0; i < 3; i++) t.num_elements += (t.size[i] - 1) * t.stride[i];
     }
@@ -75,7 +74,7 @@ static inline tensor copy_as(const tensor *t, rt_dtype dtype, uint64_t *state) {
     return copy;
 }
 
-// Whether what lies between the rows still holds GAP.
+// Whether the memory between the rows still holds GAP.
 static inline bool gaps_are_intact(const tensor *t) {
     uint8_t *used = calloc((size_t)t->num_elements + 1, 1);
     if (used == NULL) exit(1);
@@ -101,7 +100,7 @@ typedef struct attn_case {
 typedef struct attn_shape {
     rt_dtype dtype;
     int64_t batch, num_queries, seq_len, group, num_kv_heads, head_dim, v_head_dim;
-    bool whole; // the keys are 0..seq_len-1, in one run
+    bool one_run; // the keys are 0..seq_len-1, in one run
 } attn_shape;
 
 static inline rt_dtype state_dtype(rt_dtype dtype) { return dtype == RT_F64 ? RT_F64 : RT_F32; }
@@ -131,8 +130,8 @@ static inline tensor new_row_numbers(rt_dtype dtype, int64_t num_batches, int64_
     return t;
 }
 
-// The same problem in f64, so that the reference's state is not rounded; every value is kept exactly. Mask and runs stay
-// those of c: release it with free_arrays.
+// The same problem in f64, so that the reference does not round its state; all values are exact. It shares mask and
+// runs with c: release it with free_arrays.
 static inline attn_case widen(const attn_case *c, uint64_t *state) {
     attn_case wide = *c;
     wide.p.dtype = RT_F64;
@@ -192,14 +191,14 @@ static inline void draw_interval(uint64_t *state, mask_kind kind, int64_t seq_le
     *begin = (int32_t)from, *end = (int32_t)to;
 }
 
-// Some of 0..seq_len-1, as arithmetic progressions in any order, with keys between them that are in no run.
+// Part of 0..seq_len-1, as arithmetic progressions in any order, with keys in no run between them.
 static inline void draw_runs(uint64_t *state, int64_t seq_len, attn_case *c) {
     rt_run pieces[MAX_RUNS];
     const int64_t num_pieces = random_pieces(state, seq_len, pieces);
     shuffle_runs(state, pieces, num_pieces);
     c->p.num_k_runs = c->p.num_keys = 0;
     for (int64_t i = 0; i < num_pieces; i++) {
-        if (num_pieces > 1 && random_int(state, 0, 4) == 0) continue; // another rank's
+        if (num_pieces > 1 && random_int(state, 0, 4) == 0) continue; // held by another rank
         c->p.num_keys += random_int(state, 0, 1) * random_int(state, 0, 3);
         pieces[i].local_begin = c->p.num_keys;
         c->runs[c->p.num_k_runs++] = pieces[i];
@@ -219,7 +218,7 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
     rt_attn_params *p = &c.p;
     p->scale = 1 / sqrt((double)s.head_dim);
     c.runs = must_alloc(2 * MAX_RUNS * sizeof(*c.runs));
-    if (s.whole) {
+    if (s.one_run) {
         c.runs[0] = (rt_run){.stride = 1, .length = s.seq_len};
         p->num_k_runs = 1, p->num_keys = s.seq_len;
     } else {
@@ -264,7 +263,7 @@ static inline bool *keys_in_runs(const attn_case *c) {
     return used;
 }
 
-// The outputs hold nothing yet. Every key that is in no run gets one, behind the sequence.
+// Marks the outputs as uninitialized. Keys in no run get one, at positions after the sequence.
 static inline void make_fresh(attn_case *c, int64_t seq_len) {
     bool *used = keys_in_runs(c);
     for (int64_t row = 0, end; row < c->p.num_keys; row = end) {

@@ -19,7 +19,7 @@ static inline rt_status run_reference(pass pass, const rt_attn_params *p) {
     return pass == FORWARD ? rt_attn_fwd_reference(p) : rt_attn_bwd_reference(p);
 }
 
-// Lends exactly the workspace that is asked for, so that the address sanitizer sees the first byte beyond it.
+// The workspace has exactly the size asked for, so that the address sanitizer sees the first byte beyond it.
 static inline void run_in_exact_workspace(pass pass, rt_attn_params p, rt_parallel parallel) {
     p.workspace_bytes = workspace_bytes(pass, &p, parallel.num_workers);
     CHECK(p.workspace_bytes > 0 && p.workspace_bytes % 64 == 0);
@@ -43,7 +43,7 @@ static inline void run_in_calls(pass pass, const attn_case *c, int64_t num_calls
     }
 }
 
-// A number that is not finite must be where the reference has one, and nowhere else; lse says -inf for "saw no key".
+// Numbers must be non-finite exactly where the reference's are; lse is -inf where a query attends no key.
 static inline bool agrees(array_name name, double got, double want, double allowed) {
     if (isfinite(want)) return fabs(got - want) <= allowed;
     return !isfinite(got) && (name != LSE || (got == -INFINITY) == (want == -INFINITY));
@@ -64,13 +64,13 @@ static inline void check_array(array_name name, const attn_case *got, const attn
     CHECK(gaps_are_intact(&got->x[name]));
 }
 
-// NaN in arrays that are fresh; the reference gets them as they were, and is told that they are not.
+// Fills fresh outputs with NaN. The reference keeps their old values, and is told that they are not fresh.
 static inline void poison_fresh(attn_case *c, attn_case *want, array_name first, array_name last) {
     for (int i = (int)first; i <= (int)last && c->p.fresh; i++) fill(&c->x[i], NAN);
     want->p.fresh = false;
 }
 
-// Forward, then backward with the lse of the forward, its delta, and a gradient of lse.
+// Forward, then backward from the forward's lse, its delta, and a gradient of lse.
 static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, rt_parallel parallel) {
     const double u = unit_roundoff(state_dtype(c->p.dtype));
     attn_case want = widen(c, state), bounds = widen(c, state);
@@ -88,7 +88,7 @@ static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, 
         set(&c->x[DELTA], b, token, head, unit, delta);
     }
     free_arrays(&want);
-    if (c->p.fresh) num_calls = 1; // whose runs hold every key
+    if (c->p.fresh) num_calls = 1; // the runs of one call must hold every key
     for (int i = DK; i <= DV && c->p.fresh; i++) fill(&c->x[i], 0);
     want = widen(c, state);
     backward_bounds(&want, u, num_calls, &bounds);

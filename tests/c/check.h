@@ -1,5 +1,5 @@
-// What every C test shares: checks that print file, line and values, element types, random numbers, threads.
-// A test is a program: main() runs its cases and returns check_finish().
+// Shared by all C tests: checks that print file, line and values; element types, random numbers, threads. A test is a
+// program whose main() runs its cases and returns check_finish().
 #ifndef RINGTILE_TESTS_CHECK_H
 #define RINGTILE_TESTS_CHECK_H
 
@@ -16,7 +16,7 @@
 
 static int64_t num_passed, num_failed;
 
-// Counts one check; true when it failed, so that the caller prints the values.
+// Counts one check; true if it failed, so that the caller prints the values.
 static inline bool check_failed(bool ok) {
     num_passed += ok;
     num_failed += !ok;
@@ -63,7 +63,7 @@ static inline int check_finish(void) {
     return num_failed > 0;
 }
 
-// Ends the program with success when RINGTILE_CPU_ISA names an instruction set that this CPU lacks.
+// Ends the program with success if this CPU lacks the instruction set that RINGTILE_CPU_ISA names.
 static inline void check_isa_or_skip(void) {
     rt_isa isa;
     if (rt_cpu_isa(&isa) == RT_ISA_MISSING) {
@@ -138,7 +138,7 @@ static inline void store_element(rt_dtype dtype, void *array, int64_t i, double 
     }
 }
 
-// Half of the distance between 1 and the next number.
+// Half the distance between 1 and the next number.
 static inline double unit_roundoff(rt_dtype dtype) {
     return dtype == RT_F64 ? 0x1p-53 : dtype == RT_F32 ? 0x1p-24 : dtype == RT_BF16 ? 0x1p-8 : 0x1p-11;
 }

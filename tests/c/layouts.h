@@ -1,4 +1,4 @@
-// Random layouts: 0..S-1 cut into arithmetic progressions that are dealt to W ranks.
+// Random layouts: 0..S-1 split into arithmetic progressions, each given to one of W ranks.
 #ifndef RINGTILE_TESTS_LAYOUTS_H
 #define RINGTILE_TESTS_LAYOUTS_H
 
@@ -22,11 +22,11 @@ static inline void shuffle_runs(uint64_t *state, rt_run *runs, int64_t num_runs)
     for (int64_t i = num_runs - 1; i > 0; i--) swap_runs(&runs[i], &runs[random_int(state, 0, i)]);
 }
 
-// Cuts progressions at random, in the middle or into every second position, into at most MAX_RUNS pieces.
+// Splits 0..S-1 at random, in two parts or into every second position, into at most MAX_RUNS progressions.
 static inline int64_t random_pieces(uint64_t *state, int64_t seq_len, rt_run *pieces) {
     int64_t num_pieces = seq_len > 0;
     pieces[0] = (rt_run){.stride = 1, .length = seq_len};
-    for (int64_t cuts = seq_len > 0 ? random_int(state, 0, 24) : 0; cuts > 0; cuts--) {
+    for (int64_t splits = seq_len > 0 ? random_int(state, 0, 24) : 0; splits > 0; splits--) {
         rt_run *piece = &pieces[random_int(state, 0, num_pieces - 1)];
         if (piece->length < 2) continue;
         rt_run *rest = &pieces[num_pieces++];

@@ -1,5 +1,5 @@
-// The attention kernels against the f64 reference, and the reference against the formula's own derivative: any shape,
-// layout in memory, mask, runs and dtype.
+// The attention kernels against the f64 reference, and the reference against the derivative of its own forward, for any
+// shape, memory layout, mask, runs and dtype.
 #include "attn_check.h"
 
 // ---- the reference -----------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ static void test_random_problems_agree_with_the_reference(void) {
     }
 }
 
-// In one call or several: what they hold is never read, and written where nobody attends anything.
+// In one call or several: fresh outputs are never read, and are written even for queries and keys without a partner.
 static void test_fresh_outputs_are_written(void) {
     uint64_t state = 21;
     for (int round = 0; round < 4 * NUM_MASKS; round++) {
@@ -168,7 +168,7 @@ static void test_every_head_dim_has_its_tail(void) {
     }
 }
 
-// Blocks hold up to 384 rows of up to 8 heads or more, tiles 128 keys: one less, as many, and one more of each.
+// A query tile holds up to 384 rows of 8 or more heads, a tile of keys 128: one less, as many, and one more of each.
 static void test_many_heads_queries_and_keys_cross_every_edge(void) {
     uint64_t state = 4;
     const attn_shape shapes[] = {
@@ -187,7 +187,7 @@ static void test_many_heads_queries_and_keys_cross_every_edge(void) {
     }
 }
 
-// No tail of rows or keys, no mask: the paths that a long sequence spends its time in.
+// No tail of rows or keys, no mask: the paths where a long sequence spends its time.
 static void test_full_tiles_agree_with_the_reference(void) {
     uint64_t state = 5;
     for (int i = 0; i < NUM_DTYPES; i++) {
@@ -221,7 +221,7 @@ static void test_no_batch_no_query_no_key_and_no_run(void) {
     }
 }
 
-// A run may say a stride that would overflow if it were ever taken.
+// A run may have a stride that would overflow if it were ever taken.
 static void test_huge_strides_and_positions(void) {
     uint64_t state = 7;
     attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 3, 4, 1, 1, 4, 4, true}, MASK_FULL, 1);

@@ -1,7 +1,7 @@
-// Attention of bf16, whose numbers some CPUs multiply in pairs: where pairs are not whole, or not of a usual size.
+// Attention in bf16, which some CPUs multiply in pairs: half pairs and subnormal numbers.
 #include "attn_check.h"
 
-// An odd D or Dv leaves half a pair, next to which lies a gap of 77 in memory, or nothing at all.
+// An odd D or Dv leaves half a pair; beyond it in memory lies a gap filled with 77, or the end of the array.
 static void test_every_head_dim_has_its_pairs(void) {
     uint64_t state = 14;
     const int64_t dims[] = {1,  2,  3,  4,  5,  6,  7,   8,   9,   15,  16,  17, 31,
@@ -17,8 +17,8 @@ static void test_every_head_dim_has_its_pairs(void) {
     }
 }
 
-// A subnormal number counts or does not; either way its part of a sum of usual numbers is below 2^-126.
-static void test_subnormals_among_usual_numbers(void) {
+// Whether or not a kernel flushes a subnormal number, its part of a sum of normal numbers is below 2^-126.
+static void test_subnormals_among_normal_numbers(void) {
     uint64_t state = 15;
     for (int round = 0; round < 8; round++) {
         const attn_shape shape = {RT_BF16, 1, 12, 30, 2, 1, 5, 4 + round % 2, true};
@@ -31,7 +31,7 @@ static void test_subnormals_among_usual_numbers(void) {
     }
 }
 
-// What meets a subnormal may be huge. Pairs take it as 0, numbers do not, which also tells that pairs are in use.
+// A subnormal times a huge number counts. Pairs take it as 0, numbers do not, which also shows that pairs are in use.
 static void test_a_subnormal_is_zero_in_a_pair(void) {
     uint64_t state = 16;
     rt_isa isa;
@@ -52,7 +52,7 @@ static void test_a_subnormal_is_zero_in_a_pair(void) {
 int main(void) {
     check_isa_or_skip();
     test_every_head_dim_has_its_pairs();
-    test_subnormals_among_usual_numbers();
+    test_subnormals_among_normal_numbers();
     test_a_subnormal_is_zero_in_a_pair();
     return check_finish();
 }

@@ -1,4 +1,4 @@
-// The delta of the attention backward against its formula in long double: any shape, layout in memory and dtype.
+// The delta of the attention backward against its formula in long double, for any shape, memory layout and dtype.
 #include "attn_case.h"
 
 // dlse and delta: (B, H, N) contiguous.
@@ -14,8 +14,8 @@ static rt_status run_delta(const tensor *dout, const tensor *out, const tensor *
     return rt_attn_delta(&p, dout->data, out->data, dlse->data, delta->data, parallel);
 }
 
-// A sum of Dv products, in any order, is off by at most Dv u times the sum of their absolute values; taking away dlse and
-// rounding to the state dtype, by u times the result each.
+// A sum of Dv products, in any order, is off by at most Dv u times the sum of their absolute values. Subtracting dlse
+// and rounding to the state dtype add u times the result each.
 static void check_delta(const tensor *dout, const tensor *out, const tensor *dlse, rt_parallel parallel) {
     const rt_dtype state = state_dtype(dout->dtype);
     tensor delta = new_row_numbers(state, dout->size[0], dout->size[1], dout->size[2]);
@@ -82,7 +82,7 @@ static void test_strides_of_zero(void) {
     }
 }
 
-static void test_what_is_not_finite_stays_in_its_row(void) {
+static void test_non_finite_values_stay_in_their_row(void) {
     uint64_t state = 19;
     for (int i = 0; i < NUM_DTYPES; i++) {
         delta_case c = new_delta_case(&state, all_dtypes[i], 1, 40, 2, 24);
@@ -133,7 +133,7 @@ int main(void) {
     check_isa_or_skip();
     test_every_head_dim_of_every_dtype();
     test_strides_of_zero();
-    test_what_is_not_finite_stays_in_its_row();
+    test_non_finite_values_stay_in_their_row();
     test_no_batch_and_no_query();
     test_malformed_params_are_refused();
     return check_finish();

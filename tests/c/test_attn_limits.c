@@ -1,4 +1,4 @@
-// Attention where it is not about numbers of a usual size: infinities and NaN, any number of workers, workspace, refusals.
+// Attention at its limits: infinities and NaN, any number of workers, the workspace, refusals.
 #include "attn_check.h"
 
 // ---- numbers that are not finite ---------------------------------------------------------------------------
@@ -8,9 +8,8 @@ static void test_infinities_and_nans_stay_where_the_reference_puts_them(void) {
     uint64_t state = 8;
     for (int round = 0; round < 80; round++) {
         attn_shape shape = random_shape(&state);
-        shape.whole = round % 3 == 0;
-        if (round % 8 == 1)
-            shape.group = 9, shape.num_queries = 30; // blocks of 8 heads and of 1, one after the other
+        shape.one_run = round % 3 == 0;
+        if (round % 8 == 1) shape.group = 9, shape.num_queries = 30; // query tiles of 8 heads, then of 1
         attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
         c.p.softcap = round % 5 == 0 ? 4 : 0;
         tensor *x = &c.x[Q + round % 4]; // q, k, v or dout
@@ -23,14 +22,14 @@ static void test_infinities_and_nans_stay_where_the_reference_puts_them(void) {
     }
 }
 
-// Keys and queries without any partner may hold anything: no result has a trace of it.
-static void test_what_nobody_attends_leaves_no_trace(void) {
+// Keys and queries without a partner may hold anything; no result shows it.
+static void test_unattended_values_leave_no_trace(void) {
     uint64_t state = 9;
     for (int round = 0; round < 8; round++) {
         const rt_dtype dtype = all_dtypes[round % NUM_DTYPES];
         attn_case c = new_case(&state, (attn_shape){dtype, 1, 20, 40, 2, 1, 9, 9, true}, MASK_FULL, 1);
-        for (int64_t token = 0; token < 20;
-             token++) { // keys 10..29 have queries; the first five queries none
+        // Keys 10..29 are attended; the first five queries attend none.
+        for (int64_t token = 0; token < 20; token++) {
             c.begin[token] = 10;
             c.end[token] = token < 5 ? 10 : 11 + (int32_t)token;
         }
@@ -52,7 +51,7 @@ static void test_what_nobody_attends_leaves_no_trace(void) {
     }
 }
 
-// One query and three keys; scores are the keys times q.
+// One query and three keys; the scores are q times the keys.
 static void check_scores(double q, const double keys[3], double want_out, double want_lse) {
     uint64_t state = 10;
     for (int i = 0; i < NUM_DTYPES; i++) {
@@ -81,15 +80,15 @@ static void test_infinite_scores(void) {
 
 // ---- workers -----------------------------------------------------------------------------------------------
 
-// A caller without threads: the workers one after the other, the last one first.
+// A caller without threads: runs the workers one by one, the last one first.
 static void run_backwards(void *pool, int64_t num_workers, void (*work)(void *, int64_t), void *ctx) {
     (void)pool;
     for (int64_t worker = num_workers - 1; worker >= 0; worker--) work(ctx, worker);
 }
 
-// Several tasks add to the same keys, through tiles that do not line up. In the first case the last tokens, whose task is
-// the first, attend all keys, the first tokens only the last run, and those between them none: a task that did not wait
-// for all before it would be early.
+// Several tasks add to the same keys, through tiles that do not line up. In the first case the last tokens, whose task
+// runs first, attend all keys, the first tokens only the last run, and the tokens between none: a task that failed to
+// wait for all earlier ones would add too early.
 static void test_any_workers_give_the_same_bits_every_time(void) {
     uint64_t state = 11;
     const rt_parallel lent[] = {threads_of(2),
@@ -110,7 +109,7 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
             c.end[token] = token < 34 ? 300 : 0;
         }
         fill_random(&c.x[LSE], &state, 1);
-        attn_case one = widen(&c, &state); // its arrays are replaced by those of one worker's result
+        attn_case one = widen(&c, &state); // one worker's results replace its arrays
         for (int repeat = 0; repeat < 21; repeat++) {
             attn_case again = c;
             for (int j = OUT; j <= DV; j++) {
@@ -124,7 +123,7 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
                 rt_attn_params p = again.p;
                 p.workspace_bytes = workspace_bytes((enum pass)pass, &p, 7);
                 p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
-                memset(p.workspace, 0x7f, (size_t)p.workspace_bytes); // what others left there
+                memset(p.workspace, 0x7f, (size_t)p.workspace_bytes); // leftovers of other calls
                 CHECK_STATUS(run((enum pass)pass, &p, parallel), RT_OK);
                 free(p.workspace);
             }
@@ -163,12 +162,12 @@ static void check_workspace(pass pass, const attn_case *c, rt_parallel parallel,
     free(workspace);
 }
 
-static void test_workspace_is_as_large_as_it_says_and_no_larger(void) {
+static void test_workspace_has_exactly_the_size_asked_for(void) {
     uint64_t state = 12;
     attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 70, 90, 2, 1, 8, 8, false}, MASK_FULL, 1);
     for (int pass = FORWARD; pass <= BACKWARD; pass++) {
         check_workspace((enum pass)pass, &c, threads_of(3), 3);
-        check_workspace((enum pass)pass, &c, (rt_parallel){.num_workers = 3}, 1); // nobody to run them
+        check_workspace((enum pass)pass, &c, (rt_parallel){.num_workers = 3}, 1); // no run() to start them
         check_workspace((enum pass)pass, &c, (rt_parallel){.run = run_backwards}, 1);
         CHECK(workspace_bytes((enum pass)pass, &c.p, 3) > workspace_bytes((enum pass)pass, &c.p, 1));
         CHECK_INT(workspace_bytes((enum pass)pass, &c.p, 0), 0);
@@ -245,10 +244,10 @@ static void test_malformed_params_are_refused(void) {
 int main(void) {
     check_isa_or_skip();
     test_infinities_and_nans_stay_where_the_reference_puts_them();
-    test_what_nobody_attends_leaves_no_trace();
+    test_unattended_values_leave_no_trace();
     test_infinite_scores();
     test_any_workers_give_the_same_bits_every_time();
-    test_workspace_is_as_large_as_it_says_and_no_larger();
+    test_workspace_has_exactly_the_size_asked_for();
     test_malformed_params_are_refused();
     return check_finish();
 }

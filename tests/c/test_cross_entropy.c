@@ -7,7 +7,7 @@ typedef struct options {
     double label_smoothing, softcap, z_loss;
 } options;
 
-// T rows of V logits, `stride` apart; what lies between two rows must never change.
+// T rows of V logits, `stride` apart; nothing may write to the padding between rows.
 typedef struct problem {
     rt_dtype dtype;
     int64_t num_tokens, vocab_size, stride;
@@ -62,7 +62,7 @@ static long double capped(long double x, double softcap) {
 //   sum         a chunk adds at most 128 numbers in a lane, then the lanes: 134 u; each chunk rescales the f64
 //               sum: 4 roundings of f64 a chunk of 512
 //   exp         2 ulp = 4 u, in p and in the sum; scale and product 3 u
-//   argument    tanh, quotient and product of a softcap are off by 8 u of x'; p also by the rounding of x' - max
+//   argument    tanh, quotient and product of a softcap are off by 8 u |x'|; p also by the rounding of x' - max
 static void check_row(const problem *before, const problem *after, options o, int64_t row, double got_loss,
                       double got_lse) {
     const rt_dtype math = before->dtype == RT_F64 ? RT_F64 : RT_F32;
@@ -118,7 +118,7 @@ static bool padding_is_intact(const problem *t) {
     return true;
 }
 
-// Runs with and without gradient; every row that is not ignored is compared with the oracle.
+// Runs with and without gradient, and compares every row that is not ignored with the oracle.
 static void check_problem(problem *t, options o, rt_parallel parallel) {
     const problem before = {t->dtype, t->num_tokens, t->vocab_size, t->stride, must_alloc(logits_bytes(t)),
                             t->labels};
@@ -187,7 +187,7 @@ static void test_small_large_and_shifted_logits(void) {
     }
 }
 
-// A whole vocabulary: the sum over V stays accurate, in one chunk or many.
+// The vocabulary of a real model: the sum over V stays accurate over many chunks.
 static void test_a_large_vocabulary_is_summed_accurately(void) {
     uint64_t state = 3;
     for (int i = 0; i < NUM_DTYPES; i++) {
@@ -197,7 +197,7 @@ static void test_a_large_vocabulary_is_summed_accurately(void) {
     }
 }
 
-// Increasing logits make the running maximum change in every chunk; decreasing ones never.
+// With increasing logits the running max changes in every chunk; with decreasing ones never.
 static void test_the_running_maximum_moves(void) {
     enum { VOCAB = 9000 };
     uint64_t state = 4;
@@ -210,7 +210,7 @@ static void test_the_running_maximum_moves(void) {
     }
 }
 
-// Logits of -inf have probability 0, wherever they stand; with every logit -inf the formula gives NaN.
+// Logits of -inf have probability 0, at any place; with every logit -inf the formula gives NaN.
 static void test_masked_vocabulary(void) {
     enum { VOCAB = 5000 };
     uint64_t state = 5;
@@ -231,7 +231,7 @@ static void test_masked_vocabulary(void) {
     }
 }
 
-// The loss depends on differences of logits only: far from 0 it keeps its accuracy, and the maximum starts low.
+// The loss depends on differences of logits only: it stays accurate far from 0, and the max must start low enough.
 static void test_logits_far_from_zero(void) {
     const double offsets[] = {1e4, -1e4, 1e35, -1e35};
     uint64_t state = 9;
@@ -246,7 +246,7 @@ static void test_logits_far_from_zero(void) {
     }
 }
 
-// What a NaN, an infinity or a wrong label does stays in its row; an ignored row is 0 whatever it holds.
+// A NaN or an infinity affects its own row only; an ignored row is 0 whatever its logits hold.
 static void test_special_values_stay_in_their_row(void) {
     const double specials[] = {NAN, INFINITY, -INFINITY};
     uint64_t state = 6;
@@ -261,7 +261,7 @@ static void test_special_values_stay_in_their_row(void) {
             check_problem(&t, (options){0, 0, 0}, no_threads());
             free_problem(&t);
         }
-        problem t = random_problem(all_dtypes[i], 3, 70, 4, &state); // nothing but ignored tokens
+        problem t = random_problem(all_dtypes[i], 3, 70, 4, &state); // ignored tokens only
         for (int row = 0; row < 3; row++) t.labels[row] = IGNORE;
         check_problem(&t, (options){0.1, 30, 1e-3}, no_threads());
         free_problem(&t);
@@ -336,7 +336,7 @@ static void test_malformed_params_are_refused_before_anything_is_written(void) {
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, lse, no_threads()), RT_OK);
 }
 
-// The CPU looks at all labels first; a GPU, which nobody waits for, makes what is no label NaN.
+// The CPU checks all labels first; a GPU, which the call does not wait for, makes the token of a bad label NaN.
 static void test_a_bad_label_is_refused_or_nan(void) {
     for (int i = 0; i < NUM_DTYPES; i++) {
         const int64_t bad_labels[] = {-1, 4, INT64_MIN, INT64_MAX};

@@ -5,11 +5,11 @@ enum { NUM_KINDS = 4 };
 
 typedef struct activation {
     long double value, slope;
-    long double slope_terms;  // sum of the absolute values of the terms that slope is the sum of
-    long double exponent, dz; // z of the exp(-z) inside, and its derivative; 0 and 1 where there is none
+    long double slope_terms;  // sum of the absolute values of slope's terms
+    long double exponent, dz; // z of the inner exp(-z) and its derivative; 0 and 1 if there is no exp
 } activation;
 
-// act and act' as textbooks write them; erfc and the sigmoid of -z keep the tails exact.
+// act and act' in textbook form; erfc and the sigmoid of -z keep the tails exact.
 static activation oracle_activation(rt_glu_kind kind, long double x) {
     const long double pi = 3.14159265358979323846264338327950288L;
     if (kind == RT_GLU_RELU) {
@@ -43,7 +43,7 @@ static void test_oracle_slope_is_the_slope_of_the_oracle(void) {
     }
 }
 
-// Matrices whose rows are `stride` apart; what lies between two rows must never change.
+// Rows lie `stride` apart; nothing may write to the padding between them.
 typedef struct matrix {
     rt_dtype dtype;
     int64_t num_rows, num_cols, stride;
@@ -81,14 +81,14 @@ static bool padding_is_intact(const matrix *m) {
     return true;
 }
 
-// How far from `want` a result may be that is factor * act(x) or factor * act'(x), where the absolute values of
-// the terms add up to `magnitude`; u is the roundoff of the arithmetic.
+// Bound on the error of a result factor * act(x) or factor * act'(x) whose terms have absolute values that add up to
+// `magnitude`; u is the roundoff of the arithmetic.
 //   rounding to dtype   u(dtype) |want|
 //   arithmetic          at most 10 roundings, an exp of 2 ulp and the erfcx polynomial (5 u), and a slope meets
 //                       them twice: 25 u magnitude
-//   argument of exp     z is rounded 4 times, so exp(-z) is off by 4 u z exp(-z); what it multiplies is at most
+//   argument of exp     z is rounded 4 times, so exp(-z) is off by 4 u z exp(-z), times at most
 //                       (1 + |x|) (1 + dz) factor
-//   underflow           exp may give 0 below the smallest normal number
+//   underflow           exp may flush subnormal results to 0
 static double tolerance(rt_dtype dtype, activation act, double x, double factor, double want,
                         double magnitude) {
     const double u = unit_roundoff(dtype == RT_F64 ? RT_F64 : RT_F32);
@@ -98,7 +98,7 @@ static double tolerance(rt_dtype dtype, activation act, double x, double factor,
            amplified * (4 * u * z * exp(-z) + least_exp);
 }
 
-// What a result of the dtype becomes when the true value overflows it.
+// An infinity if the value overflows the dtype, else the value itself.
 static double in_range_of(rt_dtype dtype, double value) {
     uint8_t cell[8];
     store_element(dtype, cell, 0, value);
@@ -193,7 +193,7 @@ static void test_special_gates_give_what_the_formula_gives(void) {
     }
 }
 
-// relu(gate) * up of two bf16 or f16 numbers is exact in f32, so the one rounding to dtype must be to nearest even.
+// relu(gate) * up of two bf16 or f16 numbers is exact in f32; the one rounding to dtype must be to nearest even.
 static void test_results_are_rounded_to_nearest_even(void) {
     enum { COLS = 5000 };
     uint64_t state = 5;
@@ -211,7 +211,7 @@ static void test_results_are_rounded_to_nearest_even(void) {
     }
 }
 
-// Enough elements for several tasks; equal bits are checked by running one worker and four on the same input.
+// The input is large enough for several tasks; one worker and four must give the same bits.
 static void test_any_number_of_workers_gives_the_same_bits(void) {
     enum { ROWS = 37, COLS = 1500 };
     uint64_t state = 4;
@@ -245,7 +245,7 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_cols, -1, RT_BAD_SHAPE);
     REFUSED(prod_stride, 3, RT_BAD_STRIDE);
 #undef REFUSED
-    rt_glu_params shared = good; // one row read by all: fine to read, not to write
+    rt_glu_params shared = good; // one row for all: a legal input, not a legal output
     shared.gate_stride = 0;
     CHECK_STATUS(rt_glu_fwd(&shared, gate, up, prod, no_threads()), RT_OK);
     CHECK_STATUS(rt_glu_bwd(&shared, gate, up, prod, no_threads()), RT_BAD_STRIDE);

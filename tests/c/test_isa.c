@@ -1,11 +1,11 @@
-// The choice of the instruction set. It is made once per process, so every case runs in a child of its own.
+// The choice of the instruction set. A process makes it once, so every case runs in a child process.
 #define _POSIX_C_SOURCE 200809L // setenv, fork
 #include "check.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
 
-// What rt_cpu_isa (and a kernel, which must agree) returns when RINGTILE_CPU_ISA is `asked`; NULL: unset.
+// The status of rt_cpu_isa, and of a kernel, which must agree, with RINGTILE_CPU_ISA = `asked`; NULL: unset.
 static rt_status status_when_asked(const char *asked) {
     fflush(stdout);
     const pid_t child = fork();

@@ -1,4 +1,4 @@
-// The plan against an oracle that asks every query about every key, and the digest.
+// The plan against an oracle that tries every query with every key, and the digest.
 #include "layouts.h"
 
 typedef struct mask {
@@ -6,7 +6,7 @@ typedef struct mask {
     int32_t *begin, *end; // (batch, S)
 } mask;
 
-// Causal, documents, windows, plain noise (bounds outside 0..S too), or nothing at all.
+// Causal, documents, windows, noise (with bounds outside 0..S too), or empty.
 static mask random_mask(uint64_t *state, int64_t seq_len) {
     mask m = {.batch = random_int(state, 1, 3), .seq_len = seq_len};
     const size_t num_bytes = (size_t)(m.batch * seq_len) * sizeof(int32_t);
@@ -44,7 +44,7 @@ static int64_t *positions_of(const layout *l, int64_t rank) {
     return positions;
 }
 
-// The needed runs name exactly the attended keys, in local order, and no two of them could be one.
+// The needed runs hold exactly the attended keys, in local order, and no two of them could be one run.
 static void check_needed(const rt_run *needed, int64_t num_needed, const int64_t *keys, int64_t num_keys,
                          const int64_t *attended) {
     int64_t local = 0;
@@ -107,7 +107,7 @@ static void check_plan(uint64_t *state, int64_t seq_len) {
                          num_needed > 0 ? RT_CAPACITY : RT_OK);
             CHECK_INT(counted, num_needed);
 
-            // The same of the keys of one rank.
+            // The same result when only this rank's keys are counted.
             CHECK_STATUS(rt_plan_below(&p, key_rank, below), RT_OK);
             CHECK_INT(below[seq_len], num_keys);
             CHECK_STATUS(rt_plan_attended(&p, query_rank, below, attended_of_rank), RT_OK);
@@ -137,8 +137,8 @@ static void test_random_plans_equal_the_oracle(void) {
     for (int round = 0; round < 10; round++) check_plan(&state, random_int(&state, 150, 250));
 }
 
-// Causal zigzag over two ranks: rank 0 holds 0-3 and 12-15, rank 1 holds 4-11.
-static void test_zigzag_needs_what_the_drawing_shows(void) {
+// Rank 0 holds 0-3 and 12-15, rank 1 holds 4-11.
+static void test_causal_zigzag_over_two_ranks(void) {
     const rt_run runs[] = {{0, 1, 0, 4}, {12, 1, 4, 4}, {4, 1, 0, 8}};
     int32_t begin[16] = {0}, end[16];
     for (int32_t i = 0; i < 16; i++) end[i] = i + 1;
@@ -224,7 +224,7 @@ static void test_plan_refuses_malformed_params(void) {
     CHECK_STATUS(rt_plan_needed(&broken, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_RUN);
 }
 
-// Any one changed bit, two swapped words, one more zero byte and another seed all change the digest.
+// A flipped bit, two swapped words, an added zero byte and another seed each change the digest.
 static void test_digest_sees_every_change(void) {
     uint8_t bytes[101];
     uint64_t state = 4;
@@ -255,7 +255,7 @@ static void test_digest_sees_every_change(void) {
 
 int main(void) {
     test_random_plans_equal_the_oracle();
-    test_zigzag_needs_what_the_drawing_shows();
+    test_causal_zigzag_over_two_ranks();
     test_runs_that_touch_are_merged();
     test_plan_refuses_malformed_params();
     test_digest_sees_every_change();

@@ -38,12 +38,12 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         CHECK_STATUS(rt_runs_check(&cases[i].run, 1, 8), cases[i].want);
-    // Listed in any order, but no local token twice.
+    // Runs may be listed in any order, but may not share a local token.
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 2, 2}}, 3, 8), RT_OK);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 1, 2}}, 3, 8),
                  RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 0, 8}, {8, 1, 2, 1}}, 2, 8), RT_BAD_RUN);
-    // Nor a global position twice, whatever the strides.
+    // Nor a global position, whatever the strides.
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 2, 0, 4}, {1, 2, 4, 4}}, 2, 8), RT_OK);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{6, 1, 0, 2}, {3, 1, 2, 4}}, 2, 8), RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 4}, {3, 3, 4, 4}}, 2, 8), RT_BAD_RUN); // 12
@@ -55,7 +55,7 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     CHECK_STATUS(rt_runs_check(NULL, 0, -1), RT_BAD_SHAPE);
 }
 
-// Two random progressions are refused together exactly when one number is in both.
+// Two random progressions are refused exactly if they share a number.
 static void test_runs_check_finds_every_shared_position(void) {
     uint64_t state = 3;
     for (int round = 0; round < 2000; round++) {
@@ -88,7 +88,7 @@ static void test_layout_check_accepts_the_named_layouts(void) {
     CHECK_STATUS(rt_layout_check(NULL, (int64_t[]){0, 0, 0}, 2, 0, NULL), RT_OK);
 }
 
-static void test_layout_check_refuses_what_is_no_partition(void) {
+static void test_layout_check_refuses_runs_that_do_not_partition(void) {
     uint8_t seen[16];
     const rt_run missing[] = {{0, 1, 0, 8}, {8, 1, 0, 7}};
     const rt_run twice[] = {{0, 1, 0, 8}, {7, 1, 0, 8}};
@@ -127,7 +127,7 @@ static void test_positions_fill_every_local_token(void) {
     CHECK_STATUS(rt_runs_positions(NULL, 0, NULL, 0), RT_OK);
 }
 
-// Every position is held by one rank, and a layout with any one run moved by one is refused.
+// A random layout passes; with any one run moved by one position it is refused.
 static void test_random_layouts_check_and_break(void) {
     uint64_t state = 1;
     for (int round = 0; round < 200; round++) {
@@ -151,7 +151,7 @@ static void test_random_layouts_check_and_break(void) {
 
 enum { MAX_NDIM = 5 };
 
-// A tensor whose dims lie in memory in a random order.
+// A tensor with its dims in a random order in memory.
 typedef struct tensor {
     int64_t sizes[MAX_NDIM], strides[MAX_NDIM], num_elements;
     uint8_t *bytes;
@@ -177,7 +177,7 @@ static tensor random_tensor(uint64_t *state, const int64_t *sizes, int64_t ndim,
     return t;
 }
 
-// Compares every element of local with the element of global that it must equal.
+// Whether every element of local equals its element of global.
 static bool local_equals_global(const rt_shard_params *p, const uint8_t *global, const uint8_t *local,
                                 const int64_t *positions) {
     int64_t num_elements = 1;
@@ -197,7 +197,7 @@ static bool local_equals_global(const rt_shard_params *p, const uint8_t *global,
     return true;
 }
 
-// Shards a random tensor to every rank and gathers the shards into a second tensor, which must be the first.
+// Shards a random tensor to every rank and unshards the shards into a second tensor, which must equal the first.
 static void check_shard(uint64_t *state, int64_t seq_len, int64_t max_size, rt_parallel parallel) {
     const layout l = random_layout(state, seq_len);
     const int64_t ndim = random_int(state, 1, MAX_NDIM), dim = random_int(state, 0, ndim - 1);
@@ -205,7 +205,7 @@ static void check_shard(uint64_t *state, int64_t seq_len, int64_t max_size, rt_p
     int64_t sizes[MAX_NDIM];
     for (int64_t d = 0; d < ndim; d++) sizes[d] = d == dim ? seq_len : random_int(state, 1, max_size);
     tensor global = random_tensor(state, sizes, ndim, element_bytes);
-    tensor gathered = random_tensor(state, sizes, ndim, element_bytes);
+    tensor unsharded = random_tensor(state, sizes, ndim, element_bytes);
     if (dim > 0 && random_int(state, 0, 2) == 0) global.strides[0] = 0; // an expanded source
 
     for (int64_t rank = 0; rank < l.num_ranks; rank++) {
@@ -226,28 +226,28 @@ static void check_shard(uint64_t *state, int64_t seq_len, int64_t max_size, rt_p
         CHECK_STATUS(rt_runs_positions(p.runs, p.num_runs, positions, sizes[dim]), RT_OK);
         CHECK_STATUS(rt_shard(&p, global.bytes, local.bytes, parallel), RT_OK);
         CHECK(local_equals_global(&p, global.bytes, local.bytes, positions));
-        p.global_strides = gathered.strides;
-        CHECK_STATUS(rt_unshard(&p, local.bytes, gathered.bytes, parallel), RT_OK);
-        CHECK(local_equals_global(&p, gathered.bytes, local.bytes, positions));
+        p.global_strides = unsharded.strides;
+        CHECK_STATUS(rt_unshard(&p, local.bytes, unsharded.bytes, parallel), RT_OK);
+        CHECK(local_equals_global(&p, unsharded.bytes, local.bytes, positions));
         free(positions);
         free(local.bytes);
     }
-    // Every rank has written: gathered as a "local" tensor of the identity layout equals global.
+    // All ranks have written: as the local tensor of the identity layout, unsharded equals global.
     if (seq_len > 0) {
         int64_t *identity = must_alloc((size_t)seq_len * sizeof(*identity));
         for (int64_t i = 0; i < seq_len; i++) identity[i] = i;
         sizes[dim] = seq_len;
-        const rt_shard_params whole = {.ndim = ndim,
-                                       .dim = dim,
-                                       .element_bytes = element_bytes,
-                                       .sizes = sizes,
-                                       .global_strides = global.strides,
-                                       .local_strides = gathered.strides};
-        CHECK(local_equals_global(&whole, global.bytes, gathered.bytes, identity));
+        const rt_shard_params one_rank = {.ndim = ndim,
+                                          .dim = dim,
+                                          .element_bytes = element_bytes,
+                                          .sizes = sizes,
+                                          .global_strides = global.strides,
+                                          .local_strides = unsharded.strides};
+        CHECK(local_equals_global(&one_rank, global.bytes, unsharded.bytes, identity));
         free(identity);
     }
     free(global.bytes);
-    free(gathered.bytes);
+    free(unsharded.bytes);
 }
 
 static void test_shard_and_unshard_any_tensor(void) {
@@ -299,7 +299,7 @@ static void test_shard_refuses_malformed_params(void) {
     REFUSED(local_strides, ((const int64_t[]){3, 1}), RT_BAD_STRIDE);
     REFUSED(local_strides, ((const int64_t[]){4, -1}), RT_BAD_STRIDE);
 #undef REFUSED
-    rt_shard_params expanded = good; // fine to read, not to write
+    rt_shard_params expanded = good; // a legal source, not a legal destination
     expanded.global_strides = (const int64_t[]){0, 1};
     CHECK_STATUS(rt_shard(&expanded, global, local, no_threads()), RT_OK);
     char destination[8];
@@ -313,7 +313,7 @@ int main(void) {
     test_runs_check_refuses_each_malformed_run();
     test_runs_check_finds_every_shared_position();
     test_layout_check_accepts_the_named_layouts();
-    test_layout_check_refuses_what_is_no_partition();
+    test_layout_check_refuses_runs_that_do_not_partition();
     test_positions_fill_every_local_token();
     test_random_layouts_check_and_break();
     test_shard_and_unshard_any_tensor();

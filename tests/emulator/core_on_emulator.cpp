@@ -1,9 +1,9 @@
 #include "core_on_emulator.h"
 #include "../../csrc/attn/attn.h"
+#include "../../csrc/glu/glu.h"
 #include "../../csrc/loss/cross_entropy.h"
-#include "../../csrc/mlp/glu.h"
 #include "../../csrc/seq/shard.h"
-#include "../../cuda/device.cuh"
+#include "../../cuda/device/ptx.cuh"
 #include "../../cuda/ringtile_cuda.h"
 
 namespace {
@@ -16,7 +16,7 @@ void lend_rows(const void *begin, rt_dtype dtype, int64_t num_rows, int64_t num_
         emulator::lend(begin, ((num_rows - 1) * stride + num_cols) * bytes_of(dtype), writable);
 }
 
-// Of an array whose size in p->dim is len. Elements may be of a single byte.
+// Lends an array whose size along p->dim is len. An element may be a single byte, so cells are single bytes.
 void lend_strided(const rt_shard_params *p, const void *begin, int64_t len, const int64_t *strides,
                   bool writable) {
     int64_t last = 0;

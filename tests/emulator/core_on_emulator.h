@@ -1,5 +1,5 @@
-// Makes the C tests of tests/c call the CUDA kernels, on the emulator: included before them, it puts functions of the
-// CUDA core in place of the CPU's.
+// Lets the C tests of tests/c run the CUDA kernels on the emulator: included before them, it replaces the CPU's
+// functions by the CUDA ones.
 #ifndef RINGTILE_TESTS_CORE_ON_EMULATOR_H
 #define RINGTILE_TESTS_CORE_ON_EMULATOR_H
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-// The kernels may touch the bytes of the arrays that the params speak of, and no others.
+// Each lends the kernels the arrays that the params describe, and no other bytes.
 rt_status emulated_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
 rt_status emulated_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
 rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,

@@ -1,15 +1,17 @@
-// Runs the CUDA kernels on the host, one block after the other, or some side by side: cuda/device.cuh includes this where
-// nvcc does not compile. The threads of a block are fibers of one host thread that give way only where a kernel waits. What
-// a GPU would do silently is a Fault here, with the block and thread at fault:
-//   global memory    an access outside the arrays that were lent, misaligned, or to what another block writes, unless it
-//                    was written before a store_release that a wait_until has seen, and both reach these threads
-//   turns            a wait_until that no running block ends
-//   shared memory    an access outside the block's bytes, misaligned, to what nobody wrote, or in a race: two threads at
-//                    the same bytes, one of them writing, and no barrier between them
-//   async copies     a look at the bytes before the wait and the barrier; a copy that nobody waits for
-//   warp functions   lanes that call different ones, or none;  barriers: threads that do not come
-// The host's arithmetic stands for the GPU's: functions are at least as exact as the instruction, and a product of
-// fragments is summed in f64 and rounded once. Timing and the order of instructions are not modelled.
+// Runs the CUDA kernels on the host, one thread block (CTA) after the other or several concurrently:
+// cuda/device/ptx.cuh includes this where nvcc does not compile. The threads of a CTA are fibers of one host thread
+// that yield only where a kernel waits. Errors that a GPU would commit silently are Faults here, with the CTA and
+// thread at fault:
+//   global memory    an access that is misaligned, outside the lent arrays, or to what another CTA writes, unless an
+//                    st_release followed that write, a wait_eq saw the release, and both reach the two threads
+//   semaphores       a wait_eq that no running CTA ends
+//   shared memory    an access that is misaligned, outside the CTA's bytes, to bytes never written, or in a race: two
+//                    threads touch the same bytes, one of them writes, and no barrier lies between
+//   cp.async         a read of the bytes before the wait and the barrier; a copy without a wait
+//   warp functions   lanes that call different ones, or none
+//   barriers         threads that never arrive
+// Host arithmetic stands in for the GPU's: functions are at least as exact as the instruction, and a product of
+// fragments is summed in f64 and rounded once. Timing and instruction order are not modelled.
 #ifndef RINGTILE_TESTS_EMULATOR_H
 #define RINGTILE_TESTS_EMULATOR_H
 
@@ -38,48 +40,49 @@ struct Fault {
     std::string message;
 };
 
-// Kernels may read, and write if `writable`, the bytes [begin, begin + num_bytes), which are watched in units of cell_bytes.
+// Kernels may read, and write if `writable`, the bytes [begin, begin + num_bytes). Accesses are tracked in units of
+// cell_bytes.
 void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes = 2);
 void take_back_all();
 
-// From now on so many blocks of a launch run side by side. In which order they start, and which goes on after a barrier, is
-// drawn from the seed. At first it is one, in the order of the grid.
-void run_side_by_side(int num_blocks, uint32_t seed);
+// From now on num_ctas CTAs of a launch run concurrently; the seed decides in which order they start and which
+// continues after a barrier. Until the first call CTAs run one at a time, in grid order.
+void run_concurrently(int num_ctas, uint32_t seed);
 
-// What compute_capability() says, 80 at first: the architectures differ in which kernels are chosen.
+// Sets what compute_capability() returns, and with it which kernels are chosen; 80 until the first call.
 void set_compute_capability(int capability);
 
 // Throws the first Fault.
 void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes);
 
-// Calls of load_matrices since the start, and 16-byte rows in them that had to wait for another one's memory banks.
+// Since the start: calls of ldmatrix, and the 16-byte rows in them that conflict with another row's memory banks.
 struct Statistics {
-    int64_t matrix_loads, bank_conflicts;
+    int64_t ldmatrix_calls, bank_conflicts;
 };
 Statistics statistics();
 
-// ---- for device.cuh ----------------------------------------------------------------------------
+// ---- for ptx.cuh -------------------------------------------------------------------------------
 
 enum class Access { READ, WRITE };
 
 int compute_capability();
 int thread_index();
 int num_threads();
-int block_index(int dim);
-int num_blocks(int dim);
-void block_barrier();
+int cta_index(int dim);
+int num_ctas(int dim);
+void syncthreads();
 
 void check_global(Access access, const void *address, int64_t num_bytes);
-int take_ticket(int *counter);
-void wait_until(const int *word, int value);
-void store_release(int *word, int value);
-void *check_shared(Access access, shared_address address, int num_bytes); // where the bytes are
-void async_copy(shared_address to, const void *from, int num_bytes);
-void async_commit();
-void async_wait(int pending);
-void count_matrix_load(const shared_address (&rows)[32]);
+int atom_add(int *counter, int x);
+void wait_eq(const int *word, int value);
+void st_release(int *word, int value);
+void *check_shared(Access access, shared_address address, int num_bytes); // returns the bytes' place
+void cp_async(shared_address to, const void *from, int num_bytes);
+void cp_async_commit_group();
+void cp_async_wait_group(int pending);
+void count_ldmatrix(const shared_address (&rows)[32]);
 
-// Meets the other lanes of the warp; the last one to come calls act with what every lane brought.
+// Waits for the other lanes of the warp; the last to arrive calls act with every lane's `mine`.
 using Lanes = void *[32];
 void meet(const char *name, void *mine, void (*act)(Lanes &lanes));
 void join_clocks_of_warp();
@@ -106,7 +109,7 @@ template <class T> const T &of_lane(const Lanes &lanes, int lane) {
 
 } // namespace emulator
 
-// ---- what device.cuh has under nvcc ------------------------------------------------------------
+// ---- the functions ptx.cuh has under nvcc ------------------------------------------------------
 
 extern "C" void emulator_report(const char *message);
 
@@ -126,25 +129,27 @@ rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int sh
 
 inline int thread_index() { return emulator::thread_index(); }
 inline int num_threads() { return emulator::num_threads(); }
-inline int block_index() { return emulator::block_index(0); }
-inline int block_index_y() { return emulator::block_index(1); }
-inline int block_index_z() { return emulator::block_index(2); }
-inline int num_blocks() { return emulator::num_blocks(0); }
+inline int cta_index_x() { return emulator::cta_index(0); }
+inline int cta_index_y() { return emulator::cta_index(1); }
+inline int cta_index_z() { return emulator::cta_index(2); }
+inline int num_ctas_x() { return emulator::num_ctas(0); }
 
-inline void block_barrier() { emulator::block_barrier(); }
-inline void warp_barrier() {
-    emulator::meet("warp_barrier", nullptr, [](emulator::Lanes &) { emulator::join_clocks_of_warp(); });
+inline void syncthreads() { emulator::syncthreads(); }
+inline void syncwarp() {
+    emulator::meet("syncwarp", nullptr, [](emulator::Lanes &) { emulator::join_clocks_of_warp(); });
 }
 
-template <class T> T shuffle(T x, int from) {
-    return emulator::exchange("shuffle", x, from,
+template <class T> T shfl_sync(T x, int from) {
+    return emulator::exchange("shfl_sync", x, from,
                               [](const emulator::Exchange<T> &to, const emulator::Lanes &lanes) {
                                   return emulator::of_lane<T>(lanes, to.other & 31);
                               });
 }
-template <class T> T shuffle_xor(T x, int mask) { return shuffle(x, (emulator::thread_index() % 32) ^ mask); }
-inline int min_of_lanes(int x) {
-    return emulator::exchange("min_of_lanes", x, 0,
+template <class T> T shfl_xor_sync(T x, int mask) {
+    return shfl_sync(x, (emulator::thread_index() % 32) ^ mask);
+}
+inline int reduce_min_sync(int x) {
+    return emulator::exchange("reduce_min_sync", x, 0,
                               [](const emulator::Exchange<int> &to, const emulator::Lanes &lanes) {
                                   int least = to.mine;
                                   for (int i = 0; i < 32; i++)
@@ -152,38 +157,38 @@ inline int min_of_lanes(int x) {
                                   return least;
                               });
 }
-inline int max_of_lanes(int x) { return ~min_of_lanes(~x); }
-inline bool any_lane(bool condition) { return max_of_lanes(condition) == 1; }
-inline bool all_lanes(bool condition) { return min_of_lanes(condition) == 1; }
+inline int reduce_max_sync(int x) { return ~reduce_min_sync(~x); }
+inline bool any_sync(bool condition) { return reduce_max_sync(condition) == 1; }
+inline bool all_sync(bool condition) { return reduce_min_sync(condition) == 1; }
 
 inline shared_address shared_base() { return 0; }
 
-template <class T> T shared_load(shared_address from) {
+template <class T> T ld_shared(shared_address from) {
     T value;
     memcpy(&value, emulator::check_shared(emulator::Access::READ, from, sizeof(T)), sizeof(T));
     return value;
 }
-template <class T> void shared_store(shared_address to, const T &value) {
+template <class T> void st_shared(shared_address to, const T &value) {
     memcpy(emulator::check_shared(emulator::Access::WRITE, to, sizeof(T)), &value, sizeof(T));
 }
-template <class T> T global_load(const T *from) {
+template <class T> T ld_global(const T *from) {
     emulator::check_global(emulator::Access::READ, from, sizeof(T));
     return *from;
 }
-template <class T> void global_store(T *to, const T &value) {
+template <class T> void st_global(T *to, const T &value) {
     emulator::check_global(emulator::Access::WRITE, to, sizeof(T));
     *to = value;
 }
 
-inline int take_ticket(int *counter) { return emulator::take_ticket(counter); }
-inline void wait_until(const int *word, int value) { emulator::wait_until(word, value); }
-inline void store_release(int *word, int value) { emulator::store_release(word, value); }
+inline int atom_add(int *counter, int x) { return emulator::atom_add(counter, x); }
+inline void wait_eq(const int *word, int value) { emulator::wait_eq(word, value); }
+inline void st_release(int *word, int value) { emulator::st_release(word, value); }
 
-inline void async_copy(shared_address to, const void *from, int num_bytes) {
-    emulator::async_copy(to, from, num_bytes);
+inline void cp_async(shared_address to, const void *from, int num_bytes) {
+    emulator::cp_async(to, from, num_bytes);
 }
-inline void async_commit() { emulator::async_commit(); }
-template <int pending> void async_wait() { emulator::async_wait(pending); }
+inline void cp_async_commit_group() { emulator::cp_async_commit_group(); }
+template <int pending> void cp_async_wait_group() { emulator::cp_async_wait_group(pending); }
 
 namespace emulator {
 
@@ -193,14 +198,14 @@ struct MatrixLoad {
     uint16_t element[4][2];
 };
 
-template <bool transposed> void load_matrices(uint32_t (&word)[4], shared_address row) {
+template <bool transposed> void ldmatrix(uint32_t (&word)[4], shared_address row) {
     MatrixLoad mine = {.address = row, .row = {}, .element = {}};
     memcpy(mine.row, check_shared(Access::READ, row, 16), 16);
-    meet(transposed ? "load_matrices_transposed" : "load_matrices", &mine, [](Lanes &lanes) {
+    meet(transposed ? "ldmatrix_x4_trans" : "ldmatrix_x4", &mine, [](Lanes &lanes) {
         const auto lane_at = [&](int i) -> MatrixLoad & { return *static_cast<MatrixLoad *>(lanes[i]); };
         shared_address rows[32];
         for (int i = 0; i < 32; i++) rows[i] = lane_at(i).address;
-        count_matrix_load(rows);
+        count_ldmatrix(rows);
         for (int lane = 0; lane < 32; lane++)
             for (int matrix = 0; matrix < 4; matrix++)
                 for (int i = 0; i < 2; i++) {
@@ -219,20 +224,18 @@ struct Product {
 
 } // namespace emulator
 
-inline void load_matrices(uint32_t (&word)[4], shared_address row) {
-    emulator::load_matrices<false>(word, row);
-}
-inline void load_matrices_transposed(uint32_t (&word)[4], shared_address row) {
-    emulator::load_matrices<true>(word, row);
+inline void ldmatrix_x4(uint32_t (&word)[4], shared_address row) { emulator::ldmatrix<false>(word, row); }
+inline void ldmatrix_x4_trans(uint32_t (&word)[4], shared_address row) {
+    emulator::ldmatrix<true>(word, row);
 }
 
-inline float exp2_approx(float x) {
+inline float ex2_approx_ftz(float x) {
     const float y = std::exp2(x);
     return y < std::numeric_limits<float>::min() ? 0 : y;
 }
-inline float reciprocal_approx(float x) { return 1 / x; }
+inline float rcp_approx_ftz(float x) { return 1 / x; }
 
-inline float bits_to_float(uint32_t bits) {
+inline float uint_as_float(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
@@ -253,19 +256,19 @@ inline uint16_t bits_of(float x, f16) {
     memcpy(&bits, &half, 2);
     return bits;
 }
-template <class T> uint32_t pack(float low, float high) {
+template <class T> uint32_t cvt_rn_x2(float low, float high) {
     return bits_of(low, T{}) | (uint32_t)bits_of(high, T{}) << 16;
 }
 
-template <class T> void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class T> void mma_m16n8k16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::Product mine = {sum, {a[0], a[1], a[2], a[3]}, {b0, b1}};
-    emulator::meet("multiply_add", &mine, [](emulator::Lanes &lanes) {
+    emulator::meet("mma_m16n8k16", &mine, [](emulator::Lanes &lanes) {
         const auto lane_at = [&](int i) -> emulator::Product & {
             return *static_cast<emulator::Product *>(lanes[i]);
         };
         const auto half_of = [](uint32_t word, int i) {
             const uint32_t bits = i == 0 ? word & 0xffff : word >> 16;
-            if constexpr (std::is_same_v<T, bf16>) return bits_to_float(bits << 16);
+            if constexpr (std::is_same_v<T, bf16>) return uint_as_float(bits << 16);
             return widen(f16{(uint16_t)bits});
         };
         float left[16][16], right[16][8];

@@ -1,4 +1,4 @@
-// The emulator's global memory: what is lent, a shadow of it, and the words that blocks meet at.
+// The emulator's global memory: the lent arrays, a shadow of them, and the words through which CTAs synchronize.
 #include "machine.h"
 
 #include <map>
@@ -6,13 +6,13 @@
 namespace emulator {
 namespace {
 
-constexpr int64_t NOT_PLAIN = -3; // a block
+constexpr int64_t NOT_PLAIN = -3; // in place of a CTA
 
 struct GlobalCell {
-    int64_t write_block = -1,
-            read_block = -1; // NOT_PLAIN: part of a word of wait_until, store_release, take_ticket
+    int64_t write_cta = -1,
+            read_cta = -1; // NOT_PLAIN: part of a word of wait_eq, st_release, atom_add
     Touch writer;
-    int num_releases = 0; // of the writer's block, at that time
+    int num_releases = 0; // of the writer's CTA, at that time
 };
 
 struct Region {
@@ -23,7 +23,7 @@ struct Region {
 };
 
 std::vector<Region> regions;
-std::map<const int *, Release> words; // what was last released to whom waits for a word
+std::map<const int *, Release> words; // the last release through each word
 
 Region *region_of(const char *begin, const char *end) {
     for (Region &region : regions)
@@ -31,11 +31,12 @@ Region *region_of(const char *begin, const char *end) {
     return nullptr;
 }
 
-// Whether what another block wrote was released by it, and acquired by this one: for all adders of that mask, behind a fence.
+// Whether the writing CTA released its write and this one acquired it; for every adder in the mask, with a fence
+// behind.
 bool is_acquired(const GlobalCell &cell, uint32_t adders = 0) {
-    return std::any_of(block->acquisitions.rbegin(), block->acquisitions.rend(), [&](const Acquisition &of) {
+    return std::any_of(cta->acquisitions.rbegin(), cta->acquisitions.rend(), [&](const Acquisition &of) {
         const Release &release = of.release;
-        return release.block == cell.write_block && (of.fenced_adders & adders) == adders &&
+        return release.cta == cell.write_cta && (of.fenced_adders & adders) == adders &&
                is_before_now(of.when) &&
                (cell.writer.thread == release.thread
                     ? cell.num_releases < release.number
@@ -44,30 +45,30 @@ bool is_acquired(const GlobalCell &cell, uint32_t adders = 0) {
 }
 
 void check_not_read(const GlobalCell &cell) {
-    if (cell.read_block != -1 && cell.read_block != block->index)
-        fail("race in global memory: writes what another block read");
+    if (cell.read_cta != -1 && cell.read_cta != cta->index)
+        fail("race in global memory: writes what another CTA read");
 }
 
 void touch_global_cell(Access access, GlobalCell &cell) {
-    if (cell.write_block == NOT_PLAIN)
-        fail("race in global memory: touches a word that blocks wait for or count with");
-    if (cell.write_block >= 0 &&
-        !(cell.write_block == block->index ? is_before_now(cell.writer) : is_acquired(cell)))
-        fail("race in global memory: touches what block " + std::to_string(cell.write_block) + ", " +
+    if (cell.write_cta == NOT_PLAIN)
+        fail("race in global memory: plain access to a word through which CTAs synchronize");
+    if (cell.write_cta >= 0 &&
+        !(cell.write_cta == cta->index ? is_before_now(cell.writer) : is_acquired(cell)))
+        fail("race in global memory: touches what CTA " + std::to_string(cell.write_cta) + ", " +
              thread_name(cell.writer.thread) + " wrote");
     if (access == Access::READ) {
-        cell.read_block = cell.read_block < 0 || cell.read_block == block->index ? block->index : SEVERAL;
+        cell.read_cta = cell.read_cta < 0 || cell.read_cta == cta->index ? cta->index : SEVERAL;
         return;
     }
     check_not_read(cell);
-    cell = {block->index, -1, touch_now(), block->num_releases};
+    cell = {cta->index, -1, touch_now(), cta->num_releases};
 }
 
 Region &region_at(const void *address, int64_t num_bytes) {
     const char *const begin = static_cast<const char *>(address);
     if ((uintptr_t)begin % (uintptr_t)num_bytes != 0) fail("misaligned access to global memory");
     Region *const region = region_of(begin, begin + num_bytes);
-    if (region == nullptr) fail("access to global memory outside every array that was lent");
+    if (region == nullptr) fail("access to global memory outside the lent arrays");
     return *region;
 }
 
@@ -77,14 +78,14 @@ template <class Touch> void for_cells(Region &region, const void *address, int64
         touch(region.cells[(size_t)i]);
 }
 
-// Blocks meet at these words: in this launch nobody touches them otherwise.
+// Within a launch, a word through which CTAs synchronize is accessed in no other way.
 void check_word(const int *word) {
     Region &region = region_at(word, sizeof(*word));
-    if (!region.writable) fail("writes an array that was lent for reading");
+    if (!region.writable) fail("writes an array lent for reading");
     for_cells(region, word, sizeof(*word), [](GlobalCell &cell) {
-        if (cell.write_block >= 0 || cell.read_block != -1)
-            fail("race in global memory: waits for or counts with a word that is also touched otherwise");
-        cell.write_block = NOT_PLAIN;
+        if (cell.write_cta >= 0 || cell.read_cta != -1)
+            fail("race in global memory: synchronizes through a word that also has plain accesses");
+        cell.write_cta = NOT_PLAIN;
     });
 }
 
@@ -115,56 +116,58 @@ void check_global(Access access, const void *address, int64_t num_bytes) {
     if (region.writable)
         for_cells(region, address, num_bytes, [=](GlobalCell &cell) { touch_global_cell(access, cell); });
     else if (access == Access::WRITE)
-        fail("writes an array that was lent for reading");
+        fail("writes an array lent for reading");
 }
 
-void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_over) {
+void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_complete) {
     const char *const begin = static_cast<const char *>(address);
     Region *const region = region_of(begin, begin + num_bytes);
-    if (region == nullptr) fail("an add_box to outside every array that was lent");
-    if (!region->writable) fail("writes an array that was lent for reading");
+    if (region == nullptr) fail("a bulk addition outside the lent arrays");
+    if (!region->writable) fail("writes an array lent for reading");
     const Touch sum = {thread_of_clock(clock_of_sums(adder)), number};
     for_cells(*region, address, num_bytes, [&](GlobalCell &cell) {
-        if (cell.write_block == NOT_PLAIN)
-            fail("race in global memory: touches a word that blocks wait for or count with");
-        if (cell.write_block == block->index) {
+        if (cell.write_cta == NOT_PLAIN)
+            fail("race in global memory: plain access to a word through which CTAs synchronize");
+        if (cell.write_cta == cta->index) {
             if (cell.writer.thread < MAX_THREADS)
-                fail("an add_box to what a thread of the block wrote, which the emulator does not follow");
+                fail("a bulk addition to what a thread of the CTA wrote, which the emulator cannot track");
             if (cell.writer.thread != sum.thread
                     ? !is_before_now(cell.writer)
-                    : cell.writer.clock != number && cell.writer.clock >= num_over)
-                fail("an add_box to what an earlier one adds to, without a wait between the two");
-        } else if (cell.write_block >= 0 && !is_acquired(cell, 1u << adder))
-            fail("race in global memory: adds to what block " + std::to_string(cell.write_block) + ", " +
+                    : cell.writer.clock != number && cell.writer.clock >= num_complete)
+                fail("a bulk addition to what an earlier one adds to, without a wait between");
+        } else if (cell.write_cta >= 0 && !is_acquired(cell, 1u << adder))
+            fail("race in global memory: adds to what CTA " + std::to_string(cell.write_cta) + ", " +
                  thread_name(cell.writer.thread) + " wrote");
         check_not_read(cell);
-        cell = {block->index, -1, sum, block->num_releases};
+        cell = {cta->index, -1, sum, cta->num_releases};
     });
 }
 
 void fence_acquisitions(int adder) {
-    for (Acquisition &of : block->acquisitions)
+    for (Acquisition &of : cta->acquisitions)
         if (is_before_now(of.when)) of.fenced_adders |= 1u << adder;
 }
 
-int take_ticket(int *counter) {
+int atom_add(int *counter, int x) {
     check_word(counter);
-    return (*counter)++;
+    const int before = *counter;
+    *counter += x;
+    return before;
 }
 
-void wait_until(const int *word, int value) {
+void wait_eq(const int *word, int value) {
     check_word(word);
     wait_for_word(word, value);
     const auto found = words.find(word);
-    if (found != words.end()) block->acquisitions.push_back({touch_now(), found->second, 0});
+    if (found != words.end()) cta->acquisitions.push_back({touch_now(), found->second, 0});
 }
 
-void store_release(int *word, int value) {
+void st_release(int *word, int value) {
     check_word(word);
-    if (block->num_releases++ > 0 && block->releasing_thread != current->index)
-        fail("store_release by a second thread of the block, which the emulator does not follow");
-    block->releasing_thread = current->index;
-    Release &release = words[word] = {block->index, current->index, block->num_releases, {}};
+    if (cta->num_releases++ > 0 && cta->releasing_thread != current->index)
+        fail("st_release by a second thread of the CTA, which the emulator cannot track");
+    cta->releasing_thread = current->index;
+    Release &release = words[word] = {cta->index, current->index, cta->num_releases, {}};
     memcpy(release.seen, current->seen, sizeof(release.seen));
     *word = value;
 }

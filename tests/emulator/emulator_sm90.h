@@ -1,61 +1,64 @@
-// The emulator's half of cuda/device_sm90.cuh. On top of what emulator.h checks, these are Faults:
-//   barriers in shared memory   one used before its init is visible; bytes that come unannounced, or not at all
-//   barriers of a part          half a warp; those who come naming different sizes; one that stays incomplete
-//   bulk copies                 a look at the bytes by somebody who has not waited for their phase, nor met one who has;
-//                               one into what somebody may still read; one of bytes outside the arrays that were lent
-//   bulk additions              bytes changed while they are added; to numbers of an earlier one without a wait between, or
-//                               of another block out of turn; no wait, or none of the fences at a turn
-//   products of a group         threads that call different ones, or none; no fence, no wait; sums written, a left factor or
-//                               shared memory changed before the wait (sums read before it are NaN)
-//   what a thread wrote         met by any of these three without its shared_write_fence, and a barrier behind that
-//   registers                   groups that take more than there are
+// The emulator's half of cuda/device/ptx_sm90.cuh. In addition to the checks of emulator.h these are Faults:
+//   mbarriers          use before the init is visible; bytes that arrive unannounced, or never
+//   named barriers     half a warp; warps that name different sizes; one that stays incomplete
+//   bulk copies        a read of the bytes by a thread that has neither waited for their phase nor synchronized with one
+//                      that has; a copy over bytes that may still be read; a copy from outside the lent arrays
+//   bulk additions     a write to the source while it is added; an addition to what an earlier one adds to without a wait
+//                      between, or to what another CTA adds to without a semaphore; a missing wait, or a missing fence
+//                      beside the semaphore
+//   wgmma              threads of a group that start different products, or none; a missing fence or wait; a write to the
+//                      accumulator, the left factor or shared memory before the wait (the accumulator reads as NaN)
+//   the async proxy    a thread's write that any of these meets without that thread's fence_proxy_async_shared and a
+//                      barrier behind it
+//   setmaxnreg         groups that take more registers than there are
 #ifndef RINGTILE_TESTS_EMULATOR_SM90_H
 #define RINGTILE_TESTS_EMULATOR_SM90_H
 
 struct tensor_map {
     const char *array;
-    int64_t size[4], stride[3]; // bytes
+    int64_t size[4], stride[3]; // stride in bytes
     int box_rows, element_bytes;
 };
 
 namespace emulator {
 
-void barrier_init(shared_address barrier, int arrivals);
-void barrier_init_fence();
-void barrier_arrive(shared_address barrier, int num_bytes);
-void barrier_wait(shared_address barrier, int parity);
-void part_barrier(int id, int num_threads, bool waits);
-void copy_box(shared_address to, const tensor_map &map, shared_address barrier, const int64_t (&at)[4]);
-void shared_write_fence();
-void add_box(const tensor_map &map, shared_address from, const int64_t (&at)[4]);
-void add_box_commit();
-void add_box_wait(bool only_read);
-void add_box_fence();
+void mbarrier_init(shared_address mbarrier, int arrivals);
+void fence_mbarrier_init();
+void mbarrier_arrive(shared_address mbarrier, int num_bytes);
+void mbarrier_wait_parity(shared_address mbarrier, int parity);
+void named_barrier(int id, int num_threads, bool waits);
+void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address mbarrier,
+                          const int64_t (&at)[4]);
+void fence_proxy_async_shared();
+void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&at)[4]);
+void cp_async_bulk_commit_group();
+void cp_async_bulk_wait_group(bool only_read);
+void fence_proxy_async_global();
 
-void change_registers(int count, bool more);
+void setmaxnreg(int count, bool more);
 
 struct GroupProduct {
     float *sum;
     int num_cols;
-    bool left_along_sum, right_along_sum; // how rows of a and b run
+    major left_major, right_major;
     uint64_t a, b;
-    const uint32_t *left; // in place of a
+    const uint32_t *left; // replaces a
     bool add;
     float (*widen)(uint16_t bits);
 };
-void multiply_async(const GroupProduct &product);
-void products_fence();
-void products_commit();
-void products_wait(int pending);
+void wgmma_mma_async(const GroupProduct &product);
+void wgmma_fence();
+void wgmma_commit_group();
+void wgmma_wait_group(int pending);
 
 template <class T> float widen_bits(uint16_t bits) {
-    if constexpr (std::is_same_v<T, bf16>) return bits_to_float((uint32_t)bits << 16);
+    if constexpr (std::is_same_v<T, bf16>) return uint_as_float((uint32_t)bits << 16);
     return widen(f16{bits});
 }
 
 } // namespace emulator
 
-// What the driver refuses is refused here.
+// Refuses what the driver refuses.
 template <class T>
 bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4], const int64_t (&stride)[3],
                      int box_rows) {
@@ -67,50 +70,62 @@ bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4
     return ok;
 }
 
-inline void barrier_init(shared_address barrier, int arrivals) { emulator::barrier_init(barrier, arrivals); }
-inline void barrier_init_fence() { emulator::barrier_init_fence(); }
-inline void barrier_arrive(shared_address barrier) { emulator::barrier_arrive(barrier, 0); }
-inline void barrier_arrive_expecting(shared_address barrier, int num_bytes) {
-    emulator::barrier_arrive(barrier, num_bytes);
+inline void mbarrier_init(shared_address mbarrier, int arrivals) {
+    emulator::mbarrier_init(mbarrier, arrivals);
 }
-inline void barrier_wait(shared_address barrier, int parity) { emulator::barrier_wait(barrier, parity); }
-inline void copy_box(shared_address to, const tensor_map &map, shared_address barrier, int col, int row,
-                     int i, int j) {
-    emulator::copy_box(to, map, barrier, {col, row, i, j});
+inline void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
+inline void mbarrier_arrive(shared_address mbarrier) { emulator::mbarrier_arrive(mbarrier, 0); }
+inline void mbarrier_arrive_expect_tx(shared_address mbarrier, int num_bytes) {
+    emulator::mbarrier_arrive(mbarrier, num_bytes);
 }
-inline void part_barrier(int id, int num_threads) { emulator::part_barrier(id, num_threads, true); }
-inline void part_barrier_arrive(int id, int num_threads) { emulator::part_barrier(id, num_threads, false); }
-inline void shared_write_fence() { emulator::shared_write_fence(); }
-inline void add_box(const tensor_map &map, shared_address from, int col, int row, int i, int j) {
-    emulator::add_box(map, from, {col, row, i, j});
+// try_wait may suspend the thread for as long as it likes: here until the phase is complete.
+inline bool mbarrier_try_wait_parity(shared_address mbarrier, int parity) {
+    emulator::mbarrier_wait_parity(mbarrier, parity);
+    return true;
 }
-inline void add_box_commit() { emulator::add_box_commit(); }
-inline void add_box_wait_read() { emulator::add_box_wait(true); }
-inline void add_box_wait() { emulator::add_box_wait(false); }
-inline void add_box_fence() { emulator::add_box_fence(); }
+inline void cp_async_bulk_tensor_4d(shared_address to, const tensor_map &map, shared_address mbarrier,
+                                    int col, int row, int i, int j) {
+    emulator::cp_async_bulk_tensor(to, map, mbarrier, {col, row, i, j});
+}
+inline void named_barrier_sync(int id, int num_threads) { emulator::named_barrier(id, num_threads, true); }
+inline void named_barrier_arrive(int id, int num_threads) { emulator::named_barrier(id, num_threads, false); }
+inline void fence_proxy_async_shared() { emulator::fence_proxy_async_shared(); }
+inline void cp_reduce_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row,
+                                           int i, int j) {
+    emulator::cp_reduce_async_bulk_tensor(map, from, {col, row, i, j});
+}
+inline void cp_async_bulk_commit_group() { emulator::cp_async_bulk_commit_group(); }
+template <int pending> void cp_async_bulk_wait_group_read() {
+    static_assert(pending == 0);
+    emulator::cp_async_bulk_wait_group(true);
+}
+template <int pending> void cp_async_bulk_wait_group() {
+    static_assert(pending == 0);
+    emulator::cp_async_bulk_wait_group(false);
+}
+inline void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
 
-template <int count> void give_registers() {
+template <int count> void setmaxnreg_dec() {
     static_assert(count % 8 == 0 && count >= 24 && count <= 256);
-    emulator::change_registers(count, false);
+    emulator::setmaxnreg(count, false);
 }
-template <int count> void take_registers() {
+template <int count> void setmaxnreg_inc() {
     static_assert(count % 8 == 0 && count >= 24 && count <= 256);
-    emulator::change_registers(count, true);
+    emulator::setmaxnreg(count, true);
 }
 
-template <class Register, int N> void pin(Register (&)[N][4]) {}
-inline void products_fence() { emulator::products_fence(); }
-inline void products_commit() { emulator::products_commit(); }
-template <int pending, int N> void products_wait(float (&)[N][4]) { emulator::products_wait(pending); }
+template <class Register, int N> void warpgroup_fence_operand(Register (&)[N][4]) {}
+inline void wgmma_fence() { emulator::wgmma_fence(); }
+inline void wgmma_commit_group() { emulator::wgmma_commit_group(); }
+template <int pending, int N> void wgmma_wait_group(float (&)[N][4]) { emulator::wgmma_wait_group(pending); }
 
-template <class T, int N> void multiply_rows_async(float (&sum)[N][4], uint64_t a, uint64_t b, bool add) {
-    emulator::multiply_async({sum[0], 8 * N, false, false, a, b, nullptr, add, emulator::widen_bits<T>});
+template <class T, major M, int N>
+void wgmma_mma_async_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool add) {
+    static_assert(M == major::K || N == 8);
+    emulator::wgmma_mma_async({d[0], 8 * N, M, M, a, b, nullptr, add, emulator::widen_bits<T>});
 }
-template <class T> void multiply_columns_async(float (&sum)[8][4], uint64_t a, uint64_t b, bool add) {
-    emulator::multiply_async({sum[0], 64, true, true, a, b, nullptr, add, emulator::widen_bits<T>});
-}
-template <class T, int N> void multiply_async(float (&sum)[N][4], const uint32_t (&a)[4], uint64_t b) {
-    emulator::multiply_async({sum[0], 8 * N, false, true, 0, b, a, true, emulator::widen_bits<T>});
+template <class T, int N> void wgmma_mma_async_rs(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b) {
+    emulator::wgmma_mma_async({d[0], 8 * N, major::K, major::MN, 0, b, a, true, emulator::widen_bits<T>});
 }
 
 #endif // RINGTILE_TESTS_EMULATOR_SM90_H

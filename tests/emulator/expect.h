@@ -1,4 +1,4 @@
-// Checks of the emulator's own tests.
+// Assertions for the tests of the emulator itself.
 #ifndef RINGTILE_TESTS_EXPECT_H
 #define RINGTILE_TESTS_EXPECT_H
 
@@ -13,13 +13,13 @@ static void check(bool ok, const char *what, const std::string &detail) {
     if (!ok) printf("%s: %s\n", what, detail.c_str());
 }
 
-// Runs the kernel and wants a fault that says `expected`, or none where that is empty.
+// Runs the kernel and expects a fault whose message contains `expected`, or none if that is empty.
 template <class Kernel>
 static void expect(const char *what, const std::string &expected, Kernel kernel, int num_threads = 64,
-                   grid_size num_blocks = 1, int shared_bytes = 1024) {
+                   grid_size num_ctas = 1, int shared_bytes = 1024) {
     std::string got;
     try {
-        emulator::run(kernel, num_blocks, num_threads, shared_bytes);
+        emulator::run(kernel, num_ctas, num_threads, shared_bytes);
     } catch (const emulator::Fault &fault) {
         got = fault.message;
     }
@@ -27,7 +27,7 @@ static void expect(const char *what, const std::string &expected, Kernel kernel,
     check(ok, what, "got \"" + got + "\", expected \"" + expected + "\"");
 }
 
-// The exit status.
+// Prints the totals and returns the exit status.
 static int finish() {
     printf("%d passed, %d failed\n", num_passed, num_failed);
     return num_failed > 0;

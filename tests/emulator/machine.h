@@ -1,8 +1,9 @@
-// What the parts of the emulator share: the block at hand, its threads, and who touched its shared memory, when.
+// The state that the parts of the emulator share: the current CTA, its threads, and which of them touched which
+// byte when.
 #ifndef RINGTILE_TESTS_MACHINE_H
 #define RINGTILE_TESTS_MACHINE_H
 
-#include "../../cuda/device.cuh"
+#include "../../cuda/device/ptx.cuh"
 
 #include <csetjmp>
 #include <memory>
@@ -14,14 +15,17 @@ namespace emulator {
 constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32;
 constexpr int MAX_BARRIERS = 32, MAX_ADDERS = 2, NUM_CLOCKS = MAX_WARPS + MAX_BARRIERS + 2 * MAX_ADDERS;
 constexpr int NOBODY = -1, SEVERAL = -2;
-constexpr int CELL_BYTES = 2; // shared memory is watched in units of the smallest element
+constexpr int CELL_BYTES = 2; // shared memory is tracked in units of the smallest element
 
-// Time as vector clocks. A warp's clock, `now` of its lanes, moves on at every barrier it takes part in; a thread's `seen`
-// holds, for every warp, up to where its accesses lie before what this thread does now. (A barrier of a warp orders its own
-// lanes only.) Behind the warps come those who access memory on their own, as if they were further warps of one `thread`:
-//   a barrier in shared memory   bulk copies write in a phase of it; its clock is the phases that are over
-//   reads of an adder            an add_box reads shared memory; the add_boxes that its thread knows to have read
-//   sums of an adder             an add_box adds to global memory; those that its thread knows to be over, behind a fence
+// Vector clocks. A warp's clock, `now` of its lanes, advances at every barrier the warp takes part in; a thread's
+// `seen` holds, for each warp, the clock before which that warp's accesses are ordered before this thread's next
+// one. (syncwarp orders the warp's own lanes only.) Asynchronous agents follow the warps, as if each were a further
+// warp with a single thread:
+//   an mbarrier              bulk copies write in one of its phases; its clock counts complete phases
+//   the reads of an adder    a bulk addition reads shared memory; the clock counts those its thread knows to have read
+//   the sums of an adder     a bulk addition writes global memory; the clock counts those its thread knows to be complete,
+//                            and fenced
+// An adder is a thread that starts bulk additions.
 using Clock = uint32_t;
 
 constexpr int thread_of_clock(int clock) { return 32 * clock; }
@@ -48,14 +52,14 @@ struct Thread {
     const int *word; // blocked while *word != word_value
     int word_value;
     Clock now, seen[NUM_CLOCKS];
-    std::vector<Clock> write_fences; // when they were made
-    std::vector<AsyncCopy> copies;   // started, not waited for
+    std::vector<Clock> proxy_fences; // times of fence_proxy_async_shared
+    std::vector<AsyncCopy> copies;   // started but not waited for
     int64_t group;                   // of the next copy
 };
 
-struct Meeting { // of the lanes of a warp, or the threads of a block
+struct Meeting { // of the lanes of a warp, or the threads of a CTA
     int num_arrived;
-    int64_t number; // meetings that are over
+    int64_t number; // of complete meetings
     const char *name;
     Lanes brought;
 };
@@ -67,39 +71,39 @@ struct Touch {
 
 struct SharedCell {
     enum { EMPTY, COPYING, WRITTEN } state = EMPTY;
-    uint32_t num_write_fences = 0; // of the writer, before
-    Touch writer, adder;           // the last add_box that reads it
+    uint32_t num_proxy_fences = 0; // of the writer, before its write
+    Touch writer, adder;           // adder: the last bulk addition that reads it
 };
 
-// A thread's store_release: all that `thread` of the block did before it, and all that it had seen of the others.
+// A thread's st_release: everything `thread` did before it, and everything it had seen of other threads.
 struct Release {
-    int64_t block;
+    int64_t cta;
     int thread, number;
     Clock seen[NUM_CLOCKS];
 };
 
-struct Acquisition { // a wait_until that is over
+struct Acquisition { // a complete wait_eq
     Touch when;
     Release release;
-    uint32_t fenced_adders; // a bit for each that made an add_box_fence after it
+    uint32_t fenced_adders; // a bit for each adder that called fence_proxy_async_global after it
 };
 
-struct Block {
-    int64_t index; // x fastest
+struct Cta {
+    int64_t index; // in the grid, x fastest
     bool done;
     std::vector<std::unique_ptr<Thread>> threads;
-    Meeting warp_meetings[MAX_WARPS], block_meeting;
+    Meeting warp_meetings[MAX_WARPS], cta_meeting;
     std::vector<SharedCell> shared_cells;
     std::vector<Touch>
-        shared_readers[MAX_WARPS]; // of each cell the last one of a warp, SEVERAL lanes at that clock
+        shared_readers[MAX_WARPS]; // each warp's last reader of each cell; SEVERAL lanes at that clock
     std::vector<char> shared_bytes;
     int num_releases, releasing_thread;
     std::vector<Acquisition> acquisitions;
-    std::shared_ptr<struct BlockBulk> bulk;
-    std::shared_ptr<struct BlockGroups> groups;
+    std::shared_ptr<struct CtaBulk> bulk;
+    std::shared_ptr<struct CtaGroups> groups;
 };
 
-extern Block *block;
+extern Cta *cta;
 extern Thread *current;
 
 [[noreturn]] void fail(const std::string &what); // a Fault of the current thread
@@ -116,40 +120,43 @@ inline bool is_before_now(const Touch &touch) {
 inline void join(Clock (&to)[NUM_CLOCKS], const Clock (&from)[NUM_CLOCKS]) {
     for (int i = 0; i < NUM_CLOCKS; i++) to[i] = std::max(to[i], from[i]);
 }
-// At a barrier: adds what the lanes of a warp have done and seen so far; they have all seen that, and do new things.
+// The two halves of a barrier: publish_warp adds everything the lanes of a warp have done and seen; acquire_by_warp
+// makes all its lanes see `from` and advances their clock.
 void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]);
 void acquire_by_warp(int warp, const Clock (&from)[NUM_CLOCKS]);
 
-// Gives way to others while *number == value; until *word == value.
+// Yields while *number == value; yields until *word == value.
 void wait_while(const int64_t *number, int64_t value, const char *name);
 void wait_for_word(const int *word, int value);
 
 // ---- shared memory -------------------------------------------------------------------------------
 
-void *check_shared_place(shared_address address, int num_bytes); // where the bytes are
+void *check_shared_place(shared_address address, int num_bytes); // returns the bytes' place
 void check_read(const SharedCell &cell, shared_address address);
 
 // ---- emulator_global.cpp -------------------------------------------------------------------------
 
 void begin_launch_global();
 bool is_lent(const void *begin, int64_t num_bytes);
-// By an add_box, the number-th of its adder, who knows num_over of them to be over. An add_box_fence of the adder.
-void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_over);
+// Checks an access by the adder's bulk addition `number`, when the adder knows num_complete of them to be complete.
+void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_complete);
+// fence_proxy_async_global by the adder.
 void fence_acquisitions(int adder);
 
 // ---- emulator_sm90.cpp, emulator_groups.cpp ------------------------------------------------------
 
 shared_address swizzled(shared_address address);
-// Bulk copies and products see what a thread wrote if it made a fence, and a barrier lies between the fence and now.
+// Faults unless the thread that wrote the chunk has fenced its write for the async proxy, and a barrier followed
+// the fence.
 void check_fence(shared_address chunk, const char *what);
 
-// Before the first thread of a block starts, when one ends, when all have.
-void begin_block_bulk();
-void begin_block_groups();
+// Run before the first thread of a CTA starts, when a thread ends, and when all have ended.
+void begin_cta_bulk();
+void begin_cta_groups();
 void end_thread_bulk();
 void end_thread_groups();
-void end_block_bulk();
-void end_block_groups();
+void end_cta_bulk();
+void end_cta_groups();
 
 } // namespace emulator
 

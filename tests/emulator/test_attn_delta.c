@@ -1,4 +1,4 @@
-// tests/c/test_attn_delta.c, on the CUDA kernels.
+// Runs tests/c/test_attn_delta.c on the CUDA kernels.
 #include "core_on_emulator.h"
 
 #include "../c/test_attn_delta.c"

@@ -1,4 +1,4 @@
-"""A test that takes the device along ends its process, where another one goes on with the tests that are left."""
+"""A test that breaks the device ends its process; another process runs the remaining tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from device import DEVICE
 
 @pytest.fixture(autouse=True)
 def device_lives(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After a wrong memory access every call fails, in every test to come: pytest-xdist starts another process."""
+    """After an illegal memory access every later call fails too, so pytest-xdist has to start a new process."""
     yield
     if DEVICE.type == "cuda" and "PYTEST_XDIST_WORKER" in os.environ:
         try:

@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: on the GPU if there is one, else on the CPU, as a rehearsal."""
+"""The device that the tests of this folder run on: the GPU or, as a rehearsal, the CPU."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("num_cols", "scale"), [(1001, 1.0), (1024, 30.0)])
 def test_small_glu_is_the_formula(kind: str, dtype: torch.dtype, num_cols: int, scale: float) -> None:
-    """Bound: one rounding to dtype, and some 30 of the arithmetic in the terms of act and act', which are at most
-    1 + |x| in size, and x^2 times the error in the argument of an exp."""
+    """Bound: one rounding to dtype, some 30 roundings of arithmetic in the terms of act and act', which are at most
+    1 + |x|, and x^2 times the error of an exponent."""
     gate, up, dprod = (normal(7, num_cols, dtype=dtype, scale=scale if i == 0 else 1.0, seed=i) for i in range(3))
     x = gate.double().requires_grad_()
     act = ACTIVATIONS[kind](x)
@@ -95,10 +95,10 @@ def test_small_glu_is_the_formula(kind: str, dtype: torch.dtype, num_cols: int, 
 def test_small_cross_entropy_is_the_formula(
     dtype: torch.dtype, vocab_size: int, options: tuple[float, float, float]
 ) -> None:
-    """Bound: roundings of x' (|x'| <= 60), of an exp and a quotient, and of sums of 8 numbers at a time: below 200."""
+    """Bound: fewer than 200 roundings: of x' (|x'| <= 60), of an exp and a quotient, and of sums of 8 numbers."""
     smoothing, softcap, z_loss = options
     logits = normal(6, vocab_size, dtype=dtype, scale=8.0)
-    logits[1, 5] = 50.0  # nearly all of the probability
+    logits[1, 5] = 50.0  # has nearly all of the probability
     logits[2, 7:] = -torch.inf
     labels = torch.tensor([3, 5, 2, -100, 96, 0], device=DEVICE)
     x = logits.double().requires_grad_()
@@ -110,7 +110,7 @@ def test_small_cross_entropy_is_the_formula(
     if smoothing:
         want = want + smoothing * (lse - capped.mean(-1))
     (gradient,) = torch.autograd.grad(want[keep].sum(), x)
-    gradient = gradient.nan_to_num()  # of -inf, whose probability is 0
+    gradient = gradient.nan_to_num()  # a logit of -inf has probability 0
     state = ops.state_dtype(dtype)
     loss, got_lse = (torch.full((6,), 7.0, dtype=state, device=DEVICE) for _ in range(2))
     ops.cross_entropy_fwd_bwd_(logits, labels, loss, got_lse, -100, smoothing, softcap, z_loss, True)
@@ -118,7 +118,7 @@ def test_small_cross_entropy_is_the_formula(
     zero = torch.zeros((), dtype=torch.float64, device=DEVICE)
     assert_near(loss, torch.where(keep, want.detach(), zero), error * (1 + want.detach().abs()))
     assert_near(got_lse, torch.where(keep, lse.detach(), zero), error * (1 + lse.detach().abs()))
-    is_label = F.one_hot(labels.clamp(min=0), vocab_size)  # where a probability near 1 and 1 cancel
+    is_label = F.one_hot(labels.clamp(min=0), vocab_size)  # there a probability near 1 cancels with 1
     bound = torch.finfo(dtype).eps / 2 * gradient.abs() + error * (gradient.abs() + 1 / vocab_size + is_label)
     assert_near(logits, torch.where(keep[:, None], gradient, zero), bound + torch.finfo(dtype).tiny)
 
@@ -148,7 +148,7 @@ class Problem(NamedTuple):
 def problem(
     dtype: torch.dtype, head_dim: int, v_head_dim: int, num_kv_heads: int = 4, seq_len: int = 256, scale: float = 1.0
 ) -> Problem:
-    """B 2, H 4. scale: of q, and so of the scores."""
+    """B 2, H 4. scale multiplies q, and so the scores."""
     sizes = ((4, head_dim, scale), (num_kv_heads, head_dim, 1.0), (num_kv_heads, v_head_dim, 1.0), (4, v_head_dim, 1.0))
     return Problem(
         *(normal(2, seq_len, heads, dim, dtype=dtype, scale=s, seed=i) for i, (heads, dim, s) in enumerate(sizes))
@@ -156,13 +156,13 @@ def problem(
 
 
 RESULTS = ("out", "dq", "dk", "dv")
-# Of 2 * 256 * 4 independent rows mean squares have a relative deviation of (2 / 2048) ** 0.5, two of them 4.4 %. The
-# largest of 1e5 normal numbers, 4.8 deviations, has one of 5.6 %, two of them 8 %. Three times that.
+# The mean square over 2 * 256 * 4 independent rows has a relative deviation of (2 / 2048) ** 0.5, the ratio of two such
+# 4.4 %. The largest of 1e5 normal numbers, at 4.8 deviations, has one of 5.6 %, the ratio of two 8 %. Three times that.
 DRAW = 1.25 if DEVICE.type == "cuda" else 1.0
 
 
 def ours(p: Problem, mask: IntervalMask) -> list[Tensor]:
-    """The RESULTS."""
+    """RESULTS of ringtile."""
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     out = attention(*leaves, mask=mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, p.dout)]
@@ -177,11 +177,11 @@ def torchs(p: Problem, mask: IntervalMask) -> list[Tensor]:
 
 
 def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: list[Tensor]) -> None:
-    """The accuracy rule: errors are at most torch's, in the mean square, and the largest one.
+    """The accuracy rule: the mean square error and the largest error are at most torch's.
 
-    Where torch too rounds once, the largest error is one rounding of a large number, after some 64 of the state's, and
-    the draw says whose is larger. On a GPU both also round weights to the dtype, so their errors have one distribution:
-    DRAW is what two draws of it may differ by.
+    If torch rounds only once too, the largest error is one rounding of a large number after some 64 roundings of the
+    state, and chance decides whose is larger. On a GPU both also round weights to the dtype, so their errors have the
+    same distribution; DRAW is how far two draws from it may differ.
     """
     exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
     for name, mine, theirs in zip(RESULTS, results, torchs(p, mask), strict=True):
@@ -222,16 +222,17 @@ def test_attention_with_few_kv_heads_obeys_it(dtype: torch.dtype, num_kv_heads: 
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_over_many_tiles_obeys_it(dtype: torch.dtype, mask: str, head_dim: int) -> None:
-    """More tiles of keys than any kernel has stages, and a tail."""
-    p, seq_len = problem(dtype, head_dim, head_dim, num_kv_heads=2, seq_len=1090), 1090
-    masks = {"causal": IntervalMask.causal(seq_len), "window": IntervalMask.sliding_window(seq_len, 700)}
+    """More tiles of keys than any kernel has stages, and a partial last tile. On a CPU it is shorter."""
+    seq_len = 1090 if DEVICE.type == "cuda" else 190
+    p = problem(dtype, head_dim, head_dim, num_kv_heads=2, seq_len=seq_len)
+    masks = {"causal": IntervalMask.causal(seq_len), "window": IntervalMask.sliding_window(seq_len, 7 * seq_len // 11)}
     assert_not_less_exact_than_torch(p, masks[mask], ours(p, masks[mask]))
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 40)])
-def test_attention_of_rows_that_begin_anywhere_obeys_it(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    """On sm_90 these rows go to the kernel of sm_80, and (96, 96) and more above; the rest to that of sm_90."""
+def test_attention_of_unaligned_rows_obeys_it(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    """On sm_90 the sm_80 kernel takes unaligned rows, and head dims of 96 and above 128; the sm_90a kernel the rest."""
     p = problem(dtype, *dims)
     odd = Problem(*(F.pad(x, (0, 1))[..., : x.size(-1)] for x in p))
     assert_not_less_exact_than_torch(odd, MASKS["causal"], ours(odd, MASKS["causal"]))
@@ -239,7 +240,7 @@ def test_attention_of_rows_that_begin_anywhere_obeys_it(dtype: torch.dtype, dims
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_attention_with_large_scores_is_finite_and_right(dtype: torch.dtype) -> None:
-    """Scores of some hundred: nearly all weight on one key, exponents far below the smallest number."""
+    """Scores in the hundreds: nearly all weight on one key, exponentials that underflow."""
     p, mask = problem(dtype, 64, 64, scale=30.0), MASKS["causal"]
     exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
     for mine, theirs, right in zip(ours(p, mask), torchs(p, mask), (exact.out, *exact[2:]), strict=True):
@@ -250,14 +251,14 @@ def test_attention_with_large_scores_is_finite_and_right(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("seq_len", [1, 63, 65, 130])
 def test_small_attention_of_any_length(dtype: torch.dtype, seq_len: int) -> None:
-    """Tails of tiles. A hundred roundings of numbers below 10, of the dtype in which weights are kept."""
+    """Partial tiles. Bound: a hundred roundings of numbers below 10 to the dtype of the weights."""
     p, mask = problem(dtype, 64, 64, seq_len=seq_len), IntervalMask.causal(seq_len)
     exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
     for mine, right in zip(ours(p, mask), (exact.out, *exact[2:]), strict=True):
         torch.testing.assert_close(mine.double(), right, rtol=0, atol=10 * 100**0.5 * torch.finfo(dtype).eps)
 
 
-# The 16-bit kernels of a GPU let a number that is not finite spoil rows of a tile that the mask cuts (docs/cuda.md).
+# In the 16-bit GPU kernels a non-finite number spoils rows of a partly masked tile (docs/design/cuda.md).
 SILENCING = torch.float32 if DEVICE.type == "cuda" else torch.bfloat16
 
 
@@ -289,7 +290,7 @@ def test_small_queries_without_keys_give_zeros() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, *FLOATS])
 @pytest.mark.parametrize("v_head_dim", [17, 64, 100, 128, 256])
 def test_small_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None:
-    """Bound: as many roundings as there are products, and two of the result."""
+    """Bound: one rounding per product, and two of the result."""
     dout, out = (normal(2, 70, 3, v_head_dim, dtype=dtype, seed=i) for i in range(2))
     dlse = normal(2, 3, 70, dtype=torch.float64, seed=2)
     for gradient in (dout, dout[:, :, :1].expand_as(dout), F.pad(dout, (1, 0))[..., 1:]):
@@ -314,8 +315,8 @@ def test_the_same_inputs_give_the_same_bits() -> None:
     "mask", [IntervalMask.causal(4096), IntervalMask.full(4096), IntervalMask.sliding_window(4096, 500)]
 )
 @pytest.mark.parametrize("dims", DIMS)
-def test_turns_give_the_same_bits_however_busy_the_device_is(dims: tuple[int, int], mask: IntervalMask) -> None:
-    """64 tiles of keys add to each dq, while products on another stream take multiprocessors away."""
+def test_semaphores_give_the_same_bits_however_busy_the_device_is(dims: tuple[int, int], mask: IntervalMask) -> None:
+    """64 tiles of keys add to each dq while matrix products on another stream occupy multiprocessors."""
     p, other = problem(torch.bfloat16, *dims, num_kv_heads=2, seq_len=4096), torch.cuda.Stream()
     first, x = ours(p, mask), normal(2048, 2048, dtype=torch.bfloat16)
     for _ in range(5):

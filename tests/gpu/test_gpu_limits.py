@@ -1,4 +1,4 @@
-"""What is rare: many runs, other scales and caps, arrays of more than 2^31 numbers, against float64.
+"""Rare cases against float64: many runs, any scale and softcap, arrays of more than 2^31 numbers.
 
 Shape letters: B batch, N queries, K keys, H query heads, G kv heads, D head dim, S tokens, T tokens, F, V columns.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 def assert_close(got: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Norms: weights, dS and results are rounded to a 16-bit dtype, and so are two of the numbers they are made of; in
-    float32 some hundred roundings."""
+    """Compares norms. Bound: weights, dS and results are rounded to a 16-bit dtype, and so are two of their inputs; in
+    float32 a hundred roundings."""
     bound = (100 if dtype == torch.float32 else 2.5) * torch.finfo(dtype).eps
     for mine, right in zip(got, expected, strict=True):
         assert bool(mine.isfinite().all())
@@ -27,7 +27,7 @@ def assert_close(got: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch
 
 
 def shuffled_runs(num_runs: int) -> tuple[Tensor, Tensor]:
-    """Runs of 1 to 9 keys, 1 to 3 positions apart, their rows in any order; int64 (K,), the position of each row."""
+    """Runs of 1 to 9 keys, 1 to 3 positions apart, in random order; and the position of each row, int64 (K,)."""
     generator = torch.Generator().manual_seed(num_runs)
     lengths, strides = (torch.randint(1, most, (num_runs,), generator=generator) for most in (10, 4))
     begins = (lengths * strides).cumsum(0) - lengths * strides
@@ -44,7 +44,7 @@ def shuffled_runs(num_runs: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("num_runs", [1, 5, 65, 150])
 def test_small_attention_over_many_runs(num_runs: int, head_dim: int, dtype: torch.dtype) -> None:
-    """More than a launch takes. Every query attends an interval of its own, some of them empty."""
+    """More runs than one launch takes. Every query attends a random interval, which may be empty."""
     runs, positions = shuffled_runs(num_runs)
     num_queries, num_keys, last = 70, positions.numel(), int(positions.max()) + 1
     q, dout = (normal(2, num_queries, 4, head_dim, dtype=dtype, seed=i) for i in range(2))
@@ -71,7 +71,7 @@ def test_small_attention_over_many_runs(num_runs: int, head_dim: int, dtype: tor
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("scale", "softcap"), [(-0.2, 0.0), (0.0, 0.0), (0.3, 5.0), (-0.3, 2.0)])
 def test_small_attention_of_any_scale_and_cap(scale: float, softcap: float, head_dim: int, dtype: torch.dtype) -> None:
-    """With the gradient of the log-sum-exp."""
+    """With a gradient of the log-sum-exp too."""
     mask = IntervalMask.causal(130)
     leaves = [
         normal(2, 130, heads, head_dim, dtype=dtype, seed=i).requires_grad_() for i, heads in enumerate((4, 2, 2))
@@ -89,7 +89,7 @@ def test_small_attention_of_any_scale_and_cap(scale: float, softcap: float, head
 @ON_GPU
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_attention_of_arrays_beyond_31_bits(head_dim: int) -> None:
-    """The last rows, which a window makes independent of the others."""
+    """Compares the last rows, which a window makes independent of the others."""
     heads, window, tail = 2048 // head_dim, 64, 256
     seq_len = 2**20 + tail
     leaves = [
@@ -101,13 +101,13 @@ def test_attention_of_arrays_beyond_31_bits(head_dim: int) -> None:
     got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     parts = [x.detach()[:, -tail:] for x in (*leaves, dout)]
     exact = dense_gradients(*parts[:3], dense(IntervalMask.sliding_window(tail, window)).to(DEVICE), parts[3])
-    inner = slice(window, None)  # rows that attend, and are attended by, the tail alone
+    inner = slice(window, None)  # rows that attend, and are attended by, only the tail
     assert_close((x[:, -tail:][:, inner] for x in got), (y[:, inner] for y in (exact.out, *exact[2:])), torch.bfloat16)
 
 
 @ON_GPU
 def test_pointwise_kernels_of_arrays_beyond_31_bits() -> None:
-    """The last rows are those of a call of their own."""
+    """The last rows equal the result of a separate call on them."""
     num_tokens, num_cols, tail = 70000, 32000, 3
     gate, up = (torch.empty(num_tokens, num_cols, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2))
     prod = ops.glu_fwd(gate, up, ops.GLU_KINDS["silu"])

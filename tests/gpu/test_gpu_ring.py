@@ -1,6 +1,6 @@
 """The ring over virtual ranks of one GPU, against float64 and against torch's attention.
 
-A round's keys are copied from thread to thread on the device, in the streams of the threads.
+Each rank is a thread; a round's keys are copied between threads on the device, on the threads' streams.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import pytest
 import torch
 from device import DEVICE, ON_GPU
 from oracle import Attention
-from ringtile import Layout, LoopbackWorld, block, ring_attention
-from ringtile.transport import LoopbackGroup
+from ringtile import Layout, LoopbackWorld, ring_attention
+from ringtile.ring import block_kernel as block
+from ringtile.transport.loopback import LoopbackGroup
 from test_gpu_kernels import MASKS, RESULTS, Problem, assert_not_less_exact_than_torch, problem
 from test_ring import assemble
 
@@ -28,7 +29,7 @@ def run_ring(p: Problem, mask: str, layout: Layout, own_streams: bool = False) -
             return Attention(*(x.detach().cpu() for x in (out, lse, *gradients)))
 
     if DEVICE.type == "cuda":
-        torch.cuda.synchronize()  # the inputs were made on another stream
+        torch.cuda.synchronize()  # the inputs were created on another stream
     return assemble(LoopbackWorld(layout.world_size).run(on_rank), layout)
 
 
@@ -43,7 +44,7 @@ def test_ring_obeys_the_accuracy_rule(world_size: int, mask: str) -> None:
 
 @ON_GPU
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_ranks_on_streams_of_their_own_give_the_same_bits(world_size: int) -> None:
+def test_ranks_on_separate_streams_give_the_same_bits(world_size: int) -> None:
     p, layout = problem(torch.bfloat16, 64, 64), Layout.zigzag(256, world_size)
     expected = run_ring(p, "causal", layout)
     for _ in range(5):
@@ -54,7 +55,7 @@ def test_ranks_on_streams_of_their_own_give_the_same_bits(world_size: int) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
-def test_atens_kernels_are_what_they_are_taken_for(head_dim: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+def test_aten_kernels_return_what_ringtile_expects(head_dim: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     reasons = {name: block.why_not(name, DEVICE, dtype, head_dim, 4, num_kv_heads) for name in block.ATEN[DEVICE.type]}
     print(reasons)
     assert "" in reasons.values()
@@ -63,7 +64,7 @@ def test_atens_kernels_are_what_they_are_taken_for(head_dim: int, num_kv_heads: 
 
 @pytest.mark.parametrize("kernel", ["aten", "auto"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_attention_by_atens_kernels_obeys_the_accuracy_rule(mask: str, kernel: str) -> None:
+def test_attention_by_aten_kernels_obeys_the_accuracy_rule(mask: str, kernel: str) -> None:
     p = problem(torch.bfloat16, 128, 128, num_kv_heads=2)
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     out = ring_attention(*leaves, mask=MASKS[mask], layout=Layout.contiguous(256, 1), block_kernel=kernel)

@@ -1,4 +1,4 @@
-"""tests/gpu/run_all, where there is no GPU: it says so. Its steps name what exists, fail alone, can be run again."""
+"""tests/gpu/run_all: it reports a missing GPU; its steps name existing files, fail alone, and can be run again."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: pathlib.Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_its_steps_name_what_exists(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
+def test_steps_name_existing_files(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
     for step in run_all.steps(tmp_path).values():
         assert 0 < step.seconds < run_all.SECONDS
         assert all((run_all.ROOT / part).exists() for part in step.command if part.endswith(".py"))
 
 
-def test_its_measurements_are_all_that_quick_has_for_a_gpu(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
+def test_measurements_cover_the_quick_bench(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
     def chosen(options: tuple[str, ...]) -> set[object]:
         parser = argparse.ArgumentParser()
         parser.add_argument("--json")
         bench.add_arguments(parser)
-        return {entry.point for entry in bench.chosen(parser.parse_args(options), attention)}
+        return {comparison.workload for comparison in bench.chosen(parser.parse_args(options), attention)}
 
     steps = run_all.steps(tmp_path)
     points = {name: chosen(steps[name].command[4:]) for name in ("bench", "bench_masks", "bench_sm80")}
@@ -58,7 +58,7 @@ def test_its_measurements_are_all_that_quick_has_for_a_gpu(run_all: ModuleType, 
 
 
 def test_a_step_that_fails_or_hangs_is_reported(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
-    """With what it started."""
+    """A step that hangs is killed with its children."""
 
     def status(program: str, seconds: float = 60) -> object:
         return run_all.run("step", run_all.Step(seconds, (sys.executable, "-c", program)), tmp_path)["status"]
@@ -68,8 +68,8 @@ def test_a_step_that_fails_or_hangs_is_reported(run_all: ModuleType, tmp_path: p
     sleep = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
     assert status(hangs, 3) == "took longer than 3 s"
-    if pid.exists():  # else it had not come so far
-        while is_running(int(pid.read_text())):  # ends by the test's timeout when it stays
+    if pid.exists():  # else the step was killed before its child started
+        while is_running(int(pid.read_text())):  # a child that survives fails the test by its timeout
             time.sleep(0.01)
 
 

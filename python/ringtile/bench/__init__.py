@@ -1,1 +1,1 @@
-"""What `ringtile bench` measures, and how. Only the command line imports it."""
+"""The measurements of `ringtile bench`. Only the command line imports this package."""

@@ -1,11 +1,12 @@
-"""`ringtile bench attention`: our kernels and torch's attention functions, taking turns in one process.
+"""`ringtile bench attention`: ringtile's kernels against torch's attention functions, in one process.
 
 Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,27 +16,25 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringtile import ops
-from ringtile.bench.compare import Candidate, compare, memory_of, results
-from ringtile.bench.points import (
+from ringtile.bench.cases import (
     Attend,
     Case,
-    Entry,
     Inputs,
-    Measured,
-    Point,
-    attention_work,
+    Workload,
+    attention_cost,
     check_kernel,
     flops_of,
     make_case,
-    make_inputs,
-    shorter,
 )
+from ringtile.bench.cases import make_inputs as make_inputs  # a subject's module has it, see measure_each
+from ringtile.bench.compare import Candidate, measure_each, results
+from ringtile.bench.rows import Comparison, Cost, Grid
 from ringtile.errors import ConfigError
-from ringtile.mask import IntervalMask
-from ringtile.ring import attention
+from ringtile.ring.attention import attention
+from ringtile.sequence.mask import IntervalMask
 
 DEVICES = ("cpu", "cuda")
-MAX_ERROR_SEQ_LEN = 1024  # up to here the float64 result is computed too
+MAX_ERROR_SEQ_LEN = 1024  # the float64 result is computed up to this length
 WARM_UP_SEQ_LEN = 64
 
 
@@ -44,13 +43,13 @@ def ringtile_attend(case: Case, device: str = "cpu") -> Attend:
 
 
 def torch_attend(case: Case, device: str = "cpu") -> Attend | None:
-    """SDPA that is told the mask by its own argument."""
+    """SDPA with is_causal for a mask."""
     is_causal = case.is_causal
     return None if is_causal is None else lambda q, k, v: sdpa(q, k, v, is_causal=is_causal)
 
 
 def torch_backend_attend(backend: SDPBackend, case: Case, device: str = "cpu") -> Attend | None:
-    """The same by one of SDPA's kernels, where it has a choice."""
+    """SDPA restricted to one of its kernels; CUDA only."""
     plain = torch_attend(case, device)
     if plain is None or device == "cpu":
         return None
@@ -63,13 +62,13 @@ def torch_backend_attend(backend: SDPBackend, case: Case, device: str = "cpu") -
 
 
 def torch_mask_attend(case: Case, device: str = "cpu") -> Attend:
-    """SDPA with a boolean mask, which is made once and not timed."""
+    """SDPA with a boolean mask, built once and not timed."""
     attend = bool_mask(case.mask).to(device)
     return lambda q, k, v: sdpa(q, k, v, attn_mask=attend)
 
 
 def torch_per_document_attend(case: Case, device: str = "cpu") -> Attend | None:
-    """A causal SDPA for every document."""
+    """One causal SDPA per document."""
     documents = case.documents
     if documents is None:
         return None
@@ -86,7 +85,7 @@ def torch_per_document_attend(case: Case, device: str = "cpu") -> Attend | None:
 
 
 def flex_attend(case: Case, device: str = "cpu") -> Attend:
-    """flex_attention, compiled for this mask and shape; its block mask is made once and not timed."""
+    """flex_attention, compiled for this mask and shape; its block mask is built once and not timed."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
 
     begin, end = (x.expand(case.mask.begin.size(0), -1).to(device) for x in (case.mask.begin, case.mask.end))
@@ -108,7 +107,7 @@ def flex_attend(case: Case, device: str = "cpu") -> Attend:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """torch's scaled_dot_product_attention for our order of dimensions. attn_mask (B or 1, 1, S, S) bool."""
+    """torch's scaled_dot_product_attention on (B, S, H, D) tensors. attn_mask: bool (B or 1, 1, S, S)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.size(1) != k.size(1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=gqa)
@@ -122,7 +121,7 @@ def bool_mask(mask: IntervalMask) -> Tensor:
 
 
 class Provider(NamedTuple):
-    """A way to compute attention. make(case, device): None for a case that it does not have there."""
+    """A way to compute attention. make(case, device) returns None if it does not support the case there."""
 
     make: Callable[..., Attend | None]
     backward_on: tuple[str, ...] = DEVICES
@@ -139,57 +138,49 @@ PROVIDERS = {
 }
 
 
-# ---- one point ----------------------------------------------------------------------------------
+# ---- one workload -------------------------------------------------------------------------------
 
 
-def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
-    """Measures every entry, in their order."""
-    for entry in entries:
-        point: Point = entry.point
-        case = make_case(point.case, point.seq_len)
-        inputs = make_inputs(point)
-        yield compare(
-            attention_work(point, case),
-            {name: partial(make_candidate, name, point, inputs) for name in entry.providers},
-            repeats,
-            exact=partial(exact_results, case, inputs),
-            memory=partial(memory_of, "attention", point=point) if entry.memory else None,
-            device=point.device,
-        )
+measure = partial(measure_each, "attention")
 
 
-def exact_results(case: Case, inputs: Inputs) -> tuple[Tensor, ...] | None:
+def cost_of(workload: Workload, inputs: Inputs) -> Cost:
+    return attention_cost(workload, make_case(workload.case, workload.seq_len))
+
+
+def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...] | None:
     """out, dq, dk, dv in float64; None beyond MAX_ERROR_SEQ_LEN."""
-    if case.mask.seq_len > MAX_ERROR_SEQ_LEN:
+    if workload.seq_len > MAX_ERROR_SEQ_LEN:
         return None
-    return results(attend_candidate(torch_mask_attend(case, inputs.q.device.type), inputs.double()))
+    case = make_case(workload.case, workload.seq_len)
+    return results(attend_candidate(torch_mask_attend(case, workload.device), inputs.double()))
 
 
-def make_candidate(name: str, point: Point, inputs: Inputs) -> Candidate | None:
-    """None where the provider does not have the case."""
+def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate | None:
+    """None if the provider does not support the workload."""
     provider = PROVIDERS[name]
-    attend = provider.make(make_case(point.case, point.seq_len), point.device)
-    return None if attend is None else attend_candidate(attend, inputs, point.device in provider.backward_on)
+    attend = provider.make(make_case(workload.case, workload.seq_len), workload.device)
+    return None if attend is None else attend_candidate(attend, inputs, workload.device in provider.backward_on)
 
 
 def attend_candidate(attend: Attend, inputs: Inputs, backward: bool = True) -> Candidate:
-    """A forward whose backward follows keeps what that needs, as in training."""
+    """With a backward, the forward saves what it needs, as in training."""
     q, k, v, dout = inputs if backward else inputs.detached()
     return Candidate(
         lambda: attend(q, k, v), (lambda out: torch.autograd.grad(out, (q, k, v), dout)) if backward else None
     )
 
 
-def smaller(point: Point) -> Point:
-    """What a process warms up with."""
-    return shorter(point, WARM_UP_SEQ_LEN)
+def smaller(workload: Workload) -> Workload:
+    """A workload that warms a process up."""
+    return replace(workload, seq_len=WARM_UP_SEQ_LEN)
 
 
-# ---- what is measured ---------------------------------------------------------------------------
+# ---- the workloads ------------------------------------------------------------------------------
 
 
-MEMORY = False  # measured without being asked to
-GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
+MEMORY = False  # whether memory is measured by default
+GRID: Grid = {
     "case": ("full", "causal", "window-1024", "documents-8", "padding"),
     "dtype": ("float32", "bfloat16"),
     "seq_len": (128, 512, 2048, 4096, 8192),
@@ -201,36 +192,36 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 }
 
 
-def check(point: Point) -> None:
-    """Refuses what cannot be measured: ConfigError, InputError."""
-    if point.device not in DEVICES:
-        raise ConfigError(f"--device is {point.device!r}; expected one of {', '.join(DEVICES)}")
-    if point.device == "cuda" and (reason := ops.why_not_on(0)):
+def check(workload: Workload) -> None:
+    """ConfigError, InputError: the workload cannot be measured."""
+    if workload.device not in DEVICES:
+        raise ConfigError(f"--device is {workload.device!r}; expected one of {', '.join(DEVICES)}")
+    if workload.device == "cuda" and (reason := ops.why_not_on(0)):
         raise ConfigError(f"--device is cuda, expected cpu: ringtile's CUDA kernels are not in use here: {reason}")
-    flops_of(point, make_case(point.case, point.seq_len).mask)
-    check_kernel(point)
+    flops_of(workload, make_case(workload.case, workload.seq_len).mask)
+    check_kernel(workload)
 
 
-def quick_entries() -> Iterator[Entry]:
-    """What docs/performance.md quotes."""
+def quick_comparisons() -> Iterator[Comparison]:
+    """The comparisons quoted in the documentation."""
     for head_dim in (128, 64):
-        yield Entry(Point("full", "float32", 2048, head_dim), ("ringtile", "torch"))
-        yield Entry(Point("causal", "float32", 4096, head_dim), ("ringtile", "torch"), memory=head_dim == 128)
-    yield Entry(Point("causal", "bfloat16", 4096, 128), ("ringtile", "torch"))
-    yield Entry(Point("causal", "float32", 4096, 128, num_kv_heads=2), ("ringtile", "torch"))
+        yield Comparison(Workload("full", "float32", 2048, head_dim), ("ringtile", "torch"))
+        yield Comparison(Workload("causal", "float32", 4096, head_dim), ("ringtile", "torch"), memory=head_dim == 128)
+    yield Comparison(Workload("causal", "bfloat16", 4096, 128), ("ringtile", "torch"))
+    yield Comparison(Workload("causal", "float32", 4096, 128, num_kv_heads=2), ("ringtile", "torch"))
     for dtype in ("float32", "bfloat16"):
-        yield Entry(Point("causal", dtype, 512, 128), ("ringtile", "torch"))
+        yield Comparison(Workload("causal", dtype, 512, 128), ("ringtile", "torch"))
         for case in ("full", "causal", "documents-2", "padding"):
-            yield Entry(Point(case, dtype, 128, 128), ("ringtile", "torch", "torch_mask", "torch_per_document"))
+            yield Comparison(Workload(case, dtype, 128, 128), ("ringtile", "torch", "torch_mask", "torch_per_document"))
     documents = ("ringtile", "torch_mask", "torch_per_document", "flex")
-    yield Entry(Point("documents-8", "float32", 8192, 128), documents, memory=True)
-    yield Entry(Point("window-1024", "float32", 8192, 64), ("ringtile", "torch_mask"))
-    gpu = partial(Point, dtype="bfloat16", num_heads=16, num_kv_heads=16, device="cuda")
-    whole = ("ringtile", "torch_flash", "torch_cudnn")
+    yield Comparison(Workload("documents-8", "float32", 8192, 128), documents, memory=True)
+    yield Comparison(Workload("window-1024", "float32", 8192, 64), ("ringtile", "torch_mask"))
+    gpu = partial(Workload, dtype="bfloat16", num_heads=16, num_kv_heads=16, device="cuda")
+    on_gpu = ("ringtile", "torch_flash", "torch_cudnn")
     for head_dim in (128, 64):
         for case in ("causal", "full"):
-            yield Entry(gpu(case, seq_len=8192, head_dim=head_dim), whole)
-        yield Entry(gpu("causal", seq_len=1024, head_dim=head_dim), whole)
-    yield Entry(gpu("causal", seq_len=8192, head_dim=128, num_kv_heads=4), whole)
+            yield Comparison(gpu(case, seq_len=8192, head_dim=head_dim), on_gpu)
+        yield Comparison(gpu("causal", seq_len=1024, head_dim=head_dim), on_gpu)
+    yield Comparison(gpu("causal", seq_len=8192, head_dim=128, num_kv_heads=4), on_gpu)
     for case in ("documents-8", "window-1024"):
-        yield Entry(gpu(case, seq_len=16384, head_dim=128), ("ringtile", "torch_per_document", "flex"))
+        yield Comparison(gpu(case, seq_len=16384, head_dim=128), ("ringtile", "torch_per_document", "flex"))

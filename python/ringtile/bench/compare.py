@@ -1,4 +1,4 @@
-"""Providers of one thing at one point: their time in turns, their error, and their memory in processes of their own."""
+"""Compares providers on one workload: time, taken in turns; error; memory, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from ringtile.bench.measure import (
     Peak,
     Sampler,
     mean_sample,
-    reset_resident_peak,
-    resident_peak_bytes,
     take_turns,
     timed_passes,
 )
-from ringtile.bench.points import Entry, Found, Measured, Work, make_rows, why_skipped
+from ringtile.bench.rows import Comparison, Cost, Measured, Untimed, make_rows, why_skipped
 from ringtile.errors import RingtileError
+from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
 
 class Candidate(NamedTuple):
-    """What one provider runs. forward: a result with a graph; backward: the gradients of what it returned."""
+    """A provider's code for one workload. forward returns a result with a graph; backward maps it to gradients."""
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], tuple[Tensor, ...]] | None
 
 
 def gradient_candidate(forward: Callable[[], Tensor], dout: Tensor, leaves: Sequence[Tensor]) -> Candidate:
-    """A forward, and a backward that leaves the gradients in .grad, where other tiled functions add theirs."""
+    """A candidate whose gradients arrive in .grad, because some tiled functions write theirs only there."""
 
     def backward(out: Tensor) -> tuple[Tensor, ...]:
         torch.autograd.backward(out, dout)
@@ -52,42 +51,45 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def measure_each(subject: str, entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
-    """Measures every entry, in their order.
+def measure_each(subject: str, comparisons: Sequence[Comparison], repeats: int) -> Iterator[Measured]:
+    """Measures the comparisons in order.
 
-    subject: the module of ringtile.bench with `make_inputs(point)`, `make_candidate(name, point, inputs)`,
-    `work_of(point, inputs)`, and `exact_results(inputs)`, the float64 results.
+    subject: a module of ringtile.bench with `make_inputs(workload)`, `make_candidate(name, workload, inputs)`,
+    `cost_of(workload, inputs)` and `exact_results(workload, inputs)`, the float64 results or None.
     """
     module = importlib.import_module(f"ringtile.bench.{subject}")
-    for entry in entries:
-        inputs = module.make_inputs(entry.point)
+    for comparison in comparisons:
+        workload = comparison.workload
+        inputs = module.make_inputs(workload)
         yield compare(
-            module.work_of(entry.point, inputs),
-            {name: partial(module.make_candidate, name, entry.point, inputs) for name in entry.providers},
+            module.cost_of(workload, inputs),
+            {name: partial(module.make_candidate, name, workload, inputs) for name in comparison.providers},
             repeats,
-            exact=partial(module.exact_results, inputs),
-            memory=partial(memory_of, subject, point=entry.point) if entry.memory else None,
+            exact=partial(module.exact_results, workload, inputs),
+            memory=partial(memory_of, subject, workload=workload) if comparison.memory else None,
+            device=getattr(workload, "device", "cpu"),
         )
 
 
 def compare(
-    work: Work,
+    cost: Cost,
     makers: Mapping[str, Callable[[], Candidate | None]],
     repeats: int,
     exact: Callable[[], tuple[Tensor, ...] | None],
     memory: Callable[[str], Mapping[str, int]] | None,
     device: str = "cpu",
 ) -> Measured:
-    """The medians of `repeats` samples of every provider that has this case.
+    """Measures each provider that supports the workload: medians of `repeats` samples.
 
-    Times are taken in one process: the candidates then share threads, caches and allocator, and none of them pays for
-    waking up what another process had put to sleep. exact: the float64 results, if they are computed. memory:
-    bytes by pass of a provider, measured elsewhere: a process keeps the peak, and the heap, of all that ran in it.
+    All times are taken in this process, so that the candidates share threads, caches and allocator and none pays for
+    waking threads that another process had put to sleep. makers: a function per provider that returns None if it does
+    not support the workload. exact: returns the float64 results, or None to skip the errors. memory: returns a
+    provider's bytes by pass, measured in another process, because this one keeps the peak and the heap of all of them.
     """
     right = exact()
     peak = MatmulPeak() if device == "cuda" else Peak()
     samplers: dict[str, Sampler] = {"peak": partial(mean_sample, peak.run)}
-    found: dict[str, Found] = {}
+    untimed: dict[str, Untimed] = {}
     skipped = {}
     for name, make in makers.items():
         try:
@@ -97,16 +99,16 @@ def compare(
             first = results(candidate)  # also warms it up
         except RingtileError:
             raise
-        except Exception as error:  # whatever a library raises where it is not installed, or a function not supported
+        except Exception as error:  # libraries raise anything if they are missing or do not support a case
             skipped[name] = why_skipped(error)
             continue
         max_error, rms_error = ({}, {}) if right is None else errors(first, right)
         del first
-        found[name] = Found(max_error, rms_error, memory(name) if memory and candidate.backward else {})
+        untimed[name] = Untimed(max_error, rms_error, memory(name) if memory and candidate.backward else {})
         samplers[name] = partial(mean_sample, partial(timed, candidate, device))
     seconds = take_turns(samplers, repeats)
     peak_flops_per_s = peak.flops / seconds.pop("peak")["peak"].median
-    return Measured(work.point, make_rows(work, seconds, peak_flops_per_s, found), skipped)
+    return Measured(cost.workload, make_rows(cost, seconds, peak_flops_per_s, untimed), skipped)
 
 
 def timed(candidate: Candidate, device: str = "cpu") -> dict[str, float]:
@@ -115,15 +117,16 @@ def timed(candidate: Candidate, device: str = "cpu") -> dict[str, float]:
 
 
 def results(candidate: Candidate) -> tuple[Tensor, ...]:
-    """What the forward returns, and the gradients."""
+    """The result of the forward, and the gradients."""
     out = candidate.forward()
     return (out.detach(), *(candidate.backward(out) if candidate.backward else ()))
 
 
 def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> tuple[dict[str, float], dict[str, float]]:
-    """Of the result, of the gradients, and of all, by pass: the largest absolute error; the largest relative one.
+    """By pass, the largest absolute and the largest relative error among its tensors.
 
-    A tensor's relative error is the norm of its error over its norm.
+    The forward's tensor is the result, the backward's are the gradients. A tensor's relative error is the norm of its
+    error divided by its norm.
     """
     differences = [mine.double() - right for mine, right in zip(got, exact, strict=False)]
     largest = [float(difference.abs().max()) for difference in differences]
@@ -132,7 +135,7 @@ def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> tuple[dict[str
 
 
 def by_pass(numbers: list[float]) -> dict[str, float]:
-    """The first number is the forward's, the others are the backward's; the largest of them."""
+    """The largest number by pass; the first is the forward's, the others are the backward's."""
     if len(numbers) == 1:
         return {"forward": numbers[0]}
     return dict(zip(PASSES, (numbers[0], max(numbers[1:]), max(numbers)), strict=True))
@@ -141,30 +144,31 @@ def by_pass(numbers: list[float]) -> dict[str, float]:
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def memory_of(subject: str, name: str, point: Any) -> dict[str, int]:
-    """How far one forward and backward raise the memory of a fresh process, outputs included, in bytes by pass.
+def memory_of(subject: str, name: str, workload: Any) -> dict[str, int]:
+    """By how many bytes one forward and backward raise the memory of a fresh process, outputs included, by pass.
 
-    Both the backward and the two together are counted from before the forward. subject: the module of ringtile.bench
-    with `make_inputs(point)`, `make_candidate(name, point, inputs)` and `smaller(point)`, a point to warm up with.
+    The backward, like the two together, is counted from before the forward. subject: a module of ringtile.bench with
+    `make_inputs(workload)`, `make_candidate(name, workload, inputs)` and `smaller(workload)`, which warms the process
+    up.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as process:
-        return process.submit(_memory_of, subject, name, point, torch.get_num_threads()).result()
+        return process.submit(_memory_of, subject, name, workload, torch.get_num_threads()).result()
 
 
-def _memory_of(subject: str, name: str, point: Any, num_threads: int) -> dict[str, int]:
+def _memory_of(subject: str, name: str, workload: Any, num_threads: int) -> dict[str, int]:
     torch.set_num_threads(num_threads)
-    device = getattr(point, "device", "cpu")
+    device = getattr(workload, "device", "cpu")
     module = importlib.import_module(f"ringtile.bench.{subject}")
     growth = (0, 0)
-    for size in (module.smaller(point), point):  # the first loads what is loaded once
+    for size in (module.smaller(workload), workload):  # the first run loads libraries and starts threads
         candidate: Candidate = module.make_candidate(name, size, module.make_inputs(size))
         assert candidate.backward is not None
-        reset_resident_peak(device)
-        before = resident_peak_bytes(device)
+        reset_peak_bytes(device)
+        before = peak_bytes(device)
         out = candidate.forward()
-        forward = resident_peak_bytes(device) - before
+        forward = peak_bytes(device) - before
         gradients = candidate.backward(out)
-        growth = (forward, resident_peak_bytes(device) - before)
+        growth = (forward, peak_bytes(device) - before)
         del out, gradients
     return dict(zip(PASSES, (growth[0], growth[1], growth[1]), strict=True))

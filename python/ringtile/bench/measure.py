@@ -1,15 +1,15 @@
-"""How things are measured: candidates take turns, medians count; a sample that waited for a core is taken again.
+"""How `ringtile bench` measures: candidates take turns, medians count, and disturbed samples are retaken.
 
-Units: seconds, bytes, flops (2 a multiply-add), flops per second.
+Units: seconds, bytes, flops (2 per multiply-add), flops per second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,38 +21,40 @@ from torch import Tensor
 
 from ringtile import ops
 
+_bench = importlib.import_module("ringtile._bench")  # compiled beside the ops, for the benchmark alone
+
 PASSES = ("forward", "backward", "forward+backward")
-SAMPLE_SECONDS = 0.05  # a sample is as many runs as take this long, so that the clock's own cost is nothing
-MAX_WAITED = 0.02  # of a sample's time; more, and another is taken
-SLEEP_CYCLES = 5_000_000  # of a GPU: 2 to 3 milliseconds, for what the CPU does before and in an attention call
-MATMUL_SIZE = 8192  # of a GPU's peak
+SAMPLE_SECONDS = 0.05  # a sample repeats its run for this long, so that the cost of reading the clock vanishes
+MAX_WAITED = 0.02  # a sample whose threads waited for a core for a larger share of its time is retaken
+SLEEP_CYCLES = 5_000_000  # keeps a GPU busy for 2 to 3 ms while the CPU queues an attention call
+MATMUL_SIZE = 8192  # rows and columns of the matrices that measure a GPU's peak
 COPY_BYTES = 1 << 28  # larger than any cache
-PROC = pathlib.Path("/proc")  # Linux; what is read there is left out elsewhere
+PROC = pathlib.Path("/proc")  # Linux only; other systems go without these numbers
 
 
 class Sample(NamedTuple):
     """One run, or the mean of several."""
 
     seconds: dict[str, float]  # by pass
-    waited: float  # time that threads of this process could have run and had no core, over the time of the sample
+    waited: float  # time that runnable threads of this process waited for a core, over the time of the sample
 
 
 class Summary(NamedTuple):
     """The samples of one candidate and pass."""
 
     median: float
-    spread: float  # distance of the quartiles, over the median
-    waited: float  # the most of any sample, see Sample
+    spread: float  # interquartile range over the median
+    waited: float  # the largest of any sample, see Sample
 
 
 Sampler = Callable[[], Sample]
 
 
 def take_turns(samplers: Mapping[str, Sampler], repeats: int) -> dict[str, dict[str, Summary]]:
-    """Samples every candidate once, then again, until each has `repeats` good samples: by candidate and pass.
+    """Samples the candidates in rotation until each has `repeats` undisturbed samples; summaries by candidate and pass.
 
-    What slows the machine down for a while slows all of them down, so their ratios keep. On a machine that is never
-    quiet the best half of twice as many samples counts.
+    A slow phase of the machine then hits all candidates alike, so their ratios hold. On a machine that is never quiet,
+    sampling stops after 2 * repeats samples and the least disturbed half counts.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in samplers}
     for _ in range(2 * repeats):
@@ -65,7 +67,7 @@ def take_turns(samplers: Mapping[str, Sampler], repeats: int) -> dict[str, dict[
 
 
 def summaries(samples: list[Sample]) -> dict[str, Summary]:
-    """By pass; a single sample has spread 0."""
+    """Summarizes samples by pass; a single sample has spread 0."""
     waited = max(sample.waited for sample in samples)
     found = {}
     for which in samples[0].seconds:
@@ -79,7 +81,7 @@ def summaries(samples: list[Sample]) -> dict[str, Summary]:
 
 
 def mean_sample(run: Callable[[], dict[str, float]], at_least: float = SAMPLE_SECONDS, threads: str = "*") -> Sample:
-    """Runs for that many seconds, at least once. threads: as for waited_seconds."""
+    """Repeats a run for at_least seconds, at least once, and averages. threads: as in waited_seconds."""
     total: dict[str, float] = {}
     num_runs, waited_before, began = 0, waited_seconds(threads), time.perf_counter()
     while num_runs == 0 or time.perf_counter() - began < at_least:
@@ -91,9 +93,9 @@ def mean_sample(run: Callable[[], dict[str, float]], at_least: float = SAMPLE_SE
 
 
 def waited_seconds(threads: str = "*") -> float:
-    """How long threads of this process have stood ready without a core so far, by the scheduler's own account.
+    """The total time that runnable threads of this process have waited for a core, as the scheduler counts it.
 
-    threads: a pattern of thread ids.
+    threads: a glob pattern of thread ids.
     """
     waited = 0
     for thread in (PROC / "self/task").glob(f"{threads}/schedstat"):
@@ -102,28 +104,10 @@ def waited_seconds(threads: str = "*") -> float:
     return waited / 1e9
 
 
-def reset_resident_peak(device: str = "cpu") -> None:
-    """Makes resident_peak_bytes start anew, where the system can."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    elif (PROC / "self/clear_refs").exists():
-        (PROC / "self/clear_refs").write_text("5")
-
-
-def resident_peak_bytes(device: str = "cpu") -> int:
-    """The most resident memory that this process held; on a GPU the most that its tensors took."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    if (PROC / "self/status").exists():  # ru_maxrss would start at the parent's
-        lines = (PROC / "self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def timed_passes(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], object] | None, device: str = "cpu"
 ) -> dict[str, float]:
-    """The seconds of one forward and, of what it returned, one backward; on a GPU those of its work alone."""
+    """The seconds of one forward and of the backward of its result; on a GPU, those of the GPU's work alone."""
     if device == "cuda":
         torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # the CPU runs ahead, as in training
     marks = [_mark(device)]
@@ -138,7 +122,7 @@ def timed_passes(
 
 
 def _mark(device: str) -> float | torch.cuda.Event:
-    """Now; on a GPU when its work so far is done."""
+    """A timestamp: now, or on a GPU the moment its queued work is done."""
     if device == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -157,7 +141,7 @@ def _seconds(began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -
 
 
 class MatmulPeak:
-    """The peak of a GPU's matrix units, as torch's product of two square bfloat16 matrices reaches it."""
+    """The peak of a GPU's matrix units, as reached by torch's product of two square bfloat16 matrices."""
 
     def __init__(self) -> None:
         self.left, self.right = (
@@ -170,24 +154,25 @@ class MatmulPeak:
 
 
 class Peak:
-    """The multiply-add peak of this process's threads, as a candidate that takes turns with the others.
+    """The float32 multiply-add peak of torch's threads, as a candidate that takes turns with the others.
 
-    It takes longer than waking the threads, so that it is theirs and not the wake-up's.
+    It uses the instruction set of the kernels, and runs long enough that waking the threads does not count.
     """
 
     def __init__(self) -> None:
+        self.isa = ops.ISA_NAMES.index(ops.cpu_isa())
         self.iterations = 1000
         while self.run()["peak"] < SAMPLE_SECONDS:
             self.iterations *= 2
 
     def run(self) -> dict[str, float]:
         began = time.perf_counter()
-        self.flops = ops.multiply_add(self.iterations)
+        self.flops: float = _bench.multiply_add(self.isa, self.iterations)
         return {"peak": time.perf_counter() - began}
 
 
 def copy_bytes_per_s(repeats: int, device: str = "cpu") -> float:
-    """Memory bandwidth of torch's threads, or of a GPU: bytes read and written by a copy that no cache holds."""
+    """Memory bandwidth of torch's threads or of a GPU: bytes read and written by a copy too large for any cache."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     run = partial(timed_passes, lambda: target.copy_(source), None, device)
@@ -196,7 +181,7 @@ def copy_bytes_per_s(repeats: int, device: str = "cpu") -> float:
 
 
 def machine(device: str = "cpu") -> dict[str, object]:
-    """What a reader must know of the machine, to judge the numbers."""
+    """The facts about the machine that a reader needs to judge the numbers."""
     gpu: dict[str, object] = {}
     if device == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -214,7 +199,7 @@ def machine(device: str = "cpu") -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """What the CPU calls itself."""
+    """The CPU's model name."""
     if (PROC / "cpuinfo").exists():
         for line in (PROC / "cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""`ringtile bench mlp`: one gated MLP, forward and backward, by ringtile's tiles and by what else there is.
+"""`ringtile bench mlp`: one gated MLP, forward and backward, in ringtile's tiles and by other implementations.
 
 Shape letters: T tokens, E hidden size, F intermediate size.
 """
@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from ringtile.bench.measure import PASSES
-from ringtile.bench.points import DTYPES, Entry, Work, check_sizes
-from ringtile.tiled_mlp import tiled_mlp
+from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
+from ringtile.tiled.mlp import tiled_mlp
 
 CASES = ("mlp", "checkpointed")
-EXACT_TOKENS = 1024  # at a time
+EXACT_TOKENS = 1024  # the float64 results are computed this many tokens at a time, so that they fit in memory
 
 
 @dataclass(frozen=True)
-class Point:
-    """An MLP at one size. case: on its own, or inside a checkpointed layer, which runs it again in the backward."""
+class Workload:
+    """An MLP at one size. case: "mlp", on its own, or "checkpointed", in a layer that recomputes it in the backward."""
 
     case: str
     dtype: str
@@ -52,7 +51,7 @@ class GatedMlp(nn.Module):
 
 
 class Inputs(NamedTuple):
-    """The MLP; x (1, T, E), which a gradient is asked for; the gradient of the output, dout (1, T, E)."""
+    """The MLP; x (1, T, E), which requires a gradient; dout (1, T, E), the gradient of the output."""
 
     mlp: GatedMlp
     x: Tensor
@@ -60,27 +59,27 @@ class Inputs(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What gets a gradient."""
+        """The tensors that receive a gradient."""
         return (self.x, *self.mlp.parameters())
 
 
 Apply = Callable[[GatedMlp, Tensor], Tensor]
 
 
-def make_inputs(point: Point) -> Inputs:
-    """Random numbers, the same at every call. Weights are about 1 / sqrt(inputs), so that nothing grows."""
-    dtype, generator = DTYPES[point.dtype], torch.Generator().manual_seed(0)
-    mlp = GatedMlp(point.hidden_size, point.intermediate_size).to(dtype)
+def make_inputs(workload: Workload) -> Inputs:
+    """Random numbers, the same on every call; weights are about 1 / sqrt(input width), so that outputs are about 1."""
+    dtype, generator = DTYPES[workload.dtype], torch.Generator().manual_seed(0)
+    mlp = GatedMlp(workload.hidden_size, workload.intermediate_size).to(dtype)
     with torch.no_grad():
         for weight in mlp.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * weight.size(1) ** -0.5)
-    shape = (1, point.seq_len, point.hidden_size)
+    shape = (1, workload.seq_len, workload.hidden_size)
     x, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return Inputs(mlp, x.requires_grad_(), dout)
 
 
-def exact_results(inputs: Inputs) -> tuple[Tensor, ...]:
-    """out, dx, and the gradients of gate, up and down in float64; a few tokens at a time, so that they fit."""
+def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:
+    """out, dx and the gradients of gate, up and down in float64."""
     mlp = GatedMlp(inputs.x.size(2), inputs.mlp.gate_proj.out_features).double()
     mlp.load_state_dict(inputs.mlp.state_dict())
     x = inputs.x.detach().double().requires_grad_()
@@ -95,8 +94,8 @@ def exact_results(inputs: Inputs) -> tuple[Tensor, ...]:
 # ---- providers ----------------------------------------------------------------------------------
 
 
-def ringtile_apply(point: Point, use_original_mlp: bool) -> Apply:
-    tile_tokens = -(-point.seq_len // point.num_tiles)
+def ringtile_apply(workload: Workload, use_original_mlp: bool) -> Apply:
+    tile_tokens = -(-workload.seq_len // workload.num_tiles)
 
     def apply(mlp: GatedMlp, x: Tensor) -> Tensor:
         out = tiled_mlp(mlp, x, tile_tokens, use_original_mlp)
@@ -106,38 +105,38 @@ def ringtile_apply(point: Point, use_original_mlp: bool) -> Apply:
     return apply
 
 
-def plain_apply(point: Point) -> Apply:
+def plain_apply(workload: Workload) -> Apply:
     return lambda mlp, x: mlp(x)
 
 
-def checkpoint_apply(point: Point) -> Apply | None:
-    """torch.utils.checkpoint of the whole MLP; inside a checkpointed layer nobody would."""
-    return checkpointed(plain_apply(point)) if point.case == "mlp" else None
+def checkpoint_apply(workload: Workload) -> Apply | None:
+    """torch.utils.checkpoint around the MLP; skipped inside a layer that is checkpointed already."""
+    return checkpointed(plain_apply(workload)) if workload.case == "mlp" else None
 
 
-def deepspeed_apply(point: Point) -> Apply:
-    """DeepSpeed's TiledMLP, which adds every tile's gradient to the parameters' .grad."""
+def deepspeed_apply(workload: Workload) -> Apply:
+    """DeepSpeed's TiledMLP, which adds each tile's gradient to the parameters' .grad."""
     tiled = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").TiledMLP
 
     def apply(mlp: GatedMlp, x: Tensor) -> Tensor:
-        out: Tensor = tiled.apply(GatedMlp.forward, mlp, x, point.num_tiles, list(mlp.parameters()))
+        out: Tensor = tiled.apply(GatedMlp.forward, mlp, x, workload.num_tiles, list(mlp.parameters()))
         return out
 
     return apply
 
 
-def liger_apply(point: Point) -> Apply:
+def liger_apply(workload: Workload) -> Apply:
     """Liger's tiled MLP around the MLP's own forward; its SwiGLU kernels need a GPU."""
     tiled = importlib.import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
 
     def apply(mlp: GatedMlp, x: Tensor) -> Tensor:
-        out: Tensor = tiled(GatedMlp.forward, mlp, x, point.num_tiles, list(mlp.parameters()))
+        out: Tensor = tiled(GatedMlp.forward, mlp, x, workload.num_tiles, list(mlp.parameters()))
         return out
 
     return apply
 
 
-PROVIDERS: dict[str, Callable[[Point], Apply | None]] = {
+PROVIDERS: dict[str, Callable[[Workload], Apply | None]] = {
     "ringtile": partial(ringtile_apply, use_original_mlp=False),
     "ringtile_generic": partial(ringtile_apply, use_original_mlp=True),
     "plain": plain_apply,
@@ -148,7 +147,7 @@ PROVIDERS: dict[str, Callable[[Point], Apply | None]] = {
 
 
 def checkpointed(apply: Apply) -> Apply:
-    """The same under a checkpoint that keeps x only; transformers' default kind."""
+    """Runs apply under a non-reentrant checkpoint, transformers' default, which keeps only x."""
 
     def run(mlp: GatedMlp, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(apply, mlp, x, use_reentrant=False)
@@ -157,44 +156,41 @@ def checkpointed(apply: Apply) -> Apply:
     return run
 
 
-def make_candidate(name: str, point: Point, inputs: Inputs) -> Candidate | None:
-    """None where the provider does not have the case."""
-    apply = PROVIDERS[name](point)
+def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate | None:
+    """None if the provider does not support the case."""
+    apply = PROVIDERS[name](workload)
     if apply is None:
         return None
     return gradient_candidate(
-        partial(checkpointed(apply) if point.case == "checkpointed" else apply, inputs.mlp, inputs.x),
+        partial(checkpointed(apply) if workload.case == "checkpointed" else apply, inputs.mlp, inputs.x),
         inputs.dout,
         inputs.leaves,
     )
 
 
-# ---- what is measured ---------------------------------------------------------------------------
+# ---- the workloads ------------------------------------------------------------------------------
 
 
 measure = partial(measure_each, "mlp")
 
 
-def work_of(point: Point, inputs: Inputs) -> Work:
-    """Three products forward and six backward of 2 T*E*F flops each; every input read and every output written once."""
-    product = 2 * point.seq_len * point.hidden_size * point.intermediate_size
-    tokens = point.seq_len * point.hidden_size * DTYPES[point.dtype].itemsize  # x, out, dx and dout are as large
-    weights = 3 * point.hidden_size * point.intermediate_size * DTYPES[point.dtype].itemsize
-    num_bytes = (2 * tokens + weights, 3 * tokens + 2 * weights)
-    return Work(
-        point,
-        dict(zip(PASSES, (3 * product, 6 * product, 9 * product), strict=True)),
-        dict(zip(PASSES, (*num_bytes, sum(num_bytes)), strict=True)),
-    )
+def cost_of(workload: Workload, inputs: Inputs) -> Cost:
+    """3 products forward and 6 backward of 2 T*E*F flops each; each input is read once and each output written once."""
+    product = 2 * workload.seq_len * workload.hidden_size * workload.intermediate_size
+    element = DTYPES[workload.dtype].itemsize
+    tokens = workload.seq_len * workload.hidden_size * element  # x; out, dx and dout have the same size
+    weights = 3 * workload.hidden_size * workload.intermediate_size * element
+    num_bytes = forward_backward(2 * tokens + weights, 3 * tokens + 2 * weights)
+    return Cost(workload, forward_backward(3 * product, 6 * product), num_bytes)
 
 
-def smaller(point: Point) -> Point:
-    """What a process warms up with."""
-    return replace(point, seq_len=point.num_tiles)
+def smaller(workload: Workload) -> Workload:
+    """A workload that warms a process up."""
+    return replace(workload, seq_len=workload.num_tiles)
 
 
-MEMORY = True  # measured without being asked to
-GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
+MEMORY = True  # whether memory is measured by default
+GRID: Grid = {
     "case": ("mlp",),
     "dtype": ("float32",),
     "seq_len": (16384,),
@@ -207,8 +203,8 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 check = partial(check_sizes, CASES)
 
 
-def quick_entries() -> Iterator[Entry]:
-    """What docs/performance.md quotes."""
+def quick_comparisons() -> Iterator[Comparison]:
+    """The comparisons quoted in the documentation."""
     for case in CASES:
-        yield Entry(Point(case, "float32", 4096, 1024, 4096, 16), tuple(PROVIDERS), memory=True)
-    yield Entry(Point("mlp", "bfloat16", 1000, 1024, 4096, 62), tuple(PROVIDERS), memory=True)
+        yield Comparison(Workload(case, "float32", 4096, 1024, 4096, 16), tuple(PROVIDERS), memory=True)
+    yield Comparison(Workload("mlp", "bfloat16", 1000, 1024, 4096, 62), tuple(PROVIDERS), memory=True)

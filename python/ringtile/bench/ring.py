@@ -1,6 +1,6 @@
-"""`ringtile bench ring`: the ring over processes of this machine, and the same work without a ring.
+"""`ringtile bench ring`: the ring over processes of one machine, and the same work without a ring.
 
-Every rank is a process of a gloo group. A sample begins at a barrier and lasts as long as the slowest rank.
+Each rank is a process of a gloo group. A sample starts at a barrier and lasts as long as the slowest rank.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, W ranks.
 """
@@ -24,43 +24,40 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 from ringtile import ops
 from ringtile.bench.attention import PROVIDERS as IN_ONE_PROCESS
 from ringtile.bench.attention import attend_candidate, sdpa
-from ringtile.bench.compare import Candidate, timed
-from ringtile.bench.measure import Peak, Sample, Sampler, mean_sample, take_turns
-from ringtile.bench.points import (
-    DTYPES,
+from ringtile.bench.cases import (
     Attend,
     Case,
-    Entry,
-    Found,
     Inputs,
-    Measured,
-    Point,
-    attention_work,
+    Workload,
+    attention_cost,
+    attention_plan,
     check_kernel,
     leaves,
     make_case,
     make_inputs,
-    make_rows,
-    why_skipped,
 )
+from ringtile.bench.compare import Candidate, timed
+from ringtile.bench.measure import Peak, Sample, Sampler, mean_sample, take_turns
+from ringtile.bench.rows import Comparison, Grid, Measured, Untimed, make_rows, why_skipped
 from ringtile.errors import ConfigError
-from ringtile.layout import Layout
-from ringtile.plan import Plan, RankPlan, plan, rounds_of
-from ringtile.ring import ring_attention
-from ringtile.transport import transport_of
+from ringtile.ring.attention import ring_attention
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.plan import RankPlan, rank_plan
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.groups import transport_of
 
 
-class Place(NamedTuple):
-    """Where a provider works: one rank of a point."""
+class RankContext(NamedTuple):
+    """A rank's view of a workload."""
 
-    point: Point
+    workload: Workload
     case: Case
     layout: Layout
     rank: int
 
 
-class Local(NamedTuple):
-    """What one rank runs, on its part of the inputs."""
+class LocalAttention(NamedTuple):
+    """The attention one rank runs, and its shard of the inputs."""
 
     attend: Attend
     inputs: Inputs
@@ -70,27 +67,29 @@ class Local(NamedTuple):
         return attend_candidate(self.attend, self.inputs)
 
 
-def ringtile_local(place: Place, inputs: Inputs) -> Local:
+def ringtile_local(context: RankContext, inputs: Inputs) -> LocalAttention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q, k, v, mask=place.case.mask, layout=place.layout, group=dist.group.WORLD)
-
-    return Local(attend, shards(place.layout, place.rank, inputs))
-
-
-def ringtile_alone_local(place: Place, inputs: Inputs) -> Local:
-    """The blocks that this rank of the ring computes, with its own keys in the place of those of its peers."""
-    mask = place.case.mask
-    rank_plan = rounds_of(mask.begin, mask.end, place.layout.tensor, place.rank)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Blocks.apply(q, k, v, rank_plan)  # type: ignore[no-untyped-call]
+        out: Tensor = ring_attention(q, k, v, sequence)
         return out
 
-    return Local(attend, shards(place.layout, place.rank, inputs))
+    sequence = ShardedSequence(context.case.mask, context.layout, dist.group.WORLD)
+
+    return LocalAttention(attend, shards(context.layout, context.rank, inputs))
+
+
+def ringtile_alone_local(context: RankContext, inputs: Inputs) -> LocalAttention:
+    """The blocks of keys that this rank computes, with its own keys standing in for its peers'."""
+    plan_of_rank = rank_plan(context.case.mask, context.layout, context.rank)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = _Blocks.apply(q, k, v, plan_of_rank)  # type: ignore[no-untyped-call]
+        return out
+
+    return LocalAttention(attend, shards(context.layout, context.rank, inputs))
 
 
 class _Blocks(torch.autograd.Function):
-    """The kernel calls of a ring, and nothing else."""
+    """The kernel calls of a ring without its communication."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> Tensor:
@@ -132,20 +131,20 @@ class _Blocks(torch.autograd.Function):
 
 
 def blocks(rank_plan: RankPlan) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of k that stand in for the keys of each round, and those keys' runs."""
+    """For each round, the rows of k that stand in for its keys, and the runs of those keys."""
     for i, round in enumerate(rank_plan.rounds):
         yield slice(0, rank_plan.local_len if i == 0 else round.num_keys), round.k_runs
 
 
-def torch_local(place: Place, inputs: Inputs) -> Local | None:
-    """torch's SDPA over the whole sequence, for this rank's share of the heads: no communication."""
-    attend = IN_ONE_PROCESS["torch"].make(place.case)
-    return None if attend is None else Local(attend, share_of_heads(place, inputs))
+def torch_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:
+    """torch's SDPA over the global sequence for this rank's share of the heads: no communication."""
+    attend = IN_ONE_PROCESS["torch"].make(context.case)
+    return None if attend is None else LocalAttention(attend, share_of_heads(context, inputs))
 
 
-def ringmaster_local(place: Place, inputs: Inputs) -> Local | None:
-    """axolotl-ringmaster's point-to-point ring; on a CPU it has contiguous shards and plain math blocks only."""
-    if place.case.is_causal is None:
+def ringmaster_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:
+    """axolotl-ringmaster's point-to-point ring; on a CPU it supports only contiguous shards and plain math."""
+    if context.case.is_causal is None:
         return None
     loop, config = (importlib.import_module(f"ringmaster.{name}") for name in ("ring.loop", "config"))
 
@@ -153,7 +152,7 @@ def ringmaster_local(place: Place, inputs: Inputs) -> Local | None:
         out: Tensor = loop.ring_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             group=dist.group.WORLD,
-            causal=place.case.is_causal,
+            causal=context.case.is_causal,
             scaling=None,
             dropout=0.0,
             provider="math",
@@ -162,13 +161,13 @@ def ringmaster_local(place: Place, inputs: Inputs) -> Local | None:
         )
         return out
 
-    layout = Layout.contiguous(place.point.seq_len, place.point.world_size)
-    return Local(attend, shards(layout, place.rank, inputs))
+    layout = Layout.contiguous(context.workload.seq_len, context.workload.world_size)
+    return LocalAttention(attend, shards(layout, context.rank, inputs))
 
 
-def ringmaster_ulysses_local(place: Place, inputs: Inputs) -> Local | None:
-    """axolotl-ringmaster's exchange of tokens for heads, around torch's SDPA."""
-    is_causal = place.case.is_causal
+def ringmaster_ulysses_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:
+    """axolotl-ringmaster's all-to-all between tokens and heads, around torch's SDPA."""
+    is_causal = context.case.is_causal
     if is_causal is None:
         return None
     exchange = importlib.import_module("ringmaster.comm").seq_all_to_all
@@ -178,24 +177,26 @@ def ringmaster_ulysses_local(place: Place, inputs: Inputs) -> Local | None:
         out: Tensor = exchange(sdpa(q, k, v, is_causal=is_causal), scatter_dim=1, gather_dim=2, group=dist.group.WORLD)
         return out
 
-    layout = Layout.contiguous(place.point.seq_len, place.point.world_size)
-    return Local(attend, shards(layout, place.rank, inputs))
+    layout = Layout.contiguous(context.workload.seq_len, context.workload.world_size)
+    return LocalAttention(attend, shards(layout, context.rank, inputs))
 
 
 def shards(layout: Layout, rank: int, inputs: Inputs) -> Inputs:
-    """The tokens of a rank."""
+    """A rank's tokens, all heads."""
     return leaves(layout.shard(x.detach(), dim=1, rank=rank) for x in inputs)
 
 
-def share_of_heads(place: Place, inputs: Inputs) -> Inputs:
-    """The heads of a rank, all tokens. ConfigError: they cannot be shared evenly."""
-    world_size = place.point.world_size
-    if place.point.num_kv_heads % world_size:
-        raise ConfigError(f"{place.point.num_kv_heads} kv heads over {world_size} ranks; expected a multiple")
-    return leaves(x.detach().chunk(world_size, dim=2)[place.rank].contiguous() for x in inputs)
+def share_of_heads(context: RankContext, inputs: Inputs) -> Inputs:
+    """A rank's heads, all tokens. ConfigError: the heads do not divide evenly."""
+    world_size = context.workload.world_size
+    if context.workload.num_kv_heads % world_size:
+        raise ConfigError(
+            f"{context.workload.num_kv_heads} kv heads over {world_size} ranks; expected a multiple of the ranks"
+        )
+    return leaves(x.detach().chunk(world_size, dim=2)[context.rank].contiguous() for x in inputs)
 
 
-PROVIDERS: dict[str, Callable[[Place, Inputs], Local | None]] = {
+PROVIDERS: dict[str, Callable[[RankContext, Inputs], LocalAttention | None]] = {
     "ringtile": ringtile_local,
     "ringtile_alone": ringtile_alone_local,
     "torch": torch_local,
@@ -203,8 +204,8 @@ PROVIDERS: dict[str, Callable[[Place, Inputs], Local | None]] = {
     "ringmaster_ulysses": ringmaster_ulysses_local,
 }
 
-MEMORY = False  # measured without being asked to
-GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
+MEMORY = False  # whether memory is measured by default
+GRID: Grid = {
     "case": ("causal", "window-1024", "documents-8"),
     "dtype": ("float32", "bfloat16"),
     "seq_len": (2048, 8192),
@@ -215,43 +216,31 @@ GRID: dict[str, tuple[str, ...] | tuple[int, ...]] = {
 }
 
 
-def quick_entries() -> Iterator[Entry]:
-    """What docs/performance.md quotes."""
-    yield Entry(Point("causal", "float32", 8192, 64, world_size=2), tuple(PROVIDERS))
+def quick_comparisons() -> Iterator[Comparison]:
+    """The comparisons quoted in the documentation."""
+    yield Comparison(Workload("causal", "float32", 8192, 64, world_size=2), tuple(PROVIDERS))
     for case in ("window-1024", "documents-8"):
-        yield Entry(Point(case, "float32", 8192, 64, world_size=2), ("ringtile", "ringtile_alone"))
+        yield Comparison(Workload(case, "float32", 8192, 64, world_size=2), ("ringtile", "ringtile_alone"))
 
 
-def check(point: Point) -> None:
-    """Refuses what cannot be measured: ConfigError, InputError, LayoutError."""
-    ring_plan(point, make_case(point.case, point.seq_len), make_layout(point))
-    check_kernel(point)
+def check(workload: Workload) -> None:
+    """ConfigError, InputError, LayoutError: the workload cannot be measured."""
+    attention_plan(workload, make_case(workload.case, workload.seq_len).mask, make_layout(workload))
+    check_kernel(workload)
 
 
-def make_layout(point: Point) -> Layout:
-    """Zigzag: of the named layouts the one that balances causal work."""
-    return Layout.zigzag(point.seq_len, point.world_size)
-
-
-def ring_plan(point: Point, case: Case, layout: Layout) -> Plan:
-    """What the ring of a point moves and computes."""
-    return plan(
-        case.mask,
-        layout,
-        num_heads=point.num_heads,
-        num_kv_heads=point.num_kv_heads,
-        head_dim=point.head_dim,
-        dtype=DTYPES[point.dtype],
-    )
+def make_layout(workload: Workload) -> Layout:
+    """Zigzag, the named layout that balances causal work."""
+    return Layout.zigzag(workload.seq_len, workload.world_size)
 
 
 # ---- the ranks ----------------------------------------------------------------------------------
 
 
-def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
-    """Measures every entry, in groups of processes; a group serves all entries of one world size."""
-    for world_size in dict.fromkeys(entry.point.world_size for entry in entries):
-        mine = [entry for entry in entries if entry.point.world_size == world_size]
+def measure(comparisons: Sequence[Comparison], repeats: int) -> Iterator[Measured]:
+    """Measures the comparisons; those of one world size share a group of processes."""
+    for world_size in dict.fromkeys(comparison.workload.world_size for comparison in comparisons):
+        mine = [comparison for comparison in comparisons if comparison.workload.world_size == world_size]
         results = multiprocessing.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
             arguments = (
@@ -267,7 +256,7 @@ def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
             )
             for _ in mine:
                 while results.empty():
-                    if ranks.join(timeout=0.1):  # raises when a rank has failed
+                    if ranks.join(timeout=0.1):  # raises if a rank has failed
                         break
                 yield results.get()
             while not ranks.join():
@@ -275,54 +264,55 @@ def measure(entries: Sequence[Entry], repeats: int) -> Iterator[Measured]:
 
 
 def serve_rank(
-    rank: int, world_size: int, store: str, entries: list[Entry], repeats: int, num_threads: int, results: Any
+    rank: int, world_size: int, store: str, comparisons: list[Comparison], repeats: int, num_threads: int, results: Any
 ) -> None:
-    """One rank's process: measures with the others; rank 0 reports."""
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # torch's profiler writes a line each time it starts
+    """The process of one rank: measures together with the others; rank 0 reports."""
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # or torch's profiler prints a line each time it starts
     torch.set_num_threads(num_threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    for entry in entries:
-        measured = measure_entry(entry, repeats, rank)
+    for comparison in comparisons:
+        measured = measure_comparison(comparison, repeats, rank)
         if rank == 0:
             results.put(measured)
     dist.destroy_process_group()
 
 
-def measure_entry(entry: Entry, repeats: int, rank: int) -> Measured:
-    """The same on every rank, up to what `reduced` makes one."""
-    point: Point = entry.point
-    case = make_case(point.case, point.seq_len)
-    place = Place(point, case, make_layout(point), rank)
-    inputs = make_inputs(point)
+def measure_comparison(comparison: Comparison, repeats: int, rank: int) -> Measured:
+    """Measures one comparison; times are reduced over the ranks, so all ranks return the same."""
+    workload: Workload = comparison.workload
+    case = make_case(workload.case, workload.seq_len)
+    context = RankContext(workload, case, make_layout(workload), rank)
+    inputs = make_inputs(workload)
     peak = Peak()
     peak.iterations = int(reduced([peak.iterations], dist.ReduceOp.MAX)[0])
     samplers: dict[str, Sampler] = {"peak": partial(sample_together, peak.run)}
-    locals_: dict[str, Local] = {}
+    locals_: dict[str, LocalAttention] = {}
     skipped = {}
-    for name in entry.providers:
+    for name in comparison.providers:
         try:
-            local = PROVIDERS[name](place, inputs)
+            local = PROVIDERS[name](context, inputs)
             if local is None:
                 continue
-            timed(local.candidate)  # warm
+            timed(local.candidate)  # warm up
         except (ConfigError, ImportError) as error:
             skipped[name] = why_skipped(error)
             continue
         locals_[name] = local
         samplers[name] = partial(sample_together, partial(timed, local.candidate))
     seconds = take_turns(samplers, repeats)
-    peak_flops_per_s = point.world_size * peak.flops / seconds.pop("peak")["peak"].median
-    rows = make_rows(attention_work(point, case), seconds, peak_flops_per_s, dict.fromkeys(locals_, Found()))
+    peak_flops_per_s = workload.world_size * peak.flops / seconds.pop("peak")["peak"].median
+    rows = make_rows(attention_cost(workload, case), seconds, peak_flops_per_s, dict.fromkeys(locals_, Untimed()))
     if "ringtile" in locals_:
         row = next(row for row in rows if row["provider"] == "ringtile" and row["pass"] == "forward+backward")
-        row.update(shares(locals_["ringtile"], repeats), **moved(locals_["ringtile"], place))
-    return Measured(point, rows, skipped)
+        row.update(shares(locals_["ringtile"], repeats), **moved(locals_["ringtile"], context))
+    return Measured(workload, rows, skipped)
 
 
 def sample_together(run: Callable[[], dict[str, float]]) -> Sample:
-    """One run on all ranks at once: the slowest rank's seconds, and the most that any rank's main thread waited.
+    """One run on all ranks at once: the slowest rank's seconds, and the longest any main thread waited for a core.
 
-    gloo's threads have no core of their own: what they wait is a cost of the ring, no disturbance.
+    Only main threads count: gloo's threads share their cores, so their waiting is a cost of the ring and not a
+    disturbance.
     """
     dist.barrier()
     sample = mean_sample(run, at_least=0.0, threads=str(os.getpid()))
@@ -331,15 +321,15 @@ def sample_together(run: Callable[[], dict[str, float]]) -> Sample:
 
 
 def reduced(numbers: list[float], how: Any) -> list[float]:
-    """Numbers of all ranks made one."""
+    """Reduces the numbers elementwise over the ranks."""
     tensor = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(tensor, how)
     result: list[float] = tensor.tolist()
     return result
 
 
-def shares(local: Local, repeats: int) -> dict[str, float]:
-    """Where the time of the ring goes, mean over ranks and runs: in kernels, waiting for peers, and the rest."""
+def shares(local: LocalAttention, repeats: int) -> dict[str, float]:
+    """The shares of the ring's time in kernels, in waiting for peers, and in the rest, over all ranks and runs."""
     compute = wait = total = 0.0
     for _ in range(repeats):
         dist.barrier()
@@ -347,7 +337,7 @@ def shares(local: Local, repeats: int) -> dict[str, float]:
             total += timed(local.candidate)["forward+backward"]
         spent = {event.key: event.cpu_time_total / 1e6 for event in profile.key_averages()}
         compute += spent["ringtile::attn_fwd_"] + spent["ringtile::attn_bwd_"]
-        wait += spent.get("ringtile::wait", 0.0)
+        wait += spent.get("ringtile::wait", 0.0) + spent.get("ringtile::wait_for_headers", 0.0)
     compute, wait, total = reduced([compute, wait, total], dist.ReduceOp.SUM)
     return {
         "compute_share": compute / total,
@@ -356,11 +346,11 @@ def shares(local: Local, repeats: int) -> dict[str, float]:
     }
 
 
-def moved(local: Local, place: Place) -> dict[str, int]:
-    """Bytes that all ranks together send in one forward and backward, and what the plan says of it."""
+def moved(local: LocalAttention, context: RankContext) -> dict[str, int]:
+    """The bytes that all ranks together send in one forward and backward, and the bytes planned."""
     transport = transport_of(dist.group.WORLD)
     before = transport.bytes_sent
     timed(local.candidate)
     (bytes_moved,) = reduced([transport.bytes_sent - before], dist.ReduceOp.SUM)
-    cost = ring_plan(place.point, place.case, place.layout)
-    return {"bytes_moved": int(bytes_moved), "plan_bytes": cost.forward_bytes + cost.backward_bytes}
+    planned = attention_plan(context.workload, context.case.mask, context.layout)
+    return {"bytes_moved": int(bytes_moved), "plan_bytes": planned.forward_bytes + planned.backward_bytes}

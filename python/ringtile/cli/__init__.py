@@ -9,26 +9,26 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringtile import __version__
+from ringtile.cli.environment import local_rank, rank
 from ringtile.errors import ConfigError, PeerLost, RingMismatch, RingtileError
 
 VERBS = {
-    "train": "train a model from a YAML file; torchrun it for several ranks",
-    "verify": "prove that n ranks compute what one computes, op by op and in training",
-    "plan": "which keys travel between the ranks of a ring, and what that costs",
-    "bench": "how fast this machine runs it, and what else is installed, on the same work",
-    "doctor": "what is installed, what was built, what is chosen, what is patched",
+    "train": "train a model from a YAML file; start it with torchrun for several ranks",
+    "verify": "prove that n ranks compute the same as one, op by op and in training",
+    "plan": "show which keys travel between the ranks of a ring, and what that costs",
+    "bench": "measure the kernels on this machine against other installed libraries",
+    "doctor": "report versions, compiled kernels, devices, and what is patched",
 }
 
 
 class Outcome(NamedTuple):
-    """What a verb ends with: the exit status, and what --json writes."""
+    """The result of a verb: the exit status, and the report that --json writes."""
 
     status: int
     report: dict[str, Any]
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, summary in VERBS.items():
             verb = verbs.add_parser(name, help=summary, description=summary.capitalize() + ".")
             verb.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON")
-            if name in arguments:  # the others stay unloaded: doctor must run where what train needs does not
+            if name in arguments:  # only this verb is imported: doctor must run where train's dependencies are missing
                 verb_module(name).add_arguments(verb)
         args = parser.parse_args(arguments)
         if args.json and rank() == 0:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("ringtile"):
             raise
-        return refuse(f"{error.name} is not installed; expected it: pip install 'ringtile[train]'")
+        return refuse(f"{error.name} is not installed; install it: pip install 'ringtile[train]'")
     except (PeerLost, RingMismatch) as error:
         return refuse(f"rank {rank()}: {error}", every_rank=True)
     except RingtileError as error:
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refuse(message: str, every_rank: bool = False) -> int:
-    """Says why, on one line, and gives the exit status. Bad input is the same on all ranks: one a machine says it."""
-    if every_rank or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    """Prints why, on one line, and returns the exit status. All ranks refuse bad input alike: one a machine prints."""
+    if every_rank or local_rank() == 0:
         print(f"ringtile: error: {message}", file=sys.stderr)
     return 2
 
@@ -75,21 +75,18 @@ def verb_module(name: str) -> Any:
     return importlib.import_module(f"ringtile.cli.{name}")
 
 
-def rank() -> int:
-    """This process's rank as torchrun gave it; 0 when it was started alone."""
-    return int(os.environ.get("RANK", 0))
-
-
 def make_writable(path: pathlib.Path, option: str) -> None:
-    """Makes the folder of a result, before the work whose result it is. ConfigError when the file cannot be written."""
+    """Makes the folder of a result, before the work begins. ConfigError when the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a"):
             pass
     except OSError as error:
-        raise ConfigError(f"{option}: cannot write {path} ({error.strerror}); expected a path of a file") from error
+        raise ConfigError(
+            f"{option}: cannot write {path} ({error.strerror}); expected a path of a writable file"
+        ) from error
 
 
 def write_json(path: pathlib.Path, report: dict[str, Any]) -> None:
-    """Writes a report."""
+    """Writes a report as indented JSON."""
     path.write_text(json.dumps(report, indent=1) + "\n")

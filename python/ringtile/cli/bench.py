@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringtile.bench.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
-from ringtile.bench.points import DTYPES, Entry, Measured, Row
+from ringtile.bench.rows import DTYPES, Comparison, Measured, Row
 from ringtile.cli import Outcome, make_writable
 from ringtile.errors import ConfigError
 
@@ -59,39 +59,43 @@ LETTERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "; ".join(f"{name}: {text}" for name, text in SUBJECTS.items())
     parser.add_argument("subject", choices=SUBJECTS, help=summary)
-    parser.add_argument("--quick", action="store_true", help="what docs/performance.md quotes, in a few minutes")
+    parser.add_argument("--quick", action="store_true", help="what docs/guide/performance.md quotes, in a few minutes")
     parser.add_argument("--repeats", type=int, default=7, metavar="COUNT", help="samples of each, taken in turn (7)")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of a process (all cores; in a ring its share)")
     parser.add_argument("--memory", action="store_true", help="attention: also memory, as always in mlp and loss")
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="write a roofline picture to FILE")
     parser.add_argument("--provider", action="append", metavar="NAME", help="who computes (all); may be given again")
-    choices = parser.add_argument_group("what to measure; each may be given again; with --quick, which of its points")
+    choices = parser.add_argument_group(
+        "what to measure; each may be given again; with --quick, which of its workloads"
+    )
     for name, (kind, text) in CHOICES.items():
         choices.add_argument(f"--{name.replace('_', '-')}", action="append", type=kind, metavar="VALUE", help=text)
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints a table a point, as they are done; status 1 when a ring moved other bytes than planned."""
+    """Prints a table for each workload once it is measured; status 1 if a ring moved other bytes than planned."""
     subject = importlib.import_module(f"ringtile.bench.{args.subject}")
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):
         raise ConfigError(f"--repeats is {args.repeats}, --threads {args.threads}; expected at least 1")
     if args.plot:
         plot_roofline = importlib.import_module("ringtile.bench.roofline").plot_roofline
         make_writable(args.plot, "--plot")
-    entries = chosen(args, subject)
-    for entry in entries:
-        subject.check(entry.point)
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // max(e.point.world_size for e in entries)))
+    comparisons = chosen(args, subject)
+    for comparison in comparisons:
+        subject.check(comparison.workload)
+    torch.set_num_threads(
+        args.threads or max(1, (os.cpu_count() or 1) // max(c.workload.world_size for c in comparisons))
+    )
 
     console = Console(width=max(Console().width, WIDTH))
-    device = "cuda" if any(getattr(entry.point, "device", "") == "cuda" for entry in entries) else "cpu"
+    device = "cuda" if any(getattr(c.workload, "device", "") == "cuda" for c in comparisons) else "cpu"
     copied = copy_bytes_per_s(args.repeats, device)
     report: dict[str, Any] = {"machine": machine(device) | {"copy_bytes_per_s": copied}, "rows": []}
     skipped: list[str] = []
-    for measured in subject.measure(entries, args.repeats):
+    for measured in subject.measure(comparisons, args.repeats):
         report["rows"] += measured.rows
-        point = " ".join(str(value) for value in vars(measured.point).values())
-        skipped += [f"{name}, {point}: {reason}" for name, reason in measured.skipped.items()]
+        workload = " ".join(str(value) for value in vars(measured.workload).values())
+        skipped += [f"{name}, {workload}: {reason}" for name, reason in measured.skipped.items()]
         if measured.rows:
             print_table(console, measured)
     if not report["rows"]:
@@ -109,8 +113,8 @@ def run(args: argparse.Namespace) -> Outcome:
     return Outcome(int(bool(wrong)), report)
 
 
-def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
-    """The entries that the options name. ConfigError: there is none, or a provider is unknown."""
+def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:
+    """The comparisons that the options select. ConfigError: there is none, or a provider is unknown."""
     providers = tuple(args.provider or subject.PROVIDERS)
     for name in providers:
         if name not in subject.PROVIDERS:
@@ -127,30 +131,32 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Entry]:
             )
     if args.quick:
         given.setdefault("device", ["cpu"])
-        entries = [
-            Entry(entry.point, tuple(name for name in entry.providers if name in providers), entry.memory)
-            for entry in subject.quick_entries()
-            if all(getattr(entry.point, name, "cpu") in values for name, values in given.items())
+        comparisons = [
+            Comparison(quick.workload, tuple(name for name in quick.providers if name in providers), quick.memory)
+            for quick in subject.quick_comparisons()
+            if all(getattr(quick.workload, name, "cpu") in values for name, values in given.items())
         ]
-        if not entries:
+        if not comparisons:
             raise ConfigError(
-                f"--quick measures nothing with {given}; expected a choice among its points, or no --quick"
+                f"--quick measures nothing with {given}; expected a choice among its workloads, or no --quick"
             )
-        return entries
+        return comparisons
     grid = subject.GRID | given
-    points = (subject.Point(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
-    return [Entry(point, providers, args.memory or subject.MEMORY) for point in points]
+    workloads = (
+        subject.Workload(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())
+    )
+    return [Comparison(workload, providers, args.memory or subject.MEMORY) for workload in workloads]
 
 
 def print_table(console: Console, measured: Measured) -> None:
-    """One point: a line a provider. Times with their spread, the fraction of the peak, time over ours."""
+    """One workload, one line per provider. Times with their spread, the fraction of the peak, time over ours."""
     rows = measured.rows
-    point = rows[0]
-    sizes = " ".join(f"{letter} {point[name]}" for name, letter in LETTERS.items() if name in point)
-    where = "GPU" if point.get("device") == "cuda" else f"{point['threads']} threads"
-    title = f"{point['case']} {point['dtype']} {sizes}, {where}"
-    if point["world_size"] > 1:
-        title += f" x {point['world_size']} ranks"
+    first = rows[0]
+    sizes = " ".join(f"{letter} {first[name]}" for name, letter in LETTERS.items() if name in first)
+    where = "GPU" if first.get("device") == "cuda" else f"{first['threads']} threads"
+    title = f"{first['case']} {first['dtype']} {sizes}, {where}"
+    if first["world_size"] > 1:
+        title += f" x {first['world_size']} ranks"
     table = Table("provider", title=title, title_justify="left", box=None, padding=(0, 1))
     for name in PASSES:
         for column in (f"{name}: ms", "of peak", "/ ours"):

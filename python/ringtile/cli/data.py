@@ -3,9 +3,9 @@
 Files are read through `datasets`: .jsonl, .json and .parquet give one document a record, any other file is one
 document of UTF-8 text. A document is its tokens and one end-of-document token. Rows are either
 
-  packed   exactly seq_len tokens of the concatenated documents; position_ids restart at 0 where a document (or the
-           rest of one that began in the row before) starts, and the label there is -100: nothing predicts it.
-  padded   one document a row, cut at seq_len, padded on the right to the longest of its batch.
+  packed   exactly seq_len tokens of the concatenated documents. position_ids restart at 0 where a document starts or
+           continues from the row before; the label there is -100, because no token of the row predicts it.
+  padded   one document a row, truncated to seq_len, padded on the right to the longest row of its batch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch
 from ringtile.config import Section
 from ringtile.errors import ConfigError
 
-IGNORE_INDEX = -100  # the label that no loss counts (torch.nn.functional.cross_entropy's default)
+IGNORE_INDEX = -100  # label that cross_entropy ignores by default
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # by suffix; every other file is text
 
 
 class DataConfig(Section):
-    """The `data:` section of a training file; docs/train.md says what each key means."""
+    """The `data:` section of a training file; docs/guide/train.md says what each key means."""
 
     prefix = "data."
 
@@ -44,7 +44,7 @@ class DataConfig(Section):
 
 
 class Encoder(Protocol):
-    """Turns the text of one document into token ids, the last of them the end-of-document token."""
+    """Turns the text of one document into token ids that end in the end-of-document token."""
 
     vocab_size: int
     pad_id: int
@@ -63,7 +63,7 @@ class ByteEncoder:
 
 
 class PretrainedEncoder:
-    """A tokenizer of transformers, by folder or hub name."""
+    """A transformers tokenizer, by folder or hub name."""
 
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer
@@ -88,12 +88,12 @@ class PretrainedEncoder:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[str]:
-    """The files that paths and globs (`**` too) name: sorted within a pattern, each once."""
+    """The files that paths and globs (also `**`) name: sorted within a pattern, no file twice."""
     files: dict[str, None] = {}
     for pattern in patterns:
         found = sorted(path for path in glob.glob(pattern, recursive=True) if pathlib.Path(path).is_file())
@@ -107,13 +107,13 @@ def find_files(patterns: Sequence[str], key: str) -> list[str]:
 
 
 def digest_files(files: Sequence[str]) -> str:
-    """Names, sizes and times of change: differs when a file was written since, without reading any."""
+    """A digest of names, sizes and modification times: it changes when a file is written to. Reads no file."""
     stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
 def load_documents(files: Sequence[str], text_column: str, key: str) -> datasets.Dataset:
-    """One row a document, its only column `text`; empty documents are left out."""
+    """One row a document, with the single column `text`; empty documents are dropped."""
     by_format: dict[str, list[str]] = {}
     for file in files:
         if pathlib.Path(file).stat().st_size:
@@ -128,7 +128,7 @@ def load_documents(files: Sequence[str], text_column: str, key: str) -> datasets
 
 
 def read_texts(name: str, files: list[str], text_column: str, key: str) -> datasets.Dataset:
-    """Reads files of one format (`text`, `json`, `parquet`) into a dataset with the one column `text`."""
+    """Reads files of one format (`text`, `json`, `parquet`) into a dataset with the single column `text`."""
     options = {"sample_by": "document"} if name == "text" else {}
     try:
         part = datasets.load_dataset(name, data_files=files, split="train", **options)
@@ -151,7 +151,7 @@ def read_texts(name: str, files: list[str], text_column: str, key: str) -> datas
 class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Row i is tokens [i * seq_len, (i + 1) * seq_len) of all documents laid end to end; the remainder is dropped.
 
-    documents   columns input_ids and length, one row a document
+    documents: columns input_ids and length, one row a document.
     """
 
     def __init__(self, documents: datasets.Dataset, seq_len: int) -> None:
@@ -166,7 +166,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         begin = index * self.seq_len
         end = begin + self.seq_len
         tokens, positions = [], []
-        document = int(np.searchsorted(self.ends, begin, side="right"))  # the first that ends after `begin`
+        document = int(np.searchsorted(self.ends, begin, side="right"))  # the first one that ends after `begin`
         while begin < end:
             ids = self.documents[document]["input_ids"]
             document_begin = int(self.ends[document]) - len(ids)
@@ -182,7 +182,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def make_rows(documents: datasets.Dataset, config: DataConfig, encoder: Encoder, key: str) -> Any:
-    """The rows a Trainer takes: PackedRows, or a dataset with the one column input_ids, at most seq_len tokens each."""
+    """The rows for a Trainer: PackedRows, or a dataset with the single column input_ids of at most seq_len tokens."""
     limit = None if config.packing else config.seq_len
 
     def tokenize(text: str) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def make_rows(documents: datasets.Dataset, config: DataConfig, encoder: Encoder,
 
 
 def make_collator(pad_id: int) -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
-    """Rows -> a batch of int64 (B, S): packed rows stacked, others padded on the right, with an attention_mask."""
+    """A collator to int64 (B, S): packed rows are stacked; others are padded on the right, with an attention_mask."""
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if "position_ids" in rows[0]:

@@ -1,9 +1,8 @@
-"""`ringtile doctor`: what is installed, what was built, what is chosen, what is patched. Never raises."""
+"""`ringtile doctor`: reports versions, compiled kernels, devices, and what is patched. Never raises."""
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import os
 import platform
@@ -17,12 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 import ringtile
-from ringtile.cli import Outcome
+from ringtile.cli import Outcome, environment
 from ringtile.errors import BuildError
 
 PACKAGES = ("transformers", "accelerate", "datasets", "trl", "peft", "deepspeed")
 BACKENDS = ("gloo", "nccl", "mpi", "xccl")
-ENVIRONMENT = ("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_CONFIG", "OMP_NUM_THREADS")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +40,14 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def as_text(value: Any) -> str:
-    """A value of the report for people."""
+    """A value of the report as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-" if value is None else str(value)
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what ringtile stands on; None: not installed."""
+    """Versions of ringtile and its dependencies; None: not installed."""
     return {
         "ringtile": ringtile.__version__,
         "python": platform.python_version(),
@@ -74,12 +72,12 @@ def examine() -> dict[str, dict[str, Any]]:
         "devices": devices(),
         "process groups": {name: is_backend_available(name) for name in BACKENDS},
         "patched": patched(),
-        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "environment": environment.reported(),
     }
 
 
 def kernels() -> dict[str, Any]:
-    """Whether the compiled ops load, on which devices, and the instruction set: the chosen one, and this CPU's best."""
+    """Whether the compiled ops load, on which devices, and the instruction set: the one in use and this CPU's best."""
     found: dict[str, Any] = {"binary": None, "isa": None, "best_isa": None, "error": None, "cuda": None}
     try:
         from ringtile import ops
@@ -89,14 +87,14 @@ def kernels() -> dict[str, Any]:
         found["isa"] = found["best_isa"] = ops.cpu_isa()
     except BuildError as error:
         found["error"] = str(error)
-    if "RINGTILE_CPU_ISA" in os.environ:  # the choice is made once a process, so another one is asked
+    if environment.reported()["RINGTILE_CPU_ISA"] is not None:  # a process chooses once, so another process is asked
         found["best_isa"] = best_isa()
     found["threads"] = torch.get_num_threads()
     return found
 
 
 def cuda(ops: ModuleType) -> str:
-    """Whether the CUDA kernels are in use, and on which devices not; or why they are not."""
+    """Whether the CUDA kernels are in use, and which devices they refuse; or why they are not in use."""
     reason: str = ops.why_no_cuda()
     if reason:
         return reason
@@ -105,11 +103,10 @@ def cuda(ops: ModuleType) -> str:
 
 
 def best_isa() -> str | None:
-    """What the ops choose when RINGTILE_CPU_ISA is not set; None where they do not load."""
-    environment = {name: value for name, value in os.environ.items() if name != "RINGTILE_CPU_ISA"}
-    asked = [sys.executable, "-c", "from ringtile import ops; print(ops.cpu_isa())"]
-    answer = subprocess.run(asked, env=environment, capture_output=True, text=True)
-    return answer.stdout.strip() or None
+    """The instruction set that the ops choose without RINGTILE_CPU_ISA; None where they do not load."""
+    command = [sys.executable, "-c", "from ringtile import ops; print(ops.cpu_isa())"]
+    done = subprocess.run(command, env=environment.without("RINGTILE_CPU_ISA"), capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 def devices() -> dict[str, Any]:
@@ -122,18 +119,16 @@ def devices() -> dict[str, Any]:
 
 
 def is_backend_available(name: str) -> bool:
-    """Whether this torch can make process groups of a backend."""
+    """Whether this torch can make process groups with a backend."""
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
 
 
 def patched() -> dict[str, Any]:
-    """What ringtile replaced on other libraries' objects in this process: the entries of every ledger in force.
-
-    Ledgers belong to the Trainers they patched and nothing lists them, so they are looked for among all objects.
-    """
-    patches = sys.modules.get("ringtile.hf.patches")
-    ledgers = [] if patches is None else [found for found in gc.get_objects() if type(found) is patches.Ledger]
-    entries = [f"{owner_name(owner)}.{name}" for ledger in ledgers for owner, name in ledger.entries]
+    """The attributes of other libraries' objects that ringtile has replaced in this process."""
+    ledgers = sys.modules.get("ringtile.hf.ledger")  # not imported: nothing replaced
+    entries = (
+        [] if ledgers is None else [f"{owner_name(owner)}.{name}" for owner, name in ledgers.replaced_in_process()]
+    )
     replaced = ", ".join(entries) or "nothing (import patches nothing, ringtile.enable patches one Trainer)"
     registered = False
     if "ringtile.hf.attention" in sys.modules:
@@ -144,5 +139,5 @@ def patched() -> dict[str, Any]:
 
 
 def owner_name(owner: object) -> str:
-    """How the owner of a replaced attribute is called in reports."""
+    """The name of a replaced attribute's owner in reports."""
     return owner.__name__ if isinstance(owner, type) else type(owner).__name__

@@ -1,4 +1,4 @@
-"""`ringtile plan`: which keys travel between the ranks of a ring, the bytes and the flops, without running anything."""
+"""`ringtile plan`: shows which keys travel between the ranks of a ring, the bytes and the flops, without running it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from ringtile.cli import Outcome
 from ringtile.errors import ConfigError, RingtileError
-from ringtile.layout import Layout
-from ringtile.mask import IntervalMask
-from ringtile.plan import plan as make_plan
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.plan import plan as make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -31,20 +31,20 @@ MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens of the global sequence")
-    parser.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks that share it")
+    parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens in the global sequence")
+    parser.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks that share the sequence")
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank holds (zigzag)")
     parser.add_argument(
         "--mask",
         action="append",
         metavar="MASK",
         help="causal (the default), full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, chunked:TOKENS; "
-        "given again: where all of them hold",
+        "given again: the intersection",
     )
     parser.add_argument("--num-heads", type=int, required=True, metavar="H", help="query heads")
     parser.add_argument("--num-kv-heads", type=int, metavar="G", help="key and value heads (H)")
-    parser.add_argument("--head-dim", type=int, required=True, metavar="D", help="numbers of a query and key head")
-    parser.add_argument("--v-head-dim", type=int, metavar="DV", help="numbers of a value head (D)")
+    parser.add_argument("--head-dim", type=int, required=True, metavar="D", help="size of a query and key head")
+    parser.add_argument("--v-head-dim", type=int, metavar="DV", help="size of a value head (D)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of queries, keys and values (bfloat16)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences in a batch (1)")
 

@@ -1,4 +1,4 @@
-"""What `ringtile verify` checks op by op: on all ranks, with the model's sizes, against plain float64 on one.
+"""The ops that `ringtile verify` checks: on all ranks, with the model's sizes, against plain float64 on one.
 
 Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, E hidden size, V vocabulary.
 """
@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 
 import ringtile
 from ringtile.config import Config
-from ringtile.hf.find import find_mlps
-from ringtile.mask import IntervalMask
+from ringtile.hf.mlp_search import find_mlps
+from ringtile.sequence.mask import IntervalMask
 
-MAX_TOKENS = 320  # of a check: enough for uneven shards and tiles, and for float64 scores of all pairs
+MAX_TOKENS = 320  # in a check: enough for uneven shards and tiles; float64 scores of all pairs still fit
 MAX_VOCABULARY = 4096
 EPS = 2.0**-24  # half an ulp of 1 in float32
 
 
 class Proof(NamedTuple):
-    """One line of the table: the largest |got - exact| over the largest |exact| of its tensors, and what is allowed."""
+    """One line of the table: the largest |got - exact| over the largest |exact| of its tensors, and its limit."""
 
     name: str
     difference: float
@@ -38,7 +38,7 @@ class Proof(NamedTuple):
 
 
 def prove_ops(model: PreTrainedModel, config: Config, group: dist.ProcessGroup | None) -> list[Proof]:
-    """The proofs of the ops that a training run with this model and configuration uses. A collective of the group.
+    """Checks the ops that training this model with this configuration uses. A collective of the group.
 
     The limit is the worst case of a float32 sum: its number of terms times half an ulp.
     """
@@ -72,16 +72,16 @@ def _ring(name: str, mask: IntervalMask, text: Any, config: Config, group: dist.
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     multiple = ringtile.Layout.multiple(config.layout, config.context_parallel_size)
     seq_len = MAX_TOKENS + -MAX_TOKENS % multiple
-    mask = IntervalMask(*(functional.pad(bound, (0, seq_len - MAX_TOKENS)) for bound in (mask.begin, mask.end)))
+    mask = mask.padded(seq_len - MAX_TOKENS)
     layout = ringtile.Layout.named(config.layout, seq_len, config.context_parallel_size)
     shapes = [(1, seq_len, heads, head_dim), *[(1, seq_len, kv_heads, head_dim)] * 2, (1, seq_len, heads, head_dim)]
     q, k, v, gradient = (torch.randn(shape) for shape in shapes)
 
-    rank = dist.get_rank(group)
-    local = [layout.shard(x, dim=1, rank=rank).requires_grad_() for x in (q, k, v)]
-    out = ringtile.ring_attention(*local, mask=mask, layout=layout, group=group)
-    out.backward(layout.shard(gradient, dim=1, rank=rank))  # type: ignore[no-untyped-call]
-    got = [layout.unshard(_present(x), dim=1, group=group) for x in (out.detach(), *(x.grad for x in local))]
+    sequence = ringtile.ShardedSequence(mask, layout, group)
+    local = [sequence.shard(x, dim=1).requires_grad_() for x in (q, k, v)]
+    out = ringtile.ring_attention(local[0], local[1], local[2], sequence)
+    out.backward(sequence.shard(gradient, dim=1))
+    got = [sequence.unshard(_present(x), dim=1) for x in (out.detach(), *(x.grad for x in local))]
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     reference = _dense_attention(mask, *exact)
@@ -91,7 +91,7 @@ def _ring(name: str, mask: IntervalMask, text: Any, config: Config, group: dist.
 
 
 def _dense_attention(mask: IntervalMask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with the mask as a matrix; rows that see nothing are 0. (1, S, H, D)"""
+    """softmax(q k^T / sqrt(D)) v with the mask as a matrix; 0 for a query that attends no key. (1, S, H, D)"""
     groups, keys = q.size(2) // k.size(2), torch.arange(q.size(1))
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     seen = (mask.begin[..., None] <= keys) & (keys < mask.end[..., None])  # (1, S, S)
@@ -101,7 +101,7 @@ def _dense_attention(mask: IntervalMask, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 
 def _tiled_mlp(name: str, mlp: nn.Module, hidden_size: int, config: Config) -> Proof:
-    """One MLP of the model in uneven tiles against itself in one piece: output, dx, dweights."""
+    """One MLP of the model in uneven tiles against the same MLP untiled: output, dx, dweights."""
     x, gradient = torch.randn(1, MAX_TOKENS, hidden_size), torch.randn(1, MAX_TOKENS, hidden_size)
     tile_tokens = min(config.tile_tokens, MAX_TOKENS // 3 + 1)
 
@@ -122,7 +122,7 @@ def _tiled_mlp(name: str, mlp: nn.Module, hidden_size: int, config: Config) -> P
 
 
 def _tiled_loss(text: Any) -> Proof:
-    """Linear cross entropy in uneven tiles against logits in one piece: loss, dhidden, dweight."""
+    """Linear cross entropy in uneven tiles against untiled logits: loss, dhidden, dweight."""
     vocab_size = min(text.vocab_size, MAX_VOCABULARY)
     hidden, weight = torch.randn(MAX_TOKENS, text.hidden_size), torch.randn(vocab_size, text.hidden_size)
     weight /= math.sqrt(text.hidden_size)

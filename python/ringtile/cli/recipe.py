@@ -1,7 +1,7 @@
-"""The YAML file of `ringtile train`: read, checked key by key, and turned into what a Trainer needs.
+"""The YAML file of `ringtile train`: read, checked key by key, and turned into the arguments of a Trainer.
 
 Four parts: `model`, `data`, `training` (keys of transformers.TrainingArguments), and ringtile.Config's keys at the
-top level. docs/train.md describes every key.
+top level. docs/guide/train.md describes every key.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ringtile.config import Config, nearest_key, read_yaml
 from ringtile.errors import ConfigError
 
 SECTIONS = ("model", "data", "training")
-ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # the keys of training that shard it over ranks
-# Where ours are not transformers'. Without use_cpu accelerate would not train on several ranks of a CPU.
+ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # training keys that shard the model over ranks
+# Defaults that differ from transformers'. Without use_cpu, accelerate does not train on several CPU ranks.
 TRAINING_DEFAULTS = {
     "output_dir": "out",
     "logging_steps": 1,
@@ -37,7 +37,7 @@ TRAINING_DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One training run. Paths that were relative to its file are absolute here."""
+    """One training run. Relative paths of the file are absolute here."""
 
     model: str | dict[str, Any]  # folder or hub name; or the keys of a transformers config
     data: DataConfig
@@ -64,27 +64,27 @@ class Recipe:
             raise ConfigError(f"{path}: {error}") from None
 
     def alone(self, data_parallel_size: int, output_dir: str) -> Recipe:
-        """The same training in one plain process: no context parallelism, no tiles, the same rows in every step."""
+        """The same training in one plain process: no context parallelism, no tiles, the same rows per step."""
         rows = self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
         changes = {"per_device_train_batch_size": rows * data_parallel_size, "output_dir": output_dir}
         changes |= dict.fromkeys(ENGINES)
         return dataclasses.replace(self, training=self.training | changes, ringtile=Config())
 
     def mapping(self) -> dict[str, Any]:
-        """What `load` reads: plain types, ready for YAML or JSON."""
+        """The mapping that `load` reads: plain types, ready for YAML or JSON."""
         sections = {"model": self.model, "data": self.data.model_dump(), "training": self.training}
         return sections | self.ringtile.model_dump(mode="json")
 
 
 def check_keys(given: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
-    """ConfigError for the first key that is not known, with the nearest one that is."""
+    """Raises ConfigError for the first unknown key, naming the nearest known one."""
     for key in given:
         if key not in known:
             raise ConfigError(f"unknown key {prefix}{key}: {nearest_key(str(key), list(known))}")
 
 
 def load_model_keys(given: Any, folder: pathlib.Path) -> str | dict[str, Any]:
-    """The `model` section; a relative folder starts at `folder`."""
+    """The `model` section; a relative path starts at `folder`."""
     if isinstance(given, str):
         return str(folder / given) if (folder / given).is_dir() else given
     if isinstance(given, dict) and isinstance(given.get("model_type"), str):
@@ -93,7 +93,7 @@ def load_model_keys(given: Any, folder: pathlib.Path) -> str | dict[str, Any]:
 
 
 def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
-    """The `data` section; relative files, and a tokenizer that is a folder, start at `folder`."""
+    """The `data` section; relative paths of files and of a tokenizer's folder start at `folder`."""
     if not isinstance(given, dict):
         raise ConfigError(f"data is {given!r}; expected keys like files and seq_len")
     given = {str(key): value for key, value in given.items()}
@@ -115,7 +115,7 @@ def training_fields() -> dict[str, Any]:
 
 
 def load_training(given: Any) -> dict[str, Any]:
-    """The `training` section: every value as its field's type (YAML reads 1e-3 as a string)."""
+    """The `training` section, every value converted to the type of its field (YAML reads 1e-3 as a string)."""
     if not isinstance(given, dict):
         raise ConfigError(f"training is {given!r}; expected keys of transformers.TrainingArguments")
     fields = training_fields()
@@ -124,7 +124,7 @@ def load_training(given: Any) -> dict[str, Any]:
 
 
 def convert(key: str, value: Any, field_type: Any) -> Any:
-    """A value of the training section as its field's type."""
+    """A value of the training section, converted to the type of its field."""
     try:
         return pydantic.TypeAdapter(field_type).validate_python(value)
     except pydantic.ValidationError as error:
@@ -132,21 +132,21 @@ def convert(key: str, value: Any, field_type: Any) -> Any:
 
 
 def make_arguments(training: dict[str, Any]) -> TrainingArguments:
-    """TrainingArguments; this also starts the process group under torchrun."""
+    """TrainingArguments. Under torchrun this also starts the process group."""
     try:
-        return TrainingArguments(**copy.deepcopy(training))  # which changes dicts that it is given
+        return TrainingArguments(**copy.deepcopy(training))  # it changes the dicts it is given
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"training: {first_line(error)}") from error
 
 
 def make_encoder(recipe: Recipe) -> Encoder:
-    """data.tokenizer; when it is not given, a pretrained model's own, and bytes for a model built in place."""
+    """The encoder of data.tokenizer. Without one: a pretrained model's own, or bytes for a model built here."""
     name = recipe.data.tokenizer or (recipe.model if isinstance(recipe.model, str) else "bytes")
     return ByteEncoder() if name == "bytes" else PretrainedEncoder(name)
 
 
 def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
-    """Loads the model, or builds it with random weights (seed it before). Its vocabulary must hold the encoder's."""
+    """Loads the model, or builds it with random weights (seed first). Its vocabulary must hold the encoder's."""
     try:
         if isinstance(recipe.model, str):
             model = AutoModelForCausalLM.from_pretrained(recipe.model)
@@ -164,7 +164,7 @@ def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
 
 
 def make_model_config(given: dict[str, Any], seq_len: int, encoder: Encoder) -> Any:
-    """A transformers config from its keys; vocab_size and max_position_embeddings, where left out, fit the data."""
+    """A transformers config from its keys. If left out, vocab_size and max_position_embeddings fit the data."""
     model_type = given["model_type"]
     if model_type not in CONFIG_MAPPING:
         known_types = list(CONFIG_MAPPING.keys())

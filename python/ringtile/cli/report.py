@@ -1,4 +1,4 @@
-"""How a training run is told: numbers for JSON, a comparison of two runs, a plot of the losses, a summary."""
+"""Reports a training run: a comparison of two runs, a plot of the losses, a printed summary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-# What two runs of one training may differ by. Losses and norms are float32 sums of the same terms in another order:
-# an ulp is 1.2e-7 relative, a sum moves by a few, and every step starts from weights that moved as much.
+# Two runs of the same training may differ by this much. Losses and norms are float32 sums of the same terms in another
+# order: an ulp is 1.2e-7 relative, a sum is off by a few, and every step starts from weights that are off as much.
 MAX_REL_LOSS_DIFF = 1e-6
 MAX_REL_GRAD_NORM_DIFF = 1e-5
 SHOWN_STEPS = 10  # of a printed loss curve
+DATA_CHANGED = "data.files changed between the two runs; expected the same files in both: run it again"
 
 
 def rel_diffs(values: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -30,7 +31,7 @@ def rel_diffs(values: Sequence[float], reference: Sequence[float]) -> list[float
 
 
 def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest of rel_diffs; NaN where one is, infinite when the counts differ."""
+    """The largest of rel_diffs; NaN if any is NaN, infinite if the counts differ."""
     if len(values) != len(reference):
         return math.inf
     diffs = rel_diffs(values, reference)
@@ -38,7 +39,7 @@ def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def compare(report: dict[str, Any], single: dict[str, Any]) -> list[str]:
-    """Adds the run in one process to the report; returns what is not as it must be, one line each."""
+    """Adds the run in one process to the report; returns the failed checks, one line each."""
     report["losses_single"] = single["losses"]
     report["grad_norms_single"] = single["grad_norms"]
     report["tokens_per_s_single"] = single["tokens_per_s"]
@@ -51,7 +52,7 @@ def compare(report: dict[str, Any], single: dict[str, Any]) -> list[str]:
         if not report[name] <= limit  # also when it is NaN
     ]
     if report["data_digest"] != single["data_digest"]:
-        failures.insert(0, "data.files were written to between the two runs; expected files that rest")
+        failures.insert(0, DATA_CHANGED)
     if report["bytes_moved"] != report["plan_bytes"]:
         failures.append(f"bytes_moved is {report['bytes_moved']}, expected plan_bytes = {report['plan_bytes']}")
     return failures
@@ -89,7 +90,7 @@ def print_summary(console: Console, report: dict[str, Any]) -> None:
 
 
 def loss_table(report: dict[str, Any]) -> Table:
-    """Both loss curves, at most SHOWN_STEPS of their steps, the last one among them."""
+    """Both loss curves at no more than SHOWN_STEPS of their steps, the last step included."""
     table = Table("step", ranks_of(report), "one process", title="loss", title_justify="left", box=None, padding=(0, 2))
     curve = list(zip(report["steps"], report["losses"], report["losses_single"], strict=False))
     for step, loss, single in curve[:: -math.ceil(len(curve) / SHOWN_STEPS)][::-1]:
@@ -98,7 +99,7 @@ def loss_table(report: dict[str, Any]) -> Table:
 
 
 def ranks_of(report: dict[str, Any]) -> str:
-    """What the run is called beside the one of a single process."""
+    """The label of the run, next to "one process"."""
     return f"{report['world_size']} ranks" if report["world_size"] > 1 else "one process"
 
 
@@ -114,7 +115,7 @@ def summary_rows(report: dict[str, Any]) -> dict[str, str]:
     rows["peak memory"] = ", ".join(f"{peak / 2**20:,.0f}" for peak in report["peak_bytes"]) + " MiB, by rank"
     rows["bytes between ranks"] = f"{report['bytes_moved']:,} sent, {report['plan_bytes']:,} planned"
     for name, tokens in report["tile_tokens"].items():
-        rows[f"{name} tiles"] = f"{tokens:,} of the {report['batch_tokens']:,} tokens that a rank has of a batch"
+        rows[f"{name} tiles"] = f"{tokens:,} of a rank's {report['batch_tokens']:,} tokens per batch"
     owners = sorted({entry.split(".")[0] for entry in report["patched"]})
     rows["patched"] = f"{len(report['patched'])} attributes of {', '.join(owners)}" if owners else "nothing"
     if "losses_single" in report:

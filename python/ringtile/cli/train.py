@@ -1,4 +1,4 @@
-"""`ringtile train CONFIG.yaml`: trains with a Hugging Face Trainer; `--compare` proves the losses against one process.
+"""`ringtile train CONFIG.yaml`: trains with a Hugging Face Trainer; `--compare` checks the losses against one process.
 
 ringtile train run.yaml                                                one process
 torchrun --standalone --nproc-per-node 2 -m ringtile train run.yaml    two ranks
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -18,22 +17,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ringtile.cli import Outcome, make_writable, rank, write_json
+from ringtile.cli import Outcome, make_writable, write_json
+from ringtile.cli.environment import local_world_size, rank, without_torchrun
 from ringtile.errors import ConfigError, RingtileError
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# What torchrun tells its workers; the run in one process must not see it.
-TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="the run; docs/train.md has every key")
+    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="every key: docs/guide/train.md")
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="plot the losses into FILE (loss.png)")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="then train the same in one process without ringtile; status 1 unless losses and gradient norms agree",
+        help="then repeat it in one process without ringtile; status 1 unless losses and gradient norms agree",
     )
 
 
@@ -62,20 +59,18 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def train_alone(recipe: Any, data_parallel_size: int) -> dict[str, Any]:
-    """The report of the same training in a process of its own, with the threads of all ranks of this machine."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
-    }
-    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve each other on a busy machine
+    """The report of the same training in one separate process, with the threads of all ranks of this machine."""
+    environment = without_torchrun()
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads() * local_world_size())
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     with tempfile.TemporaryDirectory() as folder:
         config, result = pathlib.Path(folder, "single.yaml"), pathlib.Path(folder, "single.json")
         write_json(config, recipe.alone(data_parallel_size, folder).mapping())  # JSON is YAML
         command = [sys.executable, "-m", "ringtile", "train", str(config), "--json", str(result)]
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
         if done.returncode:
-            raise RingtileError(f"--compare: the run in one process ended with status {done.returncode}; see above")
+            raise RingtileError(
+                f"the run in one process, to compare with, ended with status {done.returncode}; see its error above"
+            )
         report: dict[str, Any] = json.loads(result.read_text())
     return report

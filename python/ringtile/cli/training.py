@@ -13,15 +13,16 @@ from transformers import PreTrainedModel, ProgressCallback, Trainer, set_seed
 import ringtile
 from ringtile.cli.data import digest_files, find_files, load_documents, make_collator, make_rows
 from ringtile.cli.doctor import owner_name, versions
-from ringtile.cli.meter import Meter, peak_bytes
+from ringtile.cli.meter import DEVICE, Meter
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
 from ringtile.config import Config
 from ringtile.errors import ConfigError
-from ringtile.tiled_loss import loss_tile_tokens
+from ringtile.peak_memory import peak_bytes
+from ringtile.tiled.loss import loss_tile_tokens
 
 
 class LossBar(ProgressCallback):
-    """transformers' progress bar on rank 0 with the loss at its end, instead of a line for every step."""
+    """transformers' progress bar on rank 0 that ends in the loss, instead of a line for every step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
@@ -29,14 +30,14 @@ class LossBar(ProgressCallback):
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
-    """Trains, and returns the report of the whole run, the same on every rank.
+    """Trains, and returns the report of the run, the same on every rank.
 
-    Raises ConfigError for what the recipe asks for, and whatever the ring raises.
+    Raises ConfigError for a recipe that cannot run, and whatever the ring raises.
     """
     report = _train(recipe)
     if dist.is_initialized():
-        # The model must be gone first. The last owner of a process group joins gloo's threads; DDP would do so with the
-        # GIL held, for which such a thread may be waiting to free a tensor (seen to hang with torch 2.13).
+        # Free the model first. The last owner of a process group joins gloo's threads; DDP would join them while it
+        # holds the GIL, which such a thread may need to free a tensor (seen to hang with torch 2.13).
         gc.collect()
         dist.destroy_process_group()
     return report
@@ -51,7 +52,7 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         raise ConfigError("training.fsdp is set for one process; expected torchrun with several, or no fsdp")
     if args.disable_tqdm or args.process_index > 0:
         datasets.disable_progress_bars()
-    with args.main_process_first(desc="reading the data"):  # the others then find it in the cache of `datasets`
+    with args.main_process_first(desc="reading the data"):  # the others then read the cache of `datasets`
         rows = {
             key: make_rows(
                 load_documents(names, recipe.data.text_column, f"data.{key}"), recipe.data, encoder, f"data.{key}"
@@ -90,12 +91,12 @@ def _train(recipe: Recipe) -> dict[str, Any]:
 
 
 def gather(meter: Meter) -> list[dict[str, Any]]:
-    """What every rank measured, by rank. A collective."""
+    """The measurements of every rank, by rank. A collective."""
     mine = {
         "tokens_per_s": meter.tokens_per_s(),
         "moved_bytes": meter.moved_bytes,
         "plan_bytes": meter.plan_bytes,
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": peak_bytes(DEVICE),
     }
     if not dist.is_initialized():
         return [mine]
@@ -107,7 +108,7 @@ def gather(meter: Meter) -> list[dict[str, Any]]:
 def make_report(
     recipe: Recipe, log_history: list[dict[str, Any]], meter: Meter, ranks: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What was logged and measured; the same on every rank, but for the plan and the tokens of a rank's own batch."""
+    """The logged and measured numbers; last_plan and batch_tokens are this rank's own, the rest is the same on all."""
     logs = [log for log in log_history if "loss" in log]
     evaluations = [log for log in log_history if "eval_loss" in log]
     return {
@@ -130,7 +131,7 @@ def make_report(
 
 
 def tile_tokens(config: Config, model: PreTrainedModel, num_tokens: int) -> dict[str, int]:
-    """Tokens in a tile of an MLP and of the loss, where they are tiled, for a batch of num_tokens on a rank."""
+    """Tokens in a tile of the MLP and of the loss, where they are tiled; num_tokens: of a batch on this rank."""
     found = {}
     if config.tiled_mlp:
         shards = config.tiled_mlp_num_shards

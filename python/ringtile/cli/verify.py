@@ -1,8 +1,8 @@
-"""`ringtile verify CONFIG.yaml`: proves on this machine, for this model, that n ranks compute what one computes.
+"""`ringtile verify CONFIG.yaml`: proves on this machine, for this model, that n ranks compute the same as one.
 
 torchrun --standalone --nproc-per-node 2 -m ringtile verify run.yaml
 
-Reads the file of `ringtile train`; `data` may be left out, for text that ships with ringtile.
+Reads the same file as `ringtile train`. Without `data`, it trains on text that ships with ringtile.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 import ringtile
-from ringtile.cli import Outcome, rank
+from ringtile.cli import Outcome
+from ringtile.cli.environment import rank
 from ringtile.errors import RingtileError
 
 STEPS = 5
 DEFAULT_SEQ_LEN = 512
-# What makes two runs comparable to float32 rounding: no rounding to bf16, no optimizer that divides by small roots, no
-# clipping that hides a wrong scale.
+# Two runs must agree to float32 rounding: no rounding to bf16, no optimizer that divides by small roots, no clipping,
+# which would hide a wrong scale.
 TRAINING = {
     "max_steps": STEPS,
     "bf16": False,
@@ -36,17 +37,18 @@ TRAINING = {
     "eval_strategy": "no",
     "resume_from_checkpoint": None,
 }
-ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")  # one process needs none
+ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")  # not for the run in one process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="as for ringtile train; docs/train.md")
+    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="as for train: docs/guide/train.md")
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Checks ops, then trains on all ranks and in one process; rank 0 prints the table. Status 1: something differs."""
+    """Checks the ops, then trains on all ranks and in one process; rank 0 prints a table. Status 1: a check failed."""
     from ringtile.cli.proofs import prove_ops
     from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
+    from ringtile.cli.report import DATA_CHANGED
     from ringtile.cli.train import train_alone
     from ringtile.cli.training import train
     from ringtile.hf.group import ContextParallelGroup
@@ -69,20 +71,20 @@ def run(args: argparse.Namespace) -> Outcome:
         plain = {key: value for key, value in recipe.training.items() if key not in ENGINE_KEYS}
         single = train_alone(dataclasses.replace(recipe, training=plain), report["data_parallel_size"])
         if single["data_digest"] != report["data_digest"]:
-            raise RingtileError("data.files were written to between the two runs; expected files that rest")
+            raise RingtileError(DATA_CHANGED)
         outcome = verdict([proof._asdict() for proof in proofs], report, single)
         print_table(Console(), outcome)
     return Outcome(int(rank() == 0 and not outcome["verified"]), outcome)
 
 
 def default_data() -> dict[str, Any]:
-    """ringtile's own source, as bytes."""
+    """The `data` section for a file without one: ringtile's own source, tokenized as bytes."""
     folder = pathlib.Path(ringtile.__file__).parent
     return {"files": [str(folder / "**" / "*.py")], "seq_len": DEFAULT_SEQ_LEN, "tokenizer": "bytes"}
 
 
 def verdict(proofs: list[dict[str, Any]], report: dict[str, Any], single: dict[str, Any]) -> dict[str, Any]:
-    """The rows of the table and whether all of them hold."""
+    """The rows of the table, and whether all of them hold."""
     from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
 
     pairs = (("loss", "losses", MAX_REL_LOSS_DIFF), ("gradient norm", "grad_norms", MAX_REL_GRAD_NORM_DIFF))

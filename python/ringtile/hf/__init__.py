@@ -1,1 +1,1 @@
-"""The Hugging Face Trainer under context parallelism: `ringtile.enable` and what it rests on."""
+"""The Hugging Face Trainer under context parallelism: `ringtile.enable`."""

@@ -1,4 +1,4 @@
-"""Enabling ringtile on every Trainer that a script builds."""
+"""Enables ringtile on every Trainer that a script builds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from transformers import Trainer
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError
-from ringtile.hf.patches import Ledger
+from ringtile.hf.ledger import Ledger
 from ringtile.hf.trainer import enable
 
 VARIABLE = "RINGTILE_CONFIG"
 
 
 def install() -> Ledger:
-    """Enables every Trainer at the end of its construction, with the YAML file that RINGTILE_CONFIG names.
+    """Makes every Trainer enable ringtile when it is built, with the YAML file that RINGTILE_CONFIG names.
 
-    Returns the ledger whose `restore()` leaves later Trainers alone.
+    The variable is read here, once. `restore()` on the returned ledger leaves later Trainers alone.
     Raises ConfigError when the variable is unset or the file is not a configuration.
     """
     path = os.environ.get(VARIABLE)

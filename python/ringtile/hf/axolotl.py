@@ -1,8 +1,8 @@
 """The axolotl plugin: `plugins: [ringtile.hf.axolotl.RingtilePlugin]` and ringtile's keys in axolotl's YAML file.
 
-axolotl knows some of those keys itself (context_parallel_size, tiled_mlp, ...) and would start ring-flash-attn and its
-own tiled MLP for them. The plugin sees the file first: it moves them to the key `ringtile`, where they are validated
-and where `ringtile.enable` finds them once the Trainer is built.
+axolotl has keys of the same names (context_parallel_size, tiled_mlp, ...) that start ring-flash-attn and its own tiled
+MLP. The plugin reads the file first and moves the keys under `ringtile`, where they are validated and where
+`ringtile.enable` finds them once the Trainer is built.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ringtile.hf.trainer import enable
 
 _SECTION = "ringtile"
 _OLD_SIZE = "sequence_parallel_degree"  # what axolotl called context_parallel_size
-_AXOLOTLS_OWN = {"gc_steps"}  # axolotl does the same for this one
+_LEFT_TO_AXOLOTL = {"gc_steps"}  # it means the same to axolotl
 
 
 class RingtileArgs(BaseModel):
-    """What axolotl's configuration gains: the mapping `ringtile`, with the keys of `ringtile.Config`."""
+    """Adds to axolotl's configuration the mapping `ringtile`, with the keys of `ringtile.Config`."""
 
     ringtile: dict[str, Any] | None = None
 
     @field_validator("ringtile")
     @classmethod
     def _is_a_config(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Raises ConfigError naming the key, which pydantic makes part of its ValidationError."""
+        """Raises ConfigError naming the key; pydantic wraps it in its ValidationError."""
         if value is not None:
             Config.load(value)
         return value
@@ -44,27 +44,29 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
         self._batch_size_is_right = False
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
-        """Moves ringtile's keys out of axolotl's sight, before axolotl validates them.
+        """Moves ringtile's keys under `ringtile` before axolotl validates its own.
 
-        Raises ConfigError when a key is given in two places.
+        Raises ConfigError when a key has two different values.
         """
         section = dict(cfg.get(_SECTION) or {})
         if section and cfg.get("use_ray") and cfg.get("context_parallel_size") == 1:
-            del cfg["context_parallel_size"]  # Ray's workers register again: axolotl's validation has filled it in
+            del cfg["context_parallel_size"]  # Ray workers register again, after axolotl's validation added the default
         for key in (_OLD_SIZE, *Config.model_fields):
-            if key in _AXOLOTLS_OWN or cfg.get(key) is None:
+            if key in _LEFT_TO_AXOLOTL or cfg.get(key) is None:
                 continue
             name = "context_parallel_size" if key == _OLD_SIZE else key
             value = cfg.pop(key)
             if section.setdefault(name, value) != value:
-                raise ConfigError(f"{key} is {value!r} but {name} is {section[name]!r} too; expected it in one place")
+                raise ConfigError(
+                    f"{key} is {value!r} but {name} is {section[name]!r} too; expected one value, given in one place"
+                )
         cfg[_SECTION] = section
 
     def get_input_args(self) -> str:
         return "ringtile.hf.axolotl.RingtileArgs"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
-        """Corrects the rows of a step, from which axolotl computes warm-up and saving: it counted every rank's."""
+        """Divides axolotl's rows per step, which count every rank, by the group size: warm-up and saving use them."""
         config = _config(cfg)
         if not self._batch_size_is_right and cfg.get("world_size", 1) > 1:
             cfg["batch_size"] //= config.context_parallel_size
@@ -72,7 +74,7 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if cfg.get("orpo_alpha"):
-            raise ConfigError("orpo_alpha is set; remove it: its loss compares sequences, of which a rank has shards")
+            raise ConfigError("orpo_alpha is set; remove it: its loss compares full sequences and a rank has a shard")
         enable(trainer, _config(cfg))
 
 

@@ -1,4 +1,4 @@
-"""What context parallelism cannot run exactly under a Trainer, refused by name before anything is changed."""
+"""Refusals: Trainers and models that context parallelism cannot run exactly, named before anything is changed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
+from ringtile.hf.parallelism import parallelism_of
 
-# What ringtile replaces or relies on, and the arguments it passes. A Trainer without them is another version.
+# Methods that ringtile replaces or relies on, with the arguments it passes. Other versions may lack them.
 _TRAINER_METHODS = {
     "_prepare_context_parallel_inputs": ("model", "inputs"),
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
@@ -45,70 +46,78 @@ _FUNCTIONS = (
     (masking_utils, "eager_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
 )
 _ACCELERATOR_METHODS = {"prepare_data_loader": ("data_loader",), "gather": ("tensor",), "_prepare_cp": ("args",)}
-# Whose compute_loss treats tokens alike wherever they are; any other is given the outputs of whole sequences.
+# Modules whose compute_loss sums over tokens wherever they are. Any other compute_loss gets full sequences.
 _SFT = "trl.trainer.sft_trainer"
-_SHARD_HOMES = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
-# Whose versions of the other methods are known not to care; axolotl's were read, the others tested.
-_KNOWN_HOMES = (
-    *_SHARD_HOMES,
+_SUM_OVER_TOKENS = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
+# Modules whose versions of the other methods work on shards. axolotl's were read, the others tested.
+_WORK_ON_SHARDS = (
+    *_SUM_OVER_TOKENS,
     "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer",
     "axolotl.core.trainers.mixins.activation_checkpointing",
     "axolotl.core.trainers.mixins.layer_offloading",
 )
-_GENERATES = "each rank would sample completions of its own, and a shard of those is not a shard of one sequence"
+_GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ENGINES = (DistributedDataParallel, FSDPModule)
-_ENGINE_NAMES = {"DeepSpeedEngine"}  # by name: not to import it
+_ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
 
 
-def uses_the_models_loss(trainer: Trainer) -> bool:
-    """Whether the loss is the model's own: SFTTrainer and label smoothing compute it from shift_labels themselves."""
+def uses_model_loss(trainer: Trainer) -> bool:
+    """Whether the loss is the model's own. SFTTrainer and label smoothing compute it from shift_labels themselves."""
     return _home(trainer, "compute_loss").__module__ != _SFT and trainer.label_smoother is None
 
 
+def needs_full_sequences(trainer: Trainer) -> bool:
+    """Whether the Trainer computes a loss of its own, which may combine tokens in any way."""
+    own = _home(trainer, "compute_loss").__module__ not in _SUM_OVER_TOKENS
+    return own or trainer.compute_loss_func is not None
+
+
 def check_sizes(trainer: Trainer, config: Config) -> None:
-    """Raises ConfigError when accelerate was told another number of ranks to share a sequence."""
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    """Raises ConfigError when accelerate has another number of ranks share a sequence."""
+    parallelism = parallelism_of(trainer.accelerator)
     if parallelism is not None and parallelism.cp_enabled and parallelism.cp_size != config.context_parallel_size:
         raise ConfigError(
             f"context_parallel_size is {config.context_parallel_size} but ParallelismConfig.cp_size is "
-            f"{parallelism.cp_size}; set one of them, or both alike"
+            f"{parallelism.cp_size}; expected the same size: set only one of them, or both alike"
         )
 
 
-def check_trainer(trainer: Trainer) -> bool:
-    """Whether this Trainer must see the outputs of whole sequences, because it computes its loss in a way of its own.
-
-    Raises Refused or ConfigError when its numbers would not be those of one process.
-    """
+def check_trainer(trainer: Trainer) -> None:
+    """Raises Refused or ConfigError when the Trainer's numbers would differ from those of one process."""
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its noise depends on the length of a shard"),
         "use_liger_kernel": (args.use_liger_kernel, "its loss has not been shown to use the global labels"),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
-        "eval_use_gather_object": (args.eval_use_gather_object, "copies of a batch are dropped tensor by tensor"),
+        "eval_use_gather_object": (
+            args.eval_use_gather_object,
+            "ringtile drops the copies of a batch from tensors only",
+        ),
         "dispatch_batches": (trainer.accelerator.dispatch_batches is True, "each rank would get another batch"),
     }
     for setting, (is_set, reason) in refused.items():
         if is_set:
             raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
     _check_parallelism(trainer)
-    whole = trainer.compute_loss_func is not None or _home(trainer, "compute_loss").__module__ not in _SHARD_HOMES
-    if whole and args.torch_compile:
+
+
+def check_not_compiled(trainer: Trainer) -> None:
+    """Raises Refused when a Trainer that needs full sequences also compiles its model."""
+    if trainer.args.torch_compile:
         raise Refused(
-            f"{name} computes its loss from the outputs of whole sequences and uses torch_compile; expected one of the "
-            f"two: the hooks that cut and join have not been shown to survive compilation"
+            f"{type(trainer).__name__} computes its loss from the outputs of full sequences and uses torch_compile; "
+            f"expected only one of the two: the hooks that shard and unshard have not been shown to survive compilation"
         )
-    return whole
 
 
 def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises Refused where a loss computed on a shard would be a mean over that shard.
+    """Raises Refused where the loss of a shard would be a mean over that shard.
 
-    A Trainer whose model_accepts_loss_kwargs is false (axolotl's) is none: its model is given the number of targets.
+    model_accepts_loss_kwargs may be false (axolotl's Trainer): ringtile then hands the model the number of targets.
     """
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     reason = "a mean over each shard is not the mean over the sequence"
@@ -122,9 +131,9 @@ def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
 
 
 def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
-    """Raises Refused for models that mix tokens elsewhere than in causal attention, or need the sequence whole.
+    """Raises Refused for models that mix tokens outside causal attention, or that need the full sequence.
 
-    classifier: the model scores the last token for a Trainer that computes the loss.
+    classifier: the model scores the last token, and its Trainer computes the loss.
     """
     config, name = model.config.get_text_config(), type(model).__name__
     if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is not ForCausalLMLoss:
@@ -151,19 +160,20 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
 
 
 def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
-    """Raises Refused for a model that would train without its gradients being averaged, or with dropout."""
+    """Raises Refused for a model that drops units, or whose gradients no engine averages."""
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not isinstance(inner, _ENGINES) and type(inner).__name__ not in _ENGINE_NAMES:
         raise Refused(
             f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
             f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
             f"a model bare when evaluate() or predict() runs before train() (build a new Trainer, or use eval_on_start)"
-            f" and on ranks of a CPU (set use_cpu=True in TrainingArguments)"
+            f", and on CPU ranks (set use_cpu=True in TrainingArguments)"
         )
     for path, module in base.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise Refused(
-                f"{path} drops with p = {module.p}; expected 0: a shard does not draw what the sequence would"
+                f"{path} drops with p = {module.p}; expected 0: the random numbers of a shard are not those of the "
+                f"full sequence"
             )
 
 
@@ -182,18 +192,18 @@ def _check_touch_points(trainer: Trainer) -> None:
             place = getattr(owner, "__name__", type(owner).__name__)
             raise Refused(
                 f"{place}.{name}({', '.join(arguments)}) is not there ({versions}); expected transformers >= 5.17 and "
-                f"accelerate >= 1.15 as ringtile was tested with"
+                f"accelerate >= 1.15, which ringtile is tested with"
             )
     for cls in type(trainer).__mro__:
         if cls.__name__ in _REFUSED_TRAINERS:
             raise Refused(f"{cls.__name__} is not supported: {_REFUSED_TRAINERS[cls.__name__]}")
     for method in _TRAINER_METHODS:
         home = _home(trainer, method)
-        if method != "compute_loss" and home.__module__ not in _KNOWN_HOMES:
+        if method != "compute_loss" and home.__module__ not in _WORK_ON_SHARDS:
             raise Refused(
                 f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
                 f"SFTTrainer, DPOTrainer or RewardTrainer, with at most a compute_loss of your own: ringtile cannot "
-                f"know that a replaced {method} treats shards as it treats sequences"
+                f"tell whether another {method} works on shards"
             )
 
 
@@ -204,14 +214,14 @@ def _takes(function: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
 
 
 def _home(trainer: Trainer, method: str) -> type:
-    """The class that a method comes from; a class without a known home for one that was set on the instance."""
+    """The class that defines a method. For a method set on the instance: the type of that function."""
     if method in vars(trainer):
         return type(trainer.__dict__[method])
     return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
 
 
 def _check_parallelism(trainer: Trainer) -> None:
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    parallelism = parallelism_of(trainer.accelerator)
     if trainer.args.n_gpu > 1:
         raise Refused(
             f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); expected one process per GPU (torchrun)"

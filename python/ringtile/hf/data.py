@@ -16,15 +16,15 @@ from ringtile.hf.group import ContextParallelGroup
 
 
 def prepare_loader(accelerator: Accelerator, group: ContextParallelGroup, loader: DataLoader[Any]) -> DataLoader[Any]:
-    """`Accelerator.prepare_data_loader` with the data-parallel groups in the place of the processes.
+    """`Accelerator.prepare_data_loader` with context-parallel groups in place of processes.
 
-    An iterable dataset is read by every rank: accelerate's dispatching loader would hand each rank a batch of its own.
-    Raises Refused for a loader that dispatches already.
+    Every rank reads an iterable dataset itself: accelerate's dispatching loader would give each rank another batch.
+    Raises Refused for a loader that already dispatches.
     """
     if isinstance(loader, DataLoaderDispatcher):
         raise Refused(
             "the data loader dispatches batches from rank 0, one to each rank; expected a loader that every rank reads "
-            "(accelerator_config dispatch_batches false or unset)"
+            "itself (dispatch_batches false or unset in accelerator_config)"
         )
     if not getattr(loader, "_is_accelerate_prepared", False):
         loader = prepare_data_loader(
@@ -48,10 +48,10 @@ def prepare_loader(accelerator: Accelerator, group: ContextParallelGroup, loader
 
 
 def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
-    """`Accelerator.gather_for_metrics` with one copy of what the ranks of a group all hold.
+    """`Accelerator.gather_for_metrics`, where the ranks of a group all hold the same rows and one copy is kept.
 
-    data: tensors (n, ...), nested in tuples, lists or mappings -> (n * data_size, ...), at the end of a data set less
-    the rows that only filled its last batch.
+    data: tensors (n, ...), nested in tuples, lists or mappings -> (n * data_size, ...). At the end of a data set the
+    rows that only fill up the last batch are dropped.
     """
     state = accelerator.gradient_state
     surplus = state.end_of_dataloader and state.remainder > 0

@@ -1,4 +1,4 @@
-"""The context-parallel group of a rank: the ranks that share one sequence, and what they ask of each other."""
+"""The context-parallel group of a rank: the ranks that share one sequence, and their small collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modu
 
 
 class ContextParallelGroup:
-    """The block of `size` consecutive ranks that this rank belongs to: k * size .. (k + 1) * size - 1.
+    """`size` consecutive ranks, this one among them: k * size .. (k + 1) * size - 1.
 
-    Every rank of the world must build it, because process groups are made by all. The data-parallel engine is told
-    nothing: it averages gradients over all ranks.
-    Raises ConfigError when the world does not consist of whole groups.
+    Every rank of the world must build it: torch.distributed makes process groups collectively. The data-parallel
+    engine needs no notice: it averages gradients over all ranks.
+    Raises ConfigError when size does not divide the number of ranks.
     """
 
     def __init__(self, size: int, timeout_seconds: float, device: torch.device) -> None:
@@ -37,26 +37,30 @@ class ContextParallelGroup:
         self.data_index = dist.get_rank() // size  # which of the data_size different batches this rank gets
         self.data_size = world_size // size
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        blocks = [list(range(first, first + size)) for first in range(0, world_size, size)]
-        groups = [dist.new_group(ranks, timeout=timeout) for ranks in blocks]
+        all_ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
+        groups = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
         self.process_group: dist.ProcessGroup = groups[self.data_index]
-        self.mean(torch.zeros((), device=device))  # a rank that closed it now would cut off those still connecting
+        self.sum(torch.zeros((), device=device))  # connects all ranks before any of them can close the group
 
     def close(self) -> None:
-        """Frees the process group. Local: the other ranks of the group do the same at their own time."""
+        """Frees the process group. Local: every rank of the group does so in its own time."""
         if dist.is_initialized():
             dist.destroy_process_group(self.process_group)
 
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over the group, the same bits on all of its ranks. A collective."""
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over the group, the same bits on all of its ranks. A collective."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self.process_group)
-        return total / self.size
+        return total
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the group, the same bits on all of its ranks. A collective."""
+        return self.sum(value) / self.size
 
     def check_same_batch(self, inputs: Mapping[str, Any]) -> None:
         """Raises RingMismatch, naming what differs and where, unless all ranks of the group hold the same batch.
 
-        One all-gather of a few integers. Different batches of equal shape would train without any other sign.
+        One all-gather of a few integers. Without it, different batches of equal shape would train unnoticed.
         """
         header = _fingerprint(inputs)
         mine = torch.tensor(list(header.values()), dtype=torch.int64, device=self.device)
@@ -70,12 +74,12 @@ class ContextParallelGroup:
                     raise RingMismatch(
                         f"ranks {first} and {first + rank} share a sequence but got different batches: {name} is "
                         f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on "
-                        f"every rank of a context-parallel group (same seed and data, a sampler blind to the rank)"
+                        f"every rank of a context-parallel group (same seed and data, a sampler that ignores the rank)"
                     )
 
 
 def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int]:
-    """What must be equal on all ranks: a few readable numbers first, then checksums."""
+    """The numbers that must be equal on all ranks: a few readable ones first, then checksums."""
     tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
     main = next((tensors[name] for name in ("input_ids", "inputs_embeds") if name in tensors), torch.empty(0, 0))
     kinds = " ".join(f"{name}:{value.dtype}:{tuple(value.shape)}" for name, value in tensors.items())

@@ -1,14 +1,14 @@
-"""The cut of a batch over the ranks of a context-parallel group: a pure function of the global batch.
+"""Shards a batch over the ranks of a context-parallel group: a pure function of the global batch.
 
 Labels are shifted and position ids made on the global sequence, the sequence is padded to what the layout needs, and
-every tensor is cut once. What the attention must know of the global sequence travels in a `Cut`.
+every tensor is sharded once. The `ShardedBatch` carries what the attention must know about the global sequence.
 
 Shape letters: B batch, S global tokens, P padded global tokens, N local tokens, W ranks, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile.errors import InputError, Refused
-from ringtile.hf.cut import CUT, Cut
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.masks import mask_of_batch
-from ringtile.layout import Layout
-from ringtile.mask import IntervalMask
-from ringtile.transport import Group
+from ringtile.ring.block_kernel import BlockKernel
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.groups import Group, transport_of
 
 IGNORE_INDEX = -100  # transformers' label of a position without a target
 
-# Tensors with one entry per token, and what a padding token holds. Position 0 is valid for every embedding table, and
-# leaves the largest position, which some RoPE variants read, as it is.
+# Tensors with one entry per token, and the value of a padding token. Position 0 is valid in every embedding table and
+# does not change the largest position, which some RoPE variants read.
 _PADDING = {
     "input_ids": 0,
     "inputs_embeds": 0,
@@ -33,36 +34,82 @@ _PADDING = {
     "position_ids": 0,
     "attention_mask": 0,
 }
-# Keys that describe the global sequence: used before the cut, then dropped.
-_CONSUMED = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-# Switches whose result would be computed from a shard as if it were the sequence.
+# Keys that describe the global sequence: read from the global batch, then dropped.
+_GLOBAL_KEYS = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# Switches under which the model would treat a shard as the full sequence.
 _REFUSED_SWITCHES = {
     "output_router_logits": "the load-balancing loss is not linear in the tokens",
     "output_attentions": "attention weights are never formed",
     "logits_to_keep": "the last positions lie on one rank",
-    "past_key_values": "a cache holds whole sequences",
+    "past_key_values": "a cache holds full sequences",
 }
 
 
-def cut_batch(
-    inputs: Mapping[str, Any], *, layout: str, group: Group, rank: int, world_size: int, makes_positions: bool
-) -> tuple[dict[str, Any], Cut]:
-    """The part of a global batch that `rank` works on, and its Cut (also in the batch, for the attention layers).
+def shard_batch(
+    inputs: Mapping[str, Any],
+    *,
+    layout: str,
+    group: Group | None,
+    makes_positions: bool,
+    windows: Iterable[int | None] = (),
+    block_kernel: BlockKernel = "ringtile",
+) -> tuple[dict[str, Any], ShardedBatch]:
+    """This rank's part of a global batch, and its ShardedBatch (also in the part, for the attention layers).
 
     `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
-    `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is for
-    those who count tokens. `makes_positions`: the model counts 0, 1, ... when a batch has no position ids; so do we.
-    Raises Refused for a batch whose result would not be that of one process, MaskNotExpressible, InputError.
+    `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is left
+    for code that counts tokens. makes_positions: the model counts 0, 1, ... for a batch without position ids, and so
+    does this function. windows: the sliding windows of the model's layers, whose masks torch.compile cannot make.
+    Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
     main = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(main, Tensor) or main.dim() < 2:
         raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
     batch_size, seq_len = main.shape[:2]
     _refuse(inputs)
+    per_token = _per_token(inputs, main, makes_positions)
+    mask = mask_of_batch(inputs, batch_size, seq_len)
+    world_size = transport_of(group).world_size
+    padding = -seq_len % Layout.multiple(layout, world_size)
+    named = Layout.named(layout, seq_len + padding, world_size)
+    sequence = ShardedSequence.of(mask.padded(padding), named, group)
+    for window in windows:
+        sequence.with_window(window)
+    batch = ShardedBatch(
+        sequence,
+        seq_len=seq_len,
+        max_position=int(per_token["position_ids"].max()),
+        num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
+        block_kernel=block_kernel,
+    )
+    local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
+    for name, tensor in per_token.items():
+        width = (0, 0) * (tensor.dim() - 2) + (0, padding)
+        local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1)
+    if inputs.get("labels") is not None:
+        local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
+    local.update({"use_cache": False, BATCH_ARGUMENT: batch})
+    return local, batch
+
+
+def _refuse(inputs: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED_SWITCHES.items():
+        if inputs.get(name):
+            raise Refused(f"the batch sets {name}; remove it under context parallelism: {reason}")
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in _PADDING and name not in _GLOBAL_KEYS:
+            raise Refused(
+                f"the batch holds {name} {tuple(value.shape)}, which ringtile does not know how to shard; expected "
+                f"only {', '.join(sorted({*_PADDING, *_GLOBAL_KEYS}))}"
+            )
+
+
+def _per_token(inputs: Mapping[str, Any], main: Tensor, makes_positions: bool) -> dict[str, Tensor]:
+    """The global tensors with one entry per token, by the keys of _PADDING; labels are shifted."""
+    batch_size, seq_len = main.shape[:2]
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
         if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
             raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
-
     per_token = {name: inputs[name] for name in _PADDING if inputs.get(name) is not None}
     if "position_ids" not in per_token:
         if not makes_positions:
@@ -75,37 +122,7 @@ def cut_batch(
     per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
     if "shift_labels" not in per_token and inputs.get("labels") is not None:
         per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
-
-    mask = mask_of_batch(inputs, batch_size, seq_len)
-    padding = -seq_len % Layout.multiple(layout, world_size)
-    cut = Cut(
-        seq_len=seq_len,
-        layout=Layout.named(layout, seq_len + padding, world_size),
-        group=group,
-        mask=_pad_mask(mask, padding),
-        max_position=int(per_token["position_ids"].max()),
-        num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
-    )
-    local = {name: value for name, value in inputs.items() if name not in _CONSUMED}
-    for name, tensor in per_token.items():
-        width = (0, 0) * (tensor.dim() - 2) + (0, padding)
-        local[name] = cut.layout.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1, rank=rank)
-    if inputs.get("labels") is not None:
-        local["labels"] = local["shift_labels"]  # a model computes a loss when it sees labels, from shift_labels
-    local.update({"use_cache": False, CUT: cut})
-    return local, cut
-
-
-def _refuse(inputs: Mapping[str, Any]) -> None:
-    for name, reason in _REFUSED_SWITCHES.items():
-        if inputs.get(name):
-            raise Refused(f"the batch sets {name}; remove it under context parallelism: {reason}")
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in _PADDING and name not in _CONSUMED:
-            raise Refused(
-                f"the batch holds {name} {tuple(value.shape)}, and ringtile does not know how to cut it; expected "
-                f"only {', '.join(sorted({*_PADDING, *_CONSUMED}))}"
-            )
+    return per_token
 
 
 def _rows(position_ids: Tensor, batch_size: int, seq_len: int) -> Tensor:
@@ -115,8 +132,3 @@ def _rows(position_ids: Tensor, batch_size: int, seq_len: int) -> Tensor:
             f"position_ids are {tuple(position_ids.shape)}; expected ({batch_size}, {seq_len}) or (1, {seq_len})"
         )
     return position_ids.expand(batch_size, seq_len)
-
-
-def _pad_mask(mask: IntervalMask, padding: int) -> IntervalMask:
-    """Padding follows the sequence: its queries see nothing, and its keys lie beyond every interval."""
-    return IntervalMask(functional.pad(mask.begin, (0, padding)), functional.pad(mask.end, (0, padding)))

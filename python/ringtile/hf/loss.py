@@ -1,8 +1,8 @@
-"""The Trainer's `tiled_loss: true`: a causal language model that trains without ever holding its logits.
+"""The Trainer's `tiled_loss: true`: a causal language model trains without materializing its logits.
 
-In training, the output projection returns a TiledLogits, a promise of logits, and the model's loss function
-redeems it with `tiled_linear_cross_entropy`; a weight that FSDP2 or ZeRO-3 has sharded is gathered for that, once for
-all tiles. In eval mode both do what they did before.
+In training, the output projection returns a TiledLogits, a placeholder for logits, and the model's loss function
+computes the loss from it with `tiled_linear_cross_entropy`. A weight that FSDP2 or ZeRO-3 has sharded is gathered once
+for all tiles. In eval mode both behave as they did before.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
+from ringtile.hf.ledger import Ledger
 from ringtile.hf.mlp import from_liger
-from ringtile.hf.patches import Ledger
 from ringtile.ops import state_dtype
-from ringtile.tiled_loss import loss_tile_tokens, tiled_linear_cross_entropy
-from ringtile.tiles import compute_dtype
+from ringtile.tiled.loss import loss_tile_tokens, tiled_linear_cross_entropy
+from ringtile.tiled.tiles import compute_dtype
 
 _OPERATORS = (
     *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "pow", "matmul", "rmatmul"),
     *("iadd", "isub", "neg", "abs", "lt", "le", "gt", "ge"),
     *("getitem", "setitem", "len", "iter", "bool", "array"),
 )
-_SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # whose hooks gather and free a weight, and touch no output
+_SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # their hooks gather and free weights; they do not touch outputs
 
 
 class TiledLogits:
-    """Logits of shape (..., V) that are never computed: scale * head(hidden), softcapped.
+    """Stands for logits of shape (..., V) that are never computed: scale * head(hidden), softcapped.
 
-    head: the output projection, V x E; hidden (..., E). softcap None: not capped. A model may multiply and divide
-    them by numbers and cap them once: `c * tanh(x / c)`, whatever it is made of, goes to the loss as an argument.
+    head: the output projection, weight (V, E); hidden (..., E). softcap None: not capped. A model may multiply and
+    divide the logits by numbers and cap them once, `c * tanh(x / c)` in any spelling; both become arguments of the
+    loss.
 
-    No tensor on purpose: DDP, FSDP and accelerate look through a model's outputs for tensors. The loss function
-    takes it apart; whatever else is done with it raises Refused, so that a model, a Trainer or a metric that
-    changes or reads its logits cannot go wrong in silence.
+    Deliberately not a tensor: DDP, FSDP and accelerate search a model's outputs for tensors. Only the loss function
+    knows how to use it. Any other operation raises Refused, so that a model, a Trainer or a metric that changes or
+    reads the logits does not silently get something wrong.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class TiledLogits:
         self.dtype, self.device = compute_dtype(hidden, head.weight), hidden.device
 
     def float(self) -> TiledLogits:
-        """Itself: the loss is computed in float32 anyway."""
+        """Returns self: the loss is computed in float32 anyway."""
         return self
 
     def to(self, dtype: torch.dtype) -> TiledLogits:
-        """Itself, for the dtype in which the loss is computed."""
+        """Returns self for the dtype of the loss; Refused for any other."""
         if dtype != state_dtype(self.dtype):
             raise _refused(f"to({dtype})")
         return self
@@ -69,7 +70,7 @@ class TiledLogits:
         return self.shape if dim is None else self.shape[dim]
 
     def tanh(self) -> TiledLogits:
-        """softcap * tanh(x / softcap) with a softcap of 1; what multiplies it later changes the softcap."""
+        """softcap * tanh(x / softcap) with a softcap of 1; multiplying the result later changes the softcap."""
         if self.softcap is not None:
             raise _refused("a second tanh")
         return TiledLogits(self.head, self.hidden, self.scale, Fraction(1))
@@ -102,15 +103,15 @@ class TiledLogits:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python's own probing: copy, pickle, dataclasses
+            raise AttributeError(name)  # Python probes for these: copy, pickle, dataclasses
         raise _refused(name)
 
 
 def _refused(operation: str) -> Refused:
     return Refused(
         f"tiled_loss: {operation!r} was applied to the logits, which do not exist in training; expected a model that "
-        "hands them to its loss function as they are, multiplied by a number, or softcapped. Set tiled_loss: false, or "
-        "call model.eval() first to read logits"
+        "passes them to its loss function unchanged, multiplied by a number, or softcapped. Set tiled_loss: false, or "
+        "call model.eval() before reading logits"
     )
 
 
@@ -126,16 +127,17 @@ for _operator in _OPERATORS:
 
 
 def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -> None:
-    """Replaces the output projection's forward and the model's loss function by tiled ones, for training.
+    """Replaces the output projection's forward and the model's loss function by tiled versions, for training.
 
-    A tile has config.tile_tokens tokens, or fewer where their logits would take more than the default tile of
-    `tiled_linear_cross_entropy`.
-    Refused: the loss is not transformers' causal one, or the projection is no plain torch.nn.Linear.
+    A tile has config.tile_tokens tokens, or as many as the default tile of `tiled_linear_cross_entropy`, whichever is
+    fewer.
+
+    Refused: the loss is not transformers' causal one, or the projection is not a plain torch.nn.Linear.
     ConfigError: Liger has replaced the model's forward.
     """
     name = type(model).__name__
     if from_liger(model):
-        raise ConfigError(f"tiled_loss: Liger has replaced the forward of {name}; use one of the two")
+        raise ConfigError(f"tiled_loss: Liger has replaced the forward of {name}; turn one of the two off")
     if model.loss_function is not ForCausalLMLoss:
         raise Refused(f"tiled_loss: {name} computes its loss with {model.loss_function!r}, expected ForCausalLMLoss")
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -144,7 +146,7 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
         raise Refused(
             f"tiled_loss: the output projection of {name} is a {type(head).__module__}.{type(head).__name__}"
             f"{' with a replaced forward' if 'forward' in vars(head) else ''}, expected a plain torch.nn.Linear; "
-            "leave it out of the adapter's target_modules and modules_to_save"
+            "remove it from the adapter's target_modules and modules_to_save"
         )
     ledger.set(head, "forward", MethodType(_head_forward, head))
     ledger.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config.tile_tokens))
@@ -154,8 +156,11 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
 def _head_forward(
     head: nn.Linear, hidden: Tensor, loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 ) -> Tensor | TiledLogits:
-    """The model's call in training returns TiledLogits. The loss function's call, with a loss of (hidden, weight,
-    bias), returns that loss: inside the hooks of ZeRO-3, which gather the weight for it."""
+    """Called by the model: TiledLogits in training, logits otherwise.
+
+    Called by the loss function with loss(hidden, weight, bias): returns that loss. Going through the module runs
+    ZeRO-3's hooks, which gather the weight.
+    """
     if loss is not None:
         return loss(hidden, head.weight, head.bias)
     if not head.training:
@@ -164,8 +169,8 @@ def _head_forward(
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith(_SHARDING):
                 raise Refused(
-                    f"tiled_loss: the output projection has hooks, which would never see its logits ({hook!r}); remove "
-                    "them, or set tiled_loss: false"
+                    f"tiled_loss: the output projection has a hook that would never see logits, {hook!r}; remove it, "
+                    "or set tiled_loss: false"
                 )
     return TiledLogits(head, hidden)
 
@@ -180,7 +185,7 @@ def tiled_causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: its arguments, its shift of the labels, its mean or sum over items."""
+    """transformers' ForCausalLMLoss, tiled: the same arguments, label shift, and mean or sum over items."""
     if not isinstance(logits, TiledLogits):
         plain: Tensor = ForCausalLMLoss(
             logits,
@@ -194,7 +199,8 @@ def tiled_causal_lm_loss(
         return plain
     if vocab_size != logits.shape[-1]:
         raise Refused(
-            f"tiled_loss: the config's vocab_size is {vocab_size}, the output projection has {logits.shape[-1]}"
+            f"tiled_loss: the config's vocab_size is {vocab_size}, the output projection has {logits.shape[-1]} "
+            "classes; expected them to be equal"
         )
     if shift_labels is None:
         assert labels is not None
@@ -202,7 +208,7 @@ def tiled_causal_lm_loss(
     if shift_labels.numel() != logits.shape[:-1].numel():
         raise InputError(
             f"tiled_loss: labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}; "
-            "expected one per token: logits_to_keep and labels do not go together"
+            "expected one label per token; do not combine logits_to_keep with labels"
         )
     tiled = functools.partial(
         tiled_linear_cross_entropy,
@@ -220,7 +226,7 @@ def tiled_causal_lm_loss(
         return result
 
     if isinstance(head, FSDPModule):
-        head.unshard()  # unless it still is, after the call that returned the logits; the backward frees it
+        head.unshard()  # a no-op if still gathered from the call that returned the logits; the backward frees it
     if hasattr(head.weight, "ds_id"):  # ZeRO-3
         gathered: Tensor = head(logits.hidden, loss=loss)
         return gathered

@@ -1,8 +1,8 @@
-"""The interval mask of a batch, from the ways in which transformers' data collators describe one.
+"""The interval mask of a batch, read off the keys that transformers' data collators produce.
 
-The rule is transformers' own: with an `attention_mask` (B, S), position ids say nothing about documents; without one,
-a document starts wherever `position_ids` do not continue by one. `cu_seq_lens_*`, `seq_idx` and document ids in the
-attention mask are explicit, and each of them narrows the mask.
+The rule is transformers' own: with an `attention_mask` (B, S), position ids do not separate documents; without one, a
+document starts wherever `position_ids` do not continue by one. `cu_seq_lens_*`, `seq_idx` and document ids in the
+attention mask always separate documents; each of them narrows the mask.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, Refused
-from ringtile.mask import IntervalMask
+from ringtile.sequence.mask import IntervalMask
 
 
 def mask_of_batch(inputs: Mapping[str, Any], batch_size: int, seq_len: int) -> IntervalMask:
     """The causal mask of a batch (B, S), narrowed by padding and documents.
 
-    Raises MaskNotExpressible, Refused for a batch that says two different things, InputError for wrong shapes.
+    Raises MaskNotExpressible, Refused for a batch that contradicts itself, InputError for wrong shapes.
     """
     mask = IntervalMask.causal(seq_len)
     attention_mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -44,7 +44,7 @@ def _of_attention_mask(
     if attention_mask.dim() != 2:
         raise Refused(
             f"attention_mask is {attention_mask.dim()}-D {tuple(attention_mask.shape)}; expected 2-D (B, S) with 0 for "
-            f"padding, 1 or document ids for tokens: an S x S mask does not fit where the sequence does not"
+            f"padding, 1 or document ids for tokens: an S x S mask needs more memory than the sequence itself"
         )
     if attention_mask.shape != (batch_size, seq_len):
         raise InputError(f"attention_mask is {tuple(attention_mask.shape)}; expected ({batch_size}, {seq_len})")
@@ -54,14 +54,15 @@ def _of_attention_mask(
         same_document = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
         if bool((restarts & same_document).any()):
             raise Refused(
-                "position_ids restart inside the tokens of one attention_mask; transformers' backends disagree on "
-                "whether these are documents. Remove attention_mask to pack documents, or give document ids 1, 2, ... "
-                "in attention_mask, or position_ids that continue"
+                "position_ids restart where attention_mask does not start a document, and transformers' backends "
+                "disagree on whether that separates documents. Remove attention_mask to pack documents, or give "
+                "document ids 1, 2, ... in attention_mask, or position_ids that continue"
             )
     mask = IntervalMask.from_padding(ids)
     if bool((ids > 1).any()):
         return mask
-    # As in transformers' own masks, queries of padding see the tokens before them: the row's keys, cut to causal later.
+    # As in transformers' own masks, padding queries attend the tokens before them: all keys of the row here, which the
+    # causal mask then narrows.
     begin, end = (bound.amax(dim=1, keepdim=True).expand_as(bound) for bound in (mask.begin, mask.end))
     return IntervalMask(begin, end)
 
@@ -74,7 +75,7 @@ def _cu_seq_lens(inputs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _one_row_if_equal(mask: IntervalMask) -> IntervalMask:
-    """The mask with its rows merged when they are equal: a plan is made for every row."""
+    """Merges the rows when they are equal: a plan costs work for every row."""
     if bool((mask.begin == mask.begin[:1]).all()) and bool((mask.end == mask.end[:1]).all()):
         return IntervalMask(mask.begin[:1], mask.end[:1])
     return mask

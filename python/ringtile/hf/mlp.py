@@ -1,4 +1,4 @@
-"""Runs every MLP of a model in tiles: `ringtile.tile_mlps`, and the Trainer's `tiled_mlp: true`."""
+"""Runs all MLPs of a model in tiles: `ringtile.tile_mlps` and the Trainer's `tiled_mlp: true`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
-from ringtile.hf.find import find_mlps
-from ringtile.hf.patches import Ledger
-from ringtile.tiled_mlp import check_parts, run_tiles
-from ringtile.tiles import check_tile_tokens
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.mlp_search import find_mlps
+from ringtile.tiled.mlp import check_parts, run_tiles
+from ringtile.tiled.tiles import check_tile_tokens
 
 
 def tile_mlps(
@@ -24,14 +24,14 @@ def tile_mlps(
 ) -> Ledger:
     """Makes every MLP of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
 
-    What an MLP is, dense or a mixture of experts: `find_mlps`. num_shards: as many tiles per call instead, whatever
-    the number of tokens. use_original_mlp: run the module's own forward on each tile, also where ringtile's GLU
-    kernels do the same in fewer flops; see `tiled_mlp`. Under ZeRO-3 an MLP's parameters are gathered as one from
-    then on, once per pass and not once per tile, so call it before deepspeed.initialize.
+    `find_mlps` says which modules are MLPs: dense ones and mixtures of experts. num_shards: split each call into that
+    many tiles instead, whatever the number of tokens. use_original_mlp: run the module's own forward on each tile even
+    where ringtile's GLU kernels compute the same in fewer flops; see `tiled_mlp`. Call this before
+    deepspeed.initialize: ZeRO-3 then gathers an MLP's parameters together, once per pass instead of once per tile.
 
-    InputError: tile_tokens or num_shards below 1. Refused: no MLP found, or one that ZeRO-3 already gathers in
-    parts, or whose forward was replaced by something that cannot be called tile by tile. ConfigError: Liger's MLP
-    without use_original_mlp.
+    InputError: tile_tokens or num_shards is below 1. Refused: the model has no MLP, or ZeRO-3 already gathers one in
+    parts, or the forward of one was replaced by something that cannot be called per tile. ConfigError: Liger has
+    patched an MLP and use_original_mlp is false.
     """
     ledger = Ledger()
     try:
@@ -63,14 +63,15 @@ def _tile_mlps(
     if not mlps:
         raise Refused(
             f"tiled MLP: the layers of {type(model).__name__} have no module that takes one tensor and maps it to an "
-            "inner width and back, as LlamaMLP and MixtralSparseMoeBlock do (OPT's and BERT's layers call the linear "
-            "maps themselves); call ringtile.tiled_mlp(module, x) in the model, or set tiled_mlp: false"
+            "inner width and back; expected one like LlamaMLP or MixtralSparseMoeBlock (the layers of OPT and BERT "
+            "call the linear maps themselves). Call ringtile.tiled_mlp(module, x) in the model, or set tiled_mlp: false"
         )
     for name, module in mlps.items():
         if from_liger(module) and not use_original_mlp:
             raise ConfigError(
-                f"{name} is Liger's MLP, which tiled_mlp would replace; set tiled_mlp_use_original_mlp: true to run "
-                "Liger's in tiles, or switch Liger's GLU off (swiglu=False, geglu=False)"
+                f"{name} is Liger's MLP, which tiled_mlp would replace by ringtile's GLU kernels; set "
+                "tiled_mlp_use_original_mlp: true to run Liger's in tiles, or turn Liger's GLU off (swiglu=False, "
+                "geglu=False)"
             )
         check_parts(module)
         _gather_as_one(module, ledger)
@@ -79,10 +80,10 @@ def _tile_mlps(
 
 
 def _gather_as_one(module: nn.Module, ledger: Ledger) -> None:
-    """Makes the module a leaf for DeepSpeed's ZeRO-3, which then gathers its parameters once per pass, not per tile."""
+    """Marks the module as a ZeRO-3 leaf: DeepSpeed then gathers its parameters once per pass, not once per tile."""
     if not hasattr(module, "_z3_leaf"):
         module._z3_leaf = True  # type: ignore[assignment]
-        # An engine built since then relies on it.
+        # Keep the mark if an engine was built since: it relies on it.
         ledger.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))
 
 
@@ -117,24 +118,24 @@ class _TiledForward:
         tile_tokens = self.tile_tokens
         if self.num_shards is not None:
             num_tokens = x.shape[:-1].numel()
-            tile_tokens = max(1, -(-num_tokens // self.num_shards))  # rounded up: never more tiles than asked for
+            tile_tokens = max(1, -(-num_tokens // self.num_shards))  # rounded up: at most num_shards tiles
         recorded = _active_collector.get()  # type: ignore[no-untyped-call]
         if not recorded:
             return run_tiles(module, self.own_forward, x, tile_tokens, self.use_original_mlp)
         forward = _RecordingForward(self.own_forward, [key for key in recorded if not key.startswith("_")])
-        return forward.hand_over(run_tiles(module, forward, x, tile_tokens, self.use_original_mlp), recorded)
+        return forward.deliver(run_tiles(module, forward, x, tile_tokens, self.use_original_mlp), recorded)
 
 
 class _RecordingForward:
-    """An MLP's forward while transformers records the outputs of modules inside it: router logits, for their loss.
+    """An MLP's forward while transformers records outputs of modules inside it: router logits, for their loss.
 
-    Its hooks put them in lists, which would get every tile's, without a graph. Here each tile returns them behind
-    the MLP's own outputs, and the lists get the whole, differentiable.
+    transformers' hooks append them to lists, one entry per tile and without a graph. Here each tile returns them after
+    the MLP's own outputs, so the lists get one differentiable tensor over all tokens.
     """
 
     def __init__(self, own_forward: Callable[..., Any], keys: list[str]) -> None:
         self.own_forward, self.keys = own_forward, keys
-        self.found: list[str] = []  # the key of each recorded tensor
+        self.recorded_keys: list[str] = []  # the key of each recorded tensor
 
     def __call__(self, module: nn.Module, x: Tensor) -> Any:
         of_tile: dict[str, list[Tensor]] = {key: [] for key in self.keys}
@@ -143,18 +144,18 @@ class _RecordingForward:
             result = self.own_forward(module, x)
         finally:
             _active_collector.reset(token)  # type: ignore[no-untyped-call]
-        self.found = [key for key in self.keys for _ in of_tile[key]]
-        if not self.found:
+        self.recorded_keys = [key for key in self.keys for _ in of_tile[key]]
+        if not self.recorded_keys:
             return result
         self.returns_tuple = isinstance(result, tuple)
         outputs = result if self.returns_tuple else (result,)
         return (*outputs, *(tensor for key in self.keys for tensor in of_tile[key]))
 
-    def hand_over(self, outputs: Any, recorded: dict[str, list[Tensor]]) -> Any:
-        """The MLP's own outputs; the others go where they would have gone."""
-        if not self.found:
+    def deliver(self, outputs: Any, recorded: dict[str, list[Tensor]]) -> Any:
+        """Appends the recorded tensors to transformers' lists and returns the MLP's own outputs."""
+        if not self.recorded_keys:
             return outputs
-        for key, tensor in zip(self.found, outputs[-len(self.found) :], strict=True):
+        for key, tensor in zip(self.recorded_keys, outputs[-len(self.recorded_keys) :], strict=True):
             recorded[key].append(tensor)
-        own = outputs[: -len(self.found)]
+        own = outputs[: -len(self.recorded_keys)]
         return own if self.returns_tuple else own[0]

@@ -1,5 +1,5 @@
-"""What `ringtile.enable` changes on the model: its attention, rotary embeddings that look at the length, a watch on
-its loss function."""
+"""Changes to a model under context parallelism: its attention, rotary embeddings that depend on the sequence length,
+and a watch on its loss function."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf import attention
-from ringtile.hf.cut import CUT, Cut
-from ringtile.hf.patches import Ledger
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.ledger import Ledger
 
 
 def base_model(model: nn.Module | None) -> PreTrainedModel:
-    """The transformers model inside, adapters (PEFT) taken off. Raises Refused when there is none."""
+    """The transformers model inside PEFT's adapters. Raises Refused when there is none."""
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else model
     if not isinstance(base, PreTrainedModel):
@@ -27,14 +27,21 @@ def base_model(model: nn.Module | None) -> PreTrainedModel:
 
 
 def makes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model counts positions 0, 1, ... where a batch has none: those with rotary embeddings do."""
+    """Whether the model counts positions 0, 1, ... for a batch without position ids: with rotary embeddings it does."""
     return bool(_rotary_embeddings(model))
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer in tokens; None: full attention. config: of the text model."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
     """Makes every layer call ringtile's attention and mask functions. wrapped: the model with its adapters."""
     attention.register()
-    # On the outermost module: adapters call the forward of the one inside, and not its hooks.
+    # On the outermost module: adapters call the inner module's forward, which skips its hooks.
     ledger.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
     model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
@@ -45,45 +52,50 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
     ledger.on_restore(lambda: model.set_attn_implementation(previous))
     model.set_attn_implementation(attention.NAME)
     if model.config._attn_implementation != attention.NAME:
-        raise Refused(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
+        raise Refused(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
+            f"model that does"
+        )
 
 
 def watch_loss(model: PreTrainedModel, ledger: Ledger) -> None:
-    """Counts on the Cut that the model's loss function got the globally shifted labels.
+    """Counts, on the ShardedBatch, calls of the model's loss function with the globally shifted labels.
 
-    A model that computes its loss in another way would shift the shifted labels again, inside each shard.
+    A model that computes its loss in another way would shift the labels again, within each shard.
     """
     ledger.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function))
 
 
 def _watched_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    cut: Cut | None = kwargs.pop(CUT, None)
-    if cut is not None and kwargs.get("shift_labels") is not None:
-        cut.loss_calls += 1
+    batch: ShardedBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
+    if batch is not None and kwargs.get("shift_labels") is not None:
+        batch.loss_calls += 1
     return original(*args, **kwargs)
 
 
-def pin_rope_length(model: PreTrainedModel, ledger: Ledger, current_cut: Callable[[], Cut | None]) -> None:
-    """Shows rotary embeddings whose frequencies depend on the length the largest position of the whole sequence.
+def pin_rope_length(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+    """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
 
-    "dynamic" and "longrope" take the length from the position ids they are given; those of a shard give each rank
-    other frequencies. The largest position is appended to them and its row dropped from the result.
+    "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
+    frequencies. The largest global position is appended to the ids, and its row dropped from the result.
     """
     for rotary in _rotary_embeddings(model):
         kinds = getattr(rotary, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
         if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            ledger.set(rotary, "forward", _with_global_length(rotary.forward, current_cut))
+            ledger.set(rotary, "forward", _with_global_length(rotary.forward, active_batch))
 
 
-def _with_global_length(original: Callable[..., Any], current_cut: Callable[[], Cut | None]) -> Callable[..., Any]:
+def _with_global_length(
+    original: Callable[..., Any], active_batch: Callable[[], ShardedBatch | None]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        cut = current_cut()
-        if cut is None:
+        batch = active_batch()
+        if batch is None:
             cos, sin = original(x, position_ids, *args, **kwargs)
             return cos, sin
-        last = position_ids.new_full((position_ids.size(0), 1), cut.max_position)
+        last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
         cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
         return cos[:, :-1], sin[:, :-1]
 

@@ -1,4 +1,4 @@
-"""`activation_offload: true`: the inputs that a model's checkpointed layers save, in host memory."""
+"""`activation_offload: true`: the inputs saved by a model's checkpointed layers wait in host memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import TrainerCallback
 
 from ringtile.errors import Refused
-from ringtile.hf.patches import Ledger
-from ringtile.offload import ActivationOffload, CudaTransfer, Transfer
+from ringtile.hf.ledger import Ledger
+from ringtile.tiled.offload import ActivationOffload, CudaTransfer, Transfer
 
 logger = logging.getLogger(__name__)
 
 
 def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> Ledger:
-    """Puts the hidden state (B, N, E) that each checkpointed layer saves in pinned host memory; numbers do not change.
+    """Moves the hidden state (B, N, E) that each checkpointed layer saves to pinned host memory; results do not change.
 
-    Call it after gradient checkpointing was switched on: transformers' `gradient_checkpointing_enable`, reentrant or
-    not, or torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the result
-    undoes it. Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
+    Call it after turning gradient checkpointing on: transformers' `gradient_checkpointing_enable`, reentrant or not, or
+    torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the result undoes it.
+    Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
 
-    Refused: no layer is checkpointed. In the forward or the backward: a hidden state was modified in place.
+    Refused: no layer is checkpointed; raised in the forward or backward: a hidden state was modified in place.
     """
     ledger = Ledger()
     _install(model, transfer or CudaTransfer(), ledger)
@@ -36,8 +36,9 @@ def _install(model: nn.Module, transfer: Transfer, ledger: Ledger) -> None:
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     if not wrappers and not layers:
         raise Refused(
-            f"activation_offload: {type(model).__name__} has no checkpointed layer, and only what those save is "
-            "offloaded; set gradient_checkpointing: true (under FSDP activation_checkpointing: true in fsdp_config)"
+            f"activation_offload: {type(model).__name__} has no checkpointed layer, and offload moves only the inputs "
+            "that those save; set gradient_checkpointing: true (under FSDP, activation_checkpointing: true in "
+            "fsdp_config)"
         )
     for wrapper in wrappers:
         ledger.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
@@ -46,22 +47,23 @@ def _install(model: nn.Module, transfer: Transfer, ledger: Ledger) -> None:
 
 
 class OffloadActivations(TrainerCallback):
-    """Offloads while a Trainer trains: only then do its model's layers have their checkpoints, and their engine."""
+    """Turns offload on while a Trainer trains: before that, layers may lack their checkpoints or their engine."""
 
     def __init__(self, transfer: Transfer | None = None) -> None:
         self.transfer = transfer
-        self.ledger = Ledger()  # filled while training
+        self.ledger = Ledger()  # holds entries while training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.ledger.restore()  # of a training that ended with an error
+        self.ledger.restore()  # in case an earlier training ended with an error
         if args.torch_compile:
             raise Refused(
-                "activation_offload: torch_compile is true, whose graphs decide what they save; use one of them"
+                "activation_offload: torch_compile is true, but a compiled graph decides which tensors it saves; "
+                "set one of the two to false"
             )
-        if self.transfer is None and args.device.type != "cuda":  # what a test brings along copies anything
+        if self.transfer is None and args.device.type != "cuda":  # a test's transfer copies from any device
             logger.warning(
-                "activation_offload: the model is on the %s; nothing is offloaded: only CUDA devices have a host memory"
-                " beside their own",
+                "activation_offload: the model is on the %s, so nothing is offloaded: only CUDA devices have memory"
+                " apart from the host's",
                 args.device.type,
             )
             return

@@ -1,0 +1,136 @@
+// Which keys of a run each row of a query tile attends, and which part of a tile of scores can be skipped.
+#ifndef RINGTILE_ATTN_KEY_RANGES_H
+#define RINGTILE_ATTN_KEY_RANGES_H
+
+#include "query_tile.h"
+
+enum {
+    SPAN_KEYS = 8, // spans begin and end at multiples of it, so that none is too thin for a matrix product
+    MAX_SPANS = 2 * PANEL_VECS + 1,
+};
+
+// Row r attends the keys [lo[r], hi[r]) of the current run, counted from its start; lo = hi = 0 if it attends none, and
+// in the unused lanes of the last panel.
+typedef struct key_ranges {
+    real_bits lo[TILE_ROWS], hi[TILE_ROWS];
+    int64_t begin[TILE_PANELS], end[TILE_PANELS];           // per panel: every attended key lies in here
+    int64_t full_begin[TILE_PANELS], full_end[TILE_PANELS]; // per panel: the keys that all rows attend
+    int64_t vec_begin[TILE_PANELS][PANEL_VECS], vec_end[TILE_PANELS][PANEL_VECS]; // begin, end of each vector
+    int64_t first, last;                                                          // of the tile
+} key_ranges;
+
+// First key of the run whose position is at least `bound`, in [0, length].
+static inline int64_t first_key_from(const rt_run *run, int64_t bound) {
+    if (bound <= run->global_begin) return 0;
+    const int64_t distance = bound - run->global_begin;
+    return min64(run->stride == 1 ? distance : (distance - 1) / run->stride + 1, run->length);
+}
+
+static void find_ranges(const rt_attn_params *p, const query_tile *queries, const rt_run *run,
+                        key_ranges *ranges) {
+    const int64_t num_heads = queries->num_heads;
+    const int64_t mask_row = queries->batch * p->mask_batch_stride + queries->first_token;
+    for (int64_t token = 0; token < queries->num_tokens; token++) {
+        int64_t lo = first_key_from(run, p->begin[mask_row + token]);
+        int64_t hi = first_key_from(run, p->end[mask_row + token]);
+        if (hi <= lo) lo = hi = 0;
+        for (int64_t row = token * num_heads; row < (token + 1) * num_heads; row++) {
+            ranges->lo[row] = (real_bits)lo;
+            ranges->hi[row] = (real_bits)hi;
+        }
+    }
+    for (int64_t row = queries->num_rows; row < queries->num_panels * PANEL; row++)
+        ranges->lo[row] = ranges->hi[row] = 0;
+
+    ranges->first = INT64_MAX;
+    ranges->last = 0;
+    for (int64_t panel = 0; panel < queries->num_panels; panel++) {
+        int64_t begin = INT64_MAX, end = 0, full_begin = 0, full_end = INT64_MAX;
+        for (int64_t j = 0; j < PANEL_VECS; j++) {
+            int64_t vec_begin = INT64_MAX, vec_end = 0;
+            for (int64_t row = panel * PANEL + j * LANES; row < panel * PANEL + (j + 1) * LANES; row++) {
+                const int64_t lo = ranges->lo[row], hi = ranges->hi[row];
+                if (lo < hi) vec_begin = min64(vec_begin, lo);
+                vec_end = max64(vec_end, hi);
+                full_begin = max64(full_begin, lo);
+                full_end = min64(full_end, hi);
+            }
+            ranges->vec_begin[panel][j] = vec_begin;
+            ranges->vec_end[panel][j] = vec_end;
+            begin = min64(begin, vec_begin);
+            end = max64(end, vec_end);
+        }
+        ranges->begin[panel] = begin;
+        ranges->end[panel] = end;
+        ranges->full_begin[panel] = full_begin;
+        ranges->full_end[panel] = full_end;
+        ranges->first = min64(ranges->first, begin);
+        ranges->last = max64(ranges->last, end);
+    }
+}
+
+// Narrows the tile's keys to the part [*begin, *end) that a panel has to look at; false if its rows attend none.
+static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end,
+                       int64_t *begin, int64_t *end) {
+    *begin = max64(tile_begin, ranges->begin[panel]);
+    *end = min64(tile_end, ranges->end[panel]);
+    if (*begin >= *end) return false;
+    const real_bits *lo = ranges->lo + panel * PANEL, *hi = ranges->hi + panel * PANEL;
+    real_bits live = 0;
+    for (int64_t row = 0; row < PANEL; row++) live |= (lo[row] < *end) & (hi[row] > *begin);
+    return live;
+}
+
+// Whether every row of the panel attends all of [begin, end), so that nothing needs masking.
+static inline bool panel_is_full(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end) {
+    return begin >= ranges->full_begin[panel] && end <= ranges->full_end[panel];
+}
+
+// Keys that only some row vectors of a panel attend. The matrix products run per span, and so skip most masked pairs.
+typedef struct span {
+    int64_t key, num_keys; // counted from the panel's first key
+    int64_t row, num_rows; // of the panel; whole vectors, except at the tile's last rows
+} span;
+
+// Splits the panel's keys [begin, end) into spans, in order, and returns how many; pairs outside all spans are masked.
+static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, int64_t panel, int64_t begin,
+                          int64_t end, span spans[MAX_SPANS]) {
+    int64_t count = 0;
+    for (int64_t key = begin, next = end; key < end; key = next, next = end) {
+        int64_t first = PANEL_VECS, last = -1;
+        for (int64_t j = 0; j < PANEL_VECS; j++) {
+            const int64_t vec_begin = max64(ranges->vec_begin[panel][j], begin);
+            const int64_t vec_end = min64(ranges->vec_end[panel][j], end);
+            if (vec_begin >= vec_end) continue;
+            const int64_t from = begin + (vec_begin - begin) / SPAN_KEYS * SPAN_KEYS;
+            const int64_t to = min64(begin + round_up(vec_end - begin, SPAN_KEYS), end);
+            if (key < from) next = min64(next, from);
+            if (key < from || key >= to) continue;
+            next = min64(next, to);
+            first = min64(first, j);
+            last = j;
+        }
+        if (last < 0) continue;
+        const int64_t row = first * LANES;
+        const int64_t num_rows = min64((last + 1) * LANES, panel_rows(queries, panel)) - row;
+        spans[count++] = (span){key - begin, next - key, row, num_rows};
+    }
+    return count;
+}
+
+// Overwrites x (key, row) with `masked` where the row does not attend the key; keys [begin, end).
+static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end, real masked,
+                       real *x) {
+    for (int64_t j = 0; j < PANEL; j += LANES) {
+        vec_bits lo, hi;
+        memcpy(&lo, ranges->lo + panel * PANEL + j, sizeof(lo));
+        memcpy(&hi, ranges->hi + panel * PANEL + j, sizeof(hi));
+        for (int64_t key = begin; key < end; key++) {
+            const vec_bits index = (real_bits)key - (vec_bits){0};
+            real *at = x + (key - begin) * PANEL + j;
+            vec_store(at, vec_select((lo <= index) & (index < hi), vec_load(at), vec_set(masked)));
+        }
+    }
+}
+
+#endif // RINGTILE_ATTN_KEY_RANGES_H

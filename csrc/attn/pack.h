@@ -1,0 +1,135 @@
+// Packing: rows of q, k, v and dout, of any dtype and stride, become contiguous rows of words for gemm.
+#ifndef RINGTILE_ATTN_PACK_H
+#define RINGTILE_ATTN_PACK_H
+
+#include "../chunk.h"
+#include "gemm.h"
+#include "query_tile.h"
+
+// An input tensor (B, tokens, heads, dim).
+typedef struct input {
+    const void *array;
+    const int64_t *stride; // batch, token, head
+    int64_t dim;
+} input;
+
+static inline input input_q(const rt_attn_params *p) { return (input){p->q, p->q_stride, p->head_dim}; }
+static inline input input_k(const rt_attn_params *p) { return (input){p->k, p->k_stride, p->head_dim}; }
+static inline input input_v(const rt_attn_params *p) { return (input){p->v, p->v_stride, p->v_head_dim}; }
+static inline input input_dout(const rt_attn_params *p) {
+    return (input){p->dout, p->dout_stride, p->v_head_dim};
+}
+
+// The words in which k q^T and v dout^T, the products of two inputs, read them: pairs of bf16 as they are where the CPU
+// multiplies such pairs, else numbers widened to the math type. vdpbf16ps takes subnormal inputs as 0 and flushes
+// subnormal sums to 0, in any floating-point mode: an input x below 2^-126 times y is an error of |x y| in the sum.
+static inline word_kind input_kind(const rt_attn_params *p) {
+#ifdef RT_BF16_PAIRS
+    if (p->dtype == RT_BF16) return BF16_PAIRS;
+#else
+    (void)p;
+#endif
+    return REALS;
+}
+
+// Words that `dim` numbers take.
+static inline int64_t num_words(word_kind kind, int64_t dim) { return kind == REALS ? dim : (dim + 1) / 2; }
+
+// Words of a packed row, which is padded to whole vectors.
+static inline int64_t row_words(word_kind kind, int64_t dim) { return round_up(num_words(kind, dim), LANES); }
+
+// to (padded) = elements [offset, offset + n) of array, widened, then zeros. *check becomes NaN if any is not finite.
+// Pairs are copied unseen: they leave *check alone.
+ALWAYS_INLINE void pack_row(word_kind kind, rt_dtype dtype, const void *array, int64_t offset, int64_t n,
+                            int64_t padded, real *to, vec *check) {
+    if (kind == BF16_PAIRS) {
+        // The zeros also cover the half word that an odd n leaves.
+        memset(to + n / 2, 0, (size_t)(padded - n / 2) * sizeof(real));
+        memcpy(to, (const uint16_t *)array + offset, (size_t)n * sizeof(uint16_t));
+        return;
+    }
+    int64_t direct = 0; // elements of the math type that fill whole vectors: loaded without a conversion
+    if (dtype == RT_F32 || dtype == RT_F64) {
+        direct = n / LANES * LANES;
+        for (int64_t i = 0; i < direct; i += LANES) {
+            const vec x = vec_load((const real *)array + offset + i);
+            vec_store(to + i, x);
+            *check += x * 0;
+        }
+    }
+    if (direct == padded) return;
+    load_chunk(dtype, array, offset + direct, n - direct, to + direct); // writes the zeros as well
+    for (int64_t i = direct; i < padded; i += LANES) *check += vec_load(to + i) * 0;
+}
+
+static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
+
+// Packs rows first_row .. first_row + n - 1 of the tile's kv head of k or v as (n, padded). Returns whether all numbers
+// are finite. Rows often begin a new page, which the hardware does not prefetch across.
+static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_kind kind, input x,
+                      int64_t first_row, int64_t n, real *to) {
+    enum { ROWS_AHEAD = 6 };
+    const int64_t element_bytes = p->dtype == RT_F64 ? 8 : p->dtype == RT_F32 ? 4 : 2;
+    const int64_t padded = row_words(kind, x.dim);
+    const int64_t base =
+        queries->batch * x.stride[0] + queries->kv_head * x.stride[2] + first_row * x.stride[1];
+    vec check = vec_set(0);
+    for (int64_t i = 0; i < n; i++) {
+        const char *ahead =
+            (const char *)x.array + (base + min64(i + ROWS_AHEAD, n - 1) * x.stride[1]) * element_bytes;
+        for (int64_t byte = 0; byte < x.dim * element_bytes; byte += 64) __builtin_prefetch(ahead + byte);
+        pack_row(kind, p->dtype, x.array, base + i * x.stride[1], x.dim, padded, to + i * padded, &check);
+    }
+    return is_zero(check);
+}
+
+// Packs a panel of q or dout as (PANEL, padded), with zeros after the last row. Returns whether all numbers are finite.
+static bool pack_queries(const rt_attn_params *p, const query_tile *queries, word_kind kind, input x,
+                         int64_t panel, real *to) {
+    const int64_t padded = row_words(kind, x.dim), num_rows = panel_rows(queries, panel);
+    vec check = vec_set(0);
+    for (int64_t i = 0; i < num_rows; i++) {
+        const int64_t row = panel * PANEL + i;
+        const int64_t offset = queries->batch * x.stride[0] + row_token(queries, row) * x.stride[1] +
+                               row_head(queries, row) * x.stride[2];
+        pack_row(kind, p->dtype, x.array, offset, x.dim, padded, to + i * padded, &check);
+    }
+    memset(to + num_rows * padded, 0, (size_t)((PANEL - num_rows) * padded) * sizeof(real));
+    return is_zero(check);
+}
+
+// to (LANES, LANES) = from (LANES, LANES) transposed: swaps the off-diagonal squares of half its size, then of a
+// quarter, and so on.
+static void transpose_square(const real *from, int64_t from_row, real *to, int64_t to_row) {
+    vec rows[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = vec_load(from + i * from_row);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & half) continue;
+            const vec upper = rows[i], lower = rows[i + half];
+            rows[i] = vec_weave(upper, lower, half, 0);
+            rows[i + half] = vec_weave(upper, lower, half, half);
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) vec_store(to + i * to_row, rows[i]);
+}
+
+// to (padded, PANEL) = rows (PANEL, padded) transposed.
+static void transpose_panel(const real *rows, int64_t padded, real *to) {
+    for (int64_t d = 0; d < padded; d += LANES)
+        for (int64_t i = 0; i < PANEL; i += LANES)
+            transpose_square(rows + i * padded + d, padded, to + d * PANEL + i, PANEL);
+}
+
+// Takes n numbers off a worker's workspace; n is a multiple of TILE_ROWS or TILE_KEYS, so arrays start on cache lines.
+static inline real *take(char **workspace, int64_t n) {
+    _Static_assert(TILE_ROWS * sizeof(real) % 64 == 0 && TILE_KEYS * sizeof(real) % 64 == 0, "cache lines");
+    real *array = (real *)(void *)*workspace;
+    *workspace += n * (int64_t)sizeof(real);
+    return array;
+}
+
+#endif // RINGTILE_ATTN_PACK_H

@@ -1,0 +1,56 @@
+// Steps of a panel that forward and backward share: scores, softcap, weights; and the caller's log-sum-exp.
+#ifndef RINGTILE_ATTN_SCORES_H
+#define RINGTILE_ATTN_SCORES_H
+
+#include "key_ranges.h"
+#include "pack.h"
+
+// scores (keys, PANEL) = scale k q^T, within a span of a packed panel. Packed numbers of q include the scale; pairs
+// cannot, so the product applies it.
+static void score_span(const rt_attn_params *p, const span *at, const real *k, const real *q, real *scores) {
+    const word_kind kind = input_kind(p);
+    const int64_t k_row = row_words(kind, p->head_dim);
+    gemm_inputs((product){.kind = kind,
+                          .factor = kind == REALS ? 1 : (real)p->scale,
+                          .m = at->num_keys,
+                          .n = round_up(at->num_rows, LANES),
+                          .depth = num_words(kind, p->head_dim),
+                          .a = k + at->key * k_row,
+                          .a_row = k_row,
+                          .b = q + at->row,
+                          .c = scores + at->key * PANEL + at->row});
+}
+
+// scores = softcap * tanh(scores / softcap), over n keys of a panel.
+static void softcap_panel(real softcap, int64_t n, real *scores) {
+    const vec inverse = vec_set(1 / softcap);
+    for (int64_t i = 0; i < n * PANEL; i += LANES)
+        vec_store(scores + i, softcap * vec_tanh(vec_load(scores + i) * inverse));
+}
+
+// exp of a score minus the maximum (or the log-sum-exp), so x exceeds 0 by a rounding error at most. Flushes results
+// below the smallest normal number to 0; NaN gives NaN.
+static inline vec weight_exp(vec x) {
+#if RT_REAL_BITS == 64
+    return vec_exp(x);
+#else
+    vec_bits power;
+    const vec fraction = vec_exp_split(x, 127, &power); // the low bits of power are those of n + 127
+    return vec_select(x < -87, vec_set(0), fraction * (vec)(power << 23));
+#endif
+}
+
+static inline bool lse_is_f64(const rt_attn_params *p) { return p->lse_f64 || p->dtype == RT_F64; }
+
+static inline double load_lse(const rt_attn_params *p, int64_t i) {
+    return lse_is_f64(p) ? ((const double *)p->lse)[i] : (double)((const float *)p->lse)[i];
+}
+
+static inline void store_lse(const rt_attn_params *p, int64_t i, double lse) {
+    if (lse_is_f64(p))
+        ((double *)p->lse)[i] = lse;
+    else
+        ((float *)p->lse)[i] = (float)lse;
+}
+
+#endif // RINGTILE_ATTN_SCORES_H

@@ -1,0 +1,7 @@
+#if defined(__x86_64__)
+#include "../isa/avx512.h"
+#define RT_MULTIPLY_ADD rt_multiply_add_avx512
+#include "multiply_add_kernel.h"
+#else
+typedef int rt_no_multiply_add_avx512; // ISO C forbids an empty translation unit
+#endif

@@ -1,0 +1,16 @@
+// Compiles every kernel for the instruction set and math type of the including file, and lists them in one table.
+#include "../attn/attn_kernel.h"
+#include "../glu/glu_kernel.h"
+#include "../loss/cross_entropy_kernel.h"
+#include "kernels.h"
+
+const rt_kernels RT_KERNELS = {
+    .glu = glu,
+    .cross_entropy = cross_entropy,
+    .attn_num_tasks = attn_num_tasks,
+    .attn_forward_scratch_bytes = forward_scratch_bytes,
+    .attn_backward_scratch_bytes = backward_scratch_bytes,
+    .attn_forward = attn_forward,
+    .attn_backward = attn_backward,
+    .attn_delta = attn_delta,
+};

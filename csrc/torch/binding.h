@@ -1,0 +1,138 @@
+// Helpers of the bindings: checks of tensors whose errors name the op, the argument, got and expected.
+#ifndef RINGTILE_BINDING_H
+#define RINGTILE_BINDING_H
+
+#include "../ringtile.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace ringtile {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::Tensor;
+
+// ---- status ------------------------------------------------------------------------------------
+
+// Throws std::runtime_error, a RuntimeError in Python, with the sentence that `parts` form.
+template <class... Parts> void require(bool holds, const char *op, const Parts &...parts) {
+    if (holds) return;
+    std::ostringstream text;
+    text << "ringtile." << op << ": ";
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
+}
+
+inline void check(rt_status status, const char *op) {
+    require(status == RT_OK, op, rt_status_message(status));
+}
+
+// ---- threads -----------------------------------------------------------------------------------
+
+// Runs the core's workers on torch's own thread pool, so that torch.set_num_threads applies.
+inline void run_on_torch(void *, int64_t num_workers, void (*work)(void *, int64_t), void *ctx) {
+    torch::stable::parallel_for(0, num_workers, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t worker = begin; worker < end; ++worker) work(ctx, worker);
+    });
+}
+
+inline rt_parallel torch_threads() {
+    return {run_on_torch, nullptr, static_cast<int64_t>(torch::stable::get_num_threads())};
+}
+
+// ---- checks ------------------------------------------------------------------------------------
+
+struct Shape {
+    const Tensor &x;
+    friend std::ostream &operator<<(std::ostream &text, const Shape &shape) {
+        text << "(";
+        for (int64_t i = 0; i < shape.x.dim(); ++i) text << (i ? ", " : "") << shape.x.size(i);
+        return text << ")";
+    }
+};
+
+// A named argument of an op.
+struct Arg {
+    const char *op, *name;
+    const Tensor &x;
+
+    const Arg &on_cpu() const {
+        require(x.is_cpu(), op, name, " must be a CPU tensor; move it with .cpu()");
+        return *this;
+    }
+    const Arg &on(const Device &device) const {
+        require(device.is_cpu() ? x.is_cpu() : x.device() == device, op, name,
+                " is not on the device of the op's first tensor; move all tensors to one device");
+        return *this;
+    }
+    const Arg &dtype(ScalarType expected) const {
+        require(x.scalar_type() == expected, op, name, " has dtype ", x.scalar_type(), ", expected ",
+                expected);
+        return *this;
+    }
+    const Arg &dim(int64_t expected) const {
+        require(x.dim() == expected, op, name, " has shape ", Shape{x}, ", expected ", expected,
+                " dimensions");
+        return *this;
+    }
+    const Arg &sizes(const std::vector<int64_t> &expected) const {
+        dim(static_cast<int64_t>(expected.size()));
+        for (size_t i = 0; i < expected.size(); ++i)
+            require(x.size(i) == expected[i], op, name, " has shape ", Shape{x}, ", expected size ",
+                    expected[i], " in dim ", i);
+        return *this;
+    }
+    const Arg &unit_last_stride() const {
+        const int64_t last = x.dim() - 1;
+        require(x.size(last) <= 1 || x.stride(last) == 1, op, name, " has stride ", x.stride(last),
+                " in its last dim, expected 1; call .contiguous()");
+        return *this;
+    }
+    const Arg &contiguous() const {
+        require(x.is_contiguous(), op, name, " must be contiguous; call .contiguous()");
+        return *this;
+    }
+};
+
+inline rt_dtype dtype_of(const Tensor &x, const char *op) {
+    switch (x.scalar_type()) {
+    case ScalarType::Double:
+        return RT_F64;
+    case ScalarType::Float:
+        return RT_F32;
+    case ScalarType::BFloat16:
+        return RT_BF16;
+    case ScalarType::Half:
+        return RT_F16;
+    default:
+        break;
+    }
+    require(false, op, "dtype ", x.scalar_type(),
+            " is not supported, expected float64, float32, bfloat16 or float16");
+    return RT_F32; // not reached
+}
+
+inline ScalarType state_dtype(rt_dtype dtype) {
+    return dtype == RT_F64 ? ScalarType::Double : ScalarType::Float;
+}
+
+// A (R, 4) tensor of runs, read in place.
+inline std::pair<const rt_run *, int64_t> runs_of(const Tensor &runs, const char *op, const char *name) {
+    static_assert(sizeof(rt_run) == 4 * sizeof(int64_t), "a run is one row of the tensor");
+    Arg{op, name, runs}.on_cpu().dtype(ScalarType::Long).contiguous().sizes({runs.size(0), 4});
+    return {static_cast<const rt_run *>(runs.data_ptr()), runs.size(0)};
+}
+
+} // namespace ringtile
+
+#endif // RINGTILE_BINDING_H

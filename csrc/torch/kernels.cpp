@@ -1,0 +1,293 @@
+// The ops of the `ringtile` namespace that run on every device. Each turns its tensors into params and calls the core
+// once. cuda/torch/kernels.cpp compiles this file again for CUDA tensors. Only csrc/torch and cuda/torch include torch,
+// and only its stable headers, so that one binary serves every torch from 2.11 on. An op checks here that its pointers
+// and sizes are safe to pass on; ops.py checks the arguments' meaning, where the user calls. Shape letters as in
+// ringtile.h.
+#include <Python.h> // first, as its documentation asks
+
+#include "binding.h"
+
+#ifdef RINGTILE_CUDA
+#define RT_CORE(name) rt_cuda_##name
+#define RT_DISPATCH_KEY CUDA
+#define RT_MODULE "_cuda"
+#define RT_MODULE_INIT PyInit__cuda
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
+#else
+#define RT_CORE(name) rt_##name
+#define RT_DISPATCH_KEY CPU
+#define RT_MODULE "_C"
+#define RT_MODULE_INIT PyInit__C
+#endif
+
+namespace {
+
+using namespace ringtile;
+
+// The device of an op: that of its first tensor, made the current device for as long as this object lives.
+struct Place {
+    const Device device;
+
+#ifdef RINGTILE_CUDA
+    const torch::stable::accelerator::DeviceGuard guard;
+
+    Place(const char *op, const Tensor &x) : device(checked(op, x)), guard(device.index()) {}
+
+    static Device checked(const char *op, const Tensor &x) {
+        require(x.is_cuda(), op,
+                "the first tensor is on the CPU and another one on a GPU; move all tensors to one device");
+        return x.device();
+    }
+    // torch's current stream.
+    void *queue() const {
+        void *stream = nullptr;
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream));
+        return stream;
+    }
+    static int64_t attn_fwd_bytes(const rt_attn_params *) { return 0; }
+    static int64_t attn_bwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_bwd_workspace_bytes(p); }
+#else
+    Place(const char *, const Tensor &x) : device(x.device()) {}
+
+    rt_parallel queue() const { return torch_threads(); }
+    int64_t attn_fwd_bytes(const rt_attn_params *p) const {
+        return rt_attn_fwd_workspace_bytes(p, queue().num_workers);
+    }
+    int64_t attn_bwd_bytes(const rt_attn_params *p) const {
+        return rt_attn_bwd_workspace_bytes(p, queue().num_workers);
+    }
+#endif
+
+    // Scratch from torch's allocator, which aligns to 64 bytes.
+    Tensor bytes(int64_t count) const {
+        return torch::stable::empty({count}, ScalarType::Byte, std::nullopt, device);
+    }
+};
+
+// ---- attention ---------------------------------------------------------------------------------
+
+void set_strides(int64_t (&strides)[3], const Tensor &x) {
+    for (int i = 0; i < 3; ++i) strides[i] = x.stride(i);
+}
+
+// The arguments that forward and backward share.
+struct BlockArgs {
+    const Tensor &q, &k, &v, &begin, &end, &k_runs;
+    double scale, softcap;
+    bool fresh;
+};
+
+// Their params, from checked tensors.
+rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &in) {
+    const Tensor &q = in.q, &k = in.k, &v = in.v;
+    Arg{op, "q", q}.dim(4).unit_last_stride();
+    Arg{op, "k", k}.on(place.device).dtype(q.scalar_type()).dim(4).unit_last_stride();
+    const int64_t B = q.size(0), N = q.size(1), K = k.size(1), G = k.size(2);
+    Arg{op, "k", k}.sizes({B, K, G, q.size(3)});
+    Arg{op, "v", v}.on(place.device).dtype(q.scalar_type()).dim(4).unit_last_stride();
+    Arg{op, "v", v}.sizes({B, K, G, v.size(3)});
+    Arg{op, "begin", in.begin}.on(place.device).dtype(ScalarType::Int).dim(2);
+    const int64_t mask_rows = in.begin.size(0);
+    Arg{op, "begin", in.begin}.contiguous().sizes({mask_rows == 1 ? 1 : B, N});
+    Arg{op, "end", in.end}.on(place.device).dtype(ScalarType::Int).contiguous().sizes({mask_rows, N});
+
+    rt_attn_params p = {};
+    p.dtype = dtype_of(q, op);
+    p.batch = B, p.num_queries = N, p.num_keys = K, p.num_heads = q.size(2), p.num_kv_heads = G;
+    p.head_dim = q.size(3), p.v_head_dim = v.size(3);
+    p.scale = in.scale, p.softcap = in.softcap, p.fresh = in.fresh;
+    p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr();
+    set_strides(p.q_stride, q), set_strides(p.k_stride, k), set_strides(p.v_stride, v);
+    p.begin = static_cast<const int32_t *>(in.begin.data_ptr());
+    p.end = static_cast<const int32_t *>(in.end.data_ptr());
+    p.mask_batch_stride = mask_rows == 1 ? 0 : N;
+    std::tie(p.k_runs, p.num_k_runs) = runs_of(in.k_runs, op, "k_runs");
+    return p;
+}
+
+// lse (B, H, N) has the state dtype or, so that it is not rounded between calls, float64.
+void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor &lse) {
+    p.lse_f64 = lse.scalar_type() == ScalarType::Double;
+    Arg{op, "lse", lse}
+        .on(place.device)
+        .dtype(p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype))
+        .contiguous();
+    Arg{op, "lse", lse}.sizes({p.batch, p.num_heads, p.num_queries});
+    p.lse = lse.data_ptr();
+}
+
+void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
+               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh) {
+    const char *op = "attn_fwd_";
+    const Place place(op, q);
+    rt_attn_params p = attn_params(op, place, {q, k, v, begin, end, k_runs, scale, softcap, fresh});
+    const ScalarType state = state_dtype(p.dtype);
+    Arg{op, "out", out}
+        .on(place.device)
+        .dtype(state)
+        .sizes({p.batch, p.num_queries, p.num_heads, p.v_head_dim});
+    Arg{op, "out", out}.unit_last_stride();
+    set_lse(p, op, place, lse);
+    p.out = out.data_ptr();
+    set_strides(p.out_stride, out);
+
+    p.workspace_bytes = place.attn_fwd_bytes(&p);
+    const Tensor workspace = place.bytes(p.workspace_bytes);
+    p.workspace = workspace.data_ptr();
+    check(RT_CORE(attn_fwd)(&p, place.queue()), op);
+}
+
+void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
+               const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
+               Tensor dk, Tensor dv, double scale, double softcap, bool fresh) {
+    const char *op = "attn_bwd_";
+    const Place place(op, q);
+    rt_attn_params p = attn_params(op, place, {q, k, v, begin, end, k_runs, scale, softcap, fresh});
+    const ScalarType state = state_dtype(p.dtype);
+    const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
+    Arg{op, "dout", dout}
+        .on(place.device)
+        .dtype(q.scalar_type())
+        .sizes({B, N, H, p.v_head_dim})
+        .unit_last_stride();
+    set_lse(p, op, place, lse);
+    Arg{op, "delta", delta}.on(place.device).dtype(state).contiguous().sizes({B, H, N});
+    Arg{op, "dq", dq}.on(place.device).dtype(state).sizes({B, N, H, p.head_dim}).unit_last_stride();
+    Arg{op, "dk", dk}.on(place.device).dtype(state).sizes({B, K, G, p.head_dim}).unit_last_stride();
+    Arg{op, "dv", dv}.on(place.device).dtype(state).sizes({B, K, G, p.v_head_dim}).unit_last_stride();
+    p.dout = dout.data_ptr(), p.delta = delta.data_ptr();
+    p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr();
+    set_strides(p.dout_stride, dout), set_strides(p.dq_stride, dq);
+    set_strides(p.dk_stride, dk), set_strides(p.dv_stride, dv);
+
+    p.workspace_bytes = place.attn_bwd_bytes(&p);
+    const Tensor workspace = place.bytes(p.workspace_bytes);
+    p.workspace = workspace.data_ptr();
+    check(RT_CORE(attn_bwd)(&p, place.queue()), op);
+}
+
+Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
+    const char *op = "attn_delta";
+    const Place place(op, dout);
+    Arg{op, "dout", dout}.dim(4).unit_last_stride();
+    const int64_t B = dout.size(0), N = dout.size(1), H = dout.size(2);
+    Arg{op, "out", out}.on(place.device).dtype(dout.scalar_type()).sizes({B, N, H, dout.size(3)});
+    Arg{op, "out", out}.unit_last_stride();
+    Arg{op, "dlse", dlse}.on(place.device).dtype(ScalarType::Double).contiguous().sizes({B, H, N});
+
+    rt_attn_delta_params p = {dtype_of(dout, op), B, N, H, dout.size(3), {}, {}};
+    set_strides(p.dout_stride, dout), set_strides(p.out_stride, out);
+    const Tensor delta = torch::stable::new_empty(dlse, {B, H, N}, state_dtype(p.dtype));
+    check(RT_CORE(attn_delta)(&p, dout.data_ptr(), out.data_ptr(),
+                              static_cast<const double *>(dlse.data_ptr()), delta.data_ptr(), place.queue()),
+          op);
+    return delta;
+}
+
+// ---- sequence ----------------------------------------------------------------------------------
+
+// The params of shard and unshard. The two tensors may differ only in the size of dim.
+struct ShardArgs {
+    std::vector<int64_t> sizes, global_strides, local_strides;
+    rt_shard_params p = {};
+
+    ShardArgs(const char *op, const Place &place, const Tensor &global, const Tensor &local,
+              const Tensor &runs, int64_t dim) {
+        Arg{op, "global tensor", global}.on(place.device);
+        Arg{op, "local tensor", local}.on(place.device).dtype(global.scalar_type()).dim(global.dim());
+        require(dim >= 0 && dim < global.dim(), op, "dim ", dim, " is not a dimension of shape ",
+                Shape{global});
+        for (int64_t i = 0; i < global.dim(); ++i) {
+            require(i == dim || global.size(i) == local.size(i), op, "global shape ", Shape{global},
+                    " and local shape ", Shape{local}, " may differ in dim ", dim, " only");
+            sizes.push_back(local.size(i));
+            global_strides.push_back(global.stride(i));
+            local_strides.push_back(local.stride(i));
+        }
+        p.ndim = global.dim(), p.dim = dim, p.element_bytes = static_cast<int64_t>(global.element_size());
+        p.sizes = sizes.data(), p.global_len = global.size(dim);
+        p.global_strides = global_strides.data(), p.local_strides = local_strides.data();
+        std::tie(p.runs, p.num_runs) = runs_of(runs, op, "runs");
+    }
+};
+
+void shard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
+    const Place place("shard_seq_", x);
+    const ShardArgs args("shard_seq_", place, x, y, runs, dim);
+    check(RT_CORE(shard)(&args.p, x.data_ptr(), y.data_ptr(), place.queue()), "shard_seq_");
+}
+
+void unshard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
+    const Place place("unshard_seq_", x);
+    const ShardArgs args("unshard_seq_", place, y, x, runs, dim);
+    check(RT_CORE(unshard)(&args.p, x.data_ptr(), y.data_ptr(), place.queue()), "unshard_seq_");
+}
+
+// ---- MLP and loss ------------------------------------------------------------------------------
+
+rt_glu_params glu_params(const char *op, const Place &place, const Tensor &gate, const Tensor &up,
+                         const Tensor &prod, int64_t kind) {
+    Arg{op, "gate", gate}.dim(2).unit_last_stride();
+    const std::vector<int64_t> expected = {gate.size(0), gate.size(1)};
+    Arg{op, "up", up}.on(place.device).dtype(gate.scalar_type()).sizes(expected).unit_last_stride();
+    Arg{op, "dprod", prod}.on(place.device).dtype(gate.scalar_type()).sizes(expected).unit_last_stride();
+    return {dtype_of(gate, op), static_cast<rt_glu_kind>(kind),
+            gate.size(0),       gate.size(1),
+            gate.stride(0),     up.stride(0),
+            prod.stride(0)};
+}
+
+Tensor glu_fwd(const Tensor &gate, const Tensor &up, int64_t kind) {
+    const Place place("glu_fwd", gate);
+    Arg{"glu_fwd", "gate", gate}.dim(2);
+    Tensor prod = torch::stable::new_empty(gate, {gate.size(0), gate.size(1)});
+    const rt_glu_params p = glu_params("glu_fwd", place, gate, up, prod, kind);
+    check(RT_CORE(glu_fwd)(&p, gate.data_ptr(), up.data_ptr(), prod.data_ptr(), place.queue()), "glu_fwd");
+    return prod;
+}
+
+void glu_bwd_(Tensor gate, Tensor up, Tensor dprod, int64_t kind) {
+    const Place place("glu_bwd_", gate);
+    const rt_glu_params p = glu_params("glu_bwd_", place, gate, up, dprod, kind);
+    check(RT_CORE(glu_bwd)(&p, gate.data_ptr(), up.data_ptr(), dprod.data_ptr(), place.queue()), "glu_bwd_");
+}
+
+void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Tensor lse,
+                            int64_t ignore_index, double label_smoothing, double softcap, double z_loss,
+                            bool want_grad) {
+    const char *op = "cross_entropy_fwd_bwd_";
+    const Place place(op, logits);
+    Arg{op, "logits", logits}.dim(2).unit_last_stride();
+    const int64_t T = logits.size(0);
+    const rt_dtype dtype = dtype_of(logits, op);
+    Arg{op, "labels", labels}.on(place.device).dtype(ScalarType::Long).contiguous().sizes({T});
+    Arg{op, "loss", loss}.on(place.device).dtype(state_dtype(dtype)).contiguous().sizes({T});
+    Arg{op, "lse", lse}.on(place.device).dtype(state_dtype(dtype)).contiguous().sizes({T});
+    const rt_cross_entropy_params p = {
+        dtype,           T,       logits.size(1), logits.stride(0), ignore_index,
+        label_smoothing, softcap, z_loss,         want_grad};
+    check(RT_CORE(cross_entropy_fwd_bwd)(&p, logits.data_ptr(),
+                                         static_cast<const int64_t *>(labels.data_ptr()), loss.data_ptr(),
+                                         lse.data_ptr(), place.queue()),
+          op);
+}
+
+} // namespace
+
+// ---- registration ------------------------------------------------------------------------------
+
+STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
+    m.impl("attn_fwd_", TORCH_BOX(&attn_fwd_));
+    m.impl("attn_bwd_", TORCH_BOX(&attn_bwd_));
+    m.impl("attn_delta", TORCH_BOX(&attn_delta));
+    m.impl("shard_seq_", TORCH_BOX(&shard_seq_));
+    m.impl("unshard_seq_", TORCH_BOX(&unshard_seq_));
+    m.impl("glu_fwd", TORCH_BOX(&glu_fwd));
+    m.impl("glu_bwd_", TORCH_BOX(&glu_bwd_));
+    m.impl("cross_entropy_fwd_bwd_", TORCH_BOX(&cross_entropy_fwd_bwd_));
+}
+
+// Importing the module loads the shared object, whose static initializers register the ops above.
+static struct PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, RT_MODULE, nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyMODINIT_FUNC RT_MODULE_INIT(void) { return PyModule_Create(&module_def); }

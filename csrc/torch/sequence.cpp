@@ -1,0 +1,150 @@
+// The schemas of all ops, and the ops that only the CPU has: layouts, plans and the instruction set.
+#include "binding.h"
+
+namespace {
+
+using namespace ringtile;
+
+// ---- layouts and plans -------------------------------------------------------------------------
+
+// A (R, 5) tensor whose rows are (rank, run), rank after rank, as runs and the offset of each rank's first.
+struct LayoutArg {
+    std::vector<rt_run> runs;
+    std::vector<int64_t> offsets; // (W + 1)
+
+    LayoutArg(const Tensor &layout, const char *op) {
+        Arg{op, "layout", layout}.on_cpu().dtype(ScalarType::Long).contiguous().sizes({layout.size(0), 5});
+        const auto *row = static_cast<const int64_t *>(layout.data_ptr());
+        for (int64_t i = 0; i < layout.size(0); ++i, row += 5) {
+            const auto last = static_cast<int64_t>(offsets.size()) - 1;
+            require(row[0] == last || row[0] == last + 1, op,
+                    "layout rows must go rank after rank from 0, but row ", i, " is of rank ", row[0]);
+            if (row[0] == last + 1) offsets.push_back(i);
+            runs.push_back({row[1], row[2], row[3], row[4]});
+        }
+        offsets.push_back(static_cast<int64_t>(runs.size()));
+    }
+    int64_t num_ranks() const { return static_cast<int64_t>(offsets.size()) - 1; }
+};
+
+void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
+    const char *op = "layout_check";
+    const LayoutArg arg(layout, op);
+    require(arg.num_ranks() == world_size, op, "layout has runs for ", arg.num_ranks(),
+            " ranks, expected world_size ", world_size);
+    require(seq_len >= 0, op, "seq_len is ", seq_len, ", expected at least 0");
+    std::vector<uint8_t> seen(static_cast<size_t>(seq_len));
+    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()), op);
+}
+
+// needed (M, 6): query rank, key rank, run; pairs (W, W): [query rank][key rank]. rank -1: for all pairs of ranks;
+// otherwise for those that include the rank, and the rest of pairs is 0.
+std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank) {
+    const char *op = "plan";
+    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes({begin.size(0), begin.size(1)});
+    const LayoutArg arg(layout, op);
+    const int64_t S = begin.size(1), W = arg.num_ranks();
+    layout_check(layout, S, W);
+    require(rank >= -1 && rank < W, op, "rank is ", rank, ", expected one of ", W, " ranks, or -1 for all");
+    const rt_plan_params p = {W,
+                              S,
+                              begin.size(0),
+                              arg.runs.data(),
+                              arg.offsets.data(),
+                              static_cast<const int32_t *>(begin.data_ptr()),
+                              static_cast<const int32_t *>(end.data_ptr())};
+    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+    Tensor pairs = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);
+    auto *pair = static_cast<int64_t *>(pairs.data_ptr());
+    std::fill(pair, pair + W * W, 0);
+
+    std::vector<int64_t> attended(static_cast<size_t>(S) + 1);
+    std::vector<rt_run> runs(arg.runs.size());
+    std::vector<int64_t> rows; // (M, 6) flat
+    const auto add = [&](int64_t query_rank, int64_t key_rank, const int32_t *below) {
+        const auto fill = [&](int64_t *count) {
+            return rt_plan_needed(&p, key_rank, below, attended.data(), runs.data(),
+                                  static_cast<int64_t>(runs.size()), count, &pair[query_rank * W + key_rank]);
+        };
+        int64_t count = 0;
+        rt_status status = fill(&count);
+        if (status == RT_CAPACITY) {
+            runs.resize(static_cast<size_t>(count));
+            status = fill(&count);
+        }
+        check(status, op);
+        for (int64_t i = 0; i < count; ++i)
+            rows.insert(rows.end(), {query_rank, key_rank, runs[i].global_begin, runs[i].stride,
+                                     runs[i].local_begin, runs[i].length});
+    };
+    // Against the queries of another rank, counts only the rank's own keys: all S positions for each of W ranks would
+    // take O(W S).
+    std::vector<int32_t> below(rank < 0 ? 0 : static_cast<size_t>(S) + 1);
+    if (rank >= 0) check(rt_plan_below(&p, rank, below.data()), op);
+    for (int64_t query_rank = 0; query_rank < W; ++query_rank) {
+        const bool all_keys = rank < 0 || query_rank == rank;
+        check(rt_plan_attended(&p, query_rank, all_keys ? nullptr : below.data(), attended.data()), op);
+        for (int64_t key_rank = 0; key_rank < W; ++key_rank)
+            if (all_keys || key_rank == rank) add(query_rank, key_rank, all_keys ? nullptr : below.data());
+    }
+    Tensor needed =
+        torch::stable::empty({static_cast<int64_t>(rows.size()) / 6, 6}, ScalarType::Long, std::nullopt, cpu);
+    std::copy(rows.begin(), rows.end(), static_cast<int64_t *>(needed.data_ptr()));
+    return {needed, pairs};
+}
+
+// (1,) int64: equal on two ranks exactly if their masks and layouts are, up to a 64-bit collision.
+Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
+    uint64_t value = 0;
+    const Tensor *parts[] = {&begin, &end, &layout};
+    for (const Tensor *part : parts) {
+        Arg{"digest", "begin, end and layout", *part}.on_cpu().contiguous();
+        value =
+            rt_digest(part->data_ptr(), part->numel() * static_cast<int64_t>(part->element_size()), value);
+    }
+    Tensor result = torch::stable::empty({1}, ScalarType::Long, std::nullopt,
+                                         torch::stable::Device(torch::headeronly::DeviceType::CPU));
+    *static_cast<int64_t *>(result.data_ptr()) = static_cast<int64_t>(value);
+    return result;
+}
+
+// ---- instruction set ---------------------------------------------------------------------------
+
+int64_t cpu_isa() {
+    rt_isa isa = RT_ISA_GENERIC;
+    check(rt_cpu_isa(&isa), "cpu_isa");
+    return static_cast<int64_t>(isa);
+}
+
+} // namespace
+
+// ---- registration ------------------------------------------------------------------------------
+
+STABLE_TORCH_LIBRARY(ringtile, m) {
+    m.def("attn_fwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
+          "Tensor(a!) out, Tensor(b!) lse, float scale, float softcap, bool fresh=False) -> ()");
+    m.def("attn_bwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
+          "Tensor dout, Tensor lse, Tensor delta, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+          "float scale, float softcap, bool fresh=False) -> ()");
+    m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
+    m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
+    m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
+    m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
+    m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
+    m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
+    m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
+    m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
+    m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "
+          "int ignore_index, float label_smoothing, float softcap, float z_loss, bool want_grad) -> ()");
+    m.def("cpu_isa() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
+    m.impl("layout_check", TORCH_BOX(&layout_check));
+    m.impl("plan", TORCH_BOX(&plan));
+    m.impl("digest", TORCH_BOX(&digest));
+}
+
+// It has no tensor argument to dispatch on.
+STABLE_TORCH_LIBRARY_IMPL(ringtile, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&cpu_isa)); }

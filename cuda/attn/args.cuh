@@ -1,0 +1,136 @@
+// The arguments of the attention kernels, and the state they read and write. Shape letters are those of
+// ringtile.h.
+#ifndef RINGTILE_CUDA_ATTN_ARGS_CUH
+#define RINGTILE_CUDA_ATTN_ARGS_CUH
+
+#include "../device/shared.cuh"
+
+#include <math.h>
+
+constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
+
+RT_DEVICE int least(int a, int b) { return a < b ? a : b; }
+RT_DEVICE int most(int a, int b) { return a > b ? a : b; }
+RT_HOST_DEVICE int num_tiles(int n, int tile) { return n / tile + (n % tile != 0); }
+
+// ---- arguments ---------------------------------------------------------------------------------
+
+// Runs per launch: with the params they stay below the 4096 bytes of arguments that every driver accepts.
+constexpr int MAX_RUNS = 64;
+
+// The argument of a kernel. A score in units of log 2 is scale_log2 * q.k, or scale_log2 * tanh(cap * q.k) with a
+// softcap. Both factors are positive: if scale is not, the kernel negates or clears one side of the product
+// (fix_sign).
+struct attn_args {
+    rt_attn_params p; // k_runs points to host memory
+    rt_run runs[MAX_RUNS];
+    int num_runs;
+    float scale_log2, cap;
+    float inverse_softcap; // 0: off
+    bool aligned;  // rows of q, k, v, dout are whole chunks of 16 bytes and begin at multiples of 16 bytes
+    bool in_pairs; // the same for out, dq, dk, dv, which are read and written in pairs of numbers
+    bool out_is_fresh; // p.fresh, in the first launch of a forward
+};
+
+inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
+    return (uintptr_t)array % 16 == 0 && stride[0] * element_bytes % 16 == 0 &&
+           stride[1] * element_bytes % 16 == 0 && stride[2] * element_bytes % 16 == 0;
+}
+
+// Calls start(args) for every max_runs runs of p until one fails; with p.fresh at least once, even without runs.
+template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
+    attn_args args;
+    args.p = p;
+    const double scale = p.scale == 0 ? 1 : fabs(p.scale);
+    args.scale_log2 = (float)((p.softcap > 0 ? p.softcap : scale) * LOG2_E);
+    args.cap = p.softcap > 0 ? (float)(scale / p.softcap) : 0;
+    args.inverse_softcap = p.softcap > 0 ? (float)(1 / p.softcap) : 0;
+    const bool in_chunks = p.head_dim % 8 == 0 && p.v_head_dim % 8 == 0;
+    args.aligned = in_chunks && rows_are_aligned(p.q, p.q_stride, 2) &&
+                   rows_are_aligned(p.k, p.k_stride, 2) && rows_are_aligned(p.v, p.v_stride, 2) &&
+                   rows_are_aligned(p.dout, p.dout_stride, 2);
+    args.in_pairs = in_chunks && rows_are_aligned(p.out, p.out_stride, 4) &&
+                    rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
+                    rows_are_aligned(p.dv, p.dv_stride, 4);
+    rt_status status = RT_OK;
+    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && p.fresh));
+         first += max_runs) {
+        const int64_t rest = p.num_k_runs - first;
+        args.num_runs = (int)(rest < max_runs ? rest : max_runs);
+        args.out_is_fresh = p.fresh && first == 0;
+        if (rest > 0) memcpy(args.runs, p.k_runs + first, (size_t)args.num_runs * sizeof(rt_run));
+        status = start(args);
+    }
+    return status;
+}
+
+// ---- arrays ------------------------------------------------------------------------------------
+
+// An array (batch, tokens, heads, dim) of the params, with unit stride in dim.
+template <class T> struct token_rows {
+    using element = T;
+    T *data;
+    const int64_t (&stride)[3]; // elements between batches, tokens, heads
+    int64_t dim;
+
+    RT_HOST_DEVICE T *at(int64_t batch, int64_t token, int64_t head) const {
+        return data + batch * stride[0] + token * stride[1] + head * stride[2];
+    }
+};
+
+template <class T> RT_HOST_DEVICE token_rows<const T> q_of(const rt_attn_params &p) {
+    return {(const T *)p.q, p.q_stride, p.head_dim};
+}
+template <class T> RT_HOST_DEVICE token_rows<const T> k_of(const rt_attn_params &p) {
+    return {(const T *)p.k, p.k_stride, p.head_dim};
+}
+template <class T> RT_HOST_DEVICE token_rows<const T> v_of(const rt_attn_params &p) {
+    return {(const T *)p.v, p.v_stride, p.v_head_dim};
+}
+template <class T> RT_HOST_DEVICE token_rows<const T> dout_of(const rt_attn_params &p) {
+    return {(const T *)p.dout, p.dout_stride, p.v_head_dim};
+}
+RT_HOST_DEVICE token_rows<float> out_of(const rt_attn_params &p) {
+    return {(float *)p.out, p.out_stride, p.v_head_dim};
+}
+RT_HOST_DEVICE token_rows<float> dq_of(const rt_attn_params &p) {
+    return {(float *)p.dq, p.dq_stride, p.head_dim};
+}
+RT_HOST_DEVICE token_rows<float> dk_of(const rt_attn_params &p) {
+    return {(float *)p.dk, p.dk_stride, p.head_dim};
+}
+RT_HOST_DEVICE token_rows<float> dv_of(const rt_attn_params &p) {
+    return {(float *)p.dv, p.dv_stride, p.v_head_dim};
+}
+
+// Zeros num_rows rows of `dim` f32, row_stride apart; all threads of the thread block take part.
+RT_DEVICE void clear_rows(float *row, int64_t row_stride, int num_rows, int dim) {
+    for (int i = thread_index(); i < num_rows * dim; i += num_threads())
+        st_global(row + i / dim * row_stride + i % dim, 0.0f);
+}
+
+// ---- log-sum-exp -------------------------------------------------------------------------------
+
+RT_DEVICE double load_lse(const rt_attn_params &p, int64_t i) {
+    return p.lse_f64 ? ld_global((const double *)p.lse + i) : (double)ld_global((const float *)p.lse + i);
+}
+RT_DEVICE void store_lse(const rt_attn_params &p, int64_t i, double lse) {
+    if (p.lse_f64)
+        st_global((double *)p.lse + i, lse);
+    else
+        st_global((float *)p.lse + i, (float)lse);
+}
+
+// The log-sum-exp of a row after a block of keys is merged into it, and the block's share of the output. The
+// logarithms are f32 and are added to f64, so that an f64 lse keeps an absolute error of 2^-23 however large it is.
+struct merged_lse {
+    double lse;
+    float share; // sigmoid(block - before)
+};
+RT_DEVICE merged_lse merge_lse(double before, double block) {
+    const float distance = (float)(before - block);
+    return {(before > block ? before : block) + (double)log1pf(expf(-fabsf(distance))),
+            1 / (1 + expf(distance))};
+}
+
+#endif // RINGTILE_CUDA_ATTN_ARGS_CUH

@@ -1,0 +1,130 @@
+// Shared by the backward kernels of sm_80 and sm_90a. Rows are keys and columns are queries: S^T, dP^T and dS^T.
+#ifndef RINGTILE_CUDA_ATTN_BWD_PARTS_CUH
+#define RINGTILE_CUDA_ATTN_BWD_PARTS_CUH
+
+#include "query_walk.cuh"
+
+// ---- intervals and sums of the queries ---------------------------------------------------------
+
+// lse is in units of log 2, and inf for a query that attends no key, which gives weights of 0.
+struct query_sums {
+    float lse, delta;
+};
+template <int TILE> struct query_storage {
+    tile_bounds intervals[TILE];
+    alignas(16) query_sums sums[TILE];
+};
+
+// The intervals and sums of a tile of queries in shared memory, of which a warp reads Shape::QUERIES from `first`
+// on. fetch and store are separate so that the loads are in flight while other warps still read the previous tile.
+template <class Shape> struct query_numbers {
+    struct numbers {
+        tile_bounds interval;
+        query_sums sums;
+    };
+    const typename Shape::walk &walk;
+    shared_ref<query_storage<Shape::TILE>> at;
+    int first = 0;
+
+    // Zeros behind the last query and behind the end of the walk.
+    RT_DEVICE numbers fetch(typename Shape::walk::place at, int query) const {
+        const rt_attn_params &p = walk.args.p;
+        const int token = at.tile * Shape::TILE + query, batch = walk.keys().batch;
+        if (walk.ended(at) || query >= Shape::TILE || token >= p.num_queries) return {{0, 0}, {0, 0}};
+        const int64_t mask_at = batch * p.mask_batch_stride + token;
+        const int64_t row = (batch * p.num_heads + walk.head_of(at)) * p.num_queries + token;
+        const float lse = (float)(load_lse(p, row) * LOG2_E);
+        return {{ld_global(p.begin + mask_at), ld_global(p.end + mask_at)},
+                {lse == -INFINITY ? INFINITY : lse, ld_global((const float *)p.delta + row)}};
+    }
+    RT_DEVICE void store(int query, const numbers &of) const {
+        if (query >= Shape::TILE) return;
+        st_shared(RT_SHARED(at, intervals)[query], of.interval);
+        st_shared(RT_SHARED(at, sums)[query], of.sums);
+    }
+    RT_DEVICE tile_bounds interval(int query) const {
+        return ld_shared(RT_SHARED(at, intervals)[first + query]);
+    }
+
+    // Whether any query attends any key of the warp; whether all attend all.
+    struct attendance {
+        bool any, all;
+    };
+    RT_DEVICE attendance attended() const {
+        const key_positions keys = walk.warp_positions();
+        attendance lane = {false, true};
+        for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
+            const tile_bounds of = interval(query);
+            lane.any |= of.begin <= keys.last && of.end > keys.first;
+            lane.all &= of.begin <= keys.first && of.end > keys.last;
+        }
+        return {any_sync(lane.any), all_sync(lane.all)};
+    }
+
+    // The sums of a lane's two columns in fragment n.
+    struct alignas(16) pair_of_sums {
+        query_sums of[2];
+    };
+    RT_DEVICE pair_of_sums sums_of_lane(int n) const {
+        return ld_shared<pair_of_sums>(RT_SHARED(at, sums)[first + 8 * n + lane_index() % 4 * 2]);
+    }
+    template <int N> RT_DEVICE void subtract_delta(accumulator<1, N> &dweights) const {
+#pragma unroll
+        for (int i = 0; i < 4 * N; i++) dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;
+    }
+    // Sets scores to -inf where a query does not attend a key.
+    template <int N> RT_DEVICE void mask_scores(accumulator<1, N> &scores) const {
+        const int positions[2] = {walk.position_of(lane_row<1>(0)), walk.position_of(lane_row<1>(1))};
+#pragma unroll
+        for (int i = 0; i < 4 * N; i++) {
+            const tile_bounds of = interval(i / 4 * 8 + lane_index() % 4 * 2 + i % 2);
+            const int position = positions[i / 2 % 2];
+            if (position < of.begin || position >= of.end) scores[0][i / 4][i % 4] = -INFINITY;
+        }
+    }
+};
+
+// ---- dS ----------------------------------------------------------------------------------------
+
+// With a softcap, multiplies dP - delta by the slope of tanh. `scores` are tanh(..).
+template <int M, int N>
+RT_DEVICE void multiply_slopes(accumulator<M, N> &dweights, const accumulator<M, N> &scores) {
+#pragma unroll
+    for (int i = 0; i < M * N * 4; i++) {
+        const float tanh_x = scores[i / (N * 4)][i / 4 % N][i % 4];
+        dweights[i / (N * 4)][i / 4 % N][i % 4] *= 1 - tanh_x * tanh_x;
+    }
+}
+
+// Stores the warp's 16 keys and queries 16 k .. 16 k + 15 of dS^T.
+template <class Tile> RT_DEVICE void store_dscores(Tile to, const uint32_t (&dscores)[4], int k) {
+    const int lane = lane_index();
+    const auto chunks = to.chunks_from(16 * warp_index() + lane / 4, 0);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        st_shared(chunks.at(i % 2 * 8, 2 * k + i / 2) + (shared_address)(lane % 4 * 4), dscores[i]);
+}
+
+// ---- dk and dv ---------------------------------------------------------------------------------
+
+// rows += factor * sum, for the thread block's tile of keys.
+template <class Walk, int N>
+RT_DEVICE void add_key_rows(const Walk &walk, token_rows<float> rows, float factor,
+                            const accumulator<1, N> &sum) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int64_t key = walk.keys().first_key + lane_row<1>(r), token = walk.run().local_begin + key;
+        if (key < walk.run().length)
+            update_row(rows.at(walk.keys().batch, token, walk.keys().kv_head), (int)rows.dim,
+                       walk.args.in_pairs, !walk.args.p.fresh, sum, r,
+                       [&](float before, float x) { return before + factor * x; });
+    }
+}
+// Zeros the rows of a tile of KEYS keys that no query attends.
+template <int KEYS, class Walk> RT_DEVICE void clear_key_rows(const Walk &walk, token_rows<float> rows) {
+    const key_tile keys = walk.keys();
+    clear_rows(rows.at(keys.batch, walk.run().local_begin + keys.first_key, keys.kv_head), rows.stride[1],
+               least(KEYS, (int)walk.run().length - keys.first_key), (int)rows.dim);
+}
+
+#endif // RINGTILE_CUDA_ATTN_BWD_PARTS_CUH

@@ -1,0 +1,96 @@
+// The entry points of attention on CUDA: they check the params and choose the instantiation.
+#include "../ringtile_cuda.h"
+#include "attn.cuh"
+#include "query_walk.cuh"
+
+#include "../../csrc/attn/attn.h"
+
+#include <stdlib.h>
+
+// Calls pass<T, D, DV>() with the smallest compiled head dims that hold the problem's.
+#define CHOOSE_DIMS(pass, T, p, ...)                                                                         \
+    ((p).head_dim <= 64 && (p).v_head_dim <= 64     ? pass<T, 64, 64>(p, __VA_ARGS__)                        \
+     : (p).head_dim <= 96 && (p).v_head_dim <= 96   ? pass<T, 96, 96>(p, __VA_ARGS__)                        \
+     : (p).head_dim <= 128 && (p).v_head_dim <= 128 ? pass<T, 128, 128>(p, __VA_ARGS__)                      \
+     : (p).head_dim <= 192 && (p).v_head_dim <= 128 ? pass<T, 192, 128>(p, __VA_ARGS__)                      \
+                                                    : pass<T, 256, 256>(p, __VA_ARGS__))
+
+// Kernels count tokens in int, up to a tile beyond the last.
+static bool fits_int(const rt_attn_params &p) {
+    constexpr int64_t MOST = INT32_MAX - 1024;
+    return p.num_queries <= MOST && p.num_keys <= MOST && p.batch * p.num_heads <= MOST;
+}
+
+// Whether a tensor map can describe the rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
+static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3], int64_t element_bytes = 2) {
+    bool ok = rows_are_aligned(array, stride, element_bytes);
+    for (const int64_t s : stride) ok &= s > 0 && s < (int64_t)1 << 38;
+    return ok;
+}
+// A tensor map cannot be empty either.
+static bool can_be_mapped(const rt_attn_params &p) {
+    return p.num_queries > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
+           rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride);
+}
+
+// Chooses the kernels of sm_80 (80) or sm_90a (90): the best for the current device, or those that
+// RINGTILE_CUDA_ISA names. Nothing else reads the environment.
+static rt_status choose_isa(int *isa) {
+    const char *asked = getenv("RINGTILE_CUDA_ISA");
+    *isa = compute_capability() == 90 ? 90 : 80;
+    if (asked == NULL || *asked == 0 || (strcmp(asked, "sm_90a") == 0 && *isa == 90)) return RT_OK;
+    *isa = 80;
+    return strcmp(asked, "sm_80") == 0 ? RT_OK : RT_BAD_CUDA_ISA;
+}
+
+template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {
+    int isa;
+    const rt_status status = choose_isa(&isa);
+    if (status != RT_OK) return status;
+    if constexpr (D == DV && (D == 64 || D == 128))
+        if (isa == 90 && can_be_mapped(p)) return attn_fwd_sm90<T, D>(p, stream);
+    return attn_fwd<T, D, DV>(p, stream);
+}
+
+template <class T, int D, int DV> static rt_status backward(const rt_attn_params &p, void *stream) {
+    int isa;
+    const rt_status status = choose_isa(&isa);
+    if (status != RT_OK) return status;
+    if constexpr (D == DV && (D == 64 || D == 128))
+        if (isa == 90 && can_be_mapped(p) && rows_can_be_mapped(p.dout, p.dout_stride) &&
+            rows_can_be_mapped(p.dq, p.dq_stride, sizeof(float)))
+            return attn_bwd_sm90<T, D>(p, stream);
+    return attn_bwd<T, D, DV>(p, stream);
+}
+
+extern "C" {
+
+rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
+    const rt_status status = rt_attn_check_fwd(p);
+    if (status != RT_OK) return status;
+    if (!fits_int(*p)) return RT_BAD_SHAPE;
+    if (p->dtype == RT_F32) return attn_fwd_plain(*p, stream);
+    if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
+    if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
+    return RT_BAD_DTYPE;
+}
+
+int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p) {
+    return rt_attn_check_bwd(p) == RT_OK && fits_int(*p) ? backward_workspace_bytes(*p) : 0;
+}
+
+rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
+    const rt_status status = rt_attn_check_bwd(p);
+    if (status != RT_OK) return status;
+    if (!fits_int(*p)) return RT_BAD_SHAPE;
+    const int64_t needed = backward_workspace_bytes(*p);
+    if (needed > 0 &&
+        (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
+        return RT_WORKSPACE;
+    if (p->dtype == RT_F32) return attn_bwd_plain(*p, stream);
+    if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);
+    if (p->dtype == RT_F16) return CHOOSE_DIMS(backward, f16, *p, stream);
+    return RT_BAD_DTYPE;
+}
+
+} // extern "C"

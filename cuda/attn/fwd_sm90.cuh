@@ -1,0 +1,229 @@
+// Attention forward for bf16 and f16 on sm_90a (the warp specialization and overlap of FlashAttention-3,
+// arXiv:2407.08608): the same merge of all keys into out and lse as fwd.cuh, by a thread block of three warp
+// groups.
+//
+//   producer    copies Q once, then K and V of each attended tile into a ring of stages
+//   consumers   two groups of 64 queries each: S in registers, softmax, P as left factor from registers
+//
+//   consumer, tile j:   start S_j = Q K_j^T;  start O += P V_{j-1};  softmax of S_j while the latter runs;  rescale O;  P
+//   ping-pong:          a group starts its products when the other has started its own, so that one multiplies while the
+//                       other exponentiates
+//
+// Each stage has two mbarriers for K and two for V: `full` completes when the bytes have arrived, `empty` when all
+// consumer warps have read them. The producer group releases registers for the consumers: 24 and 240 per thread.
+//
+// Bound by the tensor cores, 2 ROWS KEYS 2 D flops a tile, with ROWS KEYS exponentials beside them. At D = 128 a
+// lane holds 64 numbers of O, 64 of S, and 32 words of P.
+#ifndef RINGTILE_CUDA_ATTN_FWD_SM90_CUH
+#define RINGTILE_CUDA_ATTN_FWD_SM90_CUH
+
+#include "attn.cuh"
+#include "softmax.cuh"
+#include "tma_tile.cuh"
+
+struct attn_sm90_args {
+    attn_args attn;
+    tensor_map q, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90];
+};
+static_assert(sizeof(attn_sm90_args) <= 4096); // accepted by every driver
+
+template <int D> struct forward_sm90_shape {
+    static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
+    static constexpr int ROWS = 16 * CONSUMERS, KEYS = 128, STAGES = D == 64 ? 4 : 2;
+    static constexpr int PANEL_BYTES = KEYS * 128;
+    static_assert(ROWS == KEYS); // so q, k and v have panels of one size
+    using walk = key_walk<ROWS, KEYS>;
+
+    struct shared_memory {
+        panels<ROWS, D> q;
+        panels<KEYS, D> k[STAGES], v[STAGES];
+        typename walk::storage ranges;
+        mbarrier q_full;
+        mbarrier k_full[STAGES], v_full[STAGES], k_empty[STAGES], v_empty[STAGES];
+    };
+    static_assert(sizeof(shared_memory) <= MAX_SHARED_BYTES_SM90);
+    using shared = shared_ref<shared_memory>;
+};
+
+// A stage of the ring, and the parity of its current phases.
+template <int STAGES> struct ring_place {
+    int stage = 0, parity = 0;
+    RT_DEVICE void step() {
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+template <int D> RT_DEVICE void init_mbarriers(typename forward_sm90_shape<D>::shared smem) {
+    using shape = forward_sm90_shape<D>;
+    mbarrier_init(RT_SHARED(smem, q_full), 1);
+    for (int stage = 0; stage < shape::STAGES; stage++) {
+        mbarrier_init(RT_SHARED(smem, k_full)[stage], 1);
+        mbarrier_init(RT_SHARED(smem, v_full)[stage], 1);
+        mbarrier_init(RT_SHARED(smem, k_empty)[stage], shape::CONSUMERS);
+        mbarrier_init(RT_SHARED(smem, v_empty)[stage], shape::CONSUMERS);
+    }
+    fence_mbarrier_init();
+}
+
+// One thread of the producer group copies; its other warps take part in the walk.
+template <int D>
+RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D>::shared smem,
+                       const typename forward_sm90_shape<D>::walk &walk,
+                       typename forward_sm90_shape<D>::walk::place at) {
+    using shape = forward_sm90_shape<D>;
+    constexpr int ROWS = shape::ROWS, KEYS = shape::KEYS;
+    const bool copies = thread_index() == 32 * shape::CONSUMERS;
+    if (copies) {
+        const query_tile queries = query_tile_of_cta<ROWS>(args.attn.p);
+        const auto full = RT_SHARED(smem, q_full);
+        mbarrier_arrive_expect_tx(full, sizeof(panels<ROWS, D>));
+        copy_tile<ROWS, D>(RT_SHARED(smem, q), full, args.q, queries.first_token, queries.head,
+                           queries.batch);
+    }
+    for (ring_place<shape::STAGES> next; !walk.ended(at); at = walk.after(at), next.step()) {
+        if (copies) {
+            const key_tile keys = walk.keys(at);
+            const auto k_full = RT_SHARED(smem, k_full)[next.stage],
+                       v_full = RT_SHARED(smem, v_full)[next.stage];
+            mbarrier_wait_parity(RT_SHARED(smem, k_empty)[next.stage], next.parity ^ 1);
+            mbarrier_arrive_expect_tx(k_full, sizeof(panels<KEYS, D>));
+            copy_tile<KEYS, D>(RT_SHARED(smem, k)[next.stage], k_full, args.k[keys.run], keys.first_key,
+                               keys.kv_head, keys.batch);
+            mbarrier_wait_parity(RT_SHARED(smem, v_empty)[next.stage], next.parity ^ 1);
+            mbarrier_arrive_expect_tx(v_full, sizeof(panels<KEYS, D>));
+            copy_tile<KEYS, D>(RT_SHARED(smem, v)[next.stage], v_full, args.v[keys.run], keys.first_key,
+                               keys.kv_head, keys.batch);
+        }
+        syncwarp();
+    }
+}
+
+template <class T, int D>
+RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D>::shared smem,
+                       const typename forward_sm90_shape<D>::walk &walk,
+                       typename forward_sm90_shape<D>::walk::place at) {
+    using shape = forward_sm90_shape<D>;
+    constexpr int KEYS = shape::KEYS, N = KEYS / 8, O_COLS = D / 8;
+    ring_place<shape::STAGES> k_at, v_at;
+    softmax_rows<1> rows;
+    clear<1>(rows);
+    accumulator<1, O_COLS> o;
+    clear<1, O_COLS>(o);
+    accumulator<1, N> scores;
+    uint32_t weights[KEYS / 16][1][4];
+    float rescale[2];
+    const int group = shfl_sync(warp_index() / 4, 0); // shows the compiler that it is uniform in the warp
+    const uint64_t q = make_smem_desc(RT_SHARED(smem, q) + (shared_address)(group * 64 * 128), 0);
+
+    const auto start_scores = [&] { // S = Q K^T
+        const uint64_t k = make_smem_desc(RT_SHARED(smem, k)[k_at.stage], 0);
+        mbarrier_wait_parity(RT_SHARED(smem, k_full)[k_at.stage], k_at.parity);
+        warpgroup_fence_operand(scores[0]);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            const int from = i / 4 * shape::PANEL_BYTES + i % 4 * 32;
+            wgmma_mma_async_ss<T, major::K>(scores[0], advance_smem_desc(q, from), advance_smem_desc(k, from),
+                                            i > 0);
+        }
+        wgmma_commit_group();
+    };
+    const auto start_values = [&] { // O += P V
+        const uint64_t v = make_smem_desc(RT_SHARED(smem, v)[v_at.stage], shape::PANEL_BYTES);
+        mbarrier_wait_parity(RT_SHARED(smem, v_full)[v_at.stage], v_at.parity);
+        warpgroup_fence_operand(o[0]);
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++) warpgroup_fence_operand(weights[i]);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++)
+            wgmma_mma_async_rs<T>(o[0], weights[i][0], advance_smem_desc(v, i * 16 * 128));
+        wgmma_commit_group();
+    };
+    const auto softmax = [&] { // S becomes P, in f32
+        if (args.p.scale <= 0) fix_sign<1, N>(scores, args.p.scale);
+        if (args.inverse_softcap > 0) cap_scores<1, N>(scores, args.cap);
+        if (!walk.template all_of_warp<1>(at)) mask_scores<1, N>(scores, walk, at);
+        float reference[2];
+        update_max<1, N>(scores, args.scale_log2, rows, reference, rescale);
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++) exponentiate<1, N>(scores, i, args.scale_log2, reference, rows);
+        warpgroup_fence_operand(scores[0]); // keeps the exponentials before the wait for O
+    };
+    const auto round_weights = [&] {
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; i++) round_to_factor<T, 1>(weights[i], scores, i);
+    };
+    // Ping-pong: group g waits at named barrier 1 + g until the other group arrives there. Group 0 goes first.
+    const auto wait_for_other_group = [&] { named_barrier_sync(1 + group, 32 * shape::CONSUMERS); };
+    const auto release_other_group = [&] { named_barrier_arrive(2 - group, 32 * shape::CONSUMERS); };
+
+    mbarrier_wait_parity(RT_SHARED(smem, q_full), 0);
+    start_scores();
+    wgmma_wait_group<0>(scores[0]);
+    if (group == 1) release_other_group();
+    arrive_as_warp(RT_SHARED(smem, k_empty)[k_at.stage]);
+    softmax();
+    round_weights();
+    for (auto next = walk.after(at); !walk.ended(next);) {
+        at = next;
+        k_at.step();
+        wait_for_other_group();
+        start_scores();
+        start_values();
+        release_other_group();
+        wgmma_wait_group<1>(scores[0]);
+        arrive_as_warp(RT_SHARED(smem, k_empty)[k_at.stage]);
+        softmax();
+        next = walk.after(at); // its branches keep the exponentials of softmax() before the wait
+        wgmma_wait_group<0>(o[0]);
+        arrive_as_warp(RT_SHARED(smem, v_empty)[v_at.stage]);
+        v_at.step();
+        rescale_rows<1, O_COLS>(o, rescale);
+        round_weights();
+    }
+    wait_for_other_group();
+    start_values();
+    if (group == 0) release_other_group();
+    wgmma_wait_group<0>(o[0]);
+    merge_rows(args, query_tile_of_cta<shape::ROWS>(args.p), rows, o);
+}
+
+template <class T, int D>
+RT_KERNEL((forward_sm90_shape<D>::THREADS), 1)
+attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
+    using shape = forward_sm90_shape<D>;
+    const typename shape::shared smem{shared_base()};
+    const typename shape::walk walk{args.attn, RT_SHARED(smem, ranges)};
+    if (thread_index() == 0) init_mbarriers<D>(smem);
+    syncthreads();
+    const auto first = walk.first();
+    if (walk.ended(first)) return finish_without_keys<shape::ROWS>(args.attn);
+    if (warp_index() >= shape::CONSUMERS) {
+        setmaxnreg_dec<24>();
+        produce<D>(args, smem, walk, first);
+    } else {
+        setmaxnreg_inc<240>();
+        consume<T, D>(args.attn, smem, walk, first);
+    }
+}
+
+template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {
+    using shape = forward_sm90_shape<D>;
+    return for_runs(
+        p,
+        [&](const attn_args &attn) {
+            attn_sm90_args args;
+            args.attn = attn;
+            const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
+                                map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
+                                map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
+            if (!mapped) return RT_CUDA;
+            return launch(attn_fwd_sm90_kernel<T, D>, query_grid<shape::ROWS>(p), shape::THREADS,
+                          sizeof(typename shape::shared_memory), stream, args);
+        },
+        MAX_RUNS_SM90);
+}
+
+#endif // RINGTILE_CUDA_ATTN_FWD_SM90_CUH

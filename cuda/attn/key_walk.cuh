@@ -1,0 +1,161 @@
+// The walk of a tile of queries over the tiles of keys that it attends.
+#ifndef RINGTILE_CUDA_ATTN_KEY_WALK_CUH
+#define RINGTILE_CUDA_ATTN_KEY_WALK_CUH
+
+#include "gemm.cuh"
+
+// ---- tiles -------------------------------------------------------------------------------------
+
+// The tile of queries of a thread block, in a grid of (tiles of queries of a group's heads, kv heads, batch). The
+// last tiles come first because causal work grows along the sequence. Recomputing this is cheaper than keeping it
+// in registers.
+struct query_tile {
+    int batch, head, first_token;
+};
+template <int ROWS> RT_DEVICE query_tile query_tile_of_cta(const rt_attn_params &p) {
+    const int group = (int)p.num_heads / (int)p.num_kv_heads, index = num_ctas_x() - 1 - cta_index_x();
+    return {cta_index_z(), cta_index_y() * group + index % group, index / group * ROWS};
+}
+template <int ROWS> grid_size query_grid(const rt_attn_params &p) {
+    return {num_tiles((int)p.num_queries, ROWS) * (p.num_heads / p.num_kv_heads), p.num_kv_heads, p.batch};
+}
+
+struct alignas(16) key_tile {
+    int run, first_key, kv_head, batch; // first_key counts from the begin of the run
+};
+
+// Starts to load the rows of the thread block's queries, of q or dout.
+template <int THREADS, int ROWS, int COLS, class T>
+RT_DEVICE void load_queries(tile<ROWS, COLS> to, token_rows<const T> rows, const attn_args &args) {
+    const query_tile at = query_tile_of_cta<ROWS>(args.p);
+    load_tile<T, THREADS>(to, rows.at(at.batch, at.first_token, at.head), rows.stride[1],
+                          (int)args.p.num_queries - at.first_token, (int)rows.dim, args.aligned);
+}
+
+// Starts to load the rows of a tile of keys, of k or v.
+template <int THREADS, int ROWS, int COLS, class T>
+RT_DEVICE void load_keys(tile<ROWS, COLS> to, token_rows<const T> rows, const attn_args &args, key_tile at) {
+    const rt_run &run = args.runs[at.run];
+    load_tile<T, THREADS>(to, rows.at(at.batch, run.local_begin + at.first_key, at.kv_head), rows.stride[1],
+                          (int)run.length - at.first_key, (int)rows.dim, args.aligned);
+}
+
+// Writes out and lse of a tile whose queries attend no key.
+template <int ROWS> RT_DEVICE void finish_without_keys(const attn_args &args) {
+    if (!args.out_is_fresh) return;
+    const rt_attn_params &p = args.p;
+    const query_tile at = query_tile_of_cta<ROWS>(p);
+    const int num_rows = least(ROWS, (int)p.num_queries - at.first_token);
+    clear_rows(out_of(p).at(at.batch, at.first_token, at.head), p.out_stride[1], num_rows, (int)p.v_head_dim);
+    const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries + at.first_token;
+    for (int row = thread_index(); row < num_rows; row += num_threads())
+        store_lse(p, lse_row + row, -INFINITY);
+}
+
+// ---- the walk ----------------------------------------------------------------------------------
+
+// The keys [lo, hi) of a run that a query attends, counted from the begin of the run; lo = hi = 0 if there are none.
+struct key_range {
+    int lo, hi;
+};
+
+// First key of the run whose position is at least `bound`, in [0, length].
+RT_DEVICE int first_key_from(const rt_run &run, int bound) {
+    if (bound <= run.global_begin) return 0;
+    const int distance = bound - (int)run.global_begin;
+    const int key = run.stride >= distance ? 1 : (distance - 1) / (int)run.stride + 1;
+    return least(key, (int)run.length);
+}
+
+// Visits the tiles of KEYS keys, over all runs, that any of ROWS queries attends. Each warp finds its next tile by
+// itself, so no warp waits for another. Shared memory holds two sets of ranges, of the current run and of the next,
+// because the walk may be a tile ahead of the work.
+template <int ROWS, int KEYS> struct key_walk {
+    using storage = key_range[2 * ROWS];
+    const attn_args &args;
+    shared_ref<storage> ranges;
+
+    struct place {
+        int run, tile, slot; // slot: which set of ranges is the run's
+        int full_end;        // all queries attend all keys of the tiles [tile, full_end), which may be empty
+    };
+
+    RT_DEVICE bool ended(place at) const { return at.run >= args.num_runs; }
+    RT_DEVICE key_range range(int slot, int row) const { return ld_shared(ranges[slot * ROWS + row]); }
+    RT_DEVICE key_tile keys(place at) const { return {at.run, at.tile * KEYS, cta_index_y(), cta_index_z()}; }
+
+    RT_DEVICE place first() const { return seek({-1, 0, 1, 0}); }
+    RT_DEVICE place after(place at) const {
+        if (at.full_end > at.tile + 1) return {at.run, at.tile + 1, at.slot, at.full_end};
+        const place next = find(at.run, at.slot, at.tile + 1);
+        return next.tile != INT32_MAX ? next : seek(at);
+    }
+
+    // Whether any query of the warp, which has M fragments of rows, attends any key of the tile; whether all attend
+    // all.
+    template <int M> RT_DEVICE bool any_of_warp(place at) const {
+        if (at.full_end > at.tile) return true;
+        bool any = false;
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) {
+            const key_range keys = range(at.slot, lane_row<M>(r));
+            any |= keys.lo < (at.tile + 1) * KEYS && keys.hi > at.tile * KEYS;
+        }
+        return any_sync(any);
+    }
+    template <int M> RT_DEVICE bool all_of_warp(place at) const {
+        if (at.full_end > at.tile) return true;
+        bool all = true;
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) {
+            const key_range keys = range(at.slot, lane_row<M>(r));
+            all &= keys.lo <= at.tile * KEYS && keys.hi >= (at.tile + 1) * KEYS;
+        }
+        return all_sync(all);
+    }
+
+  private:
+    // The first tile after the run of `at`, whose ranges are still in use.
+    RT_DEVICE place seek(place at) const {
+        const int slot = 1 - at.slot;
+        for (int run = at.run + 1; run < args.num_runs; run++) {
+            syncthreads();
+            for (int row = thread_index(); row < ROWS; row += num_threads())
+                store_range(slot, row, args.runs[run]);
+            syncthreads();
+            const place next = find(run, slot, 0);
+            if (next.tile != INT32_MAX) return next;
+        }
+        return {args.num_runs, 0, slot, 0};
+    }
+
+    RT_DEVICE void store_range(int slot, int row, const rt_run &run) const {
+        key_range keys = {0, 0};
+        const query_tile queries = query_tile_of_cta<ROWS>(args.p);
+        const int token = queries.first_token + row;
+        if (token < args.p.num_queries) {
+            const int64_t at = queries.batch * args.p.mask_batch_stride + token;
+            keys = {first_key_from(run, ld_global(args.p.begin + at)),
+                    first_key_from(run, ld_global(args.p.end + at))};
+            if (keys.hi <= keys.lo) keys = {0, 0};
+        }
+        st_shared(ranges[slot * ROWS + row], keys);
+    }
+
+    // The first tile from `from` on that any query attends; INT32_MAX if there is none.
+    RT_DEVICE place find(int run, int slot, int from) const {
+        int tile = INT32_MAX;
+        key_range all = {0, INT32_MAX}; // the keys that every query attends
+        for (int row = lane_index(); row < ROWS; row += 32) {
+            const key_range keys = range(slot, row);
+            if (keys.hi > (int64_t)from * KEYS) tile = least(tile, most(from, keys.lo / KEYS));
+            all = {most(all.lo, keys.lo), least(all.hi, keys.hi)};
+        }
+        tile = reduce_min_sync(tile);
+        const int full_begin = num_tiles(reduce_max_sync(all.lo), KEYS),
+                  full_end = reduce_min_sync(all.hi) / KEYS;
+        return {run, tile, slot, full_begin <= tile ? full_end : 0};
+    }
+};
+
+#endif // RINGTILE_CUDA_ATTN_KEY_WALK_CUH

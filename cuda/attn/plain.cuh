@@ -1,0 +1,300 @@
+// Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks and for models
+// trained in f32. The structure is that of fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows,
+// eight lanes per row, and visits tiles of 16 columns; a lane computes two weights of its row, and every eighth
+// number of its sums.
+#ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
+#define RINGTILE_CUDA_ATTN_PLAIN_CUH
+
+#include "query_walk.cuh"
+
+constexpr int PLAIN_TILE = 16, ROW_LANES = 8, PLAIN_THREADS = PLAIN_TILE * ROW_LANES;
+constexpr int MAX_LANE_SUMS = 256 / ROW_LANES; // numbers of a row that a lane sums
+
+// ---- shared memory -----------------------------------------------------------------------------
+
+// PLAIN_TILE rows of `dim` f32. Rows are an odd multiple of 16 bytes apart, so that eight lanes that read eight of
+// them access different banks.
+struct plain_tile {
+    shared_address base;
+    int row_floats;
+
+    RT_HOST_DEVICE plain_tile(shared_address base, int64_t dim)
+        : base(base), row_floats(((int)dim + 31) / 32 * 32 + 4) {}
+    RT_HOST_DEVICE shared_address at(int row, int col) const {
+        return base + (shared_address)((row * row_floats + col) * 4);
+    }
+    RT_HOST_DEVICE shared_address end() const { return at(PLAIN_TILE, 0); }
+};
+
+// (PLAIN_TILE, PLAIN_TILE) numbers of pairs of rows and columns. The same eight lanes write and read a row.
+struct plain_pairs {
+    shared_address base;
+
+    RT_HOST_DEVICE shared_address at(int row, int col) const {
+        return base + (shared_address)((row * (PLAIN_TILE + 1) + col) * 4);
+    }
+    RT_HOST_DEVICE shared_address end() const { return at(PLAIN_TILE - 1, PLAIN_TILE + 1); }
+};
+
+using plain_key_walk = key_walk<PLAIN_TILE, PLAIN_TILE>;
+using plain_query_walk = query_walk<PLAIN_TILE, PLAIN_TILE>;
+
+// Layouts of shared memory, which depend on the head dims; the storage of the walk comes last. The host asks a
+// layout at base 0 for the bytes of a launch.
+struct plain_forward_memory {
+    plain_tile q, k, v;
+    plain_pairs weights;
+
+    RT_HOST_DEVICE plain_forward_memory(shared_address base, const rt_attn_params &p)
+        : q(base, p.head_dim), k(q.end(), p.head_dim), v(k.end(), p.v_head_dim), weights{v.end()} {}
+    RT_HOST_DEVICE shared_address walk() const { return weights.end(); }
+};
+struct plain_backward_memory {
+    plain_tile q, k, v, dout;
+    plain_pairs weights, dscores;
+
+    RT_HOST_DEVICE plain_backward_memory(shared_address base, const rt_attn_params &p)
+        : q(base, p.head_dim), k(q.end(), p.head_dim), v(k.end(), p.v_head_dim), dout(v.end(), p.v_head_dim),
+          weights{dout.end()}, dscores{weights.end()} {}
+    RT_HOST_DEVICE shared_address walk() const { return dscores.end(); }
+};
+static_assert(4 * PLAIN_TILE * (256 + 4) * 4 + 2 * PLAIN_TILE * (PLAIN_TILE + 1) * 4 +
+                  sizeof(plain_key_walk::storage) <=
+              MAX_SHARED_BYTES); // at head dims of 256
+template <class Memory, class Walk> int plain_bytes(const rt_attn_params &p) {
+    return (int)Memory(0, p).walk() + (int)sizeof(typename Walk::storage);
+}
+
+// ---- loads, products and scores ----------------------------------------------------------------
+
+RT_DEVICE void load_plain(plain_tile to, const float *from, int64_t row_stride, int num_rows, int64_t dim) {
+    for (int row = thread_index() / ROW_LANES, col = thread_index() % ROW_LANES; col < dim; col += ROW_LANES)
+        st_shared(to.at(row, col), row < num_rows ? ld_global(from + row * row_stride + col) : 0.0f);
+}
+RT_DEVICE void load_plain_queries(plain_tile to, token_rows<const float> rows, const rt_attn_params &p,
+                                  int head, int token) {
+    load_plain(to, rows.at(cta_index_z(), token, head), rows.stride[1], (int)p.num_queries - token, rows.dim);
+}
+RT_DEVICE void load_plain_keys(plain_tile to, token_rows<const float> rows, const rt_run &run, int first) {
+    load_plain(to, rows.at(cta_index_z(), run.local_begin + first, cta_index_y()), rows.stride[1],
+               (int)run.length - first, rows.dim);
+}
+
+RT_DEVICE float dot(plain_tile a, int a_row, plain_tile b, int b_row, int64_t dim) {
+    float sum = 0;
+    for (int d = 0; d < dim; d++)
+        sum = fmaf(ld_shared<float>(a.at(a_row, d)), ld_shared<float>(b.at(b_row, d)), sum);
+    return sum;
+}
+
+// sum[j] += weight * (number row_lane + 8 j of a row).
+RT_DEVICE void add_plain(float (&sum)[MAX_LANE_SUMS], float weight, plain_tile from, int row, int64_t dim) {
+    const int first = thread_index() % ROW_LANES;
+#pragma unroll
+    for (int j = 0; j < MAX_LANE_SUMS; j++) {
+        const int col = first + ROW_LANES * j;
+        if (col < dim) sum[j] = fmaf(weight, ld_shared<float>(from.at(row, col)), sum[j]);
+    }
+}
+
+// Stands in for the weight of a pair that is not attended: it is skipped, whatever its numbers are.
+constexpr float NOT_ATTENDED = -1;
+
+RT_DEVICE float plain_score(const attn_args &args, float product) {
+    const float score = (float)args.p.scale * product;
+    return args.inverse_softcap > 0 ? (float)args.p.softcap * tanhf(score * args.inverse_softcap) : score;
+}
+
+// ---- forward -----------------------------------------------------------------------------------
+
+RT_KERNEL(PLAIN_THREADS, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
+    const rt_attn_params &p = args.p;
+    const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
+    const query_tile queries = query_tile_of_cta<PLAIN_TILE>(p);
+    const plain_forward_memory smem(shared_base(), p);
+    const plain_key_walk walk{args, {smem.walk()}};
+
+    float top = -INFINITY, sum = 0, out[MAX_LANE_SUMS] = {}; // sum: of this lane's columns
+    load_plain_queries(smem.q, q_of<float>(p), p, queries.head, queries.first_token);
+    for (auto at = walk.first(); !walk.ended(at); at = walk.after(at)) {
+        const int first_key = at.tile * PLAIN_TILE;
+        syncthreads(); // all warps are done with the previous tile
+        load_plain_keys(smem.k, k_of<float>(p), args.runs[at.run], first_key);
+        load_plain_keys(smem.v, v_of<float>(p), args.runs[at.run], first_key);
+        syncthreads();
+
+        const key_range keys = walk.range(at.slot, row);
+        float scores[2], new_top = top;
+        bool attended[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int col = row_lane + ROW_LANES * i;
+            attended[i] = keys.lo <= first_key + col && first_key + col < keys.hi;
+            scores[i] =
+                attended[i] ? plain_score(args, dot(smem.q, row, smem.k, col, p.head_dim)) : -INFINITY;
+            new_top = fmaxf(new_top, scores[i]);
+        }
+        for (int mask = 1; mask < ROW_LANES; mask *= 2)
+            new_top = fmaxf(new_top, shfl_xor_sync(new_top, mask));
+        const float reference = new_top == -INFINITY ? 0 : new_top, rescale = expf(top - reference);
+        top = new_top;
+        sum *= rescale;
+        for (float &x : out) x *= rescale;
+        for (int i = 0; i < 2; i++) {
+            float weight = NOT_ATTENDED;
+            if (attended[i]) sum += weight = expf(scores[i] - reference);
+            st_shared(smem.weights.at(row, row_lane + ROW_LANES * i), weight);
+        }
+        syncwarp();
+#pragma unroll 1
+        for (int col = 0; col < PLAIN_TILE; col++) {
+            const float weight = ld_shared<float>(smem.weights.at(row, col));
+            if (weight != NOT_ATTENDED) add_plain(out, weight, smem.v, col, p.v_head_dim);
+        }
+    }
+
+    for (int mask = 1; mask < ROW_LANES; mask *= 2) sum += shfl_xor_sync(sum, mask);
+    const int token = queries.first_token + row;
+    const int64_t lse_at = (queries.batch * p.num_heads + queries.head) * p.num_queries + token;
+    const bool fresh = args.out_is_fresh;
+    const double before = !fresh && token < p.num_queries ? load_lse(p, lse_at) : -INFINITY;
+    syncwarp(); // all lanes of the row have read its lse
+    if (token >= p.num_queries || (sum == 0 && !fresh)) return;
+    const merged_lse merged = merge_lse(before, (double)top + (double)logf(sum));
+    if (row_lane == 0) store_lse(p, lse_at, sum == 0 ? -INFINITY : merged.lse);
+    const float inverse = 1 / sum;
+    float *const to = out_of(p).at(queries.batch, token, queries.head);
+#pragma unroll
+    for (int j = 0; j < MAX_LANE_SUMS; j++) {
+        const int col = row_lane + ROW_LANES * j;
+        if (col >= p.v_head_dim) continue;
+        const float value = sum == 0 ? 0 : out[j] * inverse,
+                    kept = before == -INFINITY ? 0 : ld_global(to + col);
+        st_global(to + col, before == -INFINITY ? value : kept - merged.share * (kept - value));
+    }
+}
+
+// ---- backward ----------------------------------------------------------------------------------
+
+// lse as a sum of two f32, and delta, of one query.
+struct plain_sums {
+    float lse, lse_rest, delta;
+};
+RT_DEVICE plain_sums load_plain_sums(const rt_attn_params &p, int head, int token) {
+    const int64_t at = (cta_index_z() * p.num_heads + head) * p.num_queries + token;
+    const double lse = load_lse(p, at);
+    return {(float)lse, isfinite(lse) ? (float)(lse - (double)(float)lse) : 0,
+            ld_global((const float *)p.delta + at)};
+}
+
+// P and dS of an attended pair.
+struct plain_gradients {
+    float weight, dscore;
+};
+RT_DEVICE plain_gradients differentiate(const attn_args &args, float product, float dweight, plain_sums of) {
+    const float score = plain_score(args, product), tanh_x = score * args.inverse_softcap;
+    const float weight = expf((score - of.lse) - of.lse_rest);
+    return {weight, weight * (dweight - of.delta) * (args.inverse_softcap > 0 ? 1 - tanh_x * tanh_x : 1)};
+}
+
+RT_DEVICE void add_plain_row(float *row, int64_t dim, bool fresh, float factor,
+                             const float (&sum)[MAX_LANE_SUMS]) {
+#pragma unroll
+    for (int j = 0; j < MAX_LANE_SUMS; j++) {
+        const int col = thread_index() % ROW_LANES + ROW_LANES * j;
+        if (col < dim) st_global(row + col, (fresh ? 0 : ld_global(row + col)) + factor * sum[j]);
+    }
+}
+
+// dq: rows are queries.
+RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
+    const rt_attn_params &p = args.p;
+    const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
+    const query_tile queries = query_tile_of_cta<PLAIN_TILE>(p);
+    const plain_backward_memory smem(shared_base(), p);
+    const plain_key_walk walk{args, {smem.walk()}};
+
+    const int token = queries.first_token + row;
+    const plain_sums own =
+        token < p.num_queries ? load_plain_sums(p, queries.head, token) : plain_sums{0, 0, 0};
+    float dq[MAX_LANE_SUMS] = {};
+    load_plain_queries(smem.q, q_of<float>(p), p, queries.head, queries.first_token);
+    load_plain_queries(smem.dout, dout_of<float>(p), p, queries.head, queries.first_token);
+    for (auto at = walk.first(); !walk.ended(at); at = walk.after(at)) {
+        const int first_key = at.tile * PLAIN_TILE;
+        syncthreads();
+        load_plain_keys(smem.k, k_of<float>(p), args.runs[at.run], first_key);
+        load_plain_keys(smem.v, v_of<float>(p), args.runs[at.run], first_key);
+        syncthreads();
+        const key_range keys = walk.range(at.slot, row);
+#pragma unroll 1
+        for (int col = row_lane; col < PLAIN_TILE; col += ROW_LANES) {
+            plain_gradients pair = {NOT_ATTENDED, 0};
+            if (keys.lo <= first_key + col && first_key + col < keys.hi)
+                pair = differentiate(args, dot(smem.q, row, smem.k, col, p.head_dim),
+                                     dot(smem.dout, row, smem.v, col, p.v_head_dim), own);
+            st_shared(smem.weights.at(row, col), pair.weight);
+            st_shared(smem.dscores.at(row, col), pair.dscore);
+        }
+        syncwarp();
+#pragma unroll 1
+        for (int col = 0; col < PLAIN_TILE; col++)
+            if (ld_shared<float>(smem.weights.at(row, col)) != NOT_ATTENDED)
+                add_plain(dq, ld_shared<float>(smem.dscores.at(row, col)), smem.k, col, p.head_dim);
+    }
+    if (token < p.num_queries)
+        add_plain_row(dq_of(p).at(queries.batch, token, queries.head), p.head_dim, false, (float)p.scale, dq);
+}
+
+// dk and dv: rows are keys.
+RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
+    const rt_attn_params &p = args.p;
+    const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
+    const plain_backward_memory smem(shared_base(), p);
+    const plain_query_walk walk{args, {smem.walk()}};
+    if (thread_index() == 0)
+        walk.choose_keys(key_tile_at<PLAIN_TILE>(args, cta_index_x(), cta_index_y(), cta_index_z()));
+    syncthreads();
+
+    const rt_run &run = walk.run();
+    const int position = walk.position_of(row);
+    auto at = walk.first();
+    if (walk.ended(at) && !p.fresh) return; // no query attends these keys
+    float dk[MAX_LANE_SUMS] = {}, dv[MAX_LANE_SUMS] = {};
+    load_plain_keys(smem.k, k_of<float>(p), run, walk.keys().first_key);
+    load_plain_keys(smem.v, v_of<float>(p), run, walk.keys().first_key);
+    for (; !walk.ended(at); at = walk.after(at)) {
+        const int first_token = at.tile * PLAIN_TILE, head = walk.head_of(at);
+        syncthreads();
+        load_plain_queries(smem.q, q_of<float>(p), p, head, first_token);
+        load_plain_queries(smem.dout, dout_of<float>(p), p, head, first_token);
+        syncthreads();
+#pragma unroll 1
+        for (int col = row_lane; col < PLAIN_TILE; col += ROW_LANES) {
+            plain_gradients pair = {NOT_ATTENDED, 0};
+            const int token = first_token + col;
+            const int64_t mask_at = cta_index_z() * p.mask_batch_stride + token;
+            if (token < p.num_queries && ld_global(p.begin + mask_at) <= position &&
+                position < ld_global(p.end + mask_at))
+                pair = differentiate(args, dot(smem.k, row, smem.q, col, p.head_dim),
+                                     dot(smem.v, row, smem.dout, col, p.v_head_dim),
+                                     load_plain_sums(p, head, token));
+            st_shared(smem.weights.at(row, col), pair.weight);
+            st_shared(smem.dscores.at(row, col), pair.dscore);
+        }
+        syncwarp();
+#pragma unroll 1
+        for (int col = 0; col < PLAIN_TILE; col++) {
+            const float weight = ld_shared<float>(smem.weights.at(row, col));
+            if (weight == NOT_ATTENDED) continue;
+            add_plain(dv, weight, smem.dout, col, p.v_head_dim);
+            add_plain(dk, ld_shared<float>(smem.dscores.at(row, col)), smem.q, col, p.head_dim);
+        }
+    }
+    const int64_t key = walk.keys().first_key + row, token = run.local_begin + key;
+    if (key >= run.length) return;
+    add_plain_row(dk_of(p).at(cta_index_z(), token, cta_index_y()), p.head_dim, p.fresh, (float)p.scale, dk);
+    add_plain_row(dv_of(p).at(cta_index_z(), token, cta_index_y()), p.v_head_dim, p.fresh, 1, dv);
+}
+
+#endif // RINGTILE_CUDA_ATTN_PLAIN_CUH

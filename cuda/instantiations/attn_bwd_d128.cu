@@ -1,4 +1,0 @@
-#include "../attn_bwd.cuh"
-
-template rt_status attn_bwd<bf16, 128, 128>(const rt_attn_params &, void *);
-template rt_status attn_bwd<f16, 128, 128>(const rt_attn_params &, void *);

@@ -1,0 +1,108 @@
+"""Shared by all subjects of `ringtile bench`: comparisons of providers on a workload, and the rows of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+
+from ringtile.bench.measure import PASSES, Summary
+from ringtile.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+Row = dict[str, Any]
+Grid = dict[str, tuple[str, ...] | tuple[int, ...]]  # by field of the workload, the values to combine
+
+
+class Comparison(NamedTuple):
+    """The providers to compare on one workload, a dataclass of the subject.
+
+    memory: also measure each provider's memory, in a process of its own.
+    """
+
+    workload: Any
+    providers: tuple[str, ...]
+    memory: bool = False
+
+
+class Cost(NamedTuple):
+    """The least a workload costs, whoever computes it, by pass: flops, and bytes read and written."""
+
+    workload: Any
+    flops: Mapping[str, int]
+    num_bytes: Mapping[str, int]
+
+
+class Untimed(NamedTuple):
+    """Everything measured of a provider besides its time, by pass."""
+
+    max_error: Mapping[str, float] = {}
+    rms_error: Mapping[str, float] = {}
+    peak_bytes: Mapping[str, int] = {}
+
+
+class Measured(NamedTuple):
+    """The rows of one comparison, and for each provider that was skipped the reason."""
+
+    workload: Any
+    rows: list[Row]
+    skipped: dict[str, str]
+
+
+def forward_backward(forward: int, backward: int) -> dict[str, int]:
+    """A count by pass, given those of the forward and the backward."""
+    return dict(zip(PASSES, (forward, backward, forward + backward), strict=True))
+
+
+def make_rows(
+    cost: Cost,
+    seconds: Mapping[str, Mapping[str, Summary]],
+    peak_flops_per_s: float,
+    untimed: Mapping[str, Untimed],
+) -> list[Row]:
+    """The rows of one workload: one for each provider and pass in `seconds`.
+
+    flops and bytes come from the cost and are equal for all providers; ratio_to maps each other provider to (its time /
+    this row's time).
+    """
+    rows = []
+    for provider, passes in seconds.items():
+        for which, (median, spread, waited) in passes.items():
+            others = {name: other for name, other in seconds.items() if name != provider and which in other}
+            rows.append(
+                {
+                    **asdict(cost.workload),
+                    "provider": provider,
+                    "pass": which,
+                    "threads": torch.get_num_threads(),
+                    "median_s": median,
+                    "spread": spread,
+                    "waited": waited,
+                    "flops": cost.flops[which],
+                    "bytes": cost.num_bytes[which],
+                    "peak_bytes": untimed[provider].peak_bytes.get(which),
+                    "fraction_of_peak": cost.flops[which] / median / peak_flops_per_s,
+                    "max_error": untimed[provider].max_error.get(which),
+                    "rms_error": untimed[provider].rms_error.get(which),
+                    "ratio_to": {name: other[which].median / median for name, other in others.items()},
+                }
+            )
+    return rows
+
+
+def why_skipped(error: Exception) -> str:
+    """One line saying why a provider could not run."""
+    reason = next(iter(str(error).strip().splitlines()), "no reason given")
+    return f"not installed: {reason}" if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
+
+
+def check_sizes(cases: Sequence[str], workload: Any) -> None:
+    """ConfigError: the workload's case is none of these, or a size is below 1."""
+    if workload.case not in cases:
+        raise ConfigError(f"case is {workload.case!r}; expected one of {', '.join(cases)}")
+    for name, value in vars(workload).items():
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")

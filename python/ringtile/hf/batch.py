@@ -1,0 +1,32 @@
+"""One batch under context parallelism: its sharded sequence, and what the Trainer layer must remember about it.
+
+Shape letters: B batch, S global tokens, P padded global tokens, N local tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringtile.ring.block_kernel import BlockKernel
+from ringtile.sequence.sharded import ShardedSequence
+
+BATCH_ARGUMENT = "ringtile_batch"  # the keyword argument that carries a ShardedBatch through the model
+
+
+@dataclass(eq=False)
+class ShardedBatch:
+    """One batch, sharded over a group. Attention layers receive it as the keyword argument BATCH_ARGUMENT."""
+
+    sequence: ShardedSequence  # of P tokens
+    seq_len: int  # S, before padding
+    max_position: int  # the largest global position id
+    num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
+    block_kernel: BlockKernel = "ringtile"
+    attention_calls: int = 0  # attention layers that have used this batch
+    loss_calls: int = 0  # loss functions that have received it
+
+    def unshard(self, local: Tensor) -> Tensor:
+        """The shards (B, N, ...) of all ranks -> (B, S, ...) without the padding. A collective, differentiable."""
+        return self.sequence.unshard(local, dim=1)[:, : self.seq_len]

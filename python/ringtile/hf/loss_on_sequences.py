@@ -1,0 +1,66 @@
+"""Trainers with a loss of their own: the model runs on shards, and the Trainer sees the outputs of full sequences.
+
+Whatever the Trainer computes from the outputs (DPO's sigmoid of a sum over the sequence, a reward at the last token, a
+custom loss) it computes as one process does. Each rank is a data-parallel rank like any other: its loss is that of the
+full batch. The backward of unshard sums the gradients of all ranks of the group, so the engine's mean over all ranks is
+the gradient of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ringtile.hf import checks, model
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.strategy import Strategy
+from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score
+
+
+class LossOnSequences(Strategy):
+    """Shards the inputs of every model that the Trainer's loss or evaluation calls, and unshards the outputs."""
+
+    def check(self) -> None:
+        checks.check_not_compiled(self.trainer)
+        checks.check_model(self.base, classifier=has_score(self.base))
+
+    def install_loss(self) -> None:
+        trainer = self.trainer
+        self.in_step = False  # inside compute_loss or prediction_step
+        for name in ("compute_loss", "prediction_step"):
+            self.replace(trainer, name, self._in_step)
+        if accelerate_knows_groups(trainer.accelerator):
+            self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        if hasattr(trainer, "_tp_size"):  # TRL divides its token counts by it
+            self.ledger.set(trainer, "_tp_size", self.group.size)
+        for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
+            if wrapped is not None:
+                wrapped = trainer.accelerator.unwrap_model(wrapped)
+                base = model.base_model(wrapped)
+                self.switch_model(wrapped, base)
+                if not has_score(base):
+                    model.watch_loss(base, self.ledger)
+                hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group)
+                hooks.install(wrapped, base, self.ledger)
+
+    def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
+        self.check_training(model)
+        outermost, self.in_step = not self.in_step, True
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self.in_step = not outermost
+            self.active_batch = None
+
+    def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch] | None:
+        """None for a batch of other code, such as generate(), on which the model runs as it is."""
+        return self.shard(inputs) if self.in_step else None
+
+    def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """T times the size of the group: each of its ranks computes the loss of the full batch."""
+        num_items = original(*args, **kwargs)
+        return None if num_items is None else num_items * self.group.size

@@ -1,0 +1,126 @@
+"""Trainers whose loss is a sum over tokens, wherever the tokens are: each rank computes it on its shard.
+
+With T targets in the accumulation window over all different batches and N ranks, each rank's loss is
+N * (its sum of token losses) / T, so the engine's mean over N ranks is the loss, and the gradient, of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+
+from ringtile.errors import Refused
+from ringtile.hf import checks, model
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.strategy import Strategy
+
+
+class LossOnShards(Strategy):
+    """Shards the batch on the way into `compute_loss`, and scales the loss of the shard."""
+
+    def check(self) -> None:
+        checks.check_mean_over_targets(self.trainer, self.base)
+        checks.check_model(self.base)
+
+    def install_loss(self) -> None:
+        trainer = self.trainer
+        self.last_batch: ShardedBatch | None = None
+        self.watches_loss = checks.uses_model_loss(trainer)
+        self.replace(trainer, "compute_loss", self._compute_loss)
+        self.replace(trainer, "prediction_step", self._prediction_step)
+        if not accelerate_knows_groups(trainer.accelerator):
+            self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        if trainer.label_smoother is not None:
+            self.replace(trainer, "label_smoother", self._smooth_labels)
+        assert trainer.model is not None  # base_model has refused it otherwise
+        self.switch_model(trainer.model, self.base)
+        if self.watches_loss:
+            model.watch_loss(self.base, self.ledger)
+
+    @contextlib.contextmanager
+    def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch]]:
+        """This rank's part of a batch, on which the model runs inside the context; checked at its end."""
+        local, batch = self.shard(inputs)
+        self.last_batch = batch
+        try:
+            yield local, batch
+        finally:
+            self.active_batch = None
+        self.check_used(batch, self.watches_loss and batch.num_targets is not None)
+
+    # ---- training -------------------------------------------------------------------------------
+
+    def _compute_loss(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Any:
+        """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
+        self.check_training(model)
+        with self._sharded(inputs) as (local, batch):
+            if num_items_in_batch is None and batch.num_targets is not None:
+                num_items_in_batch = self._targets_per_rank(batch.num_targets)
+                if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
+                    local["num_items_in_batch"] = num_items_in_batch
+            return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def _targets_per_rank(self, num_targets: Tensor) -> Tensor:
+        """The count that turns sums over shards into the mean over one batch, where no count was given.
+
+        The mean over the group of N * local_sum / count is the sum of local_sum over num_targets. The factor N is left
+        out where the Trainer does not apply it.
+        """
+        scales = self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs
+        return num_targets * (self.trainer.accelerator.num_processes if scales else 1) / self.group.size
+
+    def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """T: the original counts every batch once per rank of a group.
+
+        Not rounded: without averaging over devices it is this rank's part of a batch's count.
+        """
+        num_items = original(*args, **kwargs)
+        return None if num_items is None else num_items / self.group.size
+
+    def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
+        """The original without its shift: the labels were shifted before they were sharded."""
+        return original(outputs, labels, **{**kwargs, "shift_labels": False})
+
+    # ---- evaluation -----------------------------------------------------------------------------
+
+    def _prediction_step(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss of the batch, its unsharded outputs without padding, and its labels, which were never sharded."""
+        labels_given = bool(self.trainer.label_names) and all(
+            inputs.get(name) is not None for name in self.trainer.label_names
+        )
+        # With labels the original calls compute_loss, which shards; without, it calls the model.
+        with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
+            loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)
+        batch = self.last_batch
+        assert batch is not None
+        if loss is not None:
+            loss = self.group.mean(loss)
+        return loss, recursively_apply(functools.partial(self._unshard, batch), logits), labels
+
+    def _unshard(self, batch: ShardedBatch, output: Tensor) -> Tensor:
+        if output.dim() < 2 or output.size(1) != batch.sequence.layout.local_len(self.group.rank):
+            raise Refused(
+                f"{type(self.base).__name__} returns a tensor {tuple(output.shape)}; expected the tokens in its second "
+                f"dimension: name its key in ignore_keys"
+            )
+        return batch.unshard(output)

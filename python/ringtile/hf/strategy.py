@@ -1,0 +1,162 @@
+"""Context parallelism for one Trainer: everything that does not depend on how the Trainer computes its loss.
+
+Every rank of a context-parallel group gets the same batch, the batch is sharded once, and the model runs on the shard.
+The data-parallel engine averages gradients over all ranks and knows nothing of groups. Two strategies fill in the
+loss: `LossOnShards` and `LossOnSequences`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from ringtile.config import Config
+from ringtile.errors import Refused
+from ringtile.hf import checks, data, model
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.inputs import shard_batch
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
+
+
+class Strategy(abc.ABC):
+    """The group of one Trainer, and the functions that stand in for its methods. Every rank of the world builds it.
+
+    Raises Refused, ConfigError.
+    """
+
+    def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, ledger: Ledger) -> None:
+        self.trainer, self.base, self.config, self.ledger = trainer, base, config, ledger
+        self.check()
+        self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
+        ledger.on_restore(self.group.close)
+        self.makes_positions = model.makes_positions(base)
+        self.windows = set(model.layer_windows(base.config.get_text_config()))
+        self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
+        self.training_checked = False
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises Refused when the loss would differ from that of one process. Runs before anything is changed."""
+
+    @abc.abstractmethod
+    def install_loss(self) -> None:
+        """Replaces what the strategy must: the loss, the prediction step, the number of items, the model's hooks."""
+
+    def install(self) -> None:
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
+        self.replace(trainer, "evaluation_loop", self._evaluation_loop)
+        self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
+        self.replace(trainer, "floating_point_ops", self._floating_point_ops)
+        self.ledger.set(accelerator, "_prepare_cp", self._prepare_cp)
+        if not accelerate_knows_groups(accelerator):
+            self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
+            self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        self.install_loss()
+
+    def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            if deepspeed_shards_sequences(self.trainer.accelerator):
+                return original(*args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        self.ledger.set(owner, name, patched)
+
+    def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
+        """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
+        model.switch_attention(wrapped, self.ledger)
+        model.pin_rope_length(base, self.ledger, lambda: self.active_batch)
+
+    # ---- one batch ------------------------------------------------------------------------------
+
+    def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch]:
+        """This rank's part of a batch, for the model; it is the active batch from here on. A collective.
+
+        Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
+        """
+        self.group.check_same_batch(inputs)
+        local, self.active_batch = shard_batch(
+            inputs,
+            layout=self.config.layout,
+            group=self.group.process_group,
+            makes_positions=self.makes_positions,
+            windows=self.windows,
+            block_kernel=self.config.block_kernel,
+        )
+        return local, self.active_batch
+
+    def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
+        """Raises Refused unless every layer attended through the ring and the loss got the shifted labels."""
+        name, num_layers = type(self.base).__name__, self.base.config.get_text_config().num_hidden_layers
+        if batch.attention_calls == 0 or batch.attention_calls % num_layers:
+            raise Refused(
+                f"{name} has {num_layers} layers but called ringtile's attention {batch.attention_calls} times in a "
+                f"forward pass; expected once per layer: the other layers would attend within a shard only"
+            )
+        if watches_loss and batch.loss_calls == 0:
+            raise Refused(
+                f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
+                f"shift the labels again, within each shard"
+            )
+
+    def check_training(self, model: nn.Module) -> None:
+        """Checks the first model that trains: only then has its engine wrapped it."""
+        if model.training and not self.training_checked:
+            checks.check_training_model(model, self.base)
+            self.training_checked = True
+
+    # ---- transformers' and accelerate's own context parallelism ---------------------------------
+
+    def _leave_inputs(
+        self, original: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Makes transformers' own sharding a no-op: ringtile shards once, for training and evaluation alike."""
+        return contextlib.nullcontext, inputs
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Leaves out accelerate's hooks on attention modules. User code may still ask for its context, a no-op."""
+        if not deepspeed_shards_sequences(self.trainer.accelerator):
+            self.ledger.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
+        return args
+
+    # ---- data and counting ----------------------------------------------------------------------
+
+    def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return data.prepare_loader(self.trainer.accelerator, self.group, data_loader)
+
+    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
+        trainer = self.trainer
+        previous = trainer.gather_function
+        trainer.gather_function = functools.partial(data.gather_for_metrics, trainer.accelerator, self.group)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            trainer.gather_function = previous
+
+    def _track_num_input_tokens(self, original: Callable[..., Any], inputs: dict[str, Any]) -> None:
+        before = self.trainer.state.num_input_tokens_seen
+        original(inputs)
+        counted = self.trainer.state.num_input_tokens_seen - before
+        self.trainer.state.num_input_tokens_seen = before + counted // self.group.size
+
+    def _floating_point_ops(self, original: Callable[..., Any], inputs: dict[str, Any]) -> float:
+        flops: float = original(inputs) / self.group.size
+        return flops
+
+    def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
+        """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
+        rows: int = original(args) // self.group.size
+        return rows

@@ -1,0 +1,138 @@
+"""Hooks on a model that shard its inputs and unshard its outputs, so that its caller sees full sequences.
+
+Shape letters: B batch, S global tokens, N local tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringtile.errors import Refused
+from ringtile.hf.attention import hide_attention_mask
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.loss import TiledLogits
+
+# Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
+_PER_TOKEN = {"logits", "last_hidden_state", "hidden_states"}
+_PER_TARGET = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
+_FUSED = "fused_lm_head"  # the argument that asks for the fused head
+# Keys of TRL's batches that models receive and ignore.
+_IGNORED = {"margin"}
+
+
+class UnshardedOutputs:
+    """The hooks of one model.
+
+    shard: turns a batch into (local batch, ShardedBatch), or None to leave it unsharded. check_used(batch,
+    watches_loss): checks that the model used the ShardedBatch.
+    """
+
+    def __init__(
+        self,
+        shard: Callable[[Mapping[str, Any]], tuple[dict[str, Any], ShardedBatch] | None],
+        check_used: Callable[[ShardedBatch, bool], None],
+        group: ContextParallelGroup,
+    ) -> None:
+        self._shard, self._check_used, self._group = shard, check_used, group
+        self._batch: ShardedBatch | None = None  # the batch that is inside the model now
+
+    def install(self, model: nn.Module, base: PreTrainedModel, ledger: Ledger) -> None:
+        """Hooks the model. A model with a `score` head (a classifier) pools its outputs, so its head is hooked."""
+        if has_score(base):
+            handles = [
+                base.base_model.register_forward_pre_hook(self._shard_inputs, with_kwargs=True),
+                base.get_submodule("score").register_forward_hook(self._unshard_scores),
+            ]
+        else:
+            handles = [
+                model.register_forward_pre_hook(self._shard_inputs, with_kwargs=True),
+                model.register_forward_hook(self._unshard_outputs, with_kwargs=True),
+            ]
+        for handle in handles:
+            ledger.on_restore(handle.remove)
+
+    def _shard_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = _named(module, args, kwargs)
+        sharded = self._shard({name: value for name, value in inputs.items() if name not in _IGNORED})
+        if sharded is None:
+            return None
+        local, self._batch = sharded
+        if local.get("labels") is not None and local.get("num_items_in_batch") is None:
+            local["num_items_in_batch"] = self._batch.num_targets  # a mean over the batch, not over the shard
+        return hide_attention_mask(module, (), local)
+
+    def _unshard_scores(self, module: nn.Module, args: Any, scores: Tensor) -> Tensor | None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return None
+        self._check_used(batch, False)
+        return batch.unshard(scores)
+
+    def _unshard_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return None
+        name = type(module).__name__
+        if not isinstance(outputs, dict):
+            raise Refused(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")
+        fused = bool(kwargs.get(_FUSED))
+        self._check_used(batch, not fused and outputs.get("loss") is not None)
+        for key, value in list(outputs.items()):
+            if key == "loss" and value is not None:
+                outputs[key] = _SumOverGroup.apply(value, self._group)  # type: ignore[no-untyped-call]
+            else:
+                outputs[key] = _unshard(batch, name, key, value)
+        return outputs
+
+
+def has_score(base: PreTrainedModel) -> bool:
+    """Whether the model is a sequence classifier of transformers: it scores every token and keeps the last score."""
+    return isinstance(getattr(base, "score", None), nn.Module) and type(base).__name__.endswith(
+        "ForSequenceClassification"
+    )
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name. Raises Refused for more positional arguments than forward() names."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise Refused(f"{type(module).__name__} was called with positional arguments; expected model(**inputs)")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
+    """One output of the model, unsharded. Raises Refused for an output that is not known to be per token."""
+    if value is None or isinstance(value, TiledLogits):  # TiledLogits refuse to be read themselves
+        return value
+    if name == "hidden_states" and isinstance(value, tuple):
+        return tuple(_unshard(batch, model, name, layer) for layer in value)
+    if name in _PER_TOKEN and isinstance(value, Tensor):
+        return batch.unshard(value)
+    if name in _PER_TARGET and isinstance(value, Tensor):
+        return batch.unshard(value)[:, :-1]  # the last token predicts nothing
+    raise Refused(
+        f"{model} returns {name}, which ringtile does not know how to unshard; expected only "
+        f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}"
+    )
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """The sum of a scalar over the group, the same on every rank; the gradient of each rank's value is summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ContextParallelGroup) -> Tensor:
+        ctx.group = group
+        return group.sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum(gradient), None

@@ -1,0 +1,1 @@
+"""Ring attention: the op, and who computes a block of keys."""

@@ -1,0 +1,258 @@
+"""Ring attention: exact attention over a sequence sharded over the ranks of a group (arXiv:2310.01889).
+
+The public functions, and the op behind them with its autograd formula. What one rank does round by round is in
+ring.py, who computes a block of keys in block_kernel.py.
+
+Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
+R runs of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringtile import ops
+from ringtile.errors import InputError, RingtileError
+from ringtile.ring import ring
+from ringtile.ring.block_kernel import BLOCK_KERNELS, AttentionCall, BlockKernel
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.groups import Group, group_name, transport_of
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: ShardedSequence | None = None,
+    *,
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    block_kernel: BlockKernel = "ringtile",
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
+
+    q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16,
+    float16; unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or
+    mask, layout and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into
+    c tanh(x / c). Every rank of the group makes the same calls in the same order, forward and backward; one group
+    serves one thread. Differentiable once. block_kernel: "aten" lets aten's kernels compute the parts of the forward
+    that they can, "auto" where they measure faster (so that bits may differ from run to run).
+
+    Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
+    (B, H, N) in float32 (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and
+    gradient 0.
+
+    Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
+    PeerLost when one is gone.
+    """
+    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, block_kernel)
+    return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: IntervalMask,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S."""
+    layout = _one_rank(mask.seq_len)
+    return ring_attention(q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, return_lse=return_lse)
+
+
+@functools.lru_cache(maxsize=64)
+def _one_rank(seq_len: int) -> Layout:
+    return Layout.contiguous(seq_len, 1)
+
+
+# ---- into the ring: directly where it can be, else through the op -------------------------------
+
+_Parts: TypeAlias = tuple[IntervalMask | None, Layout | None, Group | None]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: ShardedSequence | None,
+    parts: _Parts,
+    scale: float | None,
+    softcap: float,
+    block_kernel: BlockKernel,
+) -> tuple[Tensor, Tensor]:
+    """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
+    if sequence is not None and parts != (None, None, None):
+        raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
+    if block_kernel not in BLOCK_KERNELS:
+        raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(BLOCK_KERNELS)}")
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+    if torch.compiler.is_compiling() or not is_plain(q):
+        begin, end, layout, group = _tensors(sequence, parts)
+        out, lse = torch.ops.ringtile.ring_attention(
+            q, k, v, begin, end, layout, scale, float(softcap), group, block_kernel
+        )
+        return out, lse
+    if sequence is None:
+        sequence = _sequence_of(*parts)
+    call = AttentionCall(sequence, scale, float(softcap), block_kernel)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return out, lse
+    return ring.forward(call, q, k, v)
+
+
+def is_plain(q: Tensor) -> bool:
+    """Whether nothing but autograd looks at the call: no fake or other tensor, no dispatch mode, no function transform.
+
+    Tracing, selective checkpointing and vmap see ops only.
+    """
+    return (
+        type(q) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._is_tracing()
+    )
+
+
+def _tensors(sequence: ShardedSequence | None, parts: _Parts) -> tuple[Tensor, Tensor, Tensor, str]:
+    """begin, end, layout and the group's name, as the op takes them; without making a sequence, which is not traced."""
+    if sequence is not None:
+        return sequence.begin, sequence.end, sequence.layout_tensor, sequence.group_name
+    mask, layout, group = parts
+    if not isinstance(mask, IntervalMask) or not isinstance(layout, Layout):
+        raise InputError(f"mask is {mask!r}, layout {layout!r}; expected an IntervalMask and a Layout, or a sequence")
+    return mask.begin, mask.end, layout.tensor, group_name(group)
+
+
+def _sequence_of(mask: Any, layout: Any, group: Group | None) -> ShardedSequence:
+    """The sequence of these. Where they do not fit, the other ranks are told, who would wait for this one."""
+    try:
+        return ShardedSequence.of(mask, layout, group)
+    except RingtileError as error:
+        transport_of(group).refuse("ring_attention forward", error)
+        raise
+
+
+class _RingAttention(torch.autograd.Function):
+    """The op's forward and backward, on a sequence that need not be found by its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, lse = ring.forward(call, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *ring.backward(ctx.call, dout, dlse, *ctx.saved_tensors), None
+
+
+# ---- the op -------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("ringtile::ring_attention", mutates_args=())
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    layout: Tensor,
+    scale: float,
+    softcap: float,
+    group_name: str,
+    block_kernel: str = "ringtile",
+) -> tuple[Tensor, Tensor]:
+    sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
+    return ring.forward(AttentionCall(sequence, scale, softcap, block_kernel), q, k, v)
+
+
+@torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    layout: Tensor,
+    scale: float,
+    softcap: float,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sequence = _sequence_of_tensors("backward", begin, end, layout, group_name)
+    return ring.backward(AttentionCall(sequence, scale, softcap), dout, dlse, q, k, v, out, lse)
+
+
+def _sequence_of_tensors(
+    direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str
+) -> ShardedSequence:
+    try:
+        return ShardedSequence.of_tensors(begin, end, layout, group_name)
+    except RingtileError as error:
+        transport_of(group_name).refuse(f"ring_attention {direction}", error)
+        raise
+
+
+@_ring_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    layout: Tensor,
+    scale: float,
+    softcap: float,
+    group_name: str,
+    block_kernel: str = "ringtile",
+) -> tuple[Tensor, Tensor]:
+    ops.check_attention(q, k, v, scale, softcap)
+    return ring.empty_outputs(q, v, q.dtype)
+
+
+@_ring_attention_backward.register_fake
+def _(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Tensor | float | str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str]"
+
+
+def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale, softcap, group_name, _ = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.numbers = (scale, softcap, group_name)  # type: ignore[attr-defined]
+
+
+def _backward(ctx: FunctionCtx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
+    return dq, dk, dv, None, None, None, None, None, None, None
+
+
+_ring_attention.register_autograd(_backward, setup_context=_setup_context)

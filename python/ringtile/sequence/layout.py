@@ -1,0 +1,267 @@
+"""Layouts: which rank holds which global positions, as short lists of runs.
+
+Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile import ops
+from ringtile.errors import InputError, LayoutError
+from ringtile.sequence import balance
+from ringtile.sequence.mask import MAX_SEQ_LEN, IntervalMask
+from ringtile.transport.collectives import all_gather_seq
+from ringtile.transport.groups import Group
+
+
+class Run(NamedTuple):
+    """Local tokens local_begin .. local_begin + length - 1 hold global_begin, global_begin + stride, ..."""
+
+    global_begin: int
+    stride: int
+    local_begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A partition of the global positions 0..S-1 over W ranks. Immutable; equal layouts hold equal runs.
+
+    Build one with `contiguous`, `zigzag`, `striped`, `per_document` or `balanced`, or any other with `from_runs`. Every
+    rank holds a token.
+    """
+
+    seq_len: int
+    _runs: tuple[tuple[Run, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.seq_len <= MAX_SEQ_LEN:
+            raise LayoutError(f"seq_len is {self.seq_len}; expected 1..{MAX_SEQ_LEN}")
+        try:
+            ops.layout_check(self.tensor, self.seq_len, self.world_size)
+        except RuntimeError as error:
+            raise LayoutError(_first_fault(self._runs, self.seq_len) or str(error)) from None
+
+    @property
+    def world_size(self) -> int:
+        return len(self._runs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.seq_len, self._runs))
+
+    # ---- the layouts ----------------------------------------------------------------------------
+
+    @classmethod
+    def contiguous(cls, seq_len: int, world_size: int) -> Layout:
+        """Rank r holds the r-th of W chunks. Causal work grows with r; a window needs only its halo."""
+        bounds = _chunk_bounds("contiguous", seq_len, world_size, world_size)
+        return cls(seq_len, tuple((Run(b, 1, 0, e - b),) for b, e in itertools.pairwise(bounds)))
+
+    @classmethod
+    def zigzag(cls, seq_len: int, world_size: int) -> Layout:
+        """Rank r holds chunks r and 2W-1-r of 2W: the same causal work on every rank (arXiv:2407.21783, 3.3.2)."""
+        bounds = _chunk_bounds("zigzag", seq_len, world_size, 2 * world_size)
+        ranks = []
+        for rank in range(world_size):
+            tail = 2 * world_size - 1 - rank
+            head_len, tail_len = (bounds[chunk + 1] - bounds[chunk] for chunk in (rank, tail))
+            ranks.append((Run(bounds[rank], 1, 0, head_len), Run(bounds[tail], 1, head_len, tail_len)))
+        return cls(seq_len, tuple(ranks))
+
+    @classmethod
+    def striped(cls, seq_len: int, world_size: int) -> Layout:
+        """Rank r holds positions r, r+W, r+2W, ... (striped attention, arXiv:2311.09431)."""
+        _chunk_bounds("striped", seq_len, world_size, world_size)
+        lengths = (len(range(rank, seq_len, world_size)) for rank in range(world_size))
+        return cls(seq_len, tuple((Run(rank, world_size, 0, n),) for rank, n in enumerate(lengths)))
+
+    @classmethod
+    def per_document(cls, lengths: Sequence[int], world_size: int) -> Layout:
+        """Zigzag inside every document of a packed row: the same causal work on every rank, whatever the lengths.
+
+        A document of L tokens is cut into 2W chunks whose sizes differ by at most one; which rank gets the first of
+        them moves on by one per document, so that left-over tokens spread. Raises LayoutError when a rank gets nothing.
+        """
+        ranks: list[list[Run]] = [[] for _ in range(world_size)]
+        begin = 0
+        for document, length in enumerate(lengths):
+            bounds = [begin + chunk * length // (2 * world_size) for chunk in range(2 * world_size + 1)]
+            for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
+                rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size
+                if last > first:
+                    ranks[rank].append(Run(first, 1, sum(run.length for run in ranks[rank]), last - first))
+            begin += length
+        return cls.from_runs(ranks)
+
+    @classmethod
+    def balanced(cls, mask: IntervalMask, world_size: int, chunk: int = 512) -> Layout:
+        """Equal work on every rank for this very mask, and few keys that travel; as many tokens on every rank.
+
+        The sequence is dealt in chunks of `chunk` tokens, one more or less per rank; the work of a rank is what its
+        queries attend, summed over the rows of the mask, and ends within balance.TOLERANCE of the mean where chunks of
+        that size allow it. Every rank that holds the same mask finds the same layout.
+        Raises LayoutError when there are fewer chunks than ranks.
+        """
+        if chunk < 1 or world_size < 1 or mask.seq_len <= chunk * (world_size - 1):
+            raise LayoutError(
+                f"a balanced layout of {mask.seq_len} tokens over {world_size} ranks in chunks of {chunk}; expected "
+                "at least a rank, a token in a chunk, and a chunk for every rank"
+            )
+        owners = balance.deal(mask.begin, mask.end, world_size, chunk).tolist()
+        ranks: list[list[Run]] = [[] for _ in range(world_size)]
+        held = [0] * world_size
+        for owner, group in itertools.groupby(enumerate(owners), key=operator.itemgetter(1)):
+            chunks = [index for index, _ in group]
+            begin, end = chunks[0] * chunk, min((chunks[-1] + 1) * chunk, mask.seq_len)
+            ranks[owner].append(Run(begin, 1, held[owner], end - begin))
+            held[owner] += end - begin
+        return cls(mask.seq_len, tuple(map(tuple, ranks)))
+
+    @classmethod
+    def from_runs(cls, runs: Iterable[Iterable[Sequence[int]]]) -> Layout:
+        """Any layout: for every rank its runs, each (global_begin, stride, local_begin, length).
+
+        Raises LayoutError when a run is malformed, a rank holds nothing, a rank's local tokens have a hole, or a
+        position is held by no rank or by two.
+        """
+        ranks = tuple(tuple(_run(rank, run) for run in of_rank) for rank, of_rank in enumerate(runs))
+        for rank, of_rank in enumerate(ranks):
+            if not of_rank:
+                raise LayoutError(f"rank {rank} holds no token; expected at least one run for every rank")
+        return cls(sum(run.length for of_rank in ranks for run in of_rank), ranks)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> Layout:
+        """The inverse of `Layout.tensor`: int64 (R, 5) rows of rank, global_begin, stride, local_begin, length."""
+        if tensor.dim() != 2 or tensor.size(1) != 5 or tensor.size(0) == 0 or tensor.dtype != torch.int64:
+            raise InputError(f"layout is {tensor.dtype} {tuple(tensor.shape)}; expected int64 (R, 5), not empty")
+        ranks, num_runs = (x.tolist() for x in torch.unique_consecutive(tensor[:, 0], return_counts=True))
+        if ranks != list(range(len(ranks))):
+            raise LayoutError(f"ranks of the runs are {ranks}; expected 0, ..., W-1, rank after rank")
+        return cls.from_runs(of_rank.tolist() for of_rank in torch.split(tensor[:, 1:], num_runs))
+
+    @classmethod
+    def named(cls, name: str, seq_len: int, world_size: int) -> Layout:
+        """The layout a configuration names: "contiguous", "zigzag" or "striped"."""
+        cls.multiple(name, world_size)
+        layout: Layout = getattr(cls, name)(seq_len, world_size)
+        return layout
+
+    @staticmethod
+    def multiple(name: str, world_size: int) -> int:
+        """What S should be padded to a multiple of, so that all ranks hold equally many tokens."""
+        chunks_per_rank = {"contiguous": 1, "zigzag": 2, "striped": 1}
+        if name not in chunks_per_rank:
+            raise LayoutError(f"layout is {name!r}; expected one of {', '.join(chunks_per_rank)}")
+        return chunks_per_rank[name] * world_size
+
+    # ---- one rank of it -------------------------------------------------------------------------
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The runs of a rank. Raises LayoutError when there is no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank is {rank}; expected 0..{self.world_size - 1}")
+        return self._runs[rank]
+
+    def local_len(self, rank: int) -> int:
+        """N, the number of tokens a rank holds."""
+        return sum(run.length for run in self.runs(rank))
+
+    def positions(self, rank: int) -> Tensor:
+        """int64 CPU (N,): the global position of each local token."""
+        positions = torch.empty(self.local_len(rank), dtype=torch.int64)
+        for run in self.runs(rank):
+            positions[run.local_begin : run.local_begin + run.length] = _positions(run)
+        return positions
+
+    @functools.cached_property
+    def tensor(self) -> Tensor:
+        """int64 CPU (R, 5), rank after rank: rank, global_begin, stride, local_begin, length. As the ops take it."""
+        rows = [(rank, *run) for rank, of_rank in enumerate(self._runs) for run in of_rank]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    # ---- tensors --------------------------------------------------------------------------------
+
+    def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """The tokens of `rank`: any dtype, any shape with size S in `dim` -> the same with size N. Differentiable.
+
+        Raises InputError when x has not S tokens in `dim`.
+        """
+        if not -x.dim() <= dim < x.dim() or x.size(dim) != self.seq_len:
+            raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
+        return ops.shard_seq(x, self.runs(rank), dim)
+
+    def unshard(self, local: Tensor, dim: int, group: Group | None = None) -> Tensor:
+        """The pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.
+
+        Every rank of the group calls it, and the backward of it. A rank's gradient is the sum of what all ranks
+        have for its tokens, added in rank order. Any dtype, any dim; group None is one rank.
+        Raises InputError when local has not N tokens in `dim` or W is not the group's; RingMismatch, PeerLost.
+        """
+        if not -local.dim() <= dim < local.dim():
+            raise InputError(f"local is {tuple(local.shape)}, dim {dim}; expected one of its dims")
+        return all_gather_seq(local, self.tensor, dim % local.dim(), self.seq_len, group)
+
+
+def _chunk_bounds(name: str, seq_len: int, world_size: int, num_chunks: int) -> list[int]:
+    """Bounds of num_chunks chunks of 0..S-1 whose sizes differ by at most one."""
+    if world_size < 1:
+        raise LayoutError(f"world_size is {world_size}; expected at least 1")
+    if not num_chunks <= seq_len <= MAX_SEQ_LEN:
+        raise LayoutError(
+            f"a {name} layout of {seq_len} tokens over {world_size} ranks: expected {num_chunks}..{MAX_SEQ_LEN} "
+            f"tokens; pad the sequence or use fewer ranks"
+        )
+    return [chunk * seq_len // num_chunks for chunk in range(num_chunks + 1)]
+
+
+def _run(rank: int, values: Sequence[int]) -> Run:
+    try:
+        run = Run(*(operator.index(value) for value in values))
+    except TypeError:
+        run = None
+    if run is None or not all(0 <= value <= MAX_SEQ_LEN for value in run):
+        raise LayoutError(
+            f"rank {rank} has the run {values!r}; expected (global_begin, stride, local_begin, length), integers "
+            f"in 0..{MAX_SEQ_LEN}"
+        )
+    return run
+
+
+def _positions(run: Run) -> Tensor:
+    return run.global_begin + run.stride * torch.arange(run.length)
+
+
+def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
+    """What `ops.layout_check` refused, in words."""
+    for rank, of_rank in enumerate(runs):
+        filled = 0
+        for run in sorted(of_rank, key=lambda run: run.local_begin):
+            last = run.global_begin + (run.length - 1) * run.stride
+            if run.length < 1 or run.stride < 1 or last >= seq_len:
+                return (
+                    f"rank {rank} has {run}; expected length >= 1, stride >= 1 and positions in 0..{seq_len - 1} "
+                    f"(the lengths of all runs add up to {seq_len})"
+                )
+            if run.local_begin != filled:
+                return f"rank {rank} has {run}; expected local_begin {filled}, where its previous run ends"
+            filled += run.length
+    held = torch.bincount(torch.cat([_positions(run) for of_rank in runs for run in of_rank]), minlength=seq_len)
+    wrong = (held != 1).nonzero()
+    if wrong.numel() == 0:
+        return None
+    position = int(wrong[0])
+    return f"global position {position} is held {int(held[position])} times; expected every position exactly once"

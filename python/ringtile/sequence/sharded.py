@@ -1,0 +1,220 @@
+"""A sequence sharded over a group: the one object that knows the global sequence.
+
+Whatever mixes tokens (attention, and everything later that must see past its own shard) takes a `ShardedSequence`;
+everything else works on local tokens and needs none.
+
+Shape letters: B batch, S global tokens, N local tokens, R runs of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile import ops
+from ringtile.errors import InputError
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.plan import RankPlan, rank_plan
+from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.transport import Transport
+
+_MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
+
+
+class ShardedSequence:
+    """A global sequence of S tokens: who attends whom (mask), who holds what (layout), over the ranks of a group.
+
+    Made once per batch; costs no communication. mask and layout are the same on every rank and stay as they are;
+    group None is one rank. `sequence & mask` is the same sequence under a narrower mask.
+
+    Attributes: mask, layout, group_name; rank and world_size of this process in the group; begin, end int32 (B or 1, S)
+    and layout_tensor int64 (R, 5), mask and layout as the ops take them.
+
+    Raises InputError when mask, layout and group do not fit each other.
+    """
+
+    def __init__(self, mask: IntervalMask, layout: Layout, group: Group | None = None) -> None:
+        _check_types(mask, layout)
+        transport = transport_of(group)
+        if layout.world_size != transport.world_size:
+            raise InputError(
+                f"the layout is for {layout.world_size} ranks, the group has {transport.world_size}; must agree"
+            )
+        if mask.seq_len != layout.seq_len:
+            raise InputError(
+                f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length"
+            )
+        self.mask, self.layout = mask, layout
+        self.group_name = group_name(group)
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self.begin, self.end, self.layout_tensor = mask.begin, mask.end, layout.tensor
+        self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
+        self._narrowed: dict[IntervalMask, ShardedSequence] = {}
+        self._windows: dict[int, ShardedSequence] = {}  # apart: torch.compile traces it, and would guard on every key
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._versions = _version(self.begin), _version(self.end)
+        _Seen.remember(self, self.begin, self.end, self.layout_tensor)
+
+    def __repr__(self) -> str:
+        return f"ShardedSequence({self.mask!r}, rank={self.rank}, world_size={self.world_size})"
+
+    @property
+    def seq_len(self) -> int:
+        return self.layout.seq_len
+
+    @property
+    def transport(self) -> Transport:
+        """This rank's end of the group. InputError: the group is gone."""
+        transport = self._transport()
+        if transport is None:
+            raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
+        return transport
+
+    def check_unchanged(self) -> None:
+        """InputError: the mask is not what it was when the plan was made."""
+        if self._versions != (_version(self.begin), _version(self.end)):
+            raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
+
+    # ---- tensors --------------------------------------------------------------------------------
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`."""
+        return self.layout.shard(x, dim, self.rank)
+
+    def unshard(self, local: Tensor, dim: int) -> Tensor:
+        """The global tensor, on every rank: size N in `dim` -> size S. A collective; see `Layout.unshard`."""
+        return self.layout.unshard(local, dim, self.group_name)
+
+    # ---- the same sequence under another mask ---------------------------------------------------
+
+    def __and__(self, mask: IntervalMask) -> ShardedSequence:
+        """The same sequence, where a query attends what both masks let it attend. The last ones are remembered."""
+        if mask not in self._narrowed:
+            self._narrowed[mask] = ShardedSequence(self.mask & mask, self.layout, self.group_name)
+            if len(self._narrowed) > _MAX_REMEMBERED:
+                del self._narrowed[next(iter(self._narrowed))]
+        return self._narrowed[mask]
+
+    def with_window(self, window: int | None) -> ShardedSequence:
+        """`self & IntervalMask.sliding_window(seq_len, window)`; None: self."""
+        if window is None:
+            return self
+        if window not in self._windows:
+            self._windows[window] = self & IntervalMask.sliding_window(self.seq_len, window)
+        return self._windows[window]
+
+    @functools.cached_property
+    def causal(self) -> ShardedSequence:
+        """`self & IntervalMask.causal(seq_len)`."""
+        return self & IntervalMask.causal(self.seq_len)
+
+    # ---- what follows from it -------------------------------------------------------------------
+
+    @functools.cached_property
+    def plan(self) -> RankPlan:
+        """The rounds of this rank."""
+        return rank_plan(self.mask, self.layout, self.rank)
+
+    @functools.cached_property
+    def digests(self) -> tuple[int, int]:
+        """Of the layout, and of mask and layout: 64 bits each, which ranks compare."""
+        layout = self.layout_tensor
+        return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
+
+    def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """begin and end of the local queries, int32 (B or 1, N), copied to the device once."""
+        if device.type == "cpu":
+            return self.plan.begin, self.plan.end
+        if device not in self._on_device:
+            self._on_device[device] = self.plan.begin.to(device), self.plan.end.to(device)
+        return self._on_device[device]
+
+    # ---- found again ----------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, mask: IntervalMask, layout: Layout, group: Group | None = None) -> ShardedSequence:
+        """The sequence of these; the same object for equal masks and layouts, of which the last ones are remembered."""
+        _check_types(mask, layout)
+        transport = transport_of(group)
+        with _lock:
+            remembered = _remembered.setdefault(transport, OrderedDict())
+            found = remembered.get((mask, layout))
+            if found is None:
+                found = remembered[mask, layout] = cls(mask, layout, group)
+                if len(remembered) > _MAX_REMEMBERED:
+                    remembered.popitem(last=False)
+            else:
+                remembered.move_to_end((mask, layout))
+            return found
+
+    @classmethod
+    def of_tensors(cls, begin: Tensor, end: Tensor, layout: Tensor, group_name: str) -> ShardedSequence:
+        """The sequence whose `begin`, `end`, `layout_tensor` and `group_name` these are, as an op receives them.
+
+        Tensors that were seen before, and not written to since, are known by their identity, in O(1); others by their
+        content. Raises InputError, LayoutError.
+        """
+        seen = _seen.get(_ids(group_name, begin, end, layout))
+        found = seen.sequence_of(begin, end, layout) if seen is not None else None
+        if found is None or found._transport() is None:
+            found = cls.of(IntervalMask(begin, end), Layout.from_tensor(layout), group_name)
+            _Seen.remember(found, begin, end, layout)
+        return found
+
+
+def _check_types(mask: IntervalMask, layout: Layout) -> None:
+    if not isinstance(mask, IntervalMask):
+        raise InputError(f"mask is a {type(mask).__name__}; expected an IntervalMask, such as IntervalMask.causal(S)")
+    if not isinstance(layout, Layout):
+        raise InputError(f"layout is a {type(layout).__name__}; expected a Layout, such as Layout.zigzag(S, W)")
+
+
+class _Seen(NamedTuple):
+    """Tensors that an op was called with, and the sequence that they stand for. Keeps none of them alive."""
+
+    tensors: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+    sequence: weakref.ref[ShardedSequence]
+
+    @classmethod
+    def remember(cls, sequence: ShardedSequence, *tensors: Tensor) -> None:
+        versions = tuple(map(_version, tensors))
+        with _seen_lock:
+            _seen[_ids(sequence.group_name, *tensors)] = cls(
+                tuple(map(weakref.ref, tensors)), versions, weakref.ref(sequence)
+            )
+            if len(_seen) > _MAX_SEEN:
+                del _seen[next(iter(_seen))]
+
+    def sequence_of(self, *tensors: Tensor) -> ShardedSequence | None:
+        """The sequence, if these are its own tensors, or others that hold what they held."""
+        sequence = self.sequence()
+        if sequence is None or any(ref() is not x for ref, x in zip(self.tensors, tensors, strict=True)):
+            return None
+        same = sequence.begin is tensors[0] or self.versions == tuple(map(_version, tensors))
+        return sequence if same else None
+
+
+def _ids(group_name: str, *tensors: Tensor) -> tuple[object, ...]:
+    return group_name, *map(id, tensors)
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written to. Inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+_MAX_SEEN = 1024
+_seen: dict[tuple[object, ...], _Seen] = {}
+_seen_lock = threading.Lock()
+_remembered: weakref.WeakKeyDictionary[Transport, OrderedDict[tuple[IntervalMask, Layout], ShardedSequence]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()

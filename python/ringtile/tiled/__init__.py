@@ -1,0 +1,1 @@
+"""The MLP and the loss in tiles of tokens, and the offload of checkpointed hidden states to host memory."""

@@ -1,0 +1,298 @@
+"""Fused linear layer and softmax cross entropy: logits exist for one tile of tokens at a time.
+
+When the result is a scalar, the forward also computes the gradients of hidden, weight and bias, while each tile's
+logits are in memory; the backward only scales them by the incoming gradient. With reduction "none" each token has a
+factor of its own, so the backward recomputes the logits. Liger (arXiv:2410.10989) and cut cross entropy
+(arXiv:2411.09009) also work tile by tile along the tokens.
+
+Shape letters: T tokens, t tokens of a tile, E hidden size, V vocabulary, v classes of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringtile import ops
+from ringtile.errors import InputError
+from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, linear, tiles
+from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, local_vocab_shard
+from ringtile.tiled.weight_grad import add_linear_grads_, new_grad_sums, round_grad_sums
+
+LOGITS_BYTES = 64 * 2**20  # default bound on the logits of one tile
+MIN_TILE_TOKENS = 256  # products with fewer rows use the machine poorly
+WIDENED_CLASSES = 1024  # half-precision weights are widened this many classes at a time: a few MiB, which stay in cache
+
+
+def loss_tile_tokens(vocab_size: int, dtype: torch.dtype) -> int:
+    """The default tile: as many tokens as fit LOGITS_BYTES, at least MIN_TILE_TOKENS. dtype: that of the product."""
+    state = ops.state_dtype(dtype)
+    token_bytes = vocab_size * (state.itemsize + (0 if dtype == state else dtype.itemsize))
+    return max(MIN_TILE_TOKENS, LOGITS_BYTES // max(token_bytes, 1))
+
+
+# A graph break under torch.compile: the loop over tiles writes its buffers in place.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tiled_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+    num_items: int | float | Tensor | None = None,
+    tile_tokens: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """cross_entropy(hidden weight^T + bias, labels), holding the logits of one tile of tokens at a time.
+
+    hidden (..., E), weight (V, E), bias (V); labels int64 (...), already aligned: labels[t] is the class of
+    hidden[t], nothing is shifted here. With x = logit_scale * (hidden weight^T + bias),
+    x' = softcap * tanh(x / softcap) (softcap 0: x' = x) and lse = log sum exp x', the loss of a token is
+
+        (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2
+
+    Tokens labelled ignore_index have loss 0 and gradient 0, and their logits are not computed. reduction: "none"
+    returns one loss per token, shaped like labels; "sum" their sum; "mean" the sum divided by num_items, or by the
+    number of tokens that are not ignored. Pass num_items, the number of labels over all ranks and accumulated batches,
+    and a shard without labels returns exactly 0, with a graph; without num_items the mean of nothing is nan, as in
+    torch.
+
+    The result is float32 (float64 for float64 hidden), also for bfloat16. tile_tokens: None chooses the largest tile
+    whose logits fit LOGITS_BYTES. Differentiable once, with respect to hidden, weight and bias.
+
+    group: vocabulary parallel; weight (v, E) and bias (v) hold this rank's shard of the classes, in rank order, of any
+    size. Everything else must be the same on all ranks of the group; so are the loss and the gradient of hidden, which
+    is summed over the ranks. A DTensor weight with placement Shard(0) supplies its own group. The softmax is over all
+    classes; see vocab_parallel.py.
+
+    InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
+    RingMismatch: the ranks of the group were given different hidden sizes, labels or options.
+    """
+    for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
+        if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
+            raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
+    if not math.isfinite(logit_scale):
+        raise InputError(f"logit_scale is {logit_scale}, expected a finite number")
+    if tile_tokens is not None:
+        check_tile_tokens(tile_tokens)
+    weight, bias, mesh_group = local_vocab_shard(weight, bias)
+    group = mesh_group if group is None else group
+    _check(hidden, weight, labels, bias, reduction, min_classes=1 if group is None else 0)
+    labels_flat = labels.reshape(-1)
+    rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
+    labels_flat = labels_flat[rows]
+    denominator = 1.0 if reduction == "sum" else float(rows.numel())
+    if num_items is not None:
+        denominator = float(num_items)
+        if reduction != "mean" or not 0.0 < denominator < math.inf:
+            raise InputError(
+                f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
+                "the sum of the losses is divided by it"
+            )
+    dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
+    options = LossOptions(label_smoothing, softcap, z_loss)
+    vocab_parallel = None
+    if group is not None:
+        facts = {
+            "the number of tokens": labels.numel(),
+            "the number of tokens with a label": rows.numel(),
+            "a checksum of the labels": int((labels_flat * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+            % 2**52,
+            "the hidden size": hidden.size(-1),
+            "hidden.requires_grad": hidden.requires_grad and want_grad,
+            "the size of a number": dtype.itemsize,
+            "tile_tokens": tile_tokens or 0,
+            "logit_scale": logit_scale,
+            **options._asdict(),
+        }
+        vocab_parallel = VocabParallel.agree(group, weight.size(0), facts, hidden.device)
+    num_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.num_classes
+    if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < num_classes:
+        raise InputError(
+            f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{num_classes - 1} "
+            f"or ignore_index {ignore_index}"
+        )
+    if tile_tokens is None:  # the same on all ranks: each tile is a collective
+        max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
+        tile_tokens = loss_tile_tokens(max_local_classes, dtype)
+    job = _Job(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
+    hidden_rows = hidden.flatten(0, -2)
+    if reduction == "none":
+        per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+        return per_token.view(labels.shape)
+    total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str, min_classes: int
+) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise InputError(f'reduction is {reduction!r}, expected "mean", "sum" or "none"')
+    if hidden.dtype not in ops.FLOAT_DTYPES or hidden.dim() < 2:
+        raise InputError(f"hidden is {hidden.dtype} of shape {tuple(hidden.shape)}, expected floats (..., tokens, E)")
+    if weight.dim() != 2 or weight.size(1) != hidden.size(-1) or weight.size(0) < min_classes:
+        raise InputError(f"weight has shape {tuple(weight.shape)}, expected (vocab_size, {hidden.size(-1)})")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise InputError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected {weight.dtype} ({weight.size(0)},)")
+    if labels.dtype != torch.int64 or labels.shape != hidden.shape[:-1]:
+        raise InputError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, expected torch.int64 {tuple(hidden.shape[:-1])}"
+        )
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which matrices of dtype are multiplied.
+
+    float32 for half precision on a CPU without instructions for it: torch's own products are at least 5 times slower.
+    """
+    if device.type != "cpu" or dtype == ops.state_dtype(dtype):
+        return dtype
+    return dtype if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512_bf16" else torch.float32
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One call of the loss, checked: everything but the tensors that autograd saves."""
+
+    rows: Tensor  # int64: the tokens that are not ignored
+    labels: Tensor  # int64: their labels
+    dtype: torch.dtype  # hidden, weight and bias are rounded to it before they are multiplied
+    tile_tokens: int
+    logit_scale: float
+    options: LossOptions
+    vocab_parallel: VocabParallel | None  # None: this rank holds all classes
+
+    def run(
+        self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss of each token (T), and the gradients of sum(factors * loss), not yet multiplied by logit_scale.
+
+        factors (T): None for ones. needed: whether hidden (T, E), weight (V, E) and bias (V) need a gradient. The
+        gradients of weight and bias are float32 (float64 for float64); hidden's has hidden's dtype, except under
+        vocabulary parallelism, where it is summed over the ranks in float32 (float64).
+        """
+        state, product = ops.state_dtype(self.dtype), product_dtype(self.dtype, hidden.device)
+        loss = hidden.new_zeros(hidden.size(0), dtype=state)
+        dhidden = torch.zeros_like(hidden, dtype=state if self.vocab_parallel else None) if needed[0] else None
+        weight_sum, bias_sum = new_grad_sums((weight, bias), needed[1:])
+        num_rows = min(self.tile_tokens, self.rows.numel())
+        product_buffer = hidden.new_empty((num_rows, weight.size(0)), dtype=product)
+        # In the dtype of the sums, so that dlogits are not rounded before they enter the weight's gradient.
+        state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
+        # If weights must be widened, a few classes at a time; otherwise all classes at once.
+        num_columns = max(1, weight.size(0)) if product == self.dtype else WIDENED_CLASSES
+        with torch.autocast(hidden.device.type, enabled=False):
+            for tile in tiles(self.rows.numel(), self.tile_tokens):
+                rows, labels = self.rows[tile], self.labels[tile]
+                x = hidden[rows].to(self.dtype).to(product)  # (t, E)
+                products = product_buffer[: x.size(0)]
+                for columns in tiles(weight.size(0), num_columns):
+                    part, part_bias = weight[columns], None if bias is None else bias[columns]
+                    part_bias = None if part_bias is None else part_bias.to(self.dtype).to(product)
+                    linear(x, part.to(self.dtype).to(product), part_bias, products[:, columns])
+                logits = products if state_buffer is None else state_buffer[: x.size(0)].copy_(products)
+                if self.logit_scale != 1.0:
+                    logits.mul_(self.logit_scale)
+                loss[rows] = self._cross_entropy_(logits, labels, any(needed))
+                if not any(needed):
+                    continue
+                dlogits = logits if factors is None else logits.mul_(factors[rows, None])
+                self._add_weight_grads_(weight_sum, bias_sum, dlogits, x, labels)
+                if dhidden is not None:
+                    products.copy_(dlogits)
+                    dx = torch.zeros_like(x)
+                    for columns in tiles(weight.size(0), num_columns):
+                        dx.addmm_(products[:, columns], weight[columns].to(self.dtype).to(product))
+                    dhidden[rows] = dx.to(dhidden.dtype)
+        if self.vocab_parallel is not None and dhidden is not None:
+            self.vocab_parallel.sum_(dhidden)
+        return loss, [dhidden, weight_sum, bias_sum]
+
+    def _add_weight_grads_(
+        self, weight_sum: Tensor | None, bias_sum: Tensor | None, dlogits: Tensor, x: Tensor, labels: Tensor
+    ) -> None:
+        """`add_linear_grads_`, with the labels' terms (p - 1, large) added after those of all other classes (p, small).
+
+        In a single sum, each small term would be rounded to the size of the large ones. Only on a CPU: a GPU's
+        index_add_ has no fixed order, so results would differ from run to run.
+        """
+        if weight_sum is None or self.vocab_parallel is not None or x.device.type != "cpu":
+            return add_linear_grads_(weight_sum, bias_sum, dlogits, x)
+        rows = torch.arange(labels.numel())
+        label_dlogits = dlogits[rows, labels]
+        dlogits[rows, labels] = 0
+        add_linear_grads_(weight_sum, None, dlogits, x)
+        weight_sum.index_add_(0, labels, label_dlogits[:, None] * x.to(weight_sum.dtype))
+        dlogits[rows, labels] = label_dlogits
+        add_linear_grads_(None, bias_sum, dlogits, x)
+
+    def _cross_entropy_(self, logits: Tensor, labels: Tensor, want_grad: bool) -> Tensor:
+        """The loss of each token. If want_grad, the logits are replaced by their gradient."""
+        if self.vocab_parallel is not None:
+            return self.vocab_parallel.cross_entropy_fwd_bwd_(logits, labels, self.options, want_grad)
+        loss, lse = (logits.new_empty(labels.numel()) for _ in range(2))
+        ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -1, *self.options, want_grad)  # -1: no token is ignored
+        return loss
+
+
+class _PerToken(torch.autograd.Function):
+    """reduction "none": the backward recomputes the logits, once each token's factor is known."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.job = job
+        ctx.save_for_backward(hidden, weight, bias)
+        loss, _ = job.run((False, False, False), None, hidden, weight, bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss * ctx.job.logit_scale, *ctx.saved_tensors)
+        return None, *round_grad_sums(gradients, ctx.saved_tensors)
+
+
+class _Reduced(torch.autograd.Function):
+    """reduction "sum" and "mean": the forward computes the gradients, the backward multiplies them by one factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        job: _Job,
+        denominator: float,
+        want_grad: bool,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.job, ctx.denominator = job, denominator
+        ctx.save_for_backward(hidden, weight, bias)
+        needed = ctx.needs_input_grad[3:] if want_grad else (False, False, False)
+        loss, ctx.gradients = job.run(needed, None, hidden, weight, bias)
+        return (loss.sum(dtype=torch.float64) / denominator).to(loss.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # scaled in place below: a second backward recomputes them
+        if gradients is None:
+            _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *ctx.saved_tensors)
+        # `or 1.0`: the mean over no tokens has gradient 0. view(1): a 0-dim factor would be rounded to bfloat16.
+        factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(factor)
+        return None, None, None, *round_grad_sums(gradients, ctx.saved_tensors)

@@ -1,0 +1,41 @@
+"""Tiles of tokens, and the linear layer that the tiled MLP and the tiled loss run on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import InputError
+
+
+def tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:
+    """Consecutive ranges of tile_tokens tokens, the last one shorter; for 0 tokens, one empty range."""
+    for begin in range(0, max(num_tokens, 1), tile_tokens):
+        yield slice(begin, min(begin + tile_tokens, num_tokens))
+
+
+def check_tile_tokens(tile_tokens: int) -> None:
+    """InputError unless tile_tokens is a whole number of at least 1."""
+    if isinstance(tile_tokens, bool) or not isinstance(tile_tokens, int) or tile_tokens < 1:
+        raise InputError(f"tile_tokens is {tile_tokens!r}, expected a whole number of tokens, at least 1")
+
+
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer multiplies x by weight here: autocast's, which never touches float64.
+
+    InputError: the dtypes differ and autocast does not unify them.
+    """
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype:
+        raise InputError(f"x has dtype {x.dtype} but the weight {weight.dtype}; cast one, or use torch.autocast")
+    return x.dtype
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """out = x weight^T + bias, for x (T, E), weight (F, E), bias (F), out (T, F)."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)

@@ -1,0 +1,105 @@
+"""Weight gradients, summed over tiles in float32 (float64 for float64 weights) and rounded once at the end.
+
+Shape letters: T tokens, E input size, F output size of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from ringtile.ops import state_dtype
+
+
+def new_grad_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Zeros in which to sum the gradient of each needed weight; None for the others."""
+    return [
+        torch.zeros_like(weight, dtype=state_dtype(weight.dtype)) if need and weight is not None else None
+        for weight, need in zip(weights, needed, strict=True)
+    ]
+
+
+def round_grad_sums(sums: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each sum as a gradient of its input: rounded once, to that input's dtype."""
+    return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
+
+
+def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: Tensor, x: Tensor) -> None:
+    """Adds one tile's gradients of a linear layer: dout^T x for the weight, the column sums of dout for the bias.
+
+    dout (T, F), x (T, E), weight_sum (F, E), bias_sum (F); a sum that is None is skipped. The product is computed in
+    the dtype of the sum, so a bfloat16 tile's share is not rounded and the error does not grow with the number of
+    tiles.
+    """
+    if weight_sum is not None:
+        weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))
+    if bias_sum is not None:
+        bias_sum += dout.sum(0, dtype=bias_sum.dtype)
+
+
+class WeightGradSums(TorchFunctionMode):
+    """Sums the weight gradients of a module's linear layers over tiles, bypassing autograd's rounding.
+
+    While the mode is active, the backward of torch.nn.functional.linear adds its product straight to the weight's
+    sum instead of returning it in the weight's dtype. A sum is allocated when something is first added to it. Any
+    other use of a weight goes through autograd as usual. So do layers inside a checkpoint, because its recomputation
+    runs outside this mode.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], sums: list[Tensor | None]) -> None:
+        super().__init__()
+        self.weights, self.sums = weights, sums
+        self.index = {id(weight): index for index, weight in enumerate(weights)}
+
+    def sum_of(self, index: int) -> Tensor:
+        """The sum for the weight at that index, allocated on first use."""
+        total = self.sums[index]
+        if total is None:
+            (total,) = new_grad_sums([self.weights[index]], [True])
+            assert total is not None
+            self.sums[index] = total
+        return total
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        index = self.index.get(id(weight))
+        in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if index is None or in_checkpoint or type(input) is not Tensor or input.dim() < 2:
+            return nn.functional.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias, self, index, self.index.get(id(bias)))  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sums: WeightGradSums,
+        weight_index: int,
+        bias_index: int | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums, ctx.weight_index, ctx.bias_index = sums, weight_index, bias_index
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            x_rows, dout_rows = x.flatten(0, -2).to(dout.dtype), dout.flatten(0, -2)  # x as the forward rounded it
+            bias_sum = None if ctx.bias_index is None else ctx.sums.sum_of(ctx.bias_index)
+            add_linear_grads_(ctx.sums.sum_of(ctx.weight_index), bias_sum, dout_rows, x_rows)
+            dx = (dout @ weight.to(dout.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None

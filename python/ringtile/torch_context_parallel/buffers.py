@@ -1,0 +1,141 @@
+"""`context_parallel_shard` and `context_parallel_unshard`: from global buffers to local ones and back, by function.
+
+Shape letters: B batch, S global tokens, N local tokens, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ringtile.errors import InputError, Refused
+from ringtile.sequence.layout import Layout
+from ringtile.torch_context_parallel.flex import shard_block_mask
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_in_force, layout_of, remember_layout
+from ringtile.transport.groups import transport_of
+
+Buffer: TypeAlias = Tensor | BlockMask
+
+
+@runtime_checkable
+class LoadBalancer(Protocol):
+    """PyTorch's load balancers."""
+
+    def _generate_indices(self, restore: bool = False) -> Tensor | None: ...
+
+
+Balance: TypeAlias = Layout | str | LoadBalancer | None
+
+
+@overload
+def context_parallel_shard(
+    mesh: Mesh, buffers: Mapping[str, Buffer], seq_dims: Mapping[str, int], load_balancer: Balance = None
+) -> dict[str, Buffer]: ...
+
+
+@overload
+def context_parallel_shard(
+    mesh: Mesh, buffers: Sequence[Buffer], seq_dims: Sequence[int], load_balancer: Balance = None
+) -> list[Buffer]: ...
+
+
+def context_parallel_shard(
+    mesh: Mesh,
+    buffers: Sequence[Buffer] | Mapping[str, Buffer],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: Balance = None,
+) -> list[Buffer] | dict[str, Buffer]:
+    """This rank's shard of every buffer, as a list; as a dict for a mapping. The buffers stay unchanged.
+
+    buffers: tensors of one sequence, with S tokens in their dims of seq_dims; and BlockMasks of that sequence, whose
+    entries in seq_dims are ignored. load_balancer: the layout, by name or as a `Layout` ("zigzag" is head-tail;
+    `Layout.per_document`, `Layout.balanced`), or one of PyTorch's load balancers with one order for all batch rows;
+    None is contiguous. Each rank remembers the layout for `ContextParallel` modules over the same group.
+    Differentiable. Raises InputError, LayoutError; Refused for a balancer with an order per batch row.
+    """
+    group = group_of(mesh)
+    transport = transport_of(group)
+    pairs = _pairs(buffers, seq_dims)
+    layout = _layout(load_balancer, _seq_len(list(pairs.values())), transport.world_size)
+    remember_layout(group, layout)
+    shards: dict[Any, Buffer] = {}
+    for name, (buffer, dim) in pairs.items():
+        if isinstance(buffer, Tensor):
+            shards[name] = layout.shard(buffer, dim, transport.rank)
+        else:
+            shards[name] = shard_block_mask(buffer, group, layout)
+    return shards if isinstance(buffers, Mapping) else list(shards.values())
+
+
+def context_parallel_unshard(
+    mesh: Mesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: Balance = None
+) -> list[Tensor]:
+    """The global tensors of local ones, on every rank: the inverse of `context_parallel_shard`. Differentiable.
+
+    load_balancer: as there; None is the layout that `context_parallel_shard` last used to leave this rank as many
+    tokens. Every rank of the group calls it. Raises InputError, RingMismatch, PeerLost.
+    """
+    group = group_of(mesh)
+    transport = transport_of(group)
+    full = []
+    for name, (buffer, dim) in _pairs(buffers, seq_dims).items():
+        if not isinstance(buffer, Tensor):
+            raise InputError(f"buffer {name} is a BlockMask, which cannot be unsharded; keep the global one")
+        if load_balancer is None:
+            layout = layout_in_force(group, "", buffer.size(dim))
+        else:
+            layout = _layout(load_balancer, buffer.size(dim) * transport.world_size, transport.world_size)
+        full.append(layout.unshard(buffer, dim, group))
+    return full
+
+
+def _pairs(
+    buffers: Sequence[Buffer] | Mapping[str, Buffer], seq_dims: Sequence[int] | Mapping[str, int]
+) -> dict[Any, tuple[Buffer, int]]:
+    """Each buffer with its sequence dim, by name or index."""
+    named: dict[Any, Buffer] = dict(buffers) if isinstance(buffers, Mapping) else dict(enumerate(buffers))
+    dims: dict[Any, int] = dict(seq_dims) if isinstance(seq_dims, Mapping) else dict(enumerate(seq_dims))
+    if named.keys() != dims.keys() or not named:
+        raise InputError(f"buffers {list(named)} and seq_dims {list(dims)}; expected one dim for every buffer")
+    for name, buffer in named.items():
+        if isinstance(buffer, Tensor) and not -buffer.dim() <= dims[name] < buffer.dim():
+            raise InputError(f"buffer {name!r} is {tuple(buffer.shape)}, its sequence dim {dims[name]}; no such dim")
+    return {name: (buffer, dims[name]) for name, buffer in named.items()}
+
+
+def _seq_len(pairs: list[tuple[Buffer, int]]) -> int:
+    sizes = [buffer.size(dim) if isinstance(buffer, Tensor) else buffer.seq_lengths[0] for buffer, dim in pairs]
+    if len(set(sizes)) > 1:
+        raise InputError(f"buffers have {sizes} tokens in their sequence dims; expected one length")
+    return int(sizes[0])
+
+
+def _layout(balance: Balance, seq_len: int, world_size: int) -> Layout:
+    if balance is None or isinstance(balance, str):
+        return layout_of(balance or "contiguous", seq_len, world_size)
+    if isinstance(balance, Layout):
+        return balance  # local sizes do not tell S in uneven layouts; `shard` and `unshard` check them
+    indices = balance._generate_indices()
+    return layout_of("contiguous" if indices is None else _of_order(indices, world_size), seq_len, world_size)
+
+
+def _of_order(indices: Tensor, world_size: int) -> Layout:
+    """The layout that gives every rank an equal chunk of the reordered sequence; indices (1 or B, S)."""
+    order = indices.cpu().long()
+    if bool((order != order[:1]).any()):
+        raise Refused(
+            "a load balancer with an order of its own for every batch row; a Layout is for all rows: use "
+            "Layout.balanced(mask, world_size), which balances the work of all rows together"
+        )
+    if order.size(1) % world_size:
+        raise InputError(f"a load balancer of {order.size(1)} tokens over {world_size} ranks; expected a multiple")
+    ranks = []
+    for chunk in order[0].chunk(world_size):
+        starts = torch.cat((torch.tensor([0]), (chunk.diff() != 1).nonzero()[:, 0] + 1)).tolist()
+        ends = [*starts[1:], len(chunk)]
+        ranks.append([(int(chunk[a]), 1, a, b - a) for a, b in zip(starts, ends, strict=True)])
+    return Layout.from_runs(ranks)

@@ -1,0 +1,107 @@
+"""`context_parallel`: shards buffers, and runs attention as a ring, inside a `with` block."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import InputError
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
+from ringtile.torch_context_parallel.mode import RingMode
+from ringtile.torch_context_parallel.scope import AttentionScope
+from ringtile.transport.groups import transport_of
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: Mesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[Tensor] | None = None,
+    layout: Layout | str = "zigzag",
+    mask: IntervalMask | None = None,
+) -> Iterator[None]:
+    """Inside the block every buffer holds this rank's tokens, and PyTorch's attention functions run as a ring.
+
+    Replaces `torch.distributed.tensor.experimental.context_parallel` and takes its arguments:
+
+    mesh: a DeviceMesh of one dimension, or a group. buffers: tensors of the whole sequence, the same on every rank, of
+    any dtype, with S tokens in dim buffer_seq_dims[i]. They are sharded in place, and restored when the block ends,
+    also by an exception, except for those in no_restore_buffers. No buffer requires grad.
+    layout: how to shard the sequence: "zigzag", "contiguous", "striped", or a Layout of S tokens.
+    mask: which keys each query attends, in global positions; it knows nothing of the layout. Without one, is_causal
+    decides in each call of scaled_dot_product_attention. With one, is_causal=True narrows it to its causal part.
+
+    Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
+    threads, each with a group of its own. A group of one rank does nothing unless there is a mask.
+
+    Raises InputError before any buffer is sharded; LayoutError when the sequence is too short.
+    """
+    group = group_of(mesh)
+    transport = transport_of(group)
+    buffers, buffer_seq_dims = list(buffers or ()), list(buffer_seq_dims or ())
+    kept = list(no_restore_buffers or ())
+    seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
+    if transport.world_size == 1 and mask is None:
+        yield
+        return
+    if seq_len is None:
+        assert isinstance(layout, str)
+        with RingMode(AttentionScope(group, layout_name=layout)):
+            yield
+        return
+    layout = layout_of(layout, seq_len, transport.world_size)
+    sequence = unmasked_sequence(layout, group) if mask is None else ShardedSequence.of(mask, layout, group)
+    _ = sequence.causal  # made here: a compiled call of attention can read it but not make it
+    scope = AttentionScope(group, sequence=sequence, is_masked=mask is not None)
+    full = [buffer.detach() for buffer in buffers]
+    try:
+        for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
+            _set_content(buffer, sequence.shard(buffer, dim))
+        with override(sequence), RingMode(scope):
+            yield
+    finally:
+        for buffer, content in zip(buffers, full, strict=True):
+            if not any(buffer is other for other in kept):
+                _set_content(buffer, content)
+
+
+def _seq_len(
+    buffers: list[Tensor], seq_dims: list[int], kept: list[Tensor], layout: Layout | str, mask: IntervalMask | None
+) -> int | None:
+    """S, from the buffers, the mask or the layout; None if there is neither. Checks the buffers."""
+    if len(buffers) != len(seq_dims):
+        raise InputError(f"{len(buffers)} buffers and {len(seq_dims)} buffer_seq_dims; expected the same number")
+    if not all(any(x is buffer for buffer in buffers) for x in kept):
+        raise InputError("no_restore_buffers has a tensor that is not in buffers; expected a subset")
+    sizes = []
+    for i, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not -buffer.dim() <= dim < buffer.dim():
+            raise InputError(f"buffer {i} is {tuple(buffer.shape)}, its sequence dim {dim}; expected one of its dims")
+        if buffer.requires_grad:
+            raise InputError(f"buffer {i} {tuple(buffer.shape)} requires grad; use Layout.shard, or detach it")
+        if any(buffer is other for other in buffers[:i]):
+            raise InputError(f"buffer {i} is given twice; expected every tensor once")
+        sizes.append(buffer.size(dim))
+    if len(set(sizes)) > 1:
+        raise InputError(f"buffers have {sizes} tokens in their sequence dims; expected one length")
+    if mask is not None:
+        sizes.append(mask.seq_len)
+    if isinstance(layout, Layout):
+        sizes.append(layout.seq_len)
+    if len(set(sizes)) > 1:
+        raise InputError(f"buffers, mask and layout are of {sizes} tokens; expected one length")
+    return sizes[0] if sizes else None
+
+
+@torch.no_grad()
+def _set_content(buffer: Tensor, content: Tensor) -> None:
+    """Gives a tensor other memory, and tells autograd: a backward that still needs the old content raises."""
+    buffer.set_(content)  # type: ignore[call-overload]

@@ -1,0 +1,82 @@
+"""Which sequence a call of attention is about, and the call into the ring.
+
+Shape letters: B batch, H query heads, G kv heads, N local tokens, D head dim, Dv value head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile.ops import state_dtype
+from ringtile.ring.attention import is_plain, ring_attention
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
+from ringtile.transport.groups import Group, group_name
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionScope:
+    """The sequence that PyTorch's attention functions run over.
+
+    group: the group, which the scope keeps alive, or its name.
+    sequence: None if only the call tells, by its number of local tokens: then it is `sequence_in_force`.
+    layout_name: the layout of a sequence that only the call tells; "" for the remembered one.
+    is_masked: whether the user gave the mask; otherwise every query attends every key unless the call is causal.
+    """
+
+    group: Group
+    layout_name: str = ""
+    sequence: ShardedSequence | None = None
+    is_masked: bool = False
+
+    @property
+    def group_name(self) -> str:
+        return group_name(self.group)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """`ring_attention` with heads before tokens, in autocast's dtype where autocast is on.
+
+        query (B, H, N, D), key (B, G, N, D), value (B, G, N, Dv) -> out (B, H, N, Dv); with return_lse (out, lse),
+        lse (B, H, N). Raises as `ring_attention` and `sequence_in_force` do.
+        """
+        device = query.device.type
+        if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        result = self._ring_attention(q, k, v, is_causal, scale, return_lse)
+        if not return_lse:
+            return result.transpose(1, 2)
+        out, lse = result
+        return out.transpose(1, 2), lse
+
+    def _ring_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, return_lse: bool
+    ) -> Any:
+        """`ring_attention` of this scope's sequence: out (B, N, H, Dv), with return_lse (out, lse)."""
+        sequence = self.sequence
+        if sequence is None and (torch.compiler.is_compiling() or not is_plain(q)):
+            # A graph would keep the sequence that it was traced with; the op looks it up on every run.
+            bounds_and_layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
+            scale = q.size(-1) ** -0.5 if scale is None else scale
+            out, lse = torch.ops.ringtile.ring_attention(q, k, v, *bounds_and_layout, scale, 0.0, self.group_name)
+            return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
+        if sequence is None:
+            sequence = sequence_in_force(self.group_name, self.layout_name, q.size(1))
+        if is_causal:
+            sequence = sequence.causal
+        # softcap is passed because dynamo would trace the default as a variable, and compile a second time without it.
+        return ring_attention(q, k, v, sequence, scale=scale, softcap=0.0, return_lse=return_lse)

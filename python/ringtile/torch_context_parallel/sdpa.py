@@ -1,0 +1,74 @@
+"""scaled_dot_product_attention over the whole sequence, for local tokens with heads before tokens.
+
+Shape letters: B batch, H query heads, G kv heads, N local tokens, D head dim, Dv value head dim, S global tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import InputError, Refused
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.torch_context_parallel.scope import AttentionScope
+from ringtile.transport.groups import transport_of
+
+
+def sdpa(
+    scope: AttentionScope,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention over the sequence of the scope; the arguments are PyTorch's.
+
+    query (B, H, N, D), key (B, G, N, D), value (B, G, N, Dv) hold local tokens -> (B, H, N, Dv). G is H without
+    enable_gqa. attn_mask: bool, of the *global* sequence, (S, S), (B, S, S) or (B, 1, S, S), one interval per query.
+    Raises InputError, Refused (dropout; a float mask), MaskNotExpressible; RingMismatch on the other ranks.
+    """
+    try:
+        if dropout_p > 0:
+            raise Refused(f"scaled_dot_product_attention got dropout_p {dropout_p}; the ring has no dropout: pass 0")
+        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+            raise InputError(
+                f"query, key, value are {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; expected "
+                "(batch, heads, local tokens, head_dim) each"
+            )
+        if not enable_gqa and query.size(1) != key.size(1):
+            raise InputError(
+                f"query has {query.size(1)} heads, key {key.size(1)}; expected the same number, or enable_gqa=True"
+            )
+        if attn_mask is not None:
+            if is_causal:
+                raise InputError("scaled_dot_product_attention got attn_mask and is_causal; expected one of them")
+            scope = AttentionScope(scope.group, sequence=_masked(scope.sequence, attn_mask), is_masked=True)
+    except (InputError, Refused) as error:
+        transport_of(scope.group_name).refuse("scaled_dot_product_attention", error)
+        raise
+    out: Tensor = scope.attend(query, key, value, is_causal=is_causal, scale=scale)
+    return out
+
+
+def _masked(sequence: ShardedSequence | None, attn_mask: Tensor) -> ShardedSequence:
+    """The sequence under its own mask and a dense one of all its tokens."""
+    if attn_mask.dtype != torch.bool:
+        raise Refused(
+            f"attn_mask is {attn_mask.dtype}; the ring adds nothing to scores: pass a bool mask, or is_causal"
+        )
+    if sequence is None:
+        raise Refused("attn_mask under ContextParallel; give the mask to context_parallel(..., mask=...) around it")
+    seq_len = sequence.seq_len
+    if attn_mask.shape[-2:] != (seq_len, seq_len):
+        raise InputError(
+            f"attn_mask is {tuple(attn_mask.shape)}; expected all {seq_len} global tokens in both of its last "
+            "dimensions (leave it out of buffers), or no attn_mask and context_parallel(..., mask=...)"
+        )
+    # Not `sequence & mask`: the sequence would remember every batch's mask for as long as it lives.
+    mask = sequence.mask & IntervalMask.from_bool(attn_mask)
+    return ShardedSequence.of(mask, sequence.layout, sequence.group_name)

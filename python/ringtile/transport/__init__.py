@@ -1,0 +1,1 @@
+"""How ranks talk: messages between two of them, agreement among all, and collectives along the sequence."""

@@ -1,0 +1,51 @@
+"""From a group, or its name, to this rank's transport."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName
+
+from ringtile.errors import InputError
+from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport, loopback_groups
+from ringtile.transport.process_group import ProcessGroupTransport
+from ringtile.transport.transport import Transport
+
+Group = dist.ProcessGroup | LoopbackGroup | str
+
+_ALONE = LoopbackTransport(0, 1, {}, 0.0)
+# Weak: they say which transport belongs to a living group, and keep nothing alive.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+_transports_lock = threading.Lock()
+
+
+def group_name(group: Group | None) -> str:
+    """The name by which an op, whose arguments are tensors, numbers and strings, refers to a group; "" for None."""
+    if group is None:
+        return ""
+    return group if isinstance(group, str) else str(group.group_name)
+
+
+def transport_of(group: Group | None) -> Transport:
+    """This rank's end of a group, or of the group with that name; of a world of one rank for None and "".
+
+    Raises InputError when no group of that name is alive.
+    """
+    if group is None or group == "":
+        return _ALONE
+    if isinstance(group, str):
+        if group in loopback_groups:
+            return loopback_groups[group].transport
+        try:
+            group = _resolve_process_group(GroupName(group))
+        except RuntimeError as error:
+            raise InputError(f"there is no process group named {group!r}: {str(error).splitlines()[0]}") from None
+    if isinstance(group, LoopbackGroup):
+        return group.transport
+    with _transports_lock:
+        if group not in _transports:
+            _transports[group] = ProcessGroupTransport(group)
+        return _transports[group]

@@ -1,0 +1,167 @@
+"""Virtual ranks: threads of one process that talk through queues."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import InputError, PeerLost
+from ringtile.transport.transport import Message, Transport
+
+Result = TypeVar("Result")
+
+_serial = itertools.count()
+
+
+class _Parcel(NamedTuple):
+    """A copy of what was sent, and the event that marks when a GPU has made it."""
+
+    tensor: Tensor
+    made: torch.cuda.Event | None
+
+
+class _Mailbox:
+    """What one virtual rank has sent to another, by tag, each in the order of sending."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._parcels: dict[int, collections.deque[_Parcel]] = {}
+        self._closed = False
+
+    def put(self, tag: int, parcel: _Parcel) -> None:
+        with self._changed:
+            self._parcels.setdefault(tag, collections.deque()).append(parcel)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The sender hangs up; what it sent before still arrives."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def get(self, tag: int, timeout_seconds: float) -> _Parcel:
+        with self._changed:
+            if not self._changed.wait_for(lambda: tag in self._parcels or self._closed, timeout_seconds):
+                raise RuntimeError(f"nothing came for {timeout_seconds} s")
+            if tag not in self._parcels:
+                raise RuntimeError("it has hung up")
+            parcels = self._parcels[tag]
+            parcel = parcels.popleft()
+            if not parcels:
+                del self._parcels[tag]
+            return parcel
+
+
+Mailboxes = dict[tuple[int, int], _Mailbox]  # by (sender, receiver)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A message to a virtual rank."""
+
+    tensor: Tensor
+    mailbox: _Mailbox
+    tag: int
+    timeout_seconds: float
+
+    def wait(self) -> None:
+        sent = self.mailbox.get(self.tag, self.timeout_seconds)
+        if sent.made is not None:  # by the stream of the sender's thread; this thread may be on another one
+            stream = torch.cuda.current_stream(sent.tensor.device)
+            stream.wait_event(sent.made)
+            sent.tensor.record_stream(stream)
+        self.tensor.copy_(sent.tensor)
+
+
+class _Sent:
+    """A message that its receiver may take whenever it likes."""
+
+    def wait(self) -> None:
+        pass
+
+
+class LoopbackTransport(Transport):
+    """Messages between the threads of one LoopbackWorld."""
+
+    def __init__(self, rank: int, world_size: int, mailboxes: Mailboxes, timeout_seconds: float) -> None:
+        super().__init__(rank, world_size)
+        self._mailboxes = mailboxes
+        self._timeout_seconds = timeout_seconds
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        copy = tensor.clone()
+        made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
+        self._mailboxes[self.rank, peer].put(tag, _Parcel(copy, made))
+        return _Sent()
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        return _Arrival(tensor, self._mailboxes[peer, self.rank], tag, self._timeout_seconds)
+
+    def hang_up(self) -> None:
+        for (sender, _), mailbox in self._mailboxes.items():
+            if sender == self.rank:
+                mailbox.close()
+
+
+class LoopbackGroup:
+    """One virtual rank's handle of its world; goes wherever a process group goes."""
+
+    def __init__(self, transport: LoopbackTransport) -> None:
+        self.transport = transport
+        self.group_name = f"loopback-{next(_serial)}"
+        loopback_groups[self.group_name] = self
+
+
+class LoopbackWorld:
+    """W virtual ranks as threads of this process, for tests and for many ranks on one device.
+
+    outputs = LoopbackWorld(4).run(lambda group: ring_attention(..., group=group))
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
+        if world_size < 1:
+            raise InputError(f"world_size is {world_size}; expected at least 1")
+        mailboxes: Mailboxes = {
+            (sender, receiver): _Mailbox() for sender, receiver in itertools.permutations(range(world_size), 2)
+        }
+        self.groups = [
+            LoopbackGroup(LoopbackTransport(rank, world_size, mailboxes, timeout_seconds)) for rank in range(world_size)
+        ]
+
+    def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
+        """Calls function(group) on every rank, once per world, and returns the results by rank.
+
+        A rank that returns or raises leaves the ring: peers that still wait for it get PeerLost. When ranks raised,
+        the cause is raised here rather than the PeerLost it made elsewhere.
+        """
+        results: dict[int, Result] = {}
+        errors: list[BaseException] = []
+
+        def run_rank(rank: int) -> None:
+            try:
+                results[rank] = function(self.groups[rank])
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                self.groups[rank].transport.hang_up()
+
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.groups))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, PeerLost))
+        return [results[rank] for rank in range(len(self.groups))]
+
+
+# Weak: it says which virtual ranks are alive, and keeps none of them so.
+loopback_groups: weakref.WeakValueDictionary[str, LoopbackGroup] = weakref.WeakValueDictionary()

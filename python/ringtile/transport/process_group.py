@@ -1,0 +1,122 @@
+"""A transport over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import weakref
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ringtile.errors import InputError
+from ringtile.transport.agreement import HANG_UP_TAG
+from ringtile.transport.transport import Exchange, Message, Transport
+
+
+class ProcessGroupTransport(Transport):
+    """Point-to-point messages of a process group. Ranks are ranks within the group.
+
+    CPU tensors, and so headers, travel over the group if it has a backend for them, else over a gloo group beside it,
+    which all of its ranks make in their first call. CUDA tensors travel over NCCL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
+        self._beside = None if _backend(group, "cpu") else _gloo_beside(group)
+        self._opened = False
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        if self._beside is not None and tensor.device.type == "cpu":
+            return self._beside
+        group = self._group()
+        if group is None:
+            raise InputError("the process group was destroyed; make a new one, and what was built on it")
+        return group
+
+    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        message: Message = self._group_for(tensor).send([tensor], peer, tag)
+        return message
+
+    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        message: Message = self._group_for(tensor).recv([tensor], peer, tag)
+        return message
+
+    def check_device(self, device: torch.device) -> None:
+        group = self._group()
+        if device.type == "cpu" or group is None or self.world_size == 1:
+            return
+        if _backend(group, device.type) != "nccl":
+            raise InputError(
+                f"the tensors are on {device} but the group's backend for {device.type} is "
+                f"{_backend(group, device.type)}; expected nccl: init_process_group or new_group with "
+                f'backend="cpu:gloo,cuda:nccl"'
+            )
+
+    def _open(self, device: torch.device) -> None:
+        if device.type == "cpu" or self._opened:
+            return
+        # NCCL connects all ranks of a group in its first operation, and a round may leave some of them out.
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group())
+        self._opened = True
+
+    def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
+        tensors = [*sends.values(), *receives.values()]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return super()._post(sends, receives, tag, what)
+        return self._post_batch(sends, receives, what)
+
+    def _post_batch(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
+        """All messages as one: NCCL would run each to its end before the next, and two ranks that both send first wait.
+
+        NCCL tells messages between two ranks apart by their order alone.
+        """
+        pairs = [(dist.irecv, receives), (dist.isend, sends)]
+        batch = [
+            dist.P2POp(function, tensor, group=self._group(), group_peer=peer)
+            for function, tensors in pairs
+            for peer, tensor in tensors.items()
+            if tensor.numel() > 0
+        ]
+        peers = tuple(sorted({operation.group_peer for operation in batch}))
+        with self.naming(peers, what):
+            works = dist.batch_isend_irecv(batch) if batch else []
+        return Exchange([(peers, work) for work in works], [*sends.values(), *receives.values()], self, what)
+
+    def hang_up(self) -> None:
+        # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
+        # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
+        nothing = torch.empty(1)
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    never = self._group_for(nothing).recv([nothing], peer, HANG_UP_TAG)
+                    never.wait(datetime.timedelta(milliseconds=1))
+
+
+def _backend(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """The name of what carries a group's tensors of that device type; None: nothing does."""
+    try:
+        return str(group._get_backend(torch.device(device_type)).name())
+    except RuntimeError:
+        return None
+
+
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, made by them alone, which torch.distributed has no list of.
+
+    They meet under the group's own name. dist.new_group(use_local_synchronization=True) would let them meet under the
+    number of groups that each is in, and ranks that are in different numbers of groups would wait for ever.
+    """
+    timeout = group._get_backend(group._device_types[0]).options._timeout
+    store = PrefixStore("ringtile/", _get_process_group_store(group))
+    beside = dist.ProcessGroup(store, group.rank(), group.size())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    beside._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return beside

@@ -1,0 +1,184 @@
+"""The surroundings of every Python snippet of the documentation: names that it uses but does not define."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import ringtile
+import torch
+import torch.distributed as dist
+from hf_engines import engine
+from hf_models import tiny_model, tiny_tokenizer
+from hf_training import Padded, enter_world, make_rows
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+B, S, W, H, D, VOCAB = 1, 24, 2, 2, 8, 32
+Names = dict[str, Any]
+
+
+class _Attention(nn.Module):
+    """Causal attention over x (B, H, N, D)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"inner": _Attention()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (H, D)).transpose(1, 2)
+        return x + self.attention["inner"](heads).transpose(1, 2).flatten(2)
+
+
+class _Model(nn.Module):
+    """Logits (B, N, VOCAB) of input_ids (B, N)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, H * D), nn.Linear(H * D, VOCAB)
+        self.layers = nn.ModuleList([_Layer()])
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + position_ids[..., None] / S
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _tensor(num_tokens: int) -> Tensor:
+    return torch.randn(B, num_tokens, H, D)
+
+
+def _sequence(num_tokens: int) -> Names:
+    """q, k, v of that many tokens, and the words for the sequence they belong to."""
+    return {
+        "seq_len": S,
+        "world_size": W,
+        "group": dist.group.WORLD,
+        "lengths": [[10, S - 10]],
+        "mask": ringtile.IntervalMask.causal(S),
+        "layout": ringtile.Layout.zigzag(S, W),
+        "x": _tensor(S),
+        **{name: _tensor(num_tokens) for name in "qkv"},
+    }
+
+
+def _loop() -> Names:
+    """A plain training loop on a mesh."""
+    tokens = torch.arange(S)[None] % VOCAB
+    return _sequence(S // W) | {
+        "B": B,
+        "mesh": init_device_mesh("cpu", (W,), mesh_dim_names=("cp",)),
+        "model": _Model(),
+        "input_ids": tokens.clone(),
+        "labels": tokens.clone(),
+        "position_ids": torch.arange(S)[None],
+        "loss_of": lambda logits, labels: cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
+        "parallelize_module": torch.distributed.tensor.parallel.parallelize_module,
+        "mask_mod": lambda batch, head, query, key: query >= key,
+    }
+
+
+def _heads_first() -> Names:
+    names = _loop()
+    return names | {name: names[name].transpose(1, 2) for name in "qkv"}
+
+
+def _tiles() -> Names:
+    model = tiny_model()
+    config = model.config
+    labels = torch.arange(6)
+    x = torch.randn(6, config.hidden_size)
+    return {"module": model.model.layers[0].mlp, "model": model, "x": x, "hidden": x} | {
+        "weight": model.lm_head.weight,
+        "labels": labels,
+    }
+
+
+def _run_trainer(code: str, folder: str) -> Names:
+    from transformers import Trainer, TrainingArguments
+
+    enter_world()
+    args = TrainingArguments(folder, use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no")
+    names: Names = {"Trainer": functools.partial(Trainer, data_collator=Padded()), "model": tiny_model(), "args": args}
+    exec(code, names | {"rows": make_rows(8), "dataset": make_rows(8), "collator": Padded()}, names)
+    return names
+
+
+def _run_trl(code: str, folder: str) -> Names:
+    import datasets
+    import trl
+
+    enter_world()
+    with engine("DDP"):
+        arguments = {"use_cpu": True, "max_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False}
+        config = functools.partial(trl.SFTConfig, **arguments)
+        trainer = functools.partial(trl.SFTTrainer, processing_class=tiny_tokenizer())
+        names: Names = {"model": tiny_model(), "rows": datasets.Dataset.from_list(make_rows(8))}
+        with mock.patch.object(trl, "SFTConfig", config), mock.patch.object(trl, "SFTTrainer", trainer):
+            exec(code.replace('"out"', repr(folder)), names)
+    return names
+
+
+def _is_trained(names: Names) -> None:
+    assert names["trainer"].state.global_step == 1
+
+
+def _has_output(names: Names) -> None:
+    assert names["out"].isfinite().all()
+
+
+def _is_unsharded(names: Names) -> None:
+    _has_output(names)
+    assert names.get("y", names["out"]).shape == (B, S, H, D)
+
+
+def _has_gradients(names: Names) -> None:
+    assert names["loss"].isfinite()
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    assert names["labels"].shape[1] == S // W  # a buffer without restore stays sharded
+
+
+def _has_logits(names: Names) -> None:
+    assert names["logits"].shape == (B, S, VOCAB)
+
+
+def _has_tiles(names: Names) -> None:
+    assert names["y"].shape == names["x"].shape
+    assert names["loss"].isfinite()
+    names["handle"].restore()
+
+
+# Page and number of the snippet: the names around it, and what holds afterwards.
+_PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
+    "README.md 1": (lambda: _sequence(S), _is_unsharded),
+    "docs/design/ring.md 0": (lambda: _sequence(S // W), _has_output),
+    "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
+    "docs/guide/pytorch.md 0": (_loop, _has_gradients),
+    "docs/guide/pytorch.md 1": (_loop, _has_logits),
+    "docs/guide/pytorch.md 2": (_loop, _is_unsharded),
+    "docs/guide/pytorch.md 3": (_heads_first, _has_output),
+    "docs/guide/tiling.md 0": (_tiles, _has_tiles),
+}
+_RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer, "docs/guide/trl.md 0": _run_trl}
+EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
+
+
+def run_example(name: str, code: str, folder: str) -> None:
+    """Runs a snippet on a rank of the pool, and checks its result."""
+    if name in _RUNNERS:
+        _is_trained(_RUNNERS[name](code, folder))
+        return
+    surroundings, check = _PLAIN[name]
+    torch.manual_seed(0)
+    names = surroundings() | {"torch": torch, "ringtile": ringtile}
+    exec(code, names)
+    check(names)

@@ -1,0 +1,319 @@
+"""`make mutants`: breaks the product code in one line at a time and shows that a test goes red.
+
+Each mutant names the line, its broken form, and the test that must fail. The breaks are made in a git worktree of HEAD
+(build/mutants), one after another; the checkout itself is never touched. `python tests/mutants.py WORD ...` runs the
+mutants whose names contain one of the words.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT / "build" / "mutants"
+PYTHON = ROOT / ".venv" / "bin" / "python"
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    line: str  # stands once in the file
+    broken: str
+    test: str  # a pytest selection, or "c PROGRAM", or "emulator PROGRAM"
+
+
+MUTANTS = [
+    # ---- kernels on the CPU
+    Mutant(
+        "attention: running sum not rescaled",
+        "csrc/attn/forward.h",
+        "vec_store(sum + j * LANES, vec_load(sum + j * LANES) * factor);",
+        "vec_store(sum + j * LANES, vec_load(sum + j * LANES));",
+        "c test_attn",
+    ),
+    Mutant(
+        "attention: partly masked tiles not masked",
+        "csrc/attn/forward.h",
+        "if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);",
+        "(void)full;",
+        "c test_attn",
+    ),
+    Mutant(
+        "attention: dq without its scale",
+        "csrc/attn/backward.h",
+        "dq[j] += (real)p->scale * s->dq[row * d + j];",
+        "dq[j] += s->dq[row * d + j];",
+        "c test_attn",
+    ),
+    Mutant(
+        "GLU: gradient of up from the slope",
+        "csrc/glu/glu_kernel.h",
+        "vec_store(up + i, dy * act.value);",
+        "vec_store(up + i, dy * act.slope);",
+        "c test_glu",
+    ),
+    Mutant(
+        "cross entropy: label smoothing missing in the gradient",
+        "csrc/loss/cross_entropy_kernel.h",
+        "if (label >= col && label < col + count) x[label - col] -= (real)(1 - smoothing);",
+        "if (label >= col && label < col + count) x[label - col] -= 1;",
+        "c test_cross_entropy",
+    ),
+    # ---- kernels on a GPU, on the emulator
+    Mutant(
+        "CUDA: key at the end of the interval attended",
+        "cuda/attn/softmax.cuh",
+        "if (key < keys.lo || key >= keys.hi) scores",
+        "if (key < keys.lo || key > keys.hi) scores",
+        "emulator test_attn_fwd",
+    ),
+    Mutant(
+        "CUDA: running sum not rescaled",
+        "cuda/attn/softmax.cuh",
+        "rows.sum[r] *= rescale[r];",
+        "rows.sum[r] *= 1;",
+        "emulator test_attn_fwd",
+    ),
+    Mutant(
+        "CUDA: delta not subtracted",
+        "cuda/attn/bwd_parts.cuh",
+        "dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;",
+        "dweights[0][i / 4][i % 4] -= 0;",
+        "emulator test_attn_bwd_sm90",
+    ),
+    # ---- plan
+    Mutant(
+        "plan: last attended key left out",
+        "csrc/seq/plan.c",
+        "attended[below == NULL ? last : below[last]]--;",
+        "attended[below == NULL ? last - 1 : below[last] - 1]--;",
+        "c test_plan",
+    ),
+    Mutant(
+        "plan: received keys at the rows of their owner",
+        "python/ringtile/sequence/plan.py",
+        "k_runs = torch.stack((k_runs[:, 0], k_runs[:, 1], _packed(k_runs), k_runs[:, 3]), dim=1)",
+        "k_runs = torch.stack((k_runs[:, 0], k_runs[:, 1], k_runs[:, 2], k_runs[:, 3]), dim=1)",
+        "tests/test_ring.py -k world_size",
+    ),
+    Mutant(
+        "plan: bytes of the values forgotten",
+        "python/ringtile/sequence/plan.py",
+        "elements = batch * num_kv_heads * (head_dim + v_head_dim)",
+        "elements = batch * num_kv_heads * (head_dim + head_dim)",
+        "tests/test_plan.py",
+    ),
+    # ---- masks, layouts, the sequence
+    Mutant(
+        "mask: window one key too wide",
+        "python/ringtile/sequence/mask.py",
+        "return cls((positions - min(window, seq_len) + 1).clamp(min=0), positions + 1)",
+        "return cls((positions - min(window, seq_len)).clamp(min=0), positions + 1)",
+        "tests/test_mask.py",
+    ),
+    Mutant(
+        "mask: a restart of position ids is no document",
+        "python/ringtile/sequence/mask.py",
+        "starts = position_ids.cpu().long().diff(dim=1) != 1",
+        "starts = position_ids.cpu().long().diff(dim=1) > 1",
+        "tests/test_mask.py",
+    ),
+    Mutant(
+        "sequence: written tensors taken for what they were",
+        "python/ringtile/sequence/sharded.py",
+        "same = sequence.begin is tensors[0] or self.versions == tuple(map(_version, tensors))",
+        "same = True",
+        "tests/test_sharded.py",
+    ),
+    Mutant(
+        "sequence: a window that is not remembered as its own",
+        "python/ringtile/sequence/sharded.py",
+        "self._windows[window] = self & IntervalMask.sliding_window(self.seq_len, window)",
+        "self._windows[window] = self & IntervalMask.causal(self.seq_len)",
+        "tests/test_sharded.py",
+    ),
+    # ---- ring
+    Mutant(
+        "ring: returned gradients replace instead of adding",
+        "python/ringtile/ring/ring.py",
+        "dv[:, row : row + length] += self.partial.v[:, packed : packed + length]",
+        "dv[:, row : row + length] = self.partial.v[:, packed : packed + length]",
+        "tests/test_ring.py -k world_size",
+    ),
+    Mutant(
+        "ring: gradient of lse dropped",
+        "python/ringtile/ring/ring.py",
+        "delta = ops.attn_delta(dout, out, dlse.contiguous())",
+        "delta = ops.attn_delta(dout, out, torch.zeros_like(dlse))",
+        "tests/test_ring.py",
+    ),
+    Mutant(
+        "ring: outputs taken as initialized",
+        "python/ringtile/ring/block_kernel.py",
+        "call.scale, call.softcap, fresh=i == 0)",
+        "call.scale, call.softcap, fresh=False)",
+        "tests/test_ring.py",
+    ),
+    Mutant(
+        "ring: scale not agreed on",
+        "python/ringtile/ring/ring.py",
+        '"scale": call.scale,',
+        '"scale": 1.0,',
+        "tests/test_ring_failures.py -k disagreement",
+    ),
+    # ---- transport
+    Mutant(
+        "transport: headers of agreed calls not compared",
+        "python/ringtile/transport/transport.py",
+        "            self._headers = headers\n",
+        "            self._headers = None\n",
+        "tests/test_transport.py -k agreed",
+    ),
+    Mutant(
+        "transport: payloads of all calls share a tag",
+        "python/ringtile/transport/transport.py",
+        "self._payload_tag = terms.payload_tag(self._call)",
+        "self._payload_tag = FIRST_PAYLOAD_TAG",
+        "tests/test_transport.py -k agreed",
+    ),
+    Mutant(
+        "transport: refusals kept to oneself",
+        "python/ringtile/transport/transport.py",
+        "with contextlib.suppress(RingtileError), self.call(said, {}):",
+        "with contextlib.suppress(RingtileError):",
+        "tests/test_ring_failures.py -k refused",
+    ),
+    Mutant(
+        "collectives: gradient of unshard not summed",
+        "python/ringtile/transport/collectives.py",
+        "total += shards.get(rank, own)",
+        "total = own",
+        "tests/test_layout.py",
+    ),
+    # ---- labels and the scale of the loss
+    Mutant(
+        "labels: not shifted before sharding",
+        "python/ringtile/hf/inputs.py",
+        'functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]',
+        'inputs["labels"]',
+        "tests/test_hf_inputs.py",
+    ),
+    Mutant(
+        "labels: padding counted as targets",
+        "python/ringtile/hf/inputs.py",
+        '"shift_labels": IGNORE_INDEX,',
+        '"shift_labels": 0,',
+        "tests/test_hf_inputs.py",
+    ),
+    Mutant(
+        "loss: targets counted once per rank",
+        "python/ringtile/hf/loss_on_shards.py",
+        "return None if num_items is None else num_items / self.group.size",
+        "return num_items",
+        "tests/test_hf_trainer.py -k two_ranks",
+    ),
+    Mutant(
+        "loss: gradient not divided by the number of items",
+        "python/ringtile/tiled/loss.py",
+        "factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)",
+        "factor = (dtotal * ctx.job.logit_scale).view(1)",
+        "tests/test_tiled_loss.py",
+    ),
+    # ---- tiles
+    Mutant(
+        "tiles: softmax over one rank's classes",
+        "python/ringtile/tiled/vocab_parallel.py",
+        "lse, (label_logit, total) = gathered[:, 0].logsumexp(0), gathered[:, 1:].sum(0)",
+        "lse, (label_logit, total) = gathered[0, 0], gathered[:, 1:].sum(0)",
+        "tests/test_vocab_parallel.py",
+    ),
+    Mutant(
+        "tiles: gradient of the bias from one tile",
+        "python/ringtile/tiled/glu.py",
+        "add_linear_grads_(down_sum, down_bias_sum, dout_tile, prod)",
+        "add_linear_grads_(down_sum, None, dout_tile, prod)",
+        "tests/test_tiled_mlp.py",
+    ),
+    Mutant(
+        "tiles: random state of the recomputation not restored",
+        "python/ringtile/tiled/mlp.py",
+        "torch.set_rng_state(self.cpu_random_state)",
+        "pass",
+        "tests/test_tiled_mlp.py",
+    ),
+]
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command], cwd=TREE, text=True, capture_output=True, env={**os.environ, **environment}
+    )
+
+
+def passes(test: str) -> tuple[bool, str]:
+    """Whether a test passes in the worktree, and the end of what it printed."""
+    kind, _, program = test.partition(" ")
+    if kind in ("c", "emulator"):
+        out = TREE / "build" / {"c": "ctest/tests/c", "emulator": "emulator"}[kind] / program
+        built = run("make", "-C", f"tests/{kind}", str(out))
+        if built.returncode:
+            return False, "DOES NOT COMPILE: " + built.stderr[-500:]
+        done = run(out)
+    else:
+        done = run(PYTHON, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split(), PYTHONPATH="python")
+    return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
+
+
+def prepare() -> None:
+    """A clean worktree of HEAD with this checkout's compiled ops."""
+    if not TREE.exists():
+        subprocess.run(["git", "worktree", "add", "--detach", str(TREE)], cwd=ROOT, check=True, capture_output=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, text=True, capture_output=True).stdout
+    for command in (
+        ["git", "checkout", "--force", "--detach", head.strip()],
+        ["git", "clean", "-fdq", "python", "tests"],
+    ):
+        subprocess.run(command, cwd=TREE, check=True, capture_output=True)
+    for binary in (ROOT / "python" / "ringtile").glob("*.so"):
+        (TREE / "python" / "ringtile" / binary.name).write_bytes(binary.read_bytes())
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    prepare()
+    for test in sorted({mutant.test for mutant in chosen}):  # a test that is red anyway shows nothing
+        ok, said = passes(test)
+        if not ok:
+            print(f"red without a mutant: {test}\n{said}")
+            return 2
+    num_red = 0
+    for mutant in chosen:
+        path = TREE / mutant.file
+        text = path.read_text()
+        if text.count(mutant.line) != 1:
+            print(f"STALE  {mutant.name}: {mutant.file} has {text.count(mutant.line)} times {mutant.line!r}")
+            continue
+        began = time.monotonic()
+        path.write_text(text.replace(mutant.line, mutant.broken))
+        try:
+            ok, said = passes(mutant.test)
+        finally:
+            path.write_text(text)
+        red = not ok and "DOES NOT COMPILE" not in said
+        num_red += red
+        colour = "red" if red else "GREEN" if ok else "BROKEN"
+        print(f"{colour}  {mutant.name}: {mutant.test} ({time.monotonic() - began:.0f} s)")
+        if not red:
+            print(said)
+    print(f"{num_red} of {len(chosen)} red")
+    return 0 if num_red == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""A sharded sequence: what it holds, what it remembers, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    LayoutError,
+    LoopbackWorld,
+    ShardedSequence,
+    ops,
+    ring_attention,
+)
+from ringtile.sequence import sharded
+from ringtile.transport.loopback import LoopbackGroup
+from test_ring import problem
+
+CAUSAL, ZIGZAG = IntervalMask.causal(40), Layout.zigzag(40, 2)
+ONE = Layout.contiguous(40, 1)
+
+
+def test_shard_and_unshard_are_those_of_the_layout() -> None:
+    x = torch.arange(80.0).view(2, 40)
+
+    def on_rank(group: LoopbackGroup) -> bool:
+        sequence = ShardedSequence(CAUSAL, ZIGZAG, group)
+        assert (sequence.rank, sequence.world_size, sequence.seq_len) == (group.transport.rank, 2, 40)
+        local = sequence.shard(x, dim=1)
+        assert torch.equal(local, x[:, ZIGZAG.positions(sequence.rank)])
+        return torch.equal(sequence.unshard(local, dim=1), x)
+
+    assert LoopbackWorld(2).run(on_rank) == [True, True]
+
+
+def test_attention_over_a_sequence_is_attention_over_its_parts() -> None:
+    p = problem()
+
+    def on_rank(group: LoopbackGroup) -> None:
+        sequence = ShardedSequence(IntervalMask.causal(48), Layout.zigzag(48, 2), group)
+        q, k, v = (sequence.shard(x, 1) for x in (p.q, p.k, p.v))
+        out = ring_attention(q, k, v, mask=sequence.mask, layout=sequence.layout, group=group)
+        assert torch.equal(ring_attention(q, k, v, sequence), out)
+        narrow = ring_attention(q, k, v, sequence & IntervalMask.sliding_window(48, 5))
+        assert torch.equal(ring_attention(q, k, v, sequence.with_window(5)), narrow)
+        assert not torch.equal(narrow, out)
+
+    LoopbackWorld(2).run(on_rank)
+
+
+# ---- what is remembered -------------------------------------------------------------------------
+
+
+def test_narrower_sequences_are_remembered() -> None:
+    sequence = ShardedSequence(IntervalMask.full(40), ONE)
+    window = sequence & IntervalMask.sliding_window(40, 7)
+    assert sequence.with_window(7) is window
+    assert sequence & IntervalMask.sliding_window(40, 7) is window
+    assert sequence.with_window(8) is not window
+    assert sequence.with_window(None) is sequence
+    assert sequence.causal is sequence & IntervalMask.causal(40)
+    assert sequence.causal.mask == IntervalMask.causal(40)
+
+
+def test_equal_parts_give_the_same_sequence() -> None:
+    first = ShardedSequence.of(CAUSAL, ONE)
+    assert ShardedSequence.of(IntervalMask.causal(40), Layout.contiguous(40, 1)) is first
+    assert ShardedSequence.of(IntervalMask.full(40), ONE) is not first
+    for tensors in (
+        (first.begin, first.end, first.layout_tensor),
+        (CAUSAL.begin.clone(), CAUSAL.end.clone(), ONE.tensor),
+    ):
+        assert ShardedSequence.of_tensors(*tensors, "") is first
+
+
+def test_a_group_has_sequences_of_its_own() -> None:
+    def on_rank(group: LoopbackGroup) -> ShardedSequence:
+        return ShardedSequence.of(CAUSAL, ZIGZAG, group)
+
+    one, other = LoopbackWorld(2).run(on_rank)
+    assert one is not other
+
+
+def test_equal_digests_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collision must not hand out another mask's plan."""
+    monkeypatch.setattr(ops, "digest", lambda begin, end, layout: 0)
+    full, causal = IntervalMask.full(41), IntervalMask.causal(41)
+    layout = Layout.contiguous(41, 1)
+    one, other = (ShardedSequence.of_tensors(m.begin, m.end, layout.tensor, "") for m in (full, causal))
+    assert one.plan.rounds[0].num_pairs == 41 * 41
+    assert other.plan.rounds[0].num_pairs == 41 * 42 // 2
+
+
+def test_digests_tell_masks_and_layouts_apart() -> None:
+    def on_rank(group: LoopbackGroup) -> set[tuple[int, int]]:
+        masks, layouts = (CAUSAL, IntervalMask.sliding_window(40, 39)), (ZIGZAG, Layout.contiguous(40, 2))
+        return {ShardedSequence(mask, layout, group).digests for mask in masks for layout in layouts}
+
+    one, other = LoopbackWorld(2).run(on_rank)
+    assert len(one) == 4
+    assert one == other
+
+
+def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with the same sequence, nor with the same mask and layout, nor in the op, nor in the backward."""
+    p = problem(seq_len=40)
+    p.q.requires_grad_()
+    tensors = [CAUSAL.begin.clone(), CAUSAL.end.clone(), ONE.tensor.clone()]
+    sequence = ShardedSequence(CAUSAL, ONE)
+
+    def attend() -> None:
+        out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, mask=CAUSAL, layout=ONE)
+        op_out, _ = torch.ops.ringtile.ring_attention(p.q, p.k, p.v, *tensors, 0.25, 0.0, "")
+        (out + op_out).sum().backward()
+
+    attend()
+    for name in ("digest", "plan", "layout_check"):
+        monkeypatch.setattr(ops, name, lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared again"))
+    attend()
+
+
+def test_tensors_written_to_are_another_sequence() -> None:
+    begin, end, layout = CAUSAL.begin.clone(), CAUSAL.end.clone(), ONE.tensor.clone()
+    first = ShardedSequence.of_tensors(begin, end, layout, "")
+    end.fill_(40)
+    second = ShardedSequence.of_tensors(begin, end, layout, "")
+    assert second is not first
+    assert second.mask == IntervalMask.full(40)
+
+
+def test_a_mask_written_to_is_refused() -> None:
+    mask = IntervalMask.causal(40)
+    sequence = ShardedSequence(mask, ONE)
+    mask.end.fill_(40)
+    p = problem(seq_len=40)
+    tensors = sequence.begin, sequence.end, sequence.layout_tensor
+    for attend in (
+        lambda: ring_attention(p.q, p.k, p.v, sequence),
+        lambda: torch.ops.ringtile.ring_attention(p.q, p.k, p.v, *tensors, 0.25, 0.0, ""),
+    ):
+        with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
+            attend()
+
+
+def test_nothing_outlives_its_group_or_its_user() -> None:
+    """The last few sequences of a group are remembered, and go with it."""
+    sequences: list[weakref.ref[Any]] = []
+
+    def on_rank(group: LoopbackGroup) -> None:
+        sequences.extend(
+            weakref.ref(ShardedSequence.of(IntervalMask.sliding_window(40, i + 1), ZIGZAG, group)) for i in range(40)
+        )
+        gc.collect()
+        assert sum(ref() is not None for ref in sequences) <= 2 * sharded._MAX_REMEMBERED
+
+    LoopbackWorld(2).run(on_rank)
+    gc.collect()
+    assert all(ref() is None for ref in sequences)
+    seen = len(sharded._seen)
+    for _ in range(2000):
+        ShardedSequence(CAUSAL, ONE)
+    assert len(sharded._seen) <= max(seen, sharded._MAX_SEEN)
+
+
+def test_a_sequence_whose_group_is_gone_is_refused() -> None:
+    sequence = ShardedSequence(CAUSAL, ZIGZAG, LoopbackWorld(2).groups[0])
+    gc.collect()
+    p = problem(seq_len=20)
+    with pytest.raises(InputError, match="the group of this sequence was destroyed"):
+        ring_attention(p.q, p.k, p.v, sequence)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "lengths": (lambda: ShardedSequence(IntervalMask.causal(41), ONE), "the mask is of 41 tokens, the layout of 40"),
+    "ranks": (lambda: ShardedSequence(CAUSAL, ZIGZAG), "the layout is for 2 ranks, the group has 1"),
+    "mask": (lambda: ShardedSequence(None, ONE), "mask is a NoneType; expected an IntervalMask"),  # type: ignore[arg-type]
+    "layout": (lambda: ShardedSequence(CAUSAL, "zigzag"), "layout is a str; expected a Layout"),  # type: ignore[arg-type]
+    "group": (lambda: ShardedSequence(CAUSAL, ONE, "nobody"), "no process group named 'nobody'"),
+    "both": (
+        lambda: ring_attention(*[torch.zeros(1, 40, 1, 8)] * 3, ShardedSequence(CAUSAL, ONE), mask=CAUSAL),  # type: ignore[misc]
+        "got a sequence and mask, layout or group",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_parts_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    call, message = REFUSALS[case]
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+def test_runs_that_are_no_partition_are_refused() -> None:
+    mask, layout = IntervalMask.causal(4), torch.tensor([[0, 0, 1, 0, 2], [0, 1, 1, 2, 2]])
+    with pytest.raises(LayoutError, match="position 1 is held 2 times"):
+        ShardedSequence.of_tensors(mask.begin, mask.end, layout, "")

@@ -1,0 +1,319 @@
+"""PyTorch's own test cases of context parallelism, on processes, in float32: every way in, and cases PyTorch skips.
+
+Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, W ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import run_ranks
+from ringtile import (
+    ContextParallel,
+    InputError,
+    IntervalMask,
+    Layout,
+    LayoutError,
+    LoopbackWorld,
+    RingMismatch,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    create_cp_block_mask,
+    disable_context_parallel_dispatcher,
+    enable_context_parallel_dispatcher,
+    flex_attention,
+    plan,
+)
+from ringtile.transport.groups import transport_of
+from strategies import dense
+from test_torch_cp_flex import FLEX, Attention, mask_mod_of, styled
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+Heads = tuple[int, int]
+
+
+def global_tensors(seq_len: int, heads: Heads, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, dout, heads before tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, h, seq_len, 32) for h in (heads[0], heads[1], heads[1], heads[0])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def assert_within_1e_6(got: list[Tensor], wanted: list[Tensor], where: object) -> None:
+    """Relative to the largest magnitude: sums of 200 terms in float32 state, a few ulp (6e-8) each."""
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.double() - b).abs().max() <= 1e-6 * b.abs().max(), where
+
+
+# ---- one attention, four ways in ----------------------------------------------------------------
+
+
+def by_context(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    buffers = [t.clone() for t in tensors]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, layout=layout):
+        return differentiate(sdpa, *buffers, **call)
+
+
+def by_style(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    module = parallelize_module(Attention(sdpa), mesh, ContextParallel(2))
+    return differentiate(module, *context_parallel_shard(mesh, tensors, [2] * 4, layout), **call)
+
+
+def by_dispatcher(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    """With DTensors sharded over the mesh; everything else on this thread is untouched."""
+    q, k, v, dout = context_parallel_shard(mesh, tensors, [2] * 4, layout)
+
+    def of_dtensors(*qkv: Tensor, **call: Any) -> Tensor:
+        out = sdpa(*(DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in qkv), **call)
+        assert isinstance(out, DTensor)
+        return out.to_local()
+
+    enable_context_parallel_dispatcher()
+    try:
+        assert sdpa(*tensors[:3], **call).size(2) == tensors[0].size(2)
+        return differentiate(of_dtensors, q, k, v, dout, **call)
+    finally:
+        disable_context_parallel_dispatcher()
+
+
+def by_flex(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    seq_len = tensors[0].size(2)
+    mask = IntervalMask.causal(seq_len) if call.pop("is_causal") else IntervalMask.full(seq_len)
+    block_mask = create_cp_block_mask(mask_mod_of(mask), 1, None, seq_len, seq_len, mesh, load_balancer=layout)
+    module = parallelize_module(Attention(flex_attention), mesh, ContextParallel(2, FLEX))
+    return differentiate(module, *context_parallel_shard(mesh, tensors, [2] * 4, layout), block_mask=block_mask, **call)
+
+
+def differentiate(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **call: Any
+) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves, **call)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+CASES = list(
+    itertools.product(
+        (False, True),  # causal
+        ("contiguous", "zigzag"),  # without and with load balance
+        (200, 202),  # 202 is no multiple of 2 * 4, nor of 4
+        ((4, 4), (4, 2)),  # grouped heads
+    )
+)
+
+
+def every_case() -> None:
+    # One group per layout, because two layouts of one length are ambiguous on one group.
+    meshes = {layout: DeviceMesh.from_group(dist.new_group(), "cpu") for layout in ("contiguous", "zigzag")}
+    for is_causal, layout, seq_len, heads in CASES:
+        mesh = meshes[layout]
+        call = {"is_causal": is_causal, "enable_gqa": heads[0] != heads[1]}
+        exact = differentiate(sdpa, *global_tensors(seq_len, heads, torch.float64), **call)
+        tensors = global_tensors(seq_len, heads, torch.float32)
+        for way in (by_context, by_style, by_dispatcher, by_flex):
+            local = way(mesh, tensors, layout, dict(call))
+            full = context_parallel_unshard(mesh, local, [2] * 4, Layout.named(layout, seq_len, dist.get_world_size()))
+            assert_within_1e_6(full, exact, (way.__name__, is_causal, layout, seq_len, heads))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_way_in_is_attention(world_size: int) -> None:
+    run_ranks(world_size, every_case)
+
+
+# ---- with tensor parallelism and FSDP2 ----------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Attention of a model written for one device, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, dtype=torch.float64) for _ in range(4))
+        self.inner = Attention(sdpa)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, 8)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        return x + self.o(self.inner(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def composed() -> None:
+    """dp 1 x cp 2 x tp 2: outputs and every parameter's gradient against one process."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    x = torch.randn(2, 26, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    single, layers = Layer(), nn.Sequential(Layer(), Layer())
+    layers[0].load_state_dict(single.state_dict())
+    layers[1].load_state_dict(single.state_dict())
+    exact = single(single(x))
+    exact.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in single.named_parameters()}
+
+    projections = {name: ColwiseParallel() for name in "qkv"}
+    data = mesh["dp", "cp"]._flatten("dp_cp_composed")
+    for layer in layers:
+        parallelize_module(layer, mesh["tp"], {**projections, "o": RowwiseParallel()})
+        parallelize_module(layer, mesh["cp"], {"inner": ContextParallel(2)})
+        fully_shard(layer, mesh=data)
+    (local,) = context_parallel_shard(mesh["cp"], [x], [1], "zigzag")
+    out = layers(local)
+    (out.square().sum() * data.size()).backward()  # FSDP2 averages; the sum is wanted
+    (full,) = context_parallel_unshard(mesh["cp"], [out.detach()], [1])
+    torch.testing.assert_close(full, exact.detach(), rtol=0, atol=1e-11)
+    for name, gradient in wanted.items():
+        got = [layer.get_parameter(name).grad for layer in layers]
+        total = sum(g.full_tensor() for g in got if isinstance(g, DTensor))
+        torch.testing.assert_close(total, gradient, rtol=1e-11, atol=1e-11)
+
+
+def test_style_composes_with_tensor_parallelism_and_fsdp() -> None:
+    run_ranks(4, composed)
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def bytes_of_documents(lengths: list[int], layout: Layout) -> dict[str, list[int]]:
+    """Bytes that this rank sends, forward and backward, by the ring and by gathering keys and values."""
+    transport = transport_of(dist.group.WORLD)
+    q, k, v = (layout.shard(t, 2, transport.rank) for t in global_tensors(layout.seq_len, (4, 2), torch.float32)[:3])
+    mask, sent = IntervalMask.documents(lengths), {}
+
+    def by_ring(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        with context_parallel(dist.group.WORLD, layout=layout, mask=mask):
+            return [sdpa(q, k, v, enable_gqa=True)]
+
+    def by_gather(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [layout.unshard(t, 2, dist.group.WORLD) for t in (k, v)]
+
+    for name, way in (("ring", by_ring), ("gather", by_gather)):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        before = transport.bytes_sent
+        outs = way(*leaves)
+        between = transport.bytes_sent
+        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+        sent[name] = [between - before, transport.bytes_sent - between]
+    return sent
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_documents_move_as_planned_and_a_third_of_gathering(layout: str) -> None:
+    """16 documents over 4 ranks, mean of 5 packings."""
+    rng, ratios = random.Random(0), []
+    for _ in range(5):
+        bounds = sorted(rng.sample(range(1, 2048), 15))
+        lengths = [b - a for a, b in itertools.pairwise([0, *bounds, 2048])]
+        mask = IntervalMask.documents(lengths)
+        sharded = Layout.balanced(mask, 4, chunk=64) if layout == "balanced" else Layout.contiguous(2048, 4)
+        ranks = run_ranks(4, bytes_of_documents, lengths, sharded)
+        cost = plan(mask, sharded, num_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32, batch=2)
+        assert [rank["ring"] for rank in ranks] == [
+            [rank.forward_bytes_sent, rank.backward_bytes_sent] for rank in cost.ranks
+        ]
+        ratios.append(sum(rank["ring"][0] for rank in ranks) / sum(rank["gather"][0] for rank in ranks))
+    assert sum(ratios) / len(ratios) <= 0.3
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def test_two_layouts_of_one_size_are_ambiguous() -> None:
+    """A wrong guess between them would go unseen; a context or a name decides."""
+    world, x = LoopbackWorld(2), torch.zeros(1, 1, 8, 4)
+
+    def attend(group: Any) -> None:
+        module = styled(ContextParallel(2), sdpa, group)
+        (q,) = context_parallel_shard(group, [x], [2], "zigzag")
+        module(q, q, q)
+        context_parallel_shard(group, [x], [2], "contiguous")
+        named = styled(ContextParallel(2, layout="zigzag"), sdpa, group)
+        named(q, q, q)
+        with context_parallel(group, layout=Layout.striped(8, 2)):
+            module(q, q, q)
+        module(q, q, q)
+
+    with pytest.raises(
+        InputError, match="4 local tokens, but context_parallel_shard sharded 8 tokens to that size in two layouts"
+    ):
+        world.run(attend)
+
+
+def test_context_around_a_style_brings_its_layout_and_mask() -> None:
+    q, k, v, dout = global_tensors(26, (4, 4), torch.float64)
+    mask, layout = IntervalMask.documents([11, 15]), Layout.striped(26, 2)
+    exact = differentiate(sdpa, q, k, v, dout, attn_mask=dense(mask))
+
+    def attend(group: Any) -> list[Tensor]:
+        rank = group.transport.rank
+        module = styled(ContextParallel(2, layout="zigzag"), sdpa, group)
+        with context_parallel(group, layout=layout, mask=mask):
+            return differentiate(module, *(layout.shard(t, 2, rank) for t in (q, k, v, dout)), is_causal=True)
+
+    for shards, wanted in zip(zip(*LoopbackWorld(2).run(attend), strict=True), exact, strict=True):
+        torch.testing.assert_close(torch.stack(shards, 3).flatten(2, 3), wanted, rtol=0, atol=1e-12)
+
+
+def test_wrong_guess_between_two_lengths_is_refused() -> None:
+    """Rank 0 holds 4 tokens of 8 and of 9, rank 1 does not: attention of the older one is refused on both."""
+
+    def attend(group: Any) -> None:
+        module = styled(ContextParallel(2), sdpa, group)
+        (older,) = context_parallel_shard(group, [torch.zeros(1, 1, 8, 4)], [2])
+        (newer,) = context_parallel_shard(group, [torch.zeros(1, 1, 9, 4)], [2])
+        module(newer, newer, newer)
+        module(older, older, older)
+
+    with pytest.raises(RingMismatch, match="ranks disagree on seq_len"):
+        LoopbackWorld(2).run(attend)
+
+
+def test_style_without_a_remembered_layout_is_refused() -> None:
+    q = torch.zeros(1, 1, 8, 4)
+    with pytest.raises(InputError, match="sharded no sequence to that size"):
+        LoopbackWorld(2).run(lambda group: styled(ContextParallel(2), sdpa, group)(q, q, q))
+
+
+def test_arguments_of_the_style_are_checked() -> None:
+    with pytest.raises(InputError, match="seq_dim is 1; expected 2"):
+        ContextParallel(1)
+    with pytest.raises(LayoutError, match="layout is 'zebra'"):
+        ContextParallel(2, layout="zebra")
+
+
+def test_dispatcher_is_left_in_the_order_of_entering() -> None:
+    with pytest.raises(InputError, match="not enabled on this thread"):
+        disable_context_parallel_dispatcher()
+    enable_context_parallel_dispatcher()
+    enable_context_parallel_dispatcher()
+    disable_context_parallel_dispatcher()
+    with torch.device("meta"), pytest.raises(InputError, match="other function modes were entered after it"):
+        disable_context_parallel_dispatcher()
+    disable_context_parallel_dispatcher()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("buffers", "seq_dims", "message"),
+    [
+        ([torch.zeros(8)], [0, 0], r"buffers \[0\] and seq_dims \[0, 1\]"),
+        ({"a": torch.zeros(8)}, {"b": 0}, r"buffers \['a'\] and seq_dims \['b'\]"),
+        ([torch.zeros(8)], [1], r"buffer 0 is \(8,\), its sequence dim 1"),
+        ([torch.zeros(8), torch.zeros(9)], [0, 0], r"buffers have \[8, 9\] tokens"),
+        ([], [], "expected one dim for every buffer"),
+    ],
+)
+def test_bad_buffers_are_refused(buffers: Any, seq_dims: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        context_parallel_shard(LoopbackWorld(2).groups[0], buffers, seq_dims)
