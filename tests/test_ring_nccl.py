@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, LoopbackWorld, RingMismatch
 from ringtile.transport import groups, process_group
-from ringtile.transport.agreement import FIRST_PAYLOAD_TAG
+from ringtile.transport.agreement import HELLO_TAG
 from ringtile.transport.groups import transport_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.process_group import ProcessGroupTransport
@@ -34,9 +34,9 @@ class AsOverNccl(ProcessGroupTransport):
     """Sends payloads as CUDA tensors are sent."""
 
     def _post(self, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        if tag >= FIRST_PAYLOAD_TAG:
-            return self._post_batch(sends, receives, what)
-        return super()._post(sends, receives, tag, what)
+        if tag == HELLO_TAG:
+            return super()._post(sends, receives, tag, what)
+        return self._post_batch(sends, receives, what)
 
     def _host_runs_ahead(self, device: torch.device) -> bool:
         return True
@@ -86,7 +86,8 @@ def test_ranks_that_disagree_beside_the_group_are_named() -> None:
 
 
 def disagreement_after_agreement() -> list[str]:
-    """Rank 0 makes a call that was agreed on, rank 1 another one; then both make the first again and again."""
+    """Rank 0 makes a call that was agreed on, rank 1 another one; then both make the first again and again.
+    No host waits for the other: each goes on until the other's header has arrived."""
     group = dist.new_group()
     assert group is not None
     transport = as_over_nccl(group)
@@ -95,18 +96,18 @@ def disagreement_after_agreement() -> list[str]:
         with transport.call(op, {}):
             pass
 
-    def make_forever() -> None:
+    def make_forever(op: str) -> None:
         while True:
-            make("one")
+            make(op)
+            op = "one"
 
     def make_until_told() -> str:
         with pytest.raises(RingMismatch) as caught:
-            make_forever()
+            make_forever("one" if dist.get_rank() == 0 else "other")
         return str(caught.value)
 
     make("one")
     make("other")
-    make("one" if dist.get_rank() == 0 else "other")  # returns: no host waits for the other
     return [make_until_told(), make_until_told()]
 
 
@@ -176,12 +177,9 @@ def test_ring_over_batches_in_order_does_not_wait_for_ever(
     p, layouts = problem(), [LAYOUTS[name](48, world_size) for name in ("contiguous", "zigzag", "uneven")]
     expected = [run_ring(p, MASKS[mask], layout) for layout in layouts]
     nccl = OneAfterTheOther()
-    post = LoopbackTransport._post
 
     def in_order(of: LoopbackTransport, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        if tag >= FIRST_PAYLOAD_TAG:
-            return nccl.post(of, sends, receives, what)
-        return post(of, sends, receives, tag, what)
+        return nccl.post(of, sends, receives, what)
 
     monkeypatch.setattr(LoopbackTransport, "_post", in_order)
     for layout, right in zip(layouts, expected, strict=True):

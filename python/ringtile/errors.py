@@ -32,7 +32,13 @@ class RingMismatch(RingtileError, RuntimeError):
 
 
 class PeerLost(RingtileError, RuntimeError):
-    """A rank died or stopped responding; the message names the rank, the round and the op."""
+    """A rank died or stopped responding; the message names the rank, the round and the op.
+
+    rank: that rank, within its group. reason: what is known of the cause.
+    """
+
+    rank: int
+    reason: str = ""
 
 
 class BuildError(RingtileError, ImportError):

@@ -2,12 +2,12 @@
 
 A call is known by its *terms*: the op, the device type and whatever else must be equal on all ranks (shapes, dtypes,
 scale, digests of mask and layout). Every rank tells every other its terms, with the number of the call, in a header
-of one fixed size.
+of one fixed size. Headers travel over a `Channel`, beside the payloads.
 
 - New terms: the rank waits for all headers before a payload travels.
-- Terms that all ranks have agreed on before: payloads start at once and the headers travel beside them. On the CPU
-  they are compared before the first payload is used, at the latest before the call returns. On a GPU a thread
-  compares them while the host runs ahead; a later call raises what it found.
+- Terms that all ranks have agreed on before: payloads start at once. On the CPU the headers are compared before the
+  first payload is used, at the latest before the call returns. On a GPU each call compares what has arrived by then,
+  so a later call raises the difference.
 
 Ranks agree on terms together, so terms that are new to one rank are new to all. If any two ranks differ, every rank
 receives a header that differs from its own: each raises RingMismatch, and none is left waiting.
@@ -15,23 +15,25 @@ receives a header that differs from its own: each raises RingMismatch, and none 
 
 from __future__ import annotations
 
+import abc
 import json
+import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from ringtile.errors import InputError
 
-HEADER_VERSION = 2
+HEADER_VERSION = 3
 # One size for ever: a receive of the wrong size kills the process, so a header must fit whatever the peer's version.
 HEADER_BYTES = 1024
 # Users may send on the group too (tags from 0 up); ours begin with the bytes "RT".
-HEADER_TAG, HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001, 0x5254_0002
+HELLO_TAG, HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001, 0x5254_0002
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
+MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
+_FAREWELL_SECONDS = 0.5  # how long a rank that lost a peer waits to hear why the peer gave up
 
 HeaderValue = int | float | str
 
@@ -51,9 +53,9 @@ class Terms:
         self._suffix = self._suffix.ljust(HEADER_BYTES - len(self._prefix) - 20)
         self._checksum = zlib.crc32(text)
 
-    def header(self, call: int) -> Tensor:
-        """uint8 (HEADER_BYTES,): the terms and the number of the call, as JSON padded with spaces."""
-        return torch.frombuffer(bytearray(self._prefix + b"%20d" % call + self._suffix), dtype=torch.uint8)
+    def header(self, call: int) -> bytes:
+        """HEADER_BYTES bytes: the terms and the number of the call, as JSON padded with spaces."""
+        return self._prefix + b"%20d" % call + self._suffix
 
     def payload_tag(self, call: int) -> int:
         """The tag of the payloads of a call. Different calls, or different terms, do not receive each other's."""
@@ -75,9 +77,165 @@ class AgreedTerms:
             self._agreed.popitem(last=False)
 
 
-def decode(header: Tensor) -> dict[str, HeaderValue]:
+# ---- headers ------------------------------------------------------------------------------------
+
+
+class Gone(RuntimeError):
+    """A peer is lost. peer: its rank; reason: what is known."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+        self.reason = reason
+
+
+class Channel(abc.ABC):
+    """Carries headers from this rank to every other rank of a group, and theirs to this one, in order."""
+
+    @abc.abstractmethod
+    def send(self, header: bytes) -> None:
+        """Sends HEADER_BYTES bytes to every peer, without waiting for their receives. Raises Gone."""
+
+    @abc.abstractmethod
+    def receive(self, peer: int) -> bytes | None:
+        """The next header of a peer, if it has arrived. Raises Gone when the peer has closed and all has been read."""
+
+    @abc.abstractmethod
+    def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
+        """Returns when there is something to receive from one of these peers.
+
+        Raises Gone after the timeout; None: that of the group.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the channel; peers may still receive what was sent before."""
+
+
+class Mismatch(NamedTuple):
+    """The first difference that was found between this rank's headers and those of its peers."""
+
+    call: int
+    peer: int
+    text: str
+
+
+class _Sent(NamedTuple):
+    op: str
+    call: int
+    header: bytes
+
+
+class Headers:
+    """One rank's headers: one to every peer in each call, compared with what the peers sent in the same call."""
+
+    def __init__(self, rank: int, world_size: int, channel: Channel) -> None:
+        self._rank = rank
+        self._channel = channel
+        self._num_sent = 0
+        self._num_received = {peer: 0 for peer in range(world_size) if peer != rank}
+        self._sent: dict[int, _Sent] = {}  # the last of them, until all peers have sent theirs
+        self.agreeing: set[int] = set()  # the peers whose header equals the last one of this rank
+
+    def send(self, op: str, call: int, header: bytes) -> None:
+        self._num_sent += 1
+        self._sent[self._num_sent] = _Sent(op, call, header)
+        self.agreeing.clear()
+        self._channel.send(header)
+
+    def compare(self, *, wait: bool) -> Mismatch | None:
+        """Compares the headers sent so far with those of the peers: all of them, or what has arrived. Raises Gone."""
+        mismatch: Mismatch | None = None
+        while behind := [peer for peer, received in self._num_received.items() if received < self._num_sent]:
+            arrived = False
+            for peer in behind:
+                while self._num_received[peer] < self._num_sent and (header := self._channel.receive(peer)):
+                    arrived = True
+                    if (difference := self._compare_next(peer, header)) is not None:
+                        mismatch = min(mismatch or difference, difference)
+            if not arrived:
+                if not wait:
+                    break
+                self._channel.wait(behind)
+        compared = min(self._num_received.values())
+        self._sent = {number: sent for number, sent in self._sent.items() if number > compared}
+        return mismatch
+
+    def _compare_next(self, peer: int, header: bytes) -> Mismatch | None:
+        self._num_received[peer] += 1
+        mine = self._sent[self._num_received[peer]]
+        if header == mine.header:
+            self.agreeing.add(peer)
+            return None
+        fields = decode(header)
+        if "gave up" in fields:
+            raise self._gave_up(peer, fields)
+        where = f"call {mine.call} ({mine.op})"
+        return Mismatch(mine.call, peer, describe_difference(self._rank, decode(mine.header), peer, fields, where))
+
+    # ---- when a peer is lost --------------------------------------------------------------------
+
+    def give_up(self, reason: str, blamed: int) -> None:
+        """Tells every peer, in place of the next header, why this rank leaves the group, and closes the channel.
+
+        blamed: the rank whose loss made it leave; its own rank if the cause is its own.
+        """
+        said = reason[:MAX_REASON].encode("ascii", "replace").decode()
+        text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
+        try:
+            self._channel.send(text.encode("ascii").ljust(HEADER_BYTES))
+        except Gone:
+            pass  # whoever is left has its own news
+        finally:
+            self._channel.close()
+
+    def root_of(self, gone: Gone) -> Gone:
+        """Who was lost first, as far as the peers say: one that gave up says whom it blames.
+
+        Waits a little for what they have to say. No header can be received afterwards.
+        """
+        seen = {self._rank}
+        while gone.peer not in seen:
+            seen.add(gone.peer)
+            gone = self._farewell(gone.peer) or gone
+        return gone
+
+    def _farewell(self, peer: int) -> Gone | None:
+        """What a peer said when it gave up; None: it is silent, or ended without a word."""
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                while (header := self._channel.receive(peer)) is not None:
+                    if "gave up" in (fields := decode(header)):
+                        return self._gave_up(peer, fields)
+                self._channel.wait([peer], left)
+        except Gone:
+            pass
+        return None
+
+    def _gave_up(self, peer: int, fields: Mapping[str, HeaderValue]) -> Gone:
+        blamed = fields.get("blamed")
+        if not isinstance(blamed, int) or blamed in (peer, self._rank):
+            return Gone(peer, str(fields["gave up"]))
+        return Gone(blamed, f"rank {peer} gave up when it lost rank {blamed} ({fields['gave up']})")
+
+
+def describe_difference(
+    rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], where: str
+) -> str:
+    """The first field in which two headers differ, with both values."""
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    field = names[0] if names else "header"
+    return (
+        f"ranks disagree on {field} in {where}: rank {rank} has {mine.get(field, 'none')}, rank {peer} has "
+        f"{theirs.get(field, 'none')}; all ranks of a group must make the same calls in the same order, with the same "
+        f"global sequence"
+    )
+
+
+def decode(header: bytes) -> dict[str, HeaderValue]:
     try:
-        fields = json.loads(bytes(header.tolist()))
+        fields = json.loads(header)
     except ValueError:
         fields = None
     return fields if isinstance(fields, dict) else {"version": "no ringtile header"}

@@ -6,17 +6,20 @@ import collections
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, PeerLost
+from ringtile.transport.agreement import Channel, Gone
 from ringtile.transport.transport import Message, Transport
 
 Result = TypeVar("Result")
+
+_HEADERS = -1  # their tag
 
 _serial = itertools.count()
 
@@ -28,29 +31,37 @@ class _Parcel(NamedTuple):
     made: torch.cuda.Event | None
 
 
-class _Mailbox:
-    """What one virtual rank has sent to another, by tag, each in the order of sending."""
+class _NothingCame(RuntimeError):
+    pass
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._parcels: dict[int, collections.deque[_Parcel]] = {}
+
+class _Mailbox:
+    """What one virtual rank has sent to another, parcels and headers, by tag, each in the order of sending."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.changed = changed  # one for all that a rank receives
+        self._parcels: dict[int, collections.deque[Any]] = {}
         self._closed = False
 
-    def put(self, tag: int, parcel: _Parcel) -> None:
-        with self._changed:
+    def put(self, tag: int, parcel: _Parcel | bytes) -> None:
+        with self.changed:
             self._parcels.setdefault(tag, collections.deque()).append(parcel)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
         """The sender hangs up; what it sent before still arrives."""
-        with self._changed:
+        with self.changed:
             self._closed = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
-    def get(self, tag: int, timeout_seconds: float) -> _Parcel:
-        with self._changed:
-            if not self._changed.wait_for(lambda: tag in self._parcels or self._closed, timeout_seconds):
-                raise RuntimeError(f"nothing came for {timeout_seconds} s")
+    def ready(self, tag: int) -> bool:
+        """Whether `get` need not wait."""
+        return tag in self._parcels or self._closed
+
+    def get(self, tag: int, timeout_seconds: float) -> Any:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.ready(tag), timeout_seconds):
+                raise _NothingCame(f"nothing came for {timeout_seconds} s")
             if tag not in self._parcels:
                 raise RuntimeError("it has hung up")
             parcels = self._parcels[tag]
@@ -73,7 +84,7 @@ class _Arrival:
     timeout_seconds: float
 
     def wait(self) -> None:
-        sent = self.mailbox.get(self.tag, self.timeout_seconds)
+        sent: _Parcel = self.mailbox.get(self.tag, self.timeout_seconds)
         if sent.made is not None:  # by the stream of the sender's thread; this thread may be on another one
             stream = torch.cuda.current_stream(sent.tensor.device)
             stream.wait_event(sent.made)
@@ -86,6 +97,39 @@ class _Sent:
 
     def wait(self) -> None:
         pass
+
+
+class _LoopbackChannel(Channel):
+    """Headers through the mailboxes, under a tag of their own."""
+
+    def __init__(self, rank: int, mailboxes: Mailboxes, timeout_seconds: float) -> None:
+        self._incoming = {sender: mailbox for (sender, receiver), mailbox in mailboxes.items() if receiver == rank}
+        self._outgoing = [mailbox for (sender, _), mailbox in mailboxes.items() if sender == rank]
+        self._timeout_seconds = timeout_seconds
+
+    def send(self, header: bytes) -> None:
+        for mailbox in self._outgoing:
+            mailbox.put(_HEADERS, header)
+
+    def receive(self, peer: int) -> bytes | None:
+        try:
+            header: bytes = self._incoming[peer].get(_HEADERS, 0.0)
+            return header
+        except _NothingCame:
+            return None
+        except RuntimeError as error:
+            raise Gone(peer, str(error)) from None
+
+    def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
+        boxes = [self._incoming[peer] for peer in peers]
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        with boxes[0].changed:
+            if not boxes[0].changed.wait_for(lambda: any(box.ready(_HEADERS) for box in boxes), seconds):
+                raise Gone(min(peers), f"nothing came for {seconds} s")
+
+    def close(self) -> None:
+        for mailbox in self._outgoing:
+            mailbox.close()
 
 
 class LoopbackTransport(Transport):
@@ -104,6 +148,9 @@ class LoopbackTransport(Transport):
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         return _Arrival(tensor, self._mailboxes[peer, self.rank], tag, self._timeout_seconds)
+
+    def _open_channel(self) -> Channel:
+        return _LoopbackChannel(self.rank, self._mailboxes, self._timeout_seconds)
 
     def hang_up(self) -> None:
         for (sender, _), mailbox in self._mailboxes.items():
@@ -129,8 +176,10 @@ class LoopbackWorld:
     def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
         if world_size < 1:
             raise InputError(f"world_size is {world_size}; expected at least 1")
+        changed = [threading.Condition() for _ in range(world_size)]
         mailboxes: Mailboxes = {
-            (sender, receiver): _Mailbox() for sender, receiver in itertools.permutations(range(world_size), 2)
+            (sender, receiver): _Mailbox(changed[receiver])
+            for sender, receiver in itertools.permutations(range(world_size), 2)
         }
         self.groups = [
             LoopbackGroup(LoopbackTransport(rank, world_size, mailboxes, timeout_seconds)) for rank in range(world_size)

@@ -14,15 +14,16 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ringtile.errors import InputError
-from ringtile.transport.agreement import HANG_UP_TAG
+from ringtile.transport import sockets
+from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, Channel
 from ringtile.transport.transport import Exchange, Message, Transport
 
 
 class ProcessGroupTransport(Transport):
     """Point-to-point messages of a process group. Ranks are ranks within the group.
 
-    CPU tensors, and so headers, travel over the group if it has a backend for them, else over a gloo group beside it,
-    which all of its ranks make in their first call. CUDA tensors travel over NCCL.
+    CPU tensors travel over the group if it has a backend for them, else over a gloo group beside it, which all of its
+    ranks make in their first call. CUDA tensors travel over NCCL, headers over sockets.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -57,6 +58,18 @@ class ProcessGroupTransport(Transport):
                 f"{_backend(group, device.type)}; expected nccl: init_process_group or new_group with "
                 f'backend="cpu:gloo,cuda:nccl"'
             )
+
+    def _open_channel(self) -> Channel:
+        def exchange(hello: bytes) -> dict[int, bytes]:
+            peers = [peer for peer in range(self.world_size) if peer != self.rank]
+            mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
+            theirs = {peer: torch.empty_like(mine) for peer in peers}
+            self._post(dict.fromkeys(peers, mine), theirs, HELLO_TAG, "the first call").wait_for()
+            return {peer: bytes(their.tolist()) for peer, their in theirs.items()}
+
+        carrier = self._group_for(torch.empty(0))._get_backend(torch.device("cpu"))
+        timeout: datetime.timedelta = carrier.options._timeout
+        return sockets.connect(self.rank, self.world_size, timeout.total_seconds(), exchange)
 
     def _open(self, device: torch.device) -> None:
         if device.type == "cpu" or self._opened:

@@ -4,19 +4,17 @@
 the ring cannot tell them apart. A transport belongs to one group: it counts that group's calls and bytes, and one
 thread at a time may use it.
 
-On a GPU nothing here waits for the device or, once a kind of call is agreed on, for another host. Headers travel
-between the CPUs. A message starts when the current stream reaches the call that posts it, and waiting for it makes the
-current stream wait. NCCL runs the messages of a group one batch after another, so all ranks must post their batches in
-one order; the order of the rounds is one.
+On a GPU nothing here waits for the device or, once a kind of call is agreed on, for another host. A message starts when
+the current stream reaches the call that posts it, and waiting for it makes the current stream wait. NCCL runs the
+messages of a group one batch after another, so all ranks must post their batches in one order; the order of the rounds
+is one.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import queue
 import threading
-import weakref
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,15 +25,14 @@ from torch import Tensor
 from ringtile.errors import PeerLost, RingMismatch, RingtileError
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
-    HEADER_BYTES,
-    HEADER_TAG,
+    MAX_REASON,
     AgreedTerms,
+    Channel,
+    Gone,
+    Headers,
     HeaderValue,
     Terms,
-    decode,
 )
-
-_REFUSAL_LEN = 400  # characters, which JSON may double; a header has room for as many
 
 
 class Message(Protocol):
@@ -45,7 +42,6 @@ class Message(Protocol):
 
 
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
-_Receives = tuple[_Messages, dict[int, Tensor]]  # the receives of headers, and by peer where they arrive
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,8 @@ class Exchange:
 
     def wait(self) -> None:
         """Returns when all of them have arrived. Raises PeerLost, RingMismatch. A profiler sees "ringtile::wait"."""
-        self.transport.compare_headers()
         with _span("ringtile::wait"):
+            self.transport.compare_headers()
             self.wait_for()
 
     def wait_for(self, peers: Container[int] | None = None) -> None:
@@ -74,38 +70,6 @@ class Exchange:
 def _span(name: str) -> contextlib.AbstractContextManager[Any]:
     """A range in a profile; costs nothing where nobody profiles."""
     return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class _Headers:
-    """The headers of one call: mine under way to all peers, theirs on the way to me."""
-
-    op: str
-    call: int
-    mine: Tensor
-    theirs: dict[int, Tensor]
-    exchange: Exchange
-
-    def compare(self) -> None:
-        """Waits for all of them. Raises PeerLost, RingMismatch."""
-        self.exchange.wait_for()
-        for peer, header in self.theirs.items():
-            if not torch.equal(header, self.mine):
-                self._raise_mismatch(peer, decode(header))
-
-    def agreeing(self) -> set[int]:
-        """The peers whose header is mine, once all have arrived."""
-        return {peer for peer, header in self.theirs.items() if torch.equal(header, self.mine)}
-
-    def _raise_mismatch(self, peer: int, theirs: dict[str, HeaderValue]) -> None:
-        mine, rank = decode(self.mine), self.exchange.transport.rank
-        names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-        field = names[0] if names else "header"
-        raise RingMismatch(
-            f"ranks disagree on {field} in call {self.call} ({self.op}): rank {rank} has "
-            f"{mine.get(field, 'none')}, rank {peer} has {theirs.get(field, 'none')}; all ranks of a group must make "
-            f"the same calls in the same order, with the same global sequence"
-        )
 
 
 class Transport(abc.ABC):
@@ -122,12 +86,11 @@ class Transport(abc.ABC):
         self._op = ""
         self._payload_tag = FIRST_PAYLOAD_TAG
         self._agreed = AgreedTerms()
-        self._headers: _Headers | None = None  # of this call, not compared yet
-        self._next_headers: _Receives | None = None  # of the next call; not an Exchange, which would be a cycle
+        self._headers: Headers | None = None  # from the first call on
+        self._behind = False  # whether headers of this call are still to be compared, before a payload is used
         self._under_way: list[Exchange] = []  # of this call
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._watched: queue.SimpleQueue[_Headers | None] | None = None  # for the thread that compares them
 
     @contextlib.contextmanager
     def call(self, op: str, fields: Mapping[str, HeaderValue], device: torch.device | str = "cpu") -> Iterator[None]:
@@ -154,16 +117,16 @@ class Transport(abc.ABC):
                 raise
             except BaseException as error:
                 self._failure = error
-                self.hang_up()
+                self._give_up(error)
                 raise
             finally:
-                self._headers = None
+                self._behind = False
                 self._under_way.clear()
 
     def _raise_failure(self, op: str) -> None:
         if self._failure is None:
             return
-        if isinstance(self._failure, RingMismatch):  # found by the watcher
+        if isinstance(self._failure, RingMismatch):  # of a call whose payloads may still be under way
             raise self._failure
         raise PeerLost(
             f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
@@ -174,59 +137,62 @@ class Transport(abc.ABC):
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self._call)
-        headers = self._post_headers(op, terms.header(self._call))
+        place = self._place("the header")
+        if self._headers is None:
+            with self.naming((), place):
+                self._headers = Headers(self.rank, self.world_size, self._open_channel())
+        with self.naming((), place):
+            self._headers.send(op, self._call, terms.header(self._call))
+        self._behind = True
         if agreed is None:
-            headers.compare()
+            self.compare_headers()
             self._agreed.add(key, terms)
             self._open(device)
         elif self._host_runs_ahead(device):
-            self._watch(headers)
-        else:
-            self._headers = headers
+            self._compare_arrived()
 
     def compare_headers(self) -> None:
         """Compares the headers of this call with those of all peers, once. Raises PeerLost, RingMismatch."""
-        headers, self._headers = self._headers, None
-        if headers is None:
+        if not self._behind or self._headers is None:
             return
-        with _span("ringtile::wait_for_headers"):
-            try:
-                headers.compare()
-            except RingMismatch:
-                # A message between two ranks that agree is received whole, or the next one would never be read.
-                for exchange in self._under_way:
-                    exchange.wait_for(headers.agreeing())
-                raise
+        self._behind = False
+        with self.naming((), self._place("the header")):
+            mismatch = self._headers.compare(wait=True)
+        if mismatch is None:
+            return
+        error = RingMismatch(mismatch.text)
+        if mismatch.call < self._call:
+            self._failure = error
+        # A message between two ranks that agree is received whole, or the next one would never be read.
+        for exchange in self._under_way:
+            exchange.wait_for(self._headers.agreeing)
+        raise error
 
-    def _watch(self, headers: _Headers) -> None:
-        """Leaves the headers to a thread, which compares them in the order of the calls."""
-        if self._watched is None:
-            self._watched = queue.SimpleQueue()
-            threading.Thread(target=_watch, args=(self._watched,), name="ringtile headers", daemon=True).start()
-            weakref.finalize(self, self._watched.put, None)
-        self._watched.put(headers)
+    def _compare_arrived(self) -> None:
+        """Compares what has arrived of the headers, and leaves the others to the next call."""
+        self._behind = False
+        assert self._headers is not None
+        with self.naming((), self._place("the header")):
+            mismatch = self._headers.compare(wait=False)
+        if mismatch is not None:
+            self._failure = RingMismatch(mismatch.text)
+            raise self._failure
 
-    def _post_headers(self, op: str, mine: Tensor) -> _Headers:
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        place = self._place("the header")
-        messages, theirs = self._next_headers or self._receive_headers(peers, place)
-        # Receives for the next call: a header that finds its receive posted travels at once; otherwise gloo's two sides
-        # would first find each other. Before the send, without which no peer ends this call and closes its connections.
-        self._next_headers = self._receive_headers(peers, place)
-        sends = self._post(dict.fromkeys(peers, mine), {}, HEADER_TAG, place)
-        exchange = Exchange([*messages, *sends.messages], [*theirs.values(), mine], self, place)
-        return _Headers(op, self._call, mine, theirs, exchange)
-
-    def _receive_headers(self, peers: list[int], place: str) -> _Receives:
-        headers = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8) for peer in peers}
-        return self._post({}, headers, HEADER_TAG, place).messages, headers
+    def _give_up(self, error: BaseException) -> None:
+        """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""
+        if self._headers is not None:
+            if isinstance(error, PeerLost) and error.reason:
+                self._headers.give_up(error.reason, error.rank)
+            else:
+                self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
+        self.hang_up()
 
     def refuse(self, op: str, reason: Exception) -> None:
         """Tells the others, in place of the header of a call, why this rank cannot take part: they raise RingMismatch.
 
         Without it they would wait for this rank until it ends. Ranks that refuse for the same reason agree.
         """
-        said = f"{op}, refused: {reason}"[:_REFUSAL_LEN].encode("ascii", "replace").decode()
+        said = f"{op}, refused: {reason}"[:MAX_REASON].encode("ascii", "replace").decode()
         with contextlib.suppress(RingtileError), self.call(said, {}):
             pass
 
@@ -265,35 +231,41 @@ class Transport(abc.ABC):
 
     @contextlib.contextmanager
     def naming(self, peers: tuple[int, ...], what: str) -> Iterator[None]:
-        """Turns the RuntimeError of a message into a PeerLost that says whose ("rank 2") and when."""
+        """Turns the loss of a peer into a PeerLost that says whose ("rank 2") and when.
+
+        peers: whose messages a RuntimeError in the body concerns; Gone says it itself.
+        """
         try:
             yield
+        except Gone as gone:
+            raise self._lost([gone], what) from gone
         except RuntimeError as error:
-            if isinstance(error, RingtileError):
+            if isinstance(error, RingtileError) or not peers:
                 raise
-            who = f"rank {' or '.join(map(str, peers))}"
             reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]  # gloo's: [file:line] reason. Advice.
-            raise PeerLost(
-                f"{who} was lost in {what} of rank {self.rank}: {reason}; see {who}'s log for the cause"
-            ) from error
+            raise self._lost([Gone(peer, reason) for peer in peers], what) from error
+
+    def _lost(self, gone: list[Gone], what: str) -> PeerLost:
+        """The error for peers that are gone, which blames those that were lost first."""
+        if self._headers is not None:
+            gone = [self._headers.root_of(each) for each in gone]
+        who = f"rank {' or '.join(map(str, sorted({each.peer for each in gone})))}"
+        error = PeerLost(
+            f"{who} was lost in {what} of rank {self.rank}: {gone[0].reason}; see {who}'s log for the cause"
+        )
+        error.rank, error.reason = gone[0].peer, gone[0].reason
+        return error
 
     @abc.abstractmethod
     def hang_up(self) -> None:
         """Ends this rank's messages for good: a peer that waits for one gets PeerLost."""
 
     @abc.abstractmethod
+    def _open_channel(self) -> Channel:
+        """The way of the headers; all ranks of the group open theirs in their first call."""
+
+    @abc.abstractmethod
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
 
     @abc.abstractmethod
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
-
-
-def _watch(pending: queue.SimpleQueue[_Headers | None]) -> None:
-    """Compares headers until there are no more; the next call of the transport raises what it finds."""
-    while (headers := pending.get()) is not None:
-        try:
-            headers.compare()
-        except RingtileError as error:
-            headers.exchange.transport._failure = error
-            return
-        del headers  # it keeps the transport alive

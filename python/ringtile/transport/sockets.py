@@ -1,0 +1,214 @@
+"""Headers over sockets of their own, one TCP connection between each two ranks of a group.
+
+A message of a process group is posted and waited for with the help of another thread, and a receive that is posted
+when a profiler starts, and done when it has stopped, corrupts the memory of the process (torch 2.13). A header is sent
+and received by the calling thread alone, in a few microseconds; a socket shows at once that the peer has died; and the
+kernel keeps the headers of a peer that is some calls ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from ringtile.errors import RingMismatch
+from ringtile.transport.agreement import (
+    HEADER_BYTES,
+    HEADER_VERSION,
+    Channel,
+    Gone,
+    HeaderValue,
+    decode,
+    describe_difference,
+)
+
+_TOKEN_BYTES = 16
+_INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
+
+
+class SocketChannel(Channel):
+    """The end of one rank: a connected socket for each peer."""
+
+    def __init__(self, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
+        self._sockets = sockets
+        self._timeout_seconds = timeout_seconds
+        self._parts = dict.fromkeys(sockets, b"")  # the part of a header that has arrived
+        for connection in sockets.values():
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._close = weakref.finalize(self, _close_all, sockets.values())
+
+    def send(self, header: bytes) -> None:
+        for peer, connection in self._sockets.items():
+            try:
+                sent = connection.send(header)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                raise Gone(peer, _reason(error)) from None
+            if sent < HEADER_BYTES:
+                self._send_rest(peer, header[sent:])
+
+    def _send_rest(self, peer: int, rest: bytes) -> None:
+        """The socket is full: the peer is hundreds of calls behind."""
+        self._sockets[peer].settimeout(self._timeout_seconds)
+        try:
+            self._sockets[peer].sendall(rest)
+        except OSError as error:
+            raise Gone(peer, _reason(error)) from None
+        self._sockets[peer].setblocking(False)
+
+    def receive(self, peer: int) -> bytes | None:
+        part = self._parts[peer]
+        try:
+            arrived = self._sockets[peer].recv(HEADER_BYTES - len(part))
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise Gone(peer, _reason(error)) from None
+        if not arrived:
+            raise Gone(peer, "it has closed the connection")
+        part += arrived
+        complete = len(part) == HEADER_BYTES
+        self._parts[peer] = b"" if complete else part
+        return part if complete else None
+
+    def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        poll = select.poll()
+        for peer in peers:
+            poll.register(self._sockets[peer], select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            raise Gone(min(peers), f"nothing came for {seconds:g} s")
+
+    def close(self) -> None:
+        self._close()
+
+
+def _close_all(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+# ---- connecting ---------------------------------------------------------------------------------
+
+
+class _Address(NamedTuple):
+    """Where a rank listens, and what it wants to hear first."""
+
+    host: str
+    port: int
+    token: str
+
+
+def connect(
+    rank: int, world_size: int, timeout_seconds: float, exchange: Callable[[bytes], dict[int, bytes]]
+) -> SocketChannel:
+    """Connects this rank to all others, which call this at the same time.
+
+    exchange: sends HEADER_BYTES bytes to every peer and returns theirs.
+
+    Raises Gone, and RingMismatch where the peer runs another version of ringtile.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    with _listen(world_size) as listener:
+        host, port = listener.getsockname()[:2]
+        own = _Address(host, port, secrets.token_hex(_TOKEN_BYTES))
+        addresses = _exchange_addresses(rank, own, exchange)
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for peer in range(rank):
+                sockets[peer] = _connect(rank, peer, addresses[peer], deadline)
+            while len(sockets) < world_size - 1:
+                missing = min(set(range(rank + 1, world_size)) - set(sockets))
+                peer, connection = _accept(listener, own.token, missing, deadline)
+                sockets[peer] = connection
+        except BaseException:
+            _close_all(sockets.values())
+            raise
+    return SocketChannel(sockets, timeout_seconds)
+
+
+def _exchange_addresses(rank: int, own: _Address, exchange: Callable[[bytes], dict[int, bytes]]) -> dict[int, _Address]:
+    mine: dict[str, HeaderValue] = {"version": HEADER_VERSION}
+    hellos = exchange(json.dumps({**mine, **own._asdict()}).encode("ascii").ljust(HEADER_BYTES))
+    addresses = {}
+    for peer, hello in hellos.items():
+        fields = decode(hello)
+        if fields.get("version") != HEADER_VERSION:
+            raise RingMismatch(describe_difference(rank, mine, peer, {"version": fields["version"]}, "the first call"))
+        addresses[peer] = _Address(str(fields["host"]), int(fields["port"]), str(fields["token"]))
+    return addresses
+
+
+def _listen(backlog: int) -> socket.socket:
+    for family, host in _own_hosts():
+        with contextlib.suppress(OSError):  # the name of this host may stand for an address that it does not have
+            return socket.create_server((host, 0), family=family, backlog=backlog)
+    return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+
+
+def _own_hosts() -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses of this host that peers may reach, by the rule by which gloo chooses one."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return [(socket.AF_INET, _address_of(interface))]
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _address_of(interface: str) -> str:
+    """The IPv4 address of a network interface, such as eth0."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        reply = fcntl.ioctl(any_socket, get_address, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(reply[20:24])
+
+
+def _connect(rank: int, peer: int, address: _Address, deadline: float) -> socket.socket:
+    try:
+        connection = socket.create_connection((address.host, address.port), max(0.1, deadline - time.monotonic()))
+        connection.sendall(_INTRODUCTION.pack(rank, bytes.fromhex(address.token)))
+    except OSError as error:
+        raise Gone(
+            peer,
+            f"no connection to {address.host} port {address.port}: {_reason(error)}; GLOO_SOCKET_IFNAME names the "
+            f"network interface that its host should use",
+        ) from None
+    return connection
+
+
+def _accept(listener: socket.socket, token: str, missing: int, deadline: float) -> tuple[int, socket.socket]:
+    """The next peer that connects. Whoever does not know the token is no peer."""
+    while True:
+        try:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            connection, _ = listener.accept()
+        except TimeoutError:
+            raise Gone(missing, "it did not connect") from None
+        try:
+            connection.settimeout(max(0.1, deadline - time.monotonic()))
+            introduction = connection.recv(_INTRODUCTION.size, socket.MSG_WAITALL)
+            peer, said = _INTRODUCTION.unpack(introduction)
+        except (OSError, struct.error):
+            said = b""
+        if secrets.compare_digest(said, bytes.fromhex(token)):
+            return peer, connection
+        connection.close()
