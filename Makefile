@@ -2,6 +2,7 @@
 # make test    set up, build, lint, and test: C under sanitizers, CUDA kernels on the emulator, Python
 # make test-all  the same with every cell of every matrix, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
+# make faults    hostile trials by the thousand, counted: kills, fuzzed calls, malformed files (ten minutes)
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
@@ -20,7 +21,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest mutants lint clean ctest emulator docs
+.PHONY: setup build cuda train test test-all checks pytest mutants faults lint clean ctest emulator docs
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -72,6 +73,9 @@ pytest: $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
 
 mutants: build
 	$(BIN)/python tests/mutants.py
+
+faults: build
+	cd tests && ../$(BIN)/python -m faults
 
 docs: build/docs-venv/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet

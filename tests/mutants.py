@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "transport: headers of agreed calls not compared",
         "python/ringtile/transport/transport.py",
-        "            self._headers = headers\n",
-        "            self._headers = None\n",
+        "        self._behind = True\n",
+        "        self._behind = agreed is None\n",
         "tests/test_transport.py -k agreed",
     ),
     Mutant(

@@ -1,0 +1,1 @@
+"""`make faults`: hostile trials by the thousand, counted. Every module here holds one campaign."""
