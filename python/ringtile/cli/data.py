@@ -70,7 +70,7 @@ class PretrainedEncoder:
 
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises nothing more precise for a damaged file
             raise ConfigError(
                 f"data.tokenizer {name!r} cannot be loaded ({first_line(error)}); expected a "
                 "folder with tokenizer files, a hub name, or 'bytes'"
