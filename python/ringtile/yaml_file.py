@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"not YAML: nested too deeply; expected at most {MAX_DEPTH} levels") from None
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"not YAML: {line}{error.problem or error.context}") from error
+        raise ConfigError(f"not YAML: {line}{', '.join(filter(None, (error.context, error.problem)))}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, Mapping):

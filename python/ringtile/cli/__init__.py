@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def refuse(message: str, every_rank: bool = False) -> int:
     """Prints why, on one line, and returns the exit status. Of ranks that refuse alike, one prints."""
-    line = f"ringtile: error: {one_line(message)}"
+    line = one_line(f"ringtile: error: {message}")
     if every_rank or world.first_to_say(line):
         print(line, file=sys.stderr, flush=True)
     if (file := environment.error_file()) is not None:  # torchrun shows it at the end of its own summary

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import enum
 import glob
 import os
 import pathlib
@@ -42,6 +43,7 @@ TRAINING_DEFAULTS = {
 _SECRET = re.compile("(^|_)(token|api_key|password|secret)$")
 # torch names no class for what a collective raises when a peer is gone.
 _OF_A_PEER = re.compile("gloo|nccl|connection|socket|peer", re.IGNORECASE)
+_FIELD = re.compile(r"Validation error for field '(\w+)'")  # how transformers' configs name the key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +91,11 @@ class Recipe:
 
 def without_secrets(value: Any, key: str = "") -> Any:
     """The same with "<hub_token>" for the value of hub_token, and so on."""
+    if value is not None and _SECRET.search(key):
+        return f"<{key}>"
     if isinstance(value, dict):
         return {name: without_secrets(each, str(name)) for name, each in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(each) for each in value]
-    return f"<{key}>" if value is not None and _SECRET.search(key) else value
+    return [without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
@@ -110,6 +112,8 @@ def told_as_ours(section: str, has_begun: Callable[[], bool] = lambda: False) ->
         of_a_peer = dist.is_initialized() and dist.get_world_size() > 1 and isinstance(error, RuntimeError | OSError)
         if has_begun() or (of_a_peer and _OF_A_PEER.search(f"{type(error).__name__} {error}")):
             raise
+        if (field := _FIELD.match(str(error))) is not None:
+            raise ConfigError(f"{section}.{field[1]}: {error.__cause__ or error}") from error
         plain = isinstance(error, ValueError | ImportError | OSError) and str(error)
         raise ConfigError(f"{section}: {error if plain else f'{type(error).__name__}: {error}'}") from error
 
@@ -163,12 +167,20 @@ def load_training(given: Any) -> dict[str, Any]:
 
 def convert(key: str, value: Any, field_type: Any) -> Any:
     """A value of the training section, converted to the type of its field."""
+    quotes = " (without quotes, YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
+    got = f"training.{key} is {shown(without_secrets(value, key))}"
     try:
-        return pydantic.TypeAdapter(field_type).validate_python(value)
+        converted = pydantic.TypeAdapter(field_type).validate_python(value)
     except pydantic.ValidationError as error:
-        quotes = " (without quotes, YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
-        got = shown(without_secrets(value, key))
-        raise ConfigError(f"training.{key} is {got}; expected: {error.errors()[0]['msg']}{quotes}") from error
+        raise ConfigError(f"{got}; expected: {error.errors()[0]['msg']}{quotes}") from error
+    if isinstance(value, bool) and not isinstance(converted, bool):
+        raise ConfigError(f"{got}; expected a number")
+    for kind in typing.get_args(field_type):
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(converted, str):
+            names = [str(member.value) for member in kind]
+            if getattr(converted, "value", converted) not in names:
+                raise ConfigError(f"{got}: {nearest_key(converted, names)}")
+    return converted
 
 
 def make_arguments(training: dict[str, Any]) -> TrainingArguments:
