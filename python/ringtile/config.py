@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,7 +15,7 @@ from ringtile.yaml_file import read_yaml, shown
 
 MAX_KEY = 80  # characters of an unknown key that an error shows
 MAX_NAMED = 20  # names that an error lists
-MAX_INT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class Section(BaseModel):
@@ -37,23 +37,17 @@ class Config(Section):
     ConfigError, naming the key: it is unknown, has a wrong type or value, or contradicts another key.
     """
 
-    context_parallel_size: int = Field(default=1, ge=1, le=MAX_INT)  # ranks that share one sequence; 1 = off
+    context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
     block_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # of the attention forward, see docs/design/ring.md
     tiled_mlp: bool = False
-    tiled_mlp_num_shards: int | None = Field(
-        default=None, ge=1, le=MAX_INT
-    )  # tiles per MLP call, instead of tile_tokens
+    tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
-    tile_tokens: int = Field(default=16384, ge=1, le=MAX_INT)  # tokens per tile, of the MLP and the loss
+    tile_tokens: Count = 16384  # tokens per tile, of the MLP and the loss
     tiled_loss: bool = False
     activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
-    gc_steps: int | None = Field(
-        default=None, ge=1, le=MAX_INT
-    )  # collect garbage at the start and every gc_steps steps
-    timeout_seconds: float = Field(
-        default=600.0, gt=0, le=1e9, allow_inf_nan=False
-    )  # a rank silent for longer counts as lost
+    gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
+    timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

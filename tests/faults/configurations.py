@@ -223,19 +223,8 @@ def judge(trial: Trial, status: int, stderr: str, counts: Counts) -> None:
 
 def mutant(draw: random.Random) -> Trial:
     """A file that differs from a valid one in one respect."""
-    kinds = (
-        wrong_value,
-        wrong_value,
-        other_key,
-        other_key,
-        raw_value,
-        repeated_key,
-        unknown_key,
-        damaged,
-        damaged,
-        odd,
-    )
-    return draw.choice(kinds)(draw)
+    kinds = (wrong_value, other_key, likely_value, raw_value, repeated_key, unknown_key, damaged, odd)
+    return draw.choices(kinds, weights=(3, 3, 8, 2, 1, 1, 2, 1))[0](draw)
 
 
 def wrong_value(draw: random.Random) -> Trial:

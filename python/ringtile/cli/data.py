@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pydantic
 import torch
 
-from ringtile.config import MAX_INT, Section
+from ringtile.config import Section
 from ringtile.errors import ConfigError
 from ringtile.yaml_file import shown
 
@@ -41,7 +41,7 @@ class DataConfig(Section):
 
     files: list[str] = pydantic.Field(min_length=1)
     eval_files: list[str] = pydantic.Field(default_factory=list)
-    seq_len: int = pydantic.Field(ge=2, le=MAX_INT)
+    seq_len: int = pydantic.Field(ge=2, le=2**31 - 1)
     packing: bool = True
     text_column: str = "text"
     tokenizer: str | None = None

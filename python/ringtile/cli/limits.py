@@ -66,9 +66,11 @@ def _check_number(key: str, value: float) -> None:
         return
     low, high = _RANGES.get(key, (0, _MAX if isinstance(value, int) else math.inf))
     if not low <= value <= high or math.isinf(value):
-        expected = f"at least {low:g}" if high in (_MAX, math.inf) else f"{low:g} to {high:.10g}"
+        expected = f"{low:g} to {high:.10g}"
         if high < 1:
-            expected = "0 or more, and less than 1"
+            expected = f"{low:g} or more, and less than 1"
+        elif math.isinf(high):
+            expected = f"a finite number, {low:g} or more"
         raise ConfigError(f"training.{key} is {shown(value)}; expected {expected}")
 
 
@@ -80,13 +82,10 @@ def _name(value: Any) -> str:
 def check_model_config(config: PretrainedConfig) -> None:
     """Raises ConfigError, naming the key of the model section as transformers reads it."""
     text = config.get_text_config()
-    given = {theirs: ours for ours, theirs in text.attribute_map.items()}
 
     def refuse(key: str, expected: str) -> None:
-        raise ConfigError(f"model.{given_as(key)} is {shown(getattr(text, key))}; expected {expected}")
-
-    def given_as(key: str) -> str:
-        return str(text.attribute_map.get(key, given.get(key, key)))
+        name = text.attribute_map.get(key, key)
+        raise ConfigError(f"model.{name} is {shown(getattr(text, key))}; expected {expected}")
 
     sizes = {key: value for key in _SIZES if (value := getattr(text, key, None)) is not None}
     for key, value in sizes.items():
