@@ -1,8 +1,9 @@
 """Agreement: how ranks make sure that they all make the same call, without waiting for each other each time.
 
 A call is known by its *terms*: the op, the device type and whatever else must be equal on all ranks (shapes, dtypes,
-scale, digests of mask and layout). Every rank tells every other its terms, with the number of the call, in a header
-of one fixed size. Headers travel over a `Channel`, beside the payloads.
+scale, digests of mask and layout). Every rank tells every other its terms in a header of one fixed size, with what
+tells the call from others of its kind: its number and, if they are known, a fingerprint of its data and the number of
+the forward that a backward belongs to. Headers travel over a `Channel`, beside the payloads.
 
 - New terms: the rank waits for all headers before a payload travels.
 - Terms that all ranks have agreed on before: payloads start at once. On the CPU the headers are compared before the
@@ -44,18 +45,25 @@ class Terms:
     def __init__(self, op: str, device_type: str, fields: Mapping[str, HeaderValue]) -> None:
         self.op = op
         text = json.dumps({"op": op, "device": device_type, **fields}).encode("ascii")
-        # Fixed width: JSON ignores the spaces, and a header is made by writing one number into this template.
-        self._prefix = b'{"version": %d, "call": ' % HEADER_VERSION
-        self._suffix = b", " + text[1:]
-        num_bytes = len(self._prefix) + 20 + len(self._suffix)
+        # Fixed width: a header is made by writing three numbers, each as wide as an int64, into this template. What
+        # differs first is named, so the fields of the caller precede what follows from them.
+        self._template = (
+            b'{"version": %d, "call": %%20d, ' % HEADER_VERSION
+            + text[1:-1].replace(b"%", b"%%")
+            + b', "call of the forward": %20d, "fingerprint of the data": %20d}'
+        )
+        num_bytes = len(self.header(0))
         if num_bytes > HEADER_BYTES:
             raise InputError(f"a header of {num_bytes} bytes; expected at most {HEADER_BYTES}")
-        self._suffix = self._suffix.ljust(HEADER_BYTES - len(self._prefix) - 20)
         self._checksum = zlib.crc32(text)
 
-    def header(self, call: int) -> bytes:
-        """HEADER_BYTES bytes: the terms and the number of the call, as JSON padded with spaces."""
-        return self._prefix + b"%20d" % call + self._suffix
+    def header(self, call: int, forward_call: int = 0, data: int = 0) -> bytes:
+        """HEADER_BYTES bytes: the terms and what tells this call from others of its kind, as JSON padded with spaces.
+
+        call: its number on the group. forward_call: in a backward, the number of the forward's call; 0: not known.
+        data: a fingerprint of the data that the call is about; 0: not known.
+        """
+        return (self._template % (call, forward_call, data)).ljust(HEADER_BYTES)
 
     def payload_tag(self, call: int) -> int:
         """The tag of the payloads of a call. Different calls, or different terms, do not receive each other's."""
