@@ -178,8 +178,8 @@ class Headers:
         fields = decode(header)
         if "gave up" in fields:
             raise self._gave_up(peer, fields)
-        where = f"call {mine.call} ({mine.op})"
-        return Mismatch(mine.call, peer, describe_difference(self._rank, decode(mine.header), peer, fields, where))
+        text = describe_difference(self._rank, decode(mine.header), peer, fields, mine.call, mine.op)
+        return Mismatch(mine.call, peer, text)
 
     # ---- when a peer is lost --------------------------------------------------------------------
 
@@ -229,13 +229,13 @@ class Headers:
 
 
 def describe_difference(
-    rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], where: str
+    rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], call: int, op: str
 ) -> str:
     """The first field in which two headers differ, with both values."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     field = names[0] if names else "header"
     return (
-        f"ranks disagree on {field} in {where}: rank {rank} has {mine.get(field, 'none')}, rank {peer} has "
+        f"ranks disagree on {field} in call {call} ({op}): rank {rank} has {mine.get(field, 'none')}, rank {peer} has "
         f"{theirs.get(field, 'none')}; all ranks of a group must make the same calls in the same order, with the same "
         f"global sequence"
     )
