@@ -28,6 +28,8 @@ from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
+# Of the sequences of a group, as many as have room in so many bytes, but the last few in any case.
+_MAX_BYTES, _MIN_REMEMBERED = 64 << 20, 4
 
 
 class ShardedSequence:
@@ -163,7 +165,9 @@ class ShardedSequence:
             found = remembered.get((mask, layout))
             if found is None:
                 found = remembered[mask, layout] = cls(mask, layout, group)
-                if len(remembered) > _MAX_REMEMBERED:
+                while len(remembered) > _MIN_REMEMBERED and (
+                    len(remembered) > _MAX_REMEMBERED or sum(map(_num_bytes, remembered.values())) > _MAX_BYTES
+                ):
                     remembered.popitem(last=False)
             else:
                 remembered.move_to_end((mask, layout))
@@ -182,6 +186,11 @@ class ShardedSequence:
             found = cls.of(IntervalMask(begin, end), Layout.from_tensor(layout), group_name)
             _Seen.remember(found, begin, end, layout)
         return found
+
+
+def _num_bytes(sequence: ShardedSequence) -> int:
+    """Of the mask and of the plan, which holds about as much."""
+    return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
 
 
 def _check_types(mask: IntervalMask, layout: Layout) -> None:

@@ -34,7 +34,7 @@ HELLO_TAG, HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001, 0x5254_000
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
-_FAREWELL_SECONDS = 0.5  # how long a rank that lost a peer waits to hear why the peer gave up
+_FAREWELL_SECONDS = 2.0  # how long a rank that lost a peer waits to hear why the peer gave up
 
 HeaderValue = int | float | str
 
@@ -105,6 +105,10 @@ class Channel(abc.ABC):
         """Sends HEADER_BYTES bytes to every peer, without waiting for their receives. Raises Gone."""
 
     @abc.abstractmethod
+    def send_last(self, header: bytes) -> None:
+        """Sends it to every peer that can still be reached, at once or not at all."""
+
+    @abc.abstractmethod
     def receive(self, peer: int) -> bytes | None:
         """The next header of a peer, if it has arrived. Raises Gone when the peer has closed and all has been read."""
 
@@ -140,6 +144,7 @@ class Headers:
     def __init__(self, rank: int, world_size: int, channel: Channel) -> None:
         self._rank = rank
         self._channel = channel
+        self._gave_up = False
         self._num_sent = 0
         self._num_received = {peer: 0 for peer in range(world_size) if peer != rank}
         self._sent: dict[int, _Sent] = {}  # the last of them, until all peers have sent theirs
@@ -177,25 +182,26 @@ class Headers:
             return None
         fields = decode(header)
         if "gave up" in fields:
-            raise self._gave_up(peer, fields)
+            raise self._blame(peer, fields)
         text = describe_difference(self._rank, decode(mine.header), peer, fields, mine.call, mine.op)
         return Mismatch(mine.call, peer, text)
 
     # ---- when a peer is lost --------------------------------------------------------------------
 
     def give_up(self, reason: str, blamed: int) -> None:
-        """Tells every peer, in place of the next header, why this rank leaves the group, and closes the channel.
+        """Tells every peer, in place of the next header, why this rank leaves the group. Only the first reason counts.
 
         blamed: the rank whose loss made it leave; its own rank if the cause is its own.
         """
+        if self._gave_up:
+            return
+        self._gave_up = True
         said = reason[:MAX_REASON].encode("ascii", "replace").decode()
         text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
-        try:
-            self._channel.send(text.encode("ascii").ljust(HEADER_BYTES))
-        except Gone:
-            pass  # whoever is left has its own news
-        finally:
-            self._channel.close()
+        self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
+
+    def close(self) -> None:
+        self._channel.close()
 
     def root_of(self, gone: Gone) -> Gone:
         """Who was lost first, as far as the peers say: one that gave up says whom it blames.
@@ -215,13 +221,13 @@ class Headers:
             while (left := deadline - time.monotonic()) > 0:
                 while (header := self._channel.receive(peer)) is not None:
                     if "gave up" in (fields := decode(header)):
-                        return self._gave_up(peer, fields)
+                        return self._blame(peer, fields)
                 self._channel.wait([peer], left)
         except Gone:
             pass
         return None
 
-    def _gave_up(self, peer: int, fields: Mapping[str, HeaderValue]) -> Gone:
+    def _blame(self, peer: int, fields: Mapping[str, HeaderValue]) -> Gone:
         blamed = fields.get("blamed")
         if not isinstance(blamed, int) or blamed in (peer, self._rank):
             return Gone(peer, str(fields["gave up"]))

@@ -45,9 +45,9 @@ class Message(Protocol):
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exchange:
-    """Messages under way; their tensors stay untouched, and are kept here, until `wait` returns."""
+    """Messages under way; their tensors stay untouched, and are kept alive, until `wait` returns."""
 
     messages: _Messages
     tensors: list[Tensor]
@@ -59,6 +59,7 @@ class Exchange:
         with _span("ringtile::wait"):
             self.transport.compare_headers()
             self.wait_for()
+        self.transport.arrived(self)
 
     def wait_for(self, peers: Container[int] | None = None) -> None:
         """`wait`, without a look at headers, for the messages of these peers (None: all)."""
@@ -92,7 +93,7 @@ class Transport(abc.ABC):
         self._agreed = AgreedTerms()
         self._headers: Headers | None = None  # from the first call on
         self._behind = False  # whether headers of this call are still to be compared, before a payload is used
-        self._under_way: list[Exchange] = []  # of this call
+        self._under_way: set[Exchange] = set()  # of this call
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -225,10 +226,8 @@ class Transport(abc.ABC):
     def _give_up(self, error: BaseException) -> None:
         """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""
         if self._headers is not None:
-            if isinstance(error, PeerLost) and error.reason:
-                self._headers.give_up(error.reason, error.rank)
-            else:
-                self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
+            self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
+            self._headers.close()
         self.hang_up()
 
     def refuse(self, op: str, reason: Exception) -> None:
@@ -250,8 +249,12 @@ class Transport(abc.ABC):
         """
         self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
         exchange = self._post(sends, receives, self._payload_tag, self._place(what))
-        self._under_way.append(exchange)
+        self._under_way.add(exchange)
         return exchange
+
+    def arrived(self, exchange: Exchange) -> None:
+        """Lets go of its tensors."""
+        self._under_way.discard(exchange)
 
     def _place(self, what: str) -> str:
         return f"{what} of call {self.num_calls} ({self._op})"
@@ -294,12 +297,13 @@ class Transport(abc.ABC):
     def _lost(self, gone: list[Gone], what: str) -> PeerLost:
         """The error for peers that are gone, which blames those that were lost first."""
         if self._headers is not None:
+            self._headers.give_up(gone[0].reason, gone[0].peer)  # at once: the peers may be asking the same
             gone = [self._headers.root_of(each) for each in gone]
         who = f"rank {' or '.join(map(str, sorted({each.peer for each in gone})))}"
         error = PeerLost(
             f"{who} was lost in {what} of rank {self.rank}: {gone[0].reason}; see {who}'s log for the cause"
         )
-        error.rank, error.reason = gone[0].peer, gone[0].reason
+        error.rank = gone[0].peer
         return error
 
     @abc.abstractmethod
