@@ -109,12 +109,17 @@ def test_enable_is_idempotent_and_restore_leaves_identical_objects():
             "trainer._get_num_items_in_batch",
             "trainer._prepare_context_parallel_inputs",
             "trainer._ringtile_session",
+            "trainer._save_checkpoint",
             "trainer._track_num_input_tokens",
             "trainer.compute_loss",
+            "trainer.evaluate",
             "trainer.evaluation_loop",
             "trainer.floating_point_ops",
             "trainer.get_total_train_batch_size",
+            "trainer.predict",
             "trainer.prediction_step",
+            "trainer.save_model",
+            "trainer.train",
         ]
         assert "call ringtile.restore(trainer) first" in refusal
         assert left == []

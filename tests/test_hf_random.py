@@ -88,7 +88,9 @@ def _drawing_collator(rows):
     return Padded()(rows)
 
 
-@pytest.mark.parametrize("options", [{"collator": _drawing_collator, "eval_on_start": True}, {"trainer_class": Drawing}])
+@pytest.mark.parametrize(
+    "options", [{"collator": _drawing_collator, "eval_on_start": True}, {"trainer_class": Drawing}]
+)
 def test_draws_outside_of_the_model_change_nothing(options):
     expected = train(None, evaluate=False, **options)
     for run in run_ranks(2, train, CONFIG, evaluate=False, **options):

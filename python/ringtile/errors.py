@@ -41,5 +41,9 @@ class PeerLost(RingtileError, RuntimeError):
     reason: str = ""
 
 
+class CheckpointError(RingtileError, RuntimeError):
+    """A checkpoint is damaged or could not be written; the message names the file and the last whole checkpoint."""
+
+
 class BuildError(RingtileError, ImportError):
     """The compiled extension is missing, does not fit this torch, or cannot run on this CPU."""

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from ringtile.hf import checks, model
-from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.attention import refuse_use_of_mask
+from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy

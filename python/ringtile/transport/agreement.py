@@ -97,6 +97,10 @@ class Channel(abc.ABC):
         """Sends HEADER_BYTES bytes to every peer, without waiting for their receives. Raises Gone."""
 
     @abc.abstractmethod
+    def send_last(self, header: bytes) -> None:
+        """Sends it to every peer that can still be reached, at once or not at all."""
+
+    @abc.abstractmethod
     def receive(self, peer: int) -> bytes | None:
         """The next header of a peer, if it has arrived. Raises Gone when the peer has closed and all has been read."""
 

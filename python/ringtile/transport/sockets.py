@@ -68,6 +68,11 @@ class SocketChannel(Channel):
             raise Gone(peer, _reason(error)) from None
         self._sockets[peer].setblocking(False)
 
+    def send_last(self, header: bytes) -> None:
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.send(header)
+
     def receive(self, peer: int) -> bytes | None:
         part = self._parts[peer]
         try:

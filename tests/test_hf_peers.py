@@ -1,0 +1,77 @@
+"""A rank that dies or stops while a Trainer runs is named by all others, by its rank in the world, in every phase."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.counts import Counts
+from faults.training_kills import PHASES, Trial, run
+from pool import Pool, run_ranks
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.peers import Peers, limit_timeouts
+
+KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
+KILLS = [
+    KILL,
+    dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3),  # rank 1 of its group
+    dataclasses.replace(KILL, phase="saving", victim=0),
+    dataclasses.replace(KILL, world_size=2, context_parallel_size=2, phase="evaluation", stops=True),
+]
+LONG = [
+    pytest.param(dataclasses.replace(KILL, phase=phase, stops=stops), marks=pytest.mark.matrix)
+    for phase in PHASES
+    for stops in (False, True)
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("trial", [*KILLS, *LONG], ids=str)
+def test_lost_rank_is_named_by_all_others(trial):
+    counts = Counts()
+    run(trial, counts)
+    assert counts.named == 1, counts.notes
+
+
+class _Engine:
+    """Methods that fail."""
+
+    def of_its_own(self):
+        raise RuntimeError("the sizes of a and b differ")
+
+    def no_rank_is_lost(self):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out")
+
+
+def _errors_of_others():
+    """What an engine's own errors become, while all ranks are there."""
+    ledger, engine, peers, said = Ledger(), _Engine(), Peers(10.0), []
+    for name in ("of_its_own", "no_rank_is_lost"):
+        peers.wrap(engine, name, ledger)
+        with pytest.raises(RuntimeError) as raised:
+            getattr(engine, name)()
+        said.append(str(raised.value))
+    ledger.restore()
+    return said
+
+
+def test_other_errors_stay_what_they_are():
+    pool = Pool(3)
+    try:
+        for said in pool.run(_errors_of_others):
+            assert said == ["the sizes of a and b differ", "[gloo/transport/tcp/pair.cc:1] Timed out"]
+    finally:
+        pool.close()
+
+
+def _timeouts():
+    group = dist.new_group()
+    limit_timeouts(7.0)
+    found = [each._get_backend(torch.device("cpu")).options._timeout for each in (dist.group.WORLD, group)]
+    limit_timeouts(60.0)
+    dist.destroy_process_group(group)
+    return [timeout.total_seconds() for timeout in found]
+
+
+def test_timeout_holds_for_all_groups():
+    assert run_ranks(2, _timeouts) == [[7.0, 7.0]] * 2
