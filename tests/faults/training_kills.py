@@ -29,7 +29,6 @@ from faults.counts import Counts
 PHASES = ("forward", "backward", "reduction", "evaluation", "saving")
 WORLDS = ((2, 2), (3, 3), (4, 2), (4, 4))  # (ranks, ranks that share a sequence)
 TIMEOUT_SECONDS = 4.0  # of all groups
-GRACE_SECONDS = 3.0  # after a kill, or after the timeout if the rank was stopped, on an idle machine
 LIMIT_SECONDS = 60.0  # then a rank counts as hung
 
 
@@ -42,6 +41,7 @@ class Trial:
     victim: int
     step: int
     delay: float  # seconds after the beginning of the phase
+    timeout: float = TIMEOUT_SECONDS
 
     @classmethod
     def draw(cls, rng: random.Random, number: int) -> Trial:
@@ -59,10 +59,9 @@ def campaign(trials: int | None, seed: int) -> Counts:
         seconds[trial.stops] += run(trial, counts)
     for stops, ends in seconds.items():
         if ends:
-            name, extra = ("stop", f" (timeout {TIMEOUT_SECONDS:g} s)") if stops else ("kill", "")
-            counts.notes.append(
-                f"{len(ends)} ranks, {name} to end: median {statistics.median(ends):.2f} s, longest {max(ends):.2f} s{extra}"
-            )
+            name = f"stop (timeout {TIMEOUT_SECONDS:g} s)" if stops else "kill"
+            median, longest = statistics.median(ends), max(ends)
+            counts.notes.append(f"{len(ends)} ranks, {name} to end: median {median:.2f} s, longest {longest:.2f} s")
     return counts
 
 
@@ -118,7 +117,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+    timeout = datetime.timedelta(seconds=trial.timeout)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=trial.world_size, timeout=timeout
     )
@@ -145,7 +144,7 @@ def _train(rank: int, trial: Trial, folder: str) -> None:
         save_total_limit=2,
     )
     size = trial.context_parallel_size
-    ringtile.enable(trainer, {"context_parallel_size": size, "timeout_seconds": TIMEOUT_SECONDS})
+    ringtile.enable(trainer, {"context_parallel_size": size, "timeout_seconds": trial.timeout})
     if rank == trial.victim:
         _Strike(trainer, trial, Path(folder, "struck")).arm()
     trainer.train()

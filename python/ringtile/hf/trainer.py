@@ -124,21 +124,17 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
 def _summary(trainer: Trainer, config: Config) -> str:
     """What was enabled, on one line."""
     args, size = trainer.args, config.context_parallel_size
+    on = [key for key in ("tiled_mlp", "tiled_loss", "activation_offload") if getattr(config, key)]
     if deepspeed_shards_sequences(trainer.accelerator):
-        sharing = "DeepSpeed shards the sequences"
-    elif size > 1:
-        sharing = f"{size} ranks share a sequence ({config.layout})"
-    else:
-        sharing = "a rank has whole sequences"
-    rows = trainer.get_total_train_batch_size(args)
-    steps = args.gradient_accumulation_steps
+        return "; ".join([f"ringtile: {args.world_size} ranks, DeepSpeed shards the sequences", *on])
+    sharing = f"{size} ranks share a sequence ({config.layout})" if size > 1 else "no sequence is sharded"
+    rows, steps = trainer.get_total_train_batch_size(args), args.gradient_accumulation_steps
     batches = rows // (args.train_batch_size * steps)
-    tiled = [key for key in ("tiled_mlp", "tiled_loss", "activation_offload") if getattr(config, key)]
     return "; ".join(
         [
             f"ringtile: {args.world_size} ranks, {sharing}",
             f"a step trains on {rows} rows: {steps} x {batches} batches of {args.train_batch_size}",
-            *tiled,
+            *on,
         ]
     )
 
