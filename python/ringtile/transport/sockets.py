@@ -155,7 +155,8 @@ def _exchange_addresses(rank: int, own: _Address, exchange: Callable[[bytes], di
     for peer, hello in hellos.items():
         fields = decode(hello)
         if fields.get("version") != HEADER_VERSION:
-            raise RingMismatch(describe_difference(rank, mine, peer, {"version": fields["version"]}, "the first call"))
+            theirs = {"version": fields.get("version", "none")}
+            raise RingMismatch(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
         addresses[peer] = _Address(str(fields["host"]), int(fields["port"]), str(fields["token"]))
     return addresses
 
