@@ -42,13 +42,16 @@ class Trial:
     step: int
     delay: float  # seconds after the beginning of the phase
     timeout: float = TIMEOUT_SECONDS
+    engine: str = "DDP"
 
     @classmethod
     def draw(cls, rng: random.Random, number: int) -> Trial:
         world_size, size = rng.choice(WORLDS)
         phase = PHASES[number % len(PHASES)]
         delay = rng.choice([0.0, rng.uniform(0.0, 0.02)])
-        return cls(world_size, size, phase, rng.random() < 0.25, rng.randrange(world_size), rng.randint(1, 3), delay)
+        stops, victim, step = rng.random() < 0.25, rng.randrange(world_size), rng.randint(1, 3)
+        engine = rng.choice(["DDP", "DDP", "FSDP2"])
+        return cls(world_size, size, phase, stops, victim, step, delay, engine=engine)
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
@@ -132,22 +135,25 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
 
 def _train(rank: int, trial: Trial, folder: str) -> None:
     import ringtile
+    from hf_engines import engine
     from hf_training import make_trainer
 
-    trainer = make_trainer(
-        folder=f"{folder}/out",
-        max_steps=40,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=2,
-    )
-    size = trial.context_parallel_size
-    ringtile.enable(trainer, {"context_parallel_size": size, "timeout_seconds": trial.timeout})
-    if rank == trial.victim:
-        _Strike(trainer, trial, Path(folder, "struck")).arm()
-    trainer.train()
+    with engine(trial.engine) as arguments:
+        trainer = make_trainer(
+            folder=f"{folder}/out",
+            max_steps=40,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=2,
+            **arguments,
+        )
+        size = trial.context_parallel_size
+        ringtile.enable(trainer, {"context_parallel_size": size, "timeout_seconds": trial.timeout})
+        if rank == trial.victim:
+            _Strike(trainer, trial, Path(folder, "struck")).arm()
+        trainer.train()
 
 
 class _Strike:
@@ -159,13 +165,14 @@ class _Strike:
 
     def arm(self) -> None:
         trainer, phase = self._trainer, self._trial.phase
-        if phase == "reduction":  # DDP reduces a bucket of gradients when the last of them is there
+        if phase == "reduction" and self._trial.engine == "DDP":  # which reduces gradients when the last one is there
             for parameter in trainer.model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._begin)
             return
         owner, name = {
             "forward": (trainer, "compute_loss"),
             "backward": (trainer.accelerator, "backward"),
+            "reduction": (trainer.accelerator, "backward"),  # FSDP2 reduces the gradients of a layer after the layer
             "evaluation": (trainer, "prediction_step"),
             "saving": (trainer, "_save_checkpoint"),
         }[phase]

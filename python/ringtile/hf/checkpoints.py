@@ -121,7 +121,9 @@ def find(output_dir: str | None) -> pathlib.Path:
             return check(folder)
         skipped.append(f"{folder}: {damage}")
     found = "; ".join(skipped) or "no checkpoint"
-    raise CheckpointError(f"resume_from_checkpoint: {output_dir} holds {found}; expected a whole checkpoint")
+    raise CheckpointError(
+        f"resume_from_checkpoint: {output_dir} holds {found}; expected a whole checkpoint: to start anew, leave it out"
+    )
 
 
 def check(folder: pathlib.Path) -> pathlib.Path:

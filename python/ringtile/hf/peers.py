@@ -76,8 +76,7 @@ class Peers:
         except PeerLost as error:
             if error is self._failure:  # by an inner context
                 raise
-            rank = getattr(error, "rank", None)
-            self._give_up(what, error, None if rank is None else Lost(self._world_rank(rank), str(error)))
+            self._give_up(what, error, None if error.rank is None else Lost(self._world_rank(error.rank), str(error)))
         except Exception as error:
             if not of_a_collective(error):
                 raise
@@ -91,8 +90,8 @@ class Peers:
         if lost is None:  # all ranks are there: it is another error
             raise error
         self._tell(lost.reason, lost.rank)
-        if suspect is not None and lost.rank == suspect.rank and suspect.rank == getattr(error, "rank", None):
-            self._failure = error if isinstance(error, PeerLost) else None
+        if isinstance(error, PeerLost) and error.rank == lost.rank:  # the ring has named it already
+            self._failure = error
             raise error
         self._failure = PeerLost(
             f"rank {lost.rank} was lost in {what}() of rank {self.rank}: {lost.reason}; see rank {lost.rank}'s log for "
