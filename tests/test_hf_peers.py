@@ -1,15 +1,19 @@
 """A rank that dies or stops while a Trainer runs is named by all others, by its rank in the world, in every phase."""
 
 import dataclasses
+import os
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
-from pool import Pool, run_ranks
+from pool import Pool, run_command, run_ranks
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.peers import Peers, limit_timeouts
+from test_cli_train import TRAINING, write_config
+from transformers import Trainer
 
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
 KILLS = [
@@ -32,6 +36,27 @@ def test_lost_rank_is_named_by_all_others(trial):
     counts = Counts()
     run(trial, counts)
     assert counts.named == 1, counts.notes
+
+
+def _rank_1_dies_while_saving():
+    def save(self, *args):
+        if self.args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, *args)
+
+    original, Trainer._save_checkpoint = Trainer._save_checkpoint, save
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_train_says_who_was_lost(size, tmp_path):
+    """Without context parallelism too."""
+    training = {**TRAINING, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
+    config = write_config(tmp_path, context_parallel_size=size, training=training)
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = run_command(2, "train", str(config), prepare=_rank_1_dies_while_saving, cwd=tmp_path, variables=variables)
+    assert done.returncode in (2, -signal.SIGKILL)  # of the rank that ended first
+    assert "ringtile: error: rank 0: rank 1 was lost in train() of rank 0: it has closed the connection" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 class _Engine:
