@@ -6,7 +6,7 @@
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
-# make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv)
+# make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv); Python >= 3.11
 # make setup   .venv with everything that constraints.txt pins
 # make clean   remove the build outputs
 PYTHON ?= python3

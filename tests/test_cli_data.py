@@ -96,17 +96,57 @@ def test_formats_mix_and_empty_documents_are_left_out(tmp_path: pathlib.Path) ->
         ("empty.txt", b"", "data.files: no text in empty.txt; expected at least one document"),
         ("empty.jsonl", b"", "data.files: no text in empty.jsonl"),
         ("blank.jsonl", b'{"text": ""}\n', "data.files: no text in blank.jsonl"),
-        ("broken.jsonl", b'{"text": oops}\n', "data.files: cannot read broken.jsonl as json"),
-        ("latin.txt", b"caf\xe9", "data.files: cannot read latin.txt as text"),
+        ("latin.txt", b"first\ncaf\xe9", r"data.files: .*latin.txt, line 2: no UTF-8 \(byte 0xe9\); expected UTF-8"),
         ("broken.parquet", b"no parquet", "data.files: cannot read broken.parquet as parquet"),
-        ("other.jsonl", b'{"body": "x"}\n', "data.text_column is 'text'; expected a column of the files: body"),
-        ("number.jsonl", b'{"text": 3}\n', "data.text_column 'text' holds int64, expected strings"),
+        ("null.json", b"null", "data.files: .*null.json, line 1: None, which is no object"),
+        ("array.json", b'[{"text": "a"}, 1]', "data.files: .*array.json, line 1: 1, which is no object"),
+        ("pretty.json", b'{\n"text": \n}', r"data.files: .*pretty.json, line 3: no JSON \(Expecting value"),
     ],
 )
 def test_unusable_file_is_refused_by_name(tmp_path: pathlib.Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match="^" + message):
         load_documents([str(tmp_path / name)], "text", "data.files")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": oops}', r"no JSON \(Expecting value at column 10\); expected JSON"),
+        (b'{"text": ', r"no JSON \(Expecting value at column 9\)"),
+        (b'{"text": "\xff\xfe"}', r"no UTF-8 \(byte 0xff\); expected UTF-8"),
+        (b'{"text": 3}', "3 in data.text_column 'text'; expected an object whose 'text' is a string or null"),
+        (b'{"text": ["a"]}', r"\['a'\] in data.text_column 'text'; expected"),
+        (b'{"text": NaN}', "nan in data.text_column 'text'; expected"),
+        (b"[1, 2]", r"\[1, 2\], which is no object; expected"),
+        (b'{"body": "x"}', r"a record without data.text_column 'text' \(it has 'body'\); expected"),
+        (b'{"text": "\\ud800"}', "half of a character"),
+        (b"[" * 5000, "no JSON that Python reads"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "no JSON that Python reads"),
+    ],
+)
+def test_bad_line_is_named(tmp_path: pathlib.Path, line: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
+    with pytest.raises(ConfigError, match=r"^data.files: .*a.jsonl, line 3: " + message):
+        load_documents([str(tmp_path / "a.jsonl")], "text", "data.files")
+
+
+def test_texts_are_taken_as_they_are(tmp_path: pathlib.Path) -> None:
+    """Not as dates, nor with an eye on other columns."""
+    lines = ['{"text": "2026-01-01", "n": 1}', '{"n": "one", "text": "2026-01-02T00:00:00"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    (tmp_path / "b.json").write_text('[{"text": "x"}, {"text": "y"}]')
+    (tmp_path / "c.json").write_text('{\n "text": "z"\n}')
+    (tmp_path / "d.txt").write_bytes(b"a\r\nb")
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.json", "c.json", "d.txt")]
+    texts = load_documents(files, "text", "data.files")["text"][:]
+    assert texts == ["2026-01-01", "2026-01-02T00:00:00", "x", "y", "z", "a\nb"]
+
+
+def test_changed_file_is_read_again(tmp_path: pathlib.Path) -> None:
+    for text in ("one", "another"):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "{text}"}}')
+        assert load_documents([str(tmp_path / "a.jsonl")], "text", "data.files")["text"][:] == [text]
 
 
 # ---- tokens ---------------------------------------------------------------------------------------

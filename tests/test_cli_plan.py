@@ -84,6 +84,7 @@ def test_what_all_ranks_find_is_said_once(
     for rank, expected in enumerate((rank_0, rank_1)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(SMALL) == 2
         printed = capsys.readouterr().err
         assert printed.startswith(expected)

@@ -17,10 +17,12 @@ from ringtile.errors import (
     InputError,
     LayoutError,
     MaskNotExpressible,
+    MissingPackage,
     PeerLost,
     Refused,
     RingMismatch,
     RingtileError,
+    needs_extra,
 )
 
 _build_error: BuildError | None = None
@@ -79,6 +81,7 @@ __all__ = [
     "LayoutError",
     "LoopbackWorld",
     "MaskNotExpressible",
+    "MissingPackage",
     "PeerLost",
     "Plan",
     "Refused",
@@ -109,5 +112,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__ and _build_error is not None:
         raise _build_error
     if name in _LAZY:
-        return getattr(importlib.import_module(f"ringtile.{_LAZY[name]}"), name)
+        with needs_extra(f"ringtile.{name}", "hf"):
+            return getattr(importlib.import_module(f"ringtile.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'ringtile' has no attribute {name!r}")

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
-from ringtile.hf.auto import install
+from ringtile.errors import needs_extra
+
+with needs_extra("ringtile.auto", "hf"):
+    from ringtile.hf.auto import install
 
 restore = install().restore

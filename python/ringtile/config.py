@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ringtile.errors import ConfigError
+from ringtile.yaml_file import read_yaml, shown
+
+MAX_KEY = 80  # characters of an unknown key that an error shows
+MAX_NAMED = 20  # names that an error lists
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class Section(BaseModel):
@@ -24,7 +28,7 @@ class Section(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(one, type(self)) for one in error.errors())) from None
+            raise ConfigError("; ".join(_explain(one, type(self)) for one in error.errors())) from None
 
 
 class Config(Section):
@@ -33,17 +37,17 @@ class Config(Section):
     ConfigError, naming the key: it is unknown, has a wrong type or value, or contradicts another key.
     """
 
-    context_parallel_size: int = Field(default=1, ge=1)  # ranks that share one sequence; 1 = off
+    context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
     block_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # of the attention forward, see docs/design/ring.md
     tiled_mlp: bool = False
-    tiled_mlp_num_shards: int | None = Field(default=None, ge=1)  # tiles per MLP call, instead of tile_tokens
+    tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
-    tile_tokens: int = Field(default=16384, ge=1)  # tokens per tile, of the MLP and the loss
+    tile_tokens: Count = 16384  # tokens per tile, of the MLP and the loss
     tiled_loss: bool = False
     activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
-    gc_steps: int | None = Field(default=None, ge=1)  # collect garbage at the start and every gc_steps steps
-    timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # a rank silent for longer counts as lost
+    gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
+    timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
@@ -51,6 +55,22 @@ class Config(Section):
             raise ValueError(
                 f"tiled_mlp_num_shards is {self.tiled_mlp_num_shards} but tiled_mlp is false; "
                 f"set tiled_mlp: true or remove tiled_mlp_num_shards"
+            )
+        given = self.model_fields_set
+        if "tiled_mlp_use_original_mlp" in given and not self.tiled_mlp:
+            raise ValueError(
+                f"tiled_mlp_use_original_mlp is {self.tiled_mlp_use_original_mlp} but tiled_mlp is false; "
+                f"set tiled_mlp: true or remove tiled_mlp_use_original_mlp"
+            )
+        if "tile_tokens" in given and self.tiled_mlp_num_shards is not None and not self.tiled_loss:
+            raise ValueError(
+                f"tile_tokens is {self.tile_tokens} but tiled_mlp_num_shards, {self.tiled_mlp_num_shards}, sets the "
+                f"tiles of the MLP and the loss is not tiled; remove one of the two or set tiled_loss: true"
+            )
+        if "tile_tokens" in given and not self.tiled_mlp and not self.tiled_loss:
+            raise ValueError(
+                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true or tiled_loss: true, or "
+                f"remove tile_tokens"
             )
         return self
 
@@ -71,32 +91,23 @@ class Config(Section):
             raise ConfigError(f"{path}: {error}") from None
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Reads the mapping in a YAML file. ConfigError: unreadable, not YAML, or not a mapping."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{error.strerror}; expected a readable YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"holds {type(values).__name__}; expected a mapping of keys to values")
-    return values
-
-
-def nearest_key(key: str, valid: list[str]) -> str:
-    """Completes the error for an unknown key: the closest valid key, or all of them if none is close."""
-    close = difflib.get_close_matches(key, valid, n=1)
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(valid))}"
+def nearest_key(key: str, valid: Collection[str]) -> str:
+    """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
+    key, names = str(key)[:MAX_KEY], sorted(valid)
+    if close := difflib.get_close_matches(key, names, n=1):
+        return f"did you mean {close[0]}?"
+    if len(names) > MAX_NAMED:
+        return f"the closest are {', '.join(difflib.get_close_matches(key, names, n=3, cutoff=0.0))}"
+    return f"expected one of {', '.join(names)}"
 
 
 def _explain(error: Any, section: type[Section]) -> str:
     """One pydantic error as one line: the key, the value got, the value expected."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"unknown key {section.prefix}{key}: {nearest_key(key, list(section.model_fields))}"
+        return f"unknown key {section.prefix}{key[:MAX_KEY]}: {nearest_key(key, section.model_fields)}"
     if error["type"] == "missing":
         return f"{section.prefix}{key} is missing; expected a value for it"
     if not key:
         return str(error["ctx"]["error"])
-    return f"{section.prefix}{key} is {error['input']!r}; expected: {error['msg']}"
+    return f"{section.prefix}{key} is {shown(error['input'])}; expected: {error['msg']}"

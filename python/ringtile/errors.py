@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class RingtileError(Exception):
     """The base class: `except ringtile.RingtileError` catches everything ringtile raises on purpose."""
@@ -46,3 +49,22 @@ class CheckpointError(RingtileError, RuntimeError):
 
 class BuildError(RingtileError, ImportError):
     """The compiled extension is missing, does not fit this torch, or cannot run on this CPU."""
+
+
+class MissingPackage(RingtileError, ModuleNotFoundError):
+    """A package that this part of ringtile needs is not installed; the message names the extra to install."""
+
+
+@contextlib.contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Tells a failed import of another package as MissingPackage. what: that the imports in the body are for."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("ringtile") or isinstance(error, MissingPackage):
+            raise
+        raise MissingPackage(
+            f"{what} needs {error.name}, which is not installed; expected the packages of the extra {extra}: "
+            f"pip install 'ringtile[{extra}]'",
+            name=error.name,
+        ) from error

@@ -7,16 +7,21 @@ A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ringtile import __version__
-from ringtile.cli.environment import local_rank, rank
-from ringtile.errors import ConfigError, PeerLost, RingMismatch, RingtileError
+from ringtile.cli import environment, world
+from ringtile.cli.output import check_output, write_json
+from ringtile.errors import PeerLost, RingMismatch, RingtileError
+
+MAX_LINE = 1000  # characters of an error
 
 VERBS = {
     "train": "train a model from a YAML file; start it with torchrun for several ranks",
@@ -47,46 +52,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in arguments:  # only this verb is imported: doctor must run where train's dependencies are missing
                 verb_module(name).add_arguments(verb)
         args = parser.parse_args(arguments)
-        if args.json and rank() == 0:
-            make_writable(args.json, "--json")
+        if args.json and environment.rank() == 0:
+            check_output(args.json, "--json")
         outcome: Outcome = verb_module(args.verb).run(args)
-        if args.json and rank() == 0:
+        if args.json and environment.rank() == 0:
             write_json(args.json, outcome.report)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("ringtile"):
             raise
         return refuse(f"{error.name} is not installed; install it: pip install 'ringtile[train]'")
     except (PeerLost, RingMismatch) as error:
-        return refuse(f"rank {rank()}: {error}", every_rank=True)
+        return refuse(f"rank {environment.rank()}: {error}", every_rank=True)
     except RingtileError as error:
-        return refuse(str(error))
+        return refuse(str(error), every_rank=not environment.is_sound())
     return outcome.status
 
 
 def refuse(message: str, every_rank: bool = False) -> int:
-    """Prints why, on one line, and returns the exit status. All ranks refuse bad input alike: one a machine prints."""
-    if every_rank or local_rank() == 0:
-        print(f"ringtile: error: {message}", file=sys.stderr)
+    """Prints why, on one line, and returns the exit status. Of ranks that refuse alike, one prints."""
+    line = one_line(f"ringtile: error: {message}")
+    if every_rank or world.first_to_say(line):
+        print(line, file=sys.stderr, flush=True)
+    if (file := environment.error_file()) is not None:  # torchrun shows it at the end of its own summary
+        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": line}}
+        with contextlib.suppress(OSError):
+            pathlib.Path(file).write_text(json.dumps({"message": said}))
+    world.leave()
     return 2
+
+
+def one_line(text: str) -> str:
+    """A message of any origin as one line that a terminal can show, at most MAX_LINE characters."""
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 4]} ..."
 
 
 def verb_module(name: str) -> Any:
     """The module of a verb."""
     return importlib.import_module(f"ringtile.cli.{name}")
-
-
-def make_writable(path: pathlib.Path, option: str) -> None:
-    """Makes the folder of a result, before the work begins. ConfigError when the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{option}: cannot write {path} ({error.strerror}); expected a path of a writable file"
-        ) from error
-
-
-def write_json(path: pathlib.Path, report: dict[str, Any]) -> None:
-    """Writes a report as indented JSON."""
-    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from ringtile.bench.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
 from ringtile.bench.rows import DTYPES, Comparison, Measured, Row
-from ringtile.cli import Outcome, make_writable
+from ringtile.cli import Outcome
+from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError
 
 SUBJECTS = {
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise ConfigError(f"--repeats is {args.repeats}, --threads {args.threads}; expected at least 1")
     if args.plot:
         plot_roofline = importlib.import_module("ringtile.bench.roofline").plot_roofline
-        make_writable(args.plot, "--plot")
+        check_output(args.plot, "--plot")
     comparisons = chosen(args, subject)
     for comparison in comparisons:
         subject.check(comparison.workload)
@@ -106,7 +107,9 @@ def run(args: argparse.Namespace) -> Outcome:
     for name, value in report["machine"].items():
         console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
     if args.plot:
-        plot_roofline(args.plot, report["rows"], peak, report["machine"]["copy_bytes_per_s"])
+        write_output(
+            args.plot, lambda file: plot_roofline(file, report["rows"], peak, report["machine"]["copy_bytes_per_s"])
+        )
     wrong = [row for row in report["rows"] if row.get("bytes_moved") != row.get("plan_bytes")]
     for row in wrong:
         console.print(f"{row['case']}: {row['bytes_moved']} bytes moved, expected {row['plan_bytes']} as planned")

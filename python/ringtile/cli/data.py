@@ -1,7 +1,7 @@
 """Files -> documents -> rows of tokens -> batches, for `ringtile train`.
 
-Files are read through `datasets`: .jsonl, .json and .parquet give one document a record, any other file is one
-document of UTF-8 text. A document is its tokens and one end-of-document token. Rows are either
+.jsonl, .json and .parquet give one document a record, any other file is one document of UTF-8 text. `datasets` keeps
+them on disk. A document is its tokens and one end-of-document token. Rows are either
 
   packed   exactly seq_len tokens of the concatenated documents. position_ids restart at 0 where a document starts or
            continues from the row before; the label there is -100, because no token of the row predicts it.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import datasets  # type: ignore[import-untyped]
@@ -25,9 +26,12 @@ import torch
 
 from ringtile.config import Section
 from ringtile.errors import ConfigError
+from ringtile.yaml_file import shown
 
 IGNORE_INDEX = -100  # label that cross_entropy ignores by default
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # by suffix; every other file is text
+SHOWN_FILES = 5  # in an error
+BOM = b"\xef\xbb\xbf"  # some editors begin a file with it
 
 
 class DataConfig(Section):
@@ -37,7 +41,7 @@ class DataConfig(Section):
 
     files: list[str] = pydantic.Field(min_length=1)
     eval_files: list[str] = pydantic.Field(default_factory=list)
-    seq_len: int = pydantic.Field(ge=2)
+    seq_len: int = pydantic.Field(ge=2, le=2**31 - 1)
     packing: bool = True
     text_column: str = "text"
     tokenizer: str | None = None
@@ -70,7 +74,7 @@ class PretrainedEncoder:
 
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises nothing more precise for a damaged file
             raise ConfigError(
                 f"data.tokenizer {name!r} cannot be loaded ({first_line(error)}); expected a "
                 "folder with tokenizer files, a hub name, or 'bytes'"
@@ -116,36 +120,152 @@ def load_documents(files: Sequence[str], text_column: str, key: str) -> datasets
     """One row a document, with the single column `text`; empty documents are dropped."""
     by_format: dict[str, list[str]] = {}
     for file in files:
-        if pathlib.Path(file).stat().st_size:
-            by_format.setdefault(FORMATS.get(pathlib.Path(file).suffix, "text"), []).append(file)
-    parts = [read_texts(name, members, text_column, key) for name, members in by_format.items()]
-    if parts:
-        documents = datasets.concatenate_datasets(parts).filter(bool, input_columns="text")
-        if len(documents):
-            return documents
-    names = ", ".join(pathlib.Path(file).name for file in files)
-    raise ConfigError(f"{key}: no text in {names}; expected at least one document that is not empty")
+        by_format.setdefault(FORMATS.get(pathlib.Path(file).suffix, "text"), []).append(file)
+    parts = [
+        read_parquet(members, text_column, key) if name == "parquet" else read_texts(name, members, text_column, key)
+        for name, members in by_format.items()
+    ]
+    if parts := [part for part in parts if part is not None and len(part)]:
+        return datasets.concatenate_datasets(parts)
+    raise ConfigError(f"{key}: no text in {shown_files(files)}; expected at least one document that is not empty")
 
 
-def read_texts(name: str, files: list[str], text_column: str, key: str) -> datasets.Dataset:
-    """Reads files of one format (`text`, `json`, `parquet`) into a dataset with the single column `text`."""
-    options = {"sample_by": "document"} if name == "text" else {}
+def shown_files(files: Sequence[str]) -> str:
+    """The names of a few files, for an error."""
+    names = [pathlib.Path(file).name for file in files]
+    more = f" and {len(names) - SHOWN_FILES} more files" if len(names) > SHOWN_FILES else ""
+    return ", ".join(names[:SHOWN_FILES]) + more
+
+
+def read_parquet(files: list[str], text_column: str, key: str) -> datasets.Dataset | None:
+    """Reads parquet files into a dataset with the single column `text`; None if they have no rows."""
+    if not (files := [file for file in files if os.path.getsize(file)]):
+        return None
     try:
-        part = datasets.load_dataset(name, data_files=files, split="train", **options)
-    except (datasets.exceptions.DatasetsError, ValueError) as error:  # pyarrow raises ValueErrors
-        shown = ", ".join(pathlib.Path(file).name for file in files)
+        part = datasets.load_dataset("parquet", data_files=files, split="train")
+    except Exception as error:  # pyarrow raises its own and Python's
         reason = first_line(error.__cause__ or error)
-        raise ConfigError(f"{key}: cannot read {shown} as {name} ({reason}); expected valid UTF-8 {name}") from error
-    column = "text" if name == "text" else text_column
-    if column not in part.column_names:
+        raise ConfigError(f"{key}: cannot read {shown_files(files)} as parquet ({reason})") from error
+    if text_column not in part.column_names:
         raise ConfigError(
-            f"data.text_column is {column!r}; expected a column of the files: {', '.join(part.column_names)}"
+            f"data.text_column is {text_column!r}; expected a column of the files: {', '.join(part.column_names)}"
         )
-    if part.features[column].dtype not in ("string", "large_string"):
-        raise ConfigError(f"data.text_column {column!r} holds {part.features[column].dtype}, expected strings")
-    part = part.select_columns([column])
-    part = part if column == "text" else part.rename_column(column, "text")
-    return part.cast(datasets.Features(text=datasets.Value("string")))
+    kind = getattr(part.features[text_column], "dtype", "nested values")
+    if kind not in ("string", "large_string"):
+        raise ConfigError(f"data.text_column {text_column!r} holds {kind}, expected strings")
+    part = part.select_columns([text_column])
+    part = part if text_column == "text" else part.rename_column(text_column, "text")
+    return part.cast(datasets.Features(text=datasets.Value("string"))).filter(bool, input_columns="text")
+
+
+def read_texts(name: str, files: list[str], text_column: str, key: str) -> datasets.Dataset | None:
+    """Reads files of text or JSON into a dataset with the single column `text`; None if it would have no rows.
+
+    Not with the readers of `datasets`: they drop a record without text, take a text that looks like a date for one,
+    cannot say which line is wrong, and crash on some.
+    """
+    arguments: dict[str, Any] = {
+        "name": name,
+        "files": files,
+        "text_column": text_column,
+        "key": key,
+        "stamp": digest_files(files),
+    }
+    if next(documents_of(**arguments), None) is None:
+        return None
+    try:
+        return datasets.Dataset.from_generator(
+            documents_of, gen_kwargs=arguments, features=datasets.Features(text=datasets.Value("string"))
+        )
+    except datasets.exceptions.DatasetsError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        reason = first_line(error.__cause__ or error)
+        raise ConfigError(f"{key}: cannot read {shown_files(files)} ({reason}); expected valid UTF-8 {name}") from error
+
+
+def documents_of(name: str, files: list[str], text_column: str, key: str, stamp: str) -> Iterator[dict[str, str]]:
+    """The documents of text or JSON files that are not empty. ConfigError names the file and the line.
+
+    stamp: changes with the files, so that `datasets` does not take a copy that it keeps of others.
+    """
+    for file in files:
+        for line, document in read_text(file, key) if name == "text" else read_json(file, text_column, key):
+            try:
+                document.encode()
+            except UnicodeEncodeError as error:
+                raise bad_line(key, file, line, f"half of a character, {error.object[error.start]!r}", "text") from None
+            if document:
+                yield {"text": document}
+
+
+def read_text(file: str, key: str) -> Iterator[tuple[int, str]]:
+    """The whole file, with newlines as Python's text mode has them."""
+    content = pathlib.Path(file).read_bytes()
+    yield 1, decoded(content, key, file, 1).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(file: str, column: str, key: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each record: of JSON lines, or of a file that is one array or object."""
+    with open(file, "rb") as lines:
+        if is_one_value(file):
+            value = parsed(lines.read(), key, file, 1)
+            for record in value if isinstance(value, list) else [value]:
+                yield 1, text_of(record, column, key, file, 1)
+            return
+        for number, line in enumerate(lines, 1):
+            if line.strip().removeprefix(BOM):
+                yield number, text_of(parsed(line, key, file, number), column, key, file, number)
+
+
+def is_one_value(file: str) -> bool:
+    """Whether a .json file, which often holds JSON lines, is an array or an object over several lines."""
+    if not file.endswith(".json"):
+        return False
+    with open(file, "rb") as lines:
+        first = next((line for line in lines if line.strip().removeprefix(BOM)), b"")
+    try:
+        return isinstance(json.loads(first.removeprefix(BOM)), list)
+    except (ValueError, RecursionError):
+        return True
+
+
+def parsed(content: bytes, key: str, file: str, line: int) -> Any:
+    """JSON from some lines of a file, the first of which is `line`."""
+    text = decoded(content.removeprefix(BOM), key, file, line).rstrip()  # an error at the end is on the last line
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        found = f"no JSON ({error.msg} at column {error.colno})"
+        raise bad_line(key, file, line + error.lineno - 1, found, "JSON") from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 2000 brackets
+        raise bad_line(key, file, line, f"no JSON that Python reads ({first_line(error)})", "JSON") from None
+
+
+def decoded(content: bytes, key: str, file: str, line: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line += content.count(b"\n", 0, error.start)
+        raise bad_line(key, file, line, f"no UTF-8 (byte 0x{content[error.start]:02x})", "UTF-8") from None
+
+
+def text_of(record: Any, column: str, key: str, file: str, line: int) -> str:
+    """The text of a record; "" for null."""
+    expected = f"an object whose {column!r} is a string or null"
+    if not isinstance(record, dict):
+        raise bad_line(key, file, line, f"{shown(record)}, which is no object", expected)
+    if column not in record:
+        names = ", ".join(shown(name) for name in list(record)[:SHOWN_FILES]) or "none"
+        raise bad_line(key, file, line, f"a record without data.text_column {column!r} (it has {names})", expected)
+    text = record[column]
+    if text is not None and not isinstance(text, str):
+        raise bad_line(key, file, line, f"{shown(text)} in data.text_column {column!r}", expected)
+    return text or ""
+
+
+def bad_line(key: str, file: str, line: int, found: str, expected: str) -> ConfigError:
+    return ConfigError(f"{key}: {file}, line {line}: {found}; expected {expected}")
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -4,25 +4,67 @@ from __future__ import annotations
 
 import os
 
+from ringtile.errors import ConfigError
+
 # torchrun sets these in its workers.
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # one of them makes a process part of a world
 REPORTED = ("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_CONFIG", "OMP_NUM_THREADS")
+_LAUNCHER = "start ringtile with torchrun, which sets all of them, or unset all of them for one process"
 
 
 def rank() -> int:
-    """The rank of this process; 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
+    """The rank of this process; 0 without torchrun. ConfigError: the variable is no rank."""
+    return _integer("RANK", 0, 0)
 
 
 def local_rank() -> int:
-    """The rank of this process among those of its machine; 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    """The rank of this process among those of its machine; 0 without torchrun. ConfigError: the variable is no rank."""
+    return _integer("LOCAL_RANK", 0, 0)
+
+
+def world_size() -> int:
+    """The number of ranks; 1 without torchrun. ConfigError: the variable is no number of ranks."""
+    return _integer("WORLD_SIZE", 1, 1)
 
 
 def local_world_size() -> int:
-    """The number of ranks on this machine; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """The number of ranks on this machine; 1 without torchrun. ConfigError: the variable is no number of ranks."""
+    return _integer("LOCAL_WORLD_SIZE", 1, 1)
+
+
+def check_world() -> None:
+    """ConfigError: the variables do not describe one rank of a world, so that ranks would wait, or train apart."""
+    if not any(name in os.environ for name in WORLD_VARIABLES):
+        return
+    for name in (*WORLD_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            given = ", ".join(each for each in TORCHRUN_VARIABLES if os.environ.get(each)) or "none"
+            raise ConfigError(f"{name} is not set, but of the launcher's variables {given}; {_LAUNCHER}")
+    _check_numbers()
+
+
+def is_sound() -> bool:
+    """Whether the variables, as far as they are set, say which rank this is."""
+    try:
+        _check_numbers()
+    except ConfigError:
+        return False
+    return True
+
+
+def _check_numbers() -> None:
+    if rank() >= world_size():
+        raise ConfigError(f"RANK is {rank()} and WORLD_SIZE {world_size()}; expected a smaller rank; {_LAUNCHER}")
+    local_rank()
+    local_world_size()
+    _integer("MASTER_PORT", 29500, 1, 65535)
+
+
+def error_file() -> str | None:
+    """Where torchrun looks for the error of this process, to show it in its summary."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
 def reported() -> dict[str, str | None]:
@@ -39,3 +81,11 @@ def without_torchrun() -> dict[str, str]:
     """The environment for a child process that must not join this process's world."""
     kept = without(*TORCHRUN_VARIABLES)
     return {name: value for name, value in kept.items() if not name.startswith(TORCHRUN_PREFIXES)}
+
+
+def _integer(name: str, default: int, low: int, high: int = 2**31 - 1) -> int:
+    text = os.environ.get(name, str(default))
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else -1
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {text[:40]!r}; expected an integer from {low} to {high}; {_LAUNCHER}")
+    return value

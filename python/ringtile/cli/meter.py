@@ -34,10 +34,11 @@ class Meter(TrainerCallback):
         self.step_seconds: list[float] = []
         self.last_plan: Plan | None = None
         self.sequence: ShardedSequence | None = None  # of the last batch
-        self.in_step = False
+        self.in_step = self.has_begun = False
         model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
 
     def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+        self.has_begun = True  # optimizer, engine and checkpoint are ready
         reset_peak_bytes(DEVICE)
 
     def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:

@@ -6,23 +6,29 @@ top level. docs/guide/train.md describes every key.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import enum
 import glob
+import os
 import pathlib
+import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import pydantic
 import torch
-from huggingface_hub.errors import StrictDataclassError
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder, first_line
-from ringtile.config import Config, nearest_key, read_yaml
-from ringtile.errors import ConfigError
+from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
+from ringtile.cli.limits import check_model_config, check_training
+from ringtile.config import MAX_KEY, Config, nearest_key
+from ringtile.errors import ConfigError, RingtileError
+from ringtile.yaml_file import read_yaml, shown
 
 SECTIONS = ("model", "data", "training")
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # training keys that shard the model over ranks
@@ -33,6 +39,11 @@ TRAINING_DEFAULTS = {
     "report_to": "none",
     "use_cpu": not torch.accelerator.is_available(),
 }
+# Keys of any depth in `training` whose values stay out of reports, errors and other ranks' logs.
+_SECRET = re.compile("(^|_)(token|api_key|password|secret)$")
+# torch names no class for what a collective raises when a peer is gone.
+_OF_A_PEER = re.compile("gloo|nccl|connection|socket|peer", re.IGNORECASE)
+_FIELD = re.compile(r"Validation error for field '(\w+)'")  # how transformers' configs name the key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +65,14 @@ class Recipe:
         try:
             mapping = read_yaml(path)
             check_keys(mapping, {*SECTIONS, *Config.model_fields}, "")
-            return cls(
+            recipe = cls(
                 model=load_model_keys(mapping.get("model"), folder),
                 data=load_data_config(mapping.get("data", default_data), folder),
                 training=load_training(mapping.get("training", {})),
                 ringtile=Config.load({key: value for key, value in mapping.items() if key not in SECTIONS}),
             )
+            check_training(recipe.training, bool(recipe.data.eval_files))
+            return recipe
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -67,35 +80,64 @@ class Recipe:
         """The same training in one plain process: no context parallelism, no tiles, the same rows per step."""
         rows = self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
         changes = {"per_device_train_batch_size": rows * data_parallel_size, "output_dir": output_dir}
-        changes |= dict.fromkeys(ENGINES)
+        changes |= dict.fromkeys((*ENGINES, "hub_token")) | {"push_to_hub": False}
         return dataclasses.replace(self, training=self.training | changes, ringtile=Config())
 
     def mapping(self) -> dict[str, Any]:
-        """The mapping that `load` reads: plain types, ready for YAML or JSON."""
-        sections = {"model": self.model, "data": self.data.model_dump(), "training": self.training}
-        return sections | self.ringtile.model_dump(mode="json")
+        """The mapping that `load` reads: plain types, ready for YAML or JSON, without the values of secrets."""
+        sections = {"model": self.model, "data": self.data.model_dump(), "training": without_secrets(self.training)}
+        return sections | self.ringtile.model_dump(mode="json", exclude_unset=True)
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """The same with "<hub_token>" for the value of hub_token, and so on."""
+    if value is not None and _SECRET.search(key):
+        return f"<{key}>"
+    if isinstance(value, dict):
+        return {name: without_secrets(each, str(name)) for name, each in value.items()}
+    return [without_secrets(each) for each in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def told_as_ours(section: str, has_begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Tells what transformers, accelerate, datasets or torch raise while they prepare a training as a ConfigError.
+
+    section: of the file, that they work on. has_begun: whether the training has, so that errors are its own.
+    """
+    try:
+        yield
+    except RingtileError:
+        raise
+    except Exception as error:
+        of_a_peer = dist.is_initialized() and dist.get_world_size() > 1 and isinstance(error, RuntimeError | OSError)
+        if has_begun() or (of_a_peer and _OF_A_PEER.search(f"{type(error).__name__} {error}")):
+            raise
+        if (field := _FIELD.match(str(error))) is not None:
+            raise ConfigError(f"{section}.{field[1]}: {error.__cause__ or error}") from error
+        plain = isinstance(error, ValueError | ImportError | OSError) and str(error)
+        raise ConfigError(f"{section}: {error if plain else f'{type(error).__name__}: {error}'}") from error
 
 
 def check_keys(given: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
     """Raises ConfigError for the first unknown key, naming the nearest known one."""
     for key in given:
         if key not in known:
-            raise ConfigError(f"unknown key {prefix}{key}: {nearest_key(str(key), list(known))}")
+            raise ConfigError(f"unknown key {prefix}{str(key)[:MAX_KEY]}: {nearest_key(key, known)}")
 
 
 def load_model_keys(given: Any, folder: pathlib.Path) -> str | dict[str, Any]:
     """The `model` section; a relative path starts at `folder`."""
     if isinstance(given, str):
-        return str(folder / given) if (folder / given).is_dir() else given
+        return str(folder / given) if os.path.isdir(folder / given) else given
     if isinstance(given, dict) and isinstance(given.get("model_type"), str):
         return given
-    raise ConfigError(f"model is {given!r}; expected a folder, a hub name, or keys of a config with model_type")
+    raise ConfigError(f"model is {shown(given)}; expected a folder, a hub name, or keys of a config with model_type")
 
 
 def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
     """The `data` section; relative paths of files and of a tokenizer's folder start at `folder`."""
     if not isinstance(given, dict):
-        raise ConfigError(f"data is {given!r}; expected keys like files and seq_len")
+        raise ConfigError(f"data is {shown(given)}; expected keys like files and seq_len")
     given = {str(key): value for key, value in given.items()}
     given |= {key: [given[key]] for key in ("files", "eval_files") if isinstance(given.get(key), str)}
     config = DataConfig(**given)
@@ -103,7 +145,7 @@ def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
     places: dict[str, Any] = {
         key: [str(base / pattern) for pattern in getattr(config, key)] for key in ("files", "eval_files")
     }
-    if config.tokenizer and (folder / config.tokenizer).is_dir():
+    if config.tokenizer and os.path.isdir(folder / config.tokenizer):
         places["tokenizer"] = str(folder / config.tokenizer)
     return config.model_copy(update=places)
 
@@ -118,7 +160,7 @@ def training_fields() -> dict[str, Any]:
 def load_training(given: Any) -> dict[str, Any]:
     """The `training` section, every value converted to the type of its field (YAML reads 1e-3 as a string)."""
     if not isinstance(given, dict):
-        raise ConfigError(f"training is {given!r}; expected keys of transformers.TrainingArguments")
+        raise ConfigError(f"training is {shown(given)}; expected keys of transformers.TrainingArguments")
     fields = training_fields()
     check_keys(given, fields, "training.")
     return TRAINING_DEFAULTS | {key: convert(key, value, fields[key]) for key, value in given.items()}
@@ -126,18 +168,26 @@ def load_training(given: Any) -> dict[str, Any]:
 
 def convert(key: str, value: Any, field_type: Any) -> Any:
     """A value of the training section, converted to the type of its field."""
+    quotes = " (without quotes, YAML reads no, off, yes and on as booleans)" if isinstance(value, bool) else ""
+    got = f"training.{key} is {shown(without_secrets(value, key))}"
     try:
-        return pydantic.TypeAdapter(field_type).validate_python(value)
+        converted = pydantic.TypeAdapter(field_type).validate_python(value)
     except pydantic.ValidationError as error:
-        raise ConfigError(f"training.{key} is {value!r}; expected: {error.errors()[0]['msg']}") from error
+        raise ConfigError(f"{got}; expected: {error.errors()[0]['msg']}{quotes}") from error
+    if isinstance(value, bool) and not isinstance(converted, bool):
+        raise ConfigError(f"{got}; expected a number")
+    for kind in typing.get_args(field_type):
+        if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(converted, str):
+            names = [str(member.value) for member in kind]
+            if getattr(converted, "value", converted) not in names:
+                raise ConfigError(f"{got}: {nearest_key(converted, names)}")
+    return converted
 
 
 def make_arguments(training: dict[str, Any]) -> TrainingArguments:
     """TrainingArguments. Under torchrun this also starts the process group."""
-    try:
+    with told_as_ours("training"):
         return TrainingArguments(**copy.deepcopy(training))  # it changes the dicts it is given
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"training: {first_line(error)}") from error
 
 
 def make_encoder(recipe: Recipe) -> Encoder:
@@ -148,14 +198,13 @@ def make_encoder(recipe: Recipe) -> Encoder:
 
 def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
     """Loads the model, or builds it with random weights (seed first). Its vocabulary must hold the encoder's."""
-    try:
+    with told_as_ours("model"):
         if isinstance(recipe.model, str):
             model = AutoModelForCausalLM.from_pretrained(recipe.model)
         else:
             config = make_model_config(recipe.model, recipe.data.seq_len, encoder)
+            check_model_config(config)
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"model: {' '.join(str(error).split())}") from error
     limits = {"vocab_size": encoder.vocab_size, "max_position_embeddings": recipe.data.seq_len}
     for key, needed in limits.items():
         if getattr(model.config, key, needed) < needed:
@@ -168,8 +217,9 @@ def make_model_config(given: dict[str, Any], seq_len: int, encoder: Encoder) -> 
     """A transformers config from its keys. If left out, vocab_size and max_position_embeddings fit the data."""
     model_type = given["model_type"]
     if model_type not in CONFIG_MAPPING:
-        known_types = list(CONFIG_MAPPING.keys())
-        raise ConfigError(f"unknown model.model_type {model_type}: {nearest_key(model_type, known_types)}")
+        raise ConfigError(
+            f"unknown model.model_type {model_type[:MAX_KEY]}: {nearest_key(model_type, list(CONFIG_MAPPING.keys()))}"
+        )
     config_class = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(config_class)} | {*config_class.attribute_map, "model_type"}
     check_keys(given, known, "model.")

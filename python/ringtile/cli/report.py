@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from ringtile.cli.output import write_output
+
 # Two runs of the same training may differ by this much. Losses and norms are float32 sums of the same terms in another
 # order: an ulp is 1.2e-7 relative, a sum is off by a few, and every step starts from weights that are off as much.
 MAX_REL_LOSS_DIFF = 1e-6
@@ -74,7 +76,7 @@ def plot_losses(path: pathlib.Path, report: dict[str, Any]) -> None:
         rows[1].set_ylabel("relative difference")
     top.legend()
     rows[-1].set_xlabel("step")
-    figure.savefig(path)
+    write_output(path, figure.savefig)
 
 
 def print_summary(console: Console, report: dict[str, Any]) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ringtile.cli import Outcome, make_writable, write_json
+from ringtile.cli import Outcome, world
 from ringtile.cli.environment import local_world_size, rank, without_torchrun
+from ringtile.cli.output import check_output, write_json
 from ringtile.errors import ConfigError, RingtileError
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -43,8 +44,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.plot and rank() == 0:
         if args.plot.suffix not in PLOT_SUFFIXES:
             raise ConfigError(f"--plot is {args.plot}; expected a file name ending in {', '.join(PLOT_SUFFIXES)}")
-        make_writable(args.plot, "--plot")
-    recipe = Recipe.load(args.config)
+        check_output(args.plot, "--plot")
+    recipe = world.alike(lambda: Recipe.load(args.config))
     report = train(recipe)
     failures: list[str] = []
     if rank() == 0:

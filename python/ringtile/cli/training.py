@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import pathlib
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -14,7 +15,8 @@ import ringtile
 from ringtile.cli.data import digest_files, find_files, load_documents, make_collator, make_rows
 from ringtile.cli.doctor import owner_name, versions
 from ringtile.cli.meter import DEVICE, Meter
-from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
+from ringtile.cli.output import check_output_folder
+from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model, told_as_ours
 from ringtile.config import Config
 from ringtile.errors import ConfigError
 from ringtile.hf.peers import limit_timeouts
@@ -66,6 +68,8 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         raise ConfigError("training.fsdp is set for one process; expected torchrun with several, or no fsdp")
     if args.disable_tqdm or args.process_index > 0:
         datasets.disable_progress_bars()
+    if args.should_save:
+        check_output_folder(pathlib.Path(str(args.output_dir)), "training.output_dir")
     with args.main_process_first(desc="reading the data"):  # the others then read the cache of `datasets`
         rows = {
             key: make_rows(
@@ -76,13 +80,14 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         }
     set_seed(args.seed)
     model = make_model(recipe, encoder)
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=rows["files"],
-        eval_dataset=rows.get("eval_files"),
-        data_collator=make_collator(encoder.pad_id),
-    )
+    with told_as_ours("training"):
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=rows["files"],
+            eval_dataset=rows.get("eval_files"),
+            data_collator=make_collator(encoder.pad_id),
+        )
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ConfigError("training.fsdp is set, but accelerate ignores it on a CPU; expected GPUs")
     if trainer.pop_callback(ProgressCallback) is not None:
@@ -95,7 +100,8 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     if dist.is_initialized():
         trainer.add_callback(LimitTimeouts(recipe.ringtile.timeout_seconds))
     patched = [] if ledger is None else [f"{owner_name(owner)}.{name}" for owner, name in ledger.entries]
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    with told_as_ours("training", has_begun=lambda: meter.has_begun):
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.save_strategy != "no":
         trainer.save_model()
     report = make_report(recipe, trainer.state.log_history, meter, gather(meter)) | {

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringtile
-from ringtile.cli import Outcome
+from ringtile.cli import Outcome, world
 from ringtile.cli.environment import rank
 from ringtile.errors import RingtileError
 
@@ -35,6 +35,8 @@ TRAINING = {
     "logging_steps": 1,
     "save_strategy": "no",
     "eval_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
     "resume_from_checkpoint": None,
 }
 ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")  # not for the run in one process
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> Outcome:
     from ringtile.cli.training import train
     from ringtile.hf.group import ContextParallelGroup
 
-    recipe = Recipe.load(args.config, default_data=default_data())
+    recipe = world.alike(lambda: Recipe.load(args.config, default_data=default_data()))
     recipe = dataclasses.replace(
         recipe, training=recipe.training | TRAINING, data=recipe.data.model_copy(update={"eval_files": []})
     )

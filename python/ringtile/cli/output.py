@@ -1,0 +1,90 @@
+"""Files that the command line writes: whole or not at all, and where the user said."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from ringtile.errors import ConfigError
+
+
+def check_output(path: pathlib.Path, option: str) -> None:
+    """Makes the folder of a result before the work begins. ConfigError: the file could not be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_link(path, path.parent, option)
+        if path.is_dir():
+            raise ConfigError(f"{option}: {path} is a folder; expected a path of a writable file")
+        if _is_replaced(path):
+            with _beside(path).open("xb"):
+                pass
+            _beside(path).unlink()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{option}: cannot write {path} ({reason}); expected a path of a writable file") from error
+
+
+def check_output_folder(folder: pathlib.Path, option: str) -> None:
+    """Makes a folder for many files. ConfigError: it cannot be written to, or a link in it leads out of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for place, folders, files in os.walk(folder):
+            for name in (*folders, *files):
+                _check_link(pathlib.Path(place, name), folder, option)
+        with _beside(folder / "x").open("xb"):
+            pass
+        _beside(folder / "x").unlink()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{option}: cannot write to {folder} ({reason}); expected a writable folder") from error
+
+
+def write_output(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+    """Lets `write` fill a file beside `path`, then gives it that name: readers see the old file or the new one."""
+    if not _is_replaced(path):
+        write(path)
+        return
+    beside = _beside(path)
+    try:
+        with beside.open("xb"):  # a new file, no link that someone put there
+            pass
+        write(beside)
+        os.replace(beside, path.resolve())
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: pathlib.Path, report: dict[str, Any]) -> None:
+    """Writes a report as indented JSON."""
+    text = json.dumps(report, indent=1) + "\n"
+    write_output(path, lambda file: _write_text(file, text))
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _beside(path: pathlib.Path) -> pathlib.Path:
+    """A name in the folder of the real file, with its suffix, which says the format of a picture."""
+    return path.parent / f".{path.stem[:100]}.{os.getpid()}{path.suffix}"
+
+
+def _is_replaced(path: pathlib.Path) -> bool:
+    """Whether writing makes a new file; a device or pipe, as /dev/null, is written to."""
+    return path.is_file() or not path.exists()
+
+
+def _check_link(path: pathlib.Path, folder: pathlib.Path, option: str) -> None:
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"{option}: {path} is a link to {path.resolve()}, outside {folder}; expected a file of its own: remove the "
+            f"link, or name its target"
+        )

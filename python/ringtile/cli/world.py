@@ -1,0 +1,132 @@
+"""Before training: the ranks tell each other, over the launcher's store, what they are about to do, or why they cannot.
+
+The store is there before any process group is, so a rank whose file is broken, or another, is named by all at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.rendezvous import rendezvous
+
+from ringtile.cli import environment
+from ringtile.errors import ConfigError, PeerLost, RingtileError
+from ringtile.yaml_file import shown
+
+_LINGER_SECONDS = 3.0  # how long the rank that hosts the store waits for the others to read why they end
+
+
+class Described(Protocol):
+    """What a rank is about to do: mapping() has plain types, and no secrets."""
+
+    def mapping(self) -> dict[str, Any]: ...
+
+
+T = TypeVar("T", bound=Described)
+_store: Store | None = None  # kept: the ranks use it until they end
+
+
+def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
+    """load(), on every rank of the world. ConfigError on all ranks, with one text, when a rank cannot load, or when
+    two ranks load different things; PeerLost: a rank does not come.
+    """
+    global _store
+    environment.check_world()
+    if environment.world_size() == 1:
+        return load()
+    rank, world_size = environment.rank(), environment.world_size()
+    mine: T | None = None
+    said: dict[str, Any] = {"WORLD_SIZE": world_size}
+    try:
+        mine = load()
+        said |= {"mapping": mine.mapping()}
+    except RingtileError as error:
+        said |= {"error": str(error)}
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    try:
+        store = next(rendezvous("env://", timeout=timeout))[0]
+        _store = store = PrefixStore("ringtile", store)
+        store.set(f"rank {rank}", json.dumps(said))
+        if rank == 0:
+            store.set("verdict", _verdict(store, world_size, timeout))
+        verdict = store.get("verdict").decode()
+    except (DistError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PeerLost(
+            f"the {world_size} ranks of WORLD_SIZE did not meet at MASTER_ADDR and MASTER_PORT within "
+            f"{timeout_seconds:g} s ({reason}); expected that many processes: see the log of the missing one"
+        ) from error
+    if verdict:
+        raise ConfigError(verdict)
+    assert mine is not None
+    return mine
+
+
+def _verdict(store: Store, world_size: int, timeout: datetime.timedelta) -> str:
+    """Why the world cannot train; "" if it can."""
+    keys = [f"rank {rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except DistStoreError:
+        missing = ", ".join(key for key in keys if not store.check([key]))
+        return f"{missing} did not come within {timeout.total_seconds():g} s; see its log for the cause"
+    all_said = [json.loads(said) for said in store.multi_get(keys)]
+    errors = {rank: said["error"] for rank, said in enumerate(all_said) if "error" in said}
+    if errors:
+        rank, error = next(iter(errors.items()))
+        same_everywhere = len(errors) == world_size and len(set(errors.values())) == 1
+        return error if same_everywhere else f"rank {rank}: {error}"
+    first = _flat(all_said[0])
+    for rank, said in enumerate(all_said):
+        other = _flat(said)
+        for key in {**first, **other}:
+            values = [each.get(key, "not set") for each in (first, other)]
+            if json.dumps(values[0]) != json.dumps(values[1]):
+                return (
+                    f"{key} is {shown(values[0])} on rank 0 and {shown(values[1])} on rank {rank}; expected the same "
+                    f"configuration on every rank: give all of them the same file and the same variables"
+                )
+    return ""
+
+
+def _flat(said: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings under the names that errors use: training.learning_rate."""
+    flat: dict[str, Any] = {}
+    for key, value in said.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, "" if name == "mapping" else f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def first_to_say(line: str) -> bool:
+    """Whether this rank is to print a line: the first one to ask; before the ranks have met, the first of a machine."""
+    if _store is None:
+        return environment.local_rank() == 0
+    key = f"said {hashlib.sha256(line.encode()).hexdigest()}"
+    try:
+        return bool(_store.add(key, 1) == 1)
+    except RuntimeError:  # who hosts the store has ended
+        return True
+
+
+def leave() -> None:
+    """Called when this rank has refused: the host of the store waits a little for the others to use it."""
+    if _store is None:
+        return
+    with contextlib.suppress(RuntimeError):
+        gone = _store.add("gone", 1)
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while environment.rank() == 0 and gone < environment.world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            gone = _store.add("gone", 0)

@@ -1,0 +1,415 @@
+"""Configurations that are broken, hostile, or not the same on every rank: one line that names them, and status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from typing import Any
+from unittest import mock
+
+import datasets
+import pytest
+import torch.distributed as dist
+from pool import run_command, run_ranks
+from ringtile.cli import MAX_LINE, main, world
+from ringtile.cli.environment import rank
+from ringtile.cli.output import check_output, check_output_folder, write_json, write_output
+from ringtile.cli.recipe import Recipe
+from ringtile.config import Config
+from ringtile.errors import ConfigError
+from ringtile.yaml_file import read_yaml
+from test_cli_train import MODEL, TRAINING, write_config
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+# ---- YAML ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: !!int x", "line 1: 'x' is no int"),
+        ("b: 1\na: !!timestamp 1", "line 2: the tag .*timestamp'; expected a plain value"),
+        ("a: !!python/object:os.system {}", "line 1: the tag .*os.system'"),
+        ("a: !!set {b}", "the tag"),
+        ("a: " + "9" * 5000, "line 1: '999.*' is no int"),
+        ("a: {b: 0x" + "f" * 5000 + "}", "a.b is an integer of 20000 bits; expected at most 64"),
+        ("a: [1, .nan]", "a.1 is NaN; expected a number"),
+        ('a: "x\\0"', "a is 'x\\\\x00'; expected text without NUL"),
+        ('a: "\\ud800"', "a is .*; expected text without NUL and lone surrogates"),
+        ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is given twice; expected it once"),
+        ("a: {b: 1, b: 1}", "line 1: the key 'b' is given twice"),
+        ("a: " + "[" * 2000, "nested too deeply; expected at most 50 levels"),
+        ("a: " + "[" * 60 + "]" * 60, "line 1: nested too deeply; expected at most 50 levels"),
+        (BOMB, "131071 values once aliases are expanded; expected at most 100000"),
+        ("a: &a [*a]", "an alias of a value within itself"),
+        ("a: *b", "line 1: found undefined alias"),
+        ("a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
+        ("a: [b", "line 1: while parsing a flow sequence"),
+        ("# " + "x" * 2**20, "holds more than 1048576 bytes"),
+    ],
+)
+def test_hostile_yaml_is_named(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_yaml(tmp_path / "a.yaml")
+    assert len(str(error.value)) < 300
+    assert "\n" not in str(error.value)
+
+
+def test_plain_yaml_is_read_as_before(tmp_path: pathlib.Path) -> None:
+    text = "a: &a {b: 1, c: [x, 1.5, true, null]}\nd: {<<: *a, b: 2}\ne: 2001-13-45\nf: =\ng: .inf\n1: -5\n"
+    (tmp_path / "a.yaml").write_text(text)
+    a = {"b": 1, "c": ["x", 1.5, True, None]}
+    assert read_yaml(tmp_path / "a.yaml") == {
+        "a": a,
+        "d": a | {"b": 2},
+        "e": "2001-13-45",  # a name, not a date
+        "f": "=",
+        "g": float("inf"),
+        1: -5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tiled_mlp_use_original_mlp": False}, "tiled_mlp_use_original_mlp is False but tiled_mlp is false"),
+        ({"tile_tokens": 5}, "tile_tokens is 5 but nothing is tiled"),
+        (
+            {"tile_tokens": 5, "tiled_mlp": True, "tiled_mlp_num_shards": 2},
+            "tile_tokens is 5 but tiled_mlp_num_shards, 2, sets the tiles",
+        ),
+        ({"layout": "zag", "tile_tokens": "x"}, "layout is 'zag'; .*; tile_tokens is 'x'"),
+        ({"context_parallel_size": 10**5000}, "context_parallel_size is an int of more than 4000 digits"),
+    ],
+)
+def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        Config.load(values)
+    assert "\n" not in str(error.value)
+
+
+def test_tile_tokens_of_the_loss_go_with_shards_of_the_mlp() -> None:
+    assert Config(tiled_mlp=True, tiled_mlp_num_shards=2, tiled_loss=True, tile_tokens=5).tile_tokens == 5
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def refusal(path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line that `ringtile train` prints."""
+    capfd.readouterr()
+    assert main(["train", str(path)]) == 2
+    printed = capfd.readouterr().err
+    lines = [line for line in printed.splitlines() if line.startswith("ringtile: error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in printed
+    assert len(lines[0]) <= MAX_LINE
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *((key, float("nan"), f"training.{key} is NaN") for key in ("learning_rate", "max_grad_norm")),
+        ("num_train_epochs", float("inf"), "training.num_train_epochs is inf; expected 1e-06 to 2147483647"),
+        *(("max_steps", steps, f"training.max_steps is {steps}; expected 1 to") for steps in (0, -2, 10**15)),
+        ("max_steps", 10**26, "training.max_steps is an integer of 87 bits"),
+        ("max_steps", True, "training.max_steps is True; expected a number"),
+        *((key, 0, f"training.{key} is 0.*; expected 1e-06 to 2147483647") for key in ("save_steps", "eval_steps")),
+        *(("per_device_train_batch_size", size, f"is {size}; expected 1 to 2147483647") for size in (0, -1)),
+        *(("gradient_accumulation_steps", steps, f"is {steps}; expected 1 to 2147483647") for steps in (0, -1)),
+        *(("seed", seed, "training.seed is .*; expected 0 to 4294967295") for seed in (-1, 2**32)),
+        ("dataloader_num_workers", 10**6, "training.dataloader_num_workers is 1000000; expected 0 to 1024"),
+        ("adam_beta1", 1.0, "training.adam_beta1 is 1.0; expected 0 or more, and less than 1"),
+        ("save_strategy", False, "training.save_strategy is False; expected: .*without quotes"),
+        ("lr_scheduler_type", "kosine", "training.lr_scheduler_type is 'kosine': did you mean cosine?"),
+        ("deepspeed", {}, "training.deepspeed is empty"),
+        ("deepspeed", "missing.json", "training: .*missing.json"),
+        ("accelerator_config", "missing.json", "training: .*No such file.*missing.json"),
+        ("accelerator_config", {"split_batch": True}, "training: TypeError: .*split_batch"),
+        ("optim", "adamw_bnb_8bit", "training: .*bitsandbytes"),
+        ("optim", "apollo_adamw", "training: .*optim_target_modules|training: .*apollo"),
+        ("eval_strategy", "steps", "training.eval_strategy is steps but there is no data to evaluate"),
+        ("eval_on_start", True, "training.eval_on_start is true but there is no data to evaluate"),
+        ("load_best_model_at_end", True, "training.load_best_model_at_end is true but nothing is evaluated"),
+        ("output_dir", "/dev/null/out", "training.output_dir: cannot write to /dev/null/out .Not a directory"),
+        ("report_to", "wandb", "training: .*wandb"),
+        ("resume_from_checkpoint", "nowhere", "training: .*nowhere"),
+        ("hub_token", [7], "training.hub_token is '<hub_token>'; expected: Input should be a valid string"),
+        ("run_name", "\x1b[2J\n" * 300, None),
+    ],
+)
+def test_bad_training_value_is_one_line(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], key: str, value: Any, message: str | None
+) -> None:
+    path = write_config(tmp_path, training=TRAINING | {"output_dir": str(tmp_path / "out"), key: value})
+    if message is None:
+        assert Recipe.load(path).training[key] == value
+    else:
+        assert re.search(message.replace("?", r"\?"), line := refusal(path, capfd)), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"num_hidden_layers": layers}, f"model.num_hidden_layers is {layers}; expected 1 to") for layers in (0, -1)),
+        ({"hidden_size": 0}, "model.hidden_size is 0; expected 1 to"),
+        ({"vocab_size": -5}, "model.vocab_size is -5; expected 1 to"),
+        ({"hidden_size": "wide"}, "model.hidden_size: .*'hidden_size' expected int, got str"),
+        ({"hidden_act": "silo"}, "model.hidden_act is 'silo'; expected an activation of transformers: .*silu"),
+        ({"attention_dropout": 2.0}, "model.attention_dropout is 2.0; expected a probability, 0 to 1"),
+        ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3; expected a divisor of .* 4"),
+        ({"num_hidden_layers": 10**9}, "model: 1000000000 layers of hidden_size 32 need at least .* GiB"),
+        ({"model_type": "zzzz"}, "unknown model.model_type zzzz: the closest are [^,]+, [^,]+, [^,]+$"),
+        ({"model_type": "gpt2", "n_layer": 0}, "model.n_layer is 0; expected 1 to"),
+    ],
+)
+def test_bad_model_value_is_one_line(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    model = {"model_type": "gpt2", "n_embd": 8, "n_head": 2} if "n_layer" in changes else MODEL
+    assert re.search(message, line := refusal(write_config(tmp_path, model=model | changes), capfd)), line
+
+
+def test_error_of_any_text_is_one_short_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*unused: object, **also_unused: object) -> None:
+        raise RuntimeError("one\ntwo\x1b[2J" + "x" * 10_000)
+
+    monkeypatch.setattr("transformers.Trainer.create_optimizer", fail)
+    line = refusal(write_config(tmp_path), capfd)
+    assert line.startswith(r"ringtile: error: training: RuntimeError: one two\x1b[2Jxxx")
+    assert line.endswith("x ...")
+
+
+# ---- secrets and outputs ------------------------------------------------------------------------
+
+
+def test_secrets_are_in_no_report(tmp_path: pathlib.Path) -> None:
+    training = TRAINING | {"hub_token": "hf_abc", "output_dir": str(tmp_path / "out"), "push_to_hub": False}
+    training["lr_scheduler_kwargs"] = {}
+    path = write_config(tmp_path, training=training)
+    assert main(["train", str(path), "--json", str(tmp_path / "r.json")]) == 0
+    text = (tmp_path / "r.json").read_text()
+    assert "hf_abc" not in text
+    assert json.loads(text)["recipe"]["training"]["hub_token"] == "<hub_token>"
+    recipe = Recipe.load(path)
+    nested = dataclasses.replace(recipe, training=recipe.training | {"deepspeed": {"comet": [{"api_key": "k1"}]}})
+    assert nested.mapping()["training"]["deepspeed"] == {"comet": [{"api_key": "<api_key>"}]}
+
+
+def test_run_in_one_process_pushes_nothing(tmp_path: pathlib.Path) -> None:
+    path = write_config(tmp_path, training=TRAINING | {"push_to_hub": True, "hub_token": "hf_abc"})
+    alone = Recipe.load(path).alone(1, "out").mapping()["training"]
+    assert alone["push_to_hub"] is False
+    assert alone["hub_token"] is None
+
+
+def test_output_is_whole_or_as_it_was(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "deep" / "a.json"
+    check_output(path, "--json")
+    assert list(path.parent.iterdir()) == []
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+
+    def write_half(beside: pathlib.Path) -> None:
+        beside.write_text("{")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_output(path, write_half)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_outputs_do_not_leave_their_folder_through_links(tmp_path: pathlib.Path) -> None:
+    outside, folder = tmp_path / "outside.json", tmp_path / "out"
+    folder.mkdir()
+    outside.write_text("precious")
+    (folder / "a.json").symlink_to(outside)
+    with pytest.raises(ConfigError, match=r"--json: .*a.json is a link to .*outside.json, outside .*; expected"):
+        check_output(folder / "a.json", "--json")
+    with pytest.raises(ConfigError, match=r"training.output_dir: .*a.json is a link"):
+        check_output_folder(folder, "training.output_dir")
+    (folder / "a.json").unlink()
+    (folder / "b.json").write_text("old")
+    (folder / "a.json").symlink_to(folder / "b.json")
+    check_output_folder(folder, "training.output_dir")
+    check_output(folder / "a.json", "--json")
+    write_json(folder / "a.json", {})
+    assert json.loads((folder / "b.json").read_text()) == {}
+    check_output(pathlib.Path("/dev/null"), "--json")
+    write_json(pathlib.Path("/dev/null"), {})
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- the world ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc'; expected an integer from 0"),
+        ({"RANK": "abc", "LOCAL_RANK": "1"}, "RANK is 'abc'"),  # only this rank may have it
+        ({"RANK": "-1"}, "RANK is '-1'; expected an integer from 0"),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE 2; expected a smaller rank"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; expected an integer from 1"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'; expected an integer from 1"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'; expected an integer from 0"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set, but of the launcher's variables RANK"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set, but of the launcher's variables RANK"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; expected an integer from 1 to 65535"),
+    ],
+)
+def test_wrong_variables_of_a_launcher_are_named(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    variables: dict[str, str | None],
+    message: str,
+) -> None:
+    world = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (world | variables).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert message in refusal(write_config(tmp_path), capfd)
+
+
+class _Said:
+    def __init__(self, **mapping: Any) -> None:
+        self._mapping = mapping
+
+    def mapping(self) -> dict[str, Any]:
+        return self._mapping
+
+
+def _meet(port: int, said: list[dict[str, Any] | None], variables: dict[str, str]) -> tuple[str, bool, bool]:
+    """On a rank: the error of `alike`, and whether it prints a line that all ranks have, and one of its own."""
+    number = dist.get_rank()
+    launcher = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(said), "MASTER_ADDR": "127.0.0.1"}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in {**launcher, "MASTER_PORT": port}.items()}):
+        os.environ.update(variables if number else {})
+
+        def load() -> _Said:
+            if (mapping := said[number]) is None:
+                raise ConfigError("run.yaml: broken")
+            return _Said(**mapping)
+
+        try:
+            world.alike(load, timeout_seconds=20)
+            error = ""
+        except ConfigError as refused:
+            error = str(refused)
+        prints = world.first_to_say("alike"), world.first_to_say(f"rank {number}")
+        world.leave()
+        world._store = None
+        return error, *prints
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([{"training": {"seed": 0}}] * 3, ""),
+        (
+            [{"training": {"seed": seed}} for seed in (0, 0, 1)],
+            "training.seed is 0 on rank 0 and 1 on rank 2; expected",
+        ),
+        ([{"a": 1}, {"a": 1.0}, {"a": 1}], "a is 1 on rank 0 and 1.0 on rank 1; expected the same configuration"),
+        ([{"a": 1}, {"a": 1}, {}], "a is 1 on rank 0 and 'not set' on rank 2; expected the same configuration"),
+        ([{"model": "a"}, {"model": {"b": 1}}, {}], "model is 'a' on rank 0 and 'not set' on rank 1"),
+        ([{}, None, {}], "rank 1: run.yaml: broken"),
+        ([None, None, None], "run.yaml: broken"),
+    ],
+)
+def test_ranks_that_differ_refuse_together(said: list[dict[str, Any] | None], message: str) -> None:
+    outcomes = run_ranks(3, _meet, free_port(), said, {})
+    for error, _, own in outcomes:
+        assert bool(error) == bool(message)
+        assert error.startswith(message)
+        assert own
+    assert sum(alike for _, alike, _ in outcomes) == 1
+
+
+def test_another_number_of_ranks_is_a_difference() -> None:
+    outcomes = run_ranks(2, _meet, free_port(), [{}, {}], {"WORLD_SIZE": "3"})
+    assert [error.split(";")[0] for error, _, _ in outcomes] == ["WORLD_SIZE is 2 on rank 0 and 3 on rank 1"] * 2
+
+
+def _another_rate() -> None:
+    load = Recipe.load
+
+    def load_another(*args: Any, **kwargs: Any) -> Recipe:
+        recipe = load(*args, **kwargs)
+        return dataclasses.replace(recipe, training=recipe.training | {"learning_rate": 0.1 * (1 + rank())})
+
+    Recipe.load = load_another
+
+
+@pytest.mark.parametrize("verb", [pytest.param("train"), pytest.param("verify", marks=pytest.mark.matrix)])
+def test_another_learning_rate_of_a_rank_is_refused(tmp_path: pathlib.Path, verb: str) -> None:
+    done = run_command(2, verb, str(write_config(tmp_path)), prepare=_another_rate)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ringtile: error: ")]
+    assert len(lines) == 1
+    assert "training.learning_rate is 0.1 on rank 0 and 0.2 on rank 1; expected the same configuration" in lines[0]
+
+
+def test_torchrun_ends_its_summary_with_the_line(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    line = refusal(write_config(tmp_path, layout="zigzak"), capfd)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    shown = str(ChildFailedError("ringtile", {0: failure}))
+    assert shown.splitlines()[-2] == f"  traceback : {line}"
+
+
+def test_enable_without_transformers_names_the_extra() -> None:
+    program = """
+        import sys
+        class Blocker:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "transformers":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Blocker())
+        import ringtile
+        for use in (lambda: ringtile.enable, lambda: __import__("ringtile.auto"), lambda: ringtile.tile_mlps):
+            try:
+                use()
+            except ringtile.MissingPackage as error:
+                assert isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+                print(error)
+        assert ringtile.Config().tile_tokens
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(" needs ")[0] for line in lines] == ["ringtile.enable", "ringtile.auto", "ringtile.tile_mlps"]
+    assert all(
+        "transformers, which is not installed" in line and "pip install 'ringtile[hf]'" in line for line in lines
+    )
