@@ -132,7 +132,7 @@ def gathered_cases() -> dict[str, list[Tensor]]:
         block_mask = mask_mod and create_cp_block_mask(mask_mod, 2, None, 300, 300, group, load_balancer="zigzag")
         mods = {"block_mask": block_mask, "score_mod": score_mod}
         with torch.no_grad():
-            with context_parallel(group, layout=Layout.zigzag(300, dist.get_world_size())):
+            with context_parallel(group, layout="zigzag"):  # a layout of any length: a call tells it
                 outs = [flex_attention(*local, **mods)]
             if case != "score mod":  # every call compiles anew
                 module = styled(ContextParallel(2, FLEX), torch_flex.flex_attention, group)
@@ -400,7 +400,13 @@ def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
     refuses(InputError, "4 heads, key 2; pass enable_gqa=True", attend)
     aux = AuxRequest(max_scores=True)
     refuses(Refused, "max_scores", lambda group: attend(group, enable_gqa=True, return_aux=aux))
-    refuses(Refused, "unknown length", lambda group: attend(group, enable_gqa=True, score_mod=alibi))
+    aux = AuxRequest(lse=True)
+    refuses(InputError, "return_lse and return_aux", lambda group: attend(group, return_lse=True, return_aux=aux))
+    refuses(InputError, "score_mod is a int", lambda group: attend(group, score_mod=3))
+    refuses(InputError, "block_mask is a str", lambda group: attend(group, block_mask="causal"))
+    refuses(InputError, "kernel_options is a str", lambda group: attend(group, kernel_options="BLOCK_M"))
+    scale = torch.tensor(0.5, requires_grad=True)
+    refuses(Refused, "scale is a tensor that requires grad", lambda group: attend(group, enable_gqa=True, scale=scale))
 
 
 def test_sequences_of_two_lengths_are_refused() -> None:

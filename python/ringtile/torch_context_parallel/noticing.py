@@ -103,7 +103,9 @@ class Noticing:
                 Refused(f"{name} attends this rank's tokens only; call nn.functional.scaled_dot_product_attention")
             )
 
-    def _check_dropout(self, name: str, input: Tensor, p: float = 0.5, training: bool | None = None, *_: Any) -> None:
+    def _check_dropout(
+        self, name: str, input: Tensor, p: float = 0.5, training: bool | None = None, *_: Any, **__: Any
+    ) -> None:
         training = name != "dropout" if training is None else training
         if p > 0 and training:
             raise self._told(

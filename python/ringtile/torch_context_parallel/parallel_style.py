@@ -179,7 +179,7 @@ class GatheredMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is flex_attention:
             return self._flex_attention(FlexCall(*args, **kwargs))
-        if func is flex_attention_hop:
+        if func is flex_attention_hop and not isinstance(args[3], torch.fx.GraphModule):  # else checked while tracing
             score_mod, mask_mod = args[3], args[4][-1]
             is_given = score_mod is (identity if self.score_mod is None else self.score_mod)
             if not is_given or mask_mod is not (noop_mask if self.block_mask is None else self.block_mask.mask_mod):
