@@ -271,16 +271,17 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (InputError, Refused) as error:
+        return str(error)
+    return "nothing"
+
+
 def refusals() -> list[str]:
     """What each of them says; the group goes on."""
-    messages = []
-    for call in REFUSED.values():
-        try:
-            call()
-            messages.append("nothing")
-        except (InputError, Refused) as error:
-            messages.append(str(error))
-    return messages
+    return [message_of(call) for call in REFUSED.values()]
 
 
 def test_transformers_habits_that_depend_on_the_local_length_are_refused() -> None:

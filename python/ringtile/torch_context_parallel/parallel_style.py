@@ -77,6 +77,10 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         if seq_dim not in (2, -2):
             raise InputError(f"seq_dim is {seq_dim}; expected 2: attention takes (batch, heads, tokens, head_dim)")
+        if not isinstance(attention_type, _AttentionType):
+            raise InputError(
+                f"attention_type is {attention_type!r}; expected ContextParallel.AttentionType.SDPA or FLEX"
+            )
         self.attention_type = attention_type
         if layout:
             Layout.multiple(layout, 1)  # refuses an unknown name
