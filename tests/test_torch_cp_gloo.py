@@ -323,7 +323,7 @@ def test_bad_buffers_are_refused(buffers: Any, seq_dims: Any, message: str) -> N
     group = LoopbackWorld(2).groups[0]
     with pytest.raises(InputError, match=message):
         context_parallel_shard(group, buffers, seq_dims)
-    if "tokens]" not in message:
+    if "have" not in message:
 
         def unshard(group: Any) -> None:
             context_parallel_unshard(group, buffers, seq_dims)

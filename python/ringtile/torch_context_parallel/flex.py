@@ -187,6 +187,8 @@ def flex_attention(
     if origin is None:
         return call.invoke(flex.flex_attention)
     scope = AttentionScope(origin.group_name, sequence=origin.sequence)
+    if not torch.compiler.is_compiling():
+        check_layout(origin.group_name, origin.layout)
     if origin.sequence is not None and score_mod is None:
         return flex_in_ring(scope, call)
     return flex_on_gathered(scope, origin, call)
@@ -194,11 +196,7 @@ def flex_attention(
 
 def flex_in_ring(scope: AttentionScope, call: FlexCall) -> Any:
     """`flex_attention` over the scope's sequence; score_mod and block_mask do not count."""
-    _check(scope, call)
-    if not call.enable_gqa and call.query.size(1) != call.key.size(1):
-        raise scope.told(
-            InputError(f"query has {call.query.size(1)} heads, key {call.key.size(1)}; pass enable_gqa=True"), _OP
-        )
+    check_call(scope, call)
     if call.return_aux is not None and call.return_aux.max_scores:
         raise scope.told(Refused("return_aux.max_scores: the ring keeps no maximum of the scores; ask for lse"), _OP)
     out, lse = scope.attend(call.query, call.key, call.value, scale=call.scale, return_lse=True)
@@ -209,7 +207,8 @@ def flex_in_ring(scope: AttentionScope, call: FlexCall) -> Any:
 
 def flex_on_gathered(scope: AttentionScope, origin: Origin, call: FlexCall) -> Any:
     """`flex_attention` of this rank's queries and the keys of all ranks; block_mask is of those, or None."""
-    _check(scope, call)
+    check_call(scope, call)
+    scope.check_scale(call.scale)
     key, value = gathered(origin, call.key, call.value)
     call = call._replace(key=key, value=value, score_mod=of_local_queries(origin, call.score_mod, key.device))
     return call.invoke(flex.flex_attention)
@@ -218,10 +217,10 @@ def flex_on_gathered(scope: AttentionScope, origin: Origin, call: FlexCall) -> A
 _OP = "flex_attention"
 
 
-def _check(scope: AttentionScope, call: FlexCall) -> None:
+def check_call(scope: AttentionScope, call: FlexCall) -> None:
     """Refuses arguments that are not what flex_attention takes. kernel_options tune a kernel; the ring needs none."""
     types = ", ".join(type(x).__name__ for x in call[:3])
-    error: InputError | Refused | None = None
+    error: InputError | None = None
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in call[:3]):
         error = InputError(f"query, key, value are {types}; expected tensors (batch, heads, local tokens, head_dim)")
     elif call.score_mod is not None and not callable(call.score_mod):
@@ -230,8 +229,8 @@ def _check(scope: AttentionScope, call: FlexCall) -> None:
         error = InputError("return_lse and return_aux; expected one of them: return_aux=AuxRequest(lse=True)")
     elif call.kernel_options is not None and not isinstance(call.kernel_options, dict):
         error = InputError(f"kernel_options is a {type(call.kernel_options).__name__}; expected a dict")
-    elif isinstance(call.scale, Tensor) and call.scale.requires_grad:
-        error = Refused("scale is a tensor that requires grad, and would get none; multiply query by it, and pass 1.0")
+    elif not call.enable_gqa and call.query.size(1) != call.key.size(1):
+        error = InputError(f"query has {call.query.size(1)} heads, key {call.key.size(1)}; pass enable_gqa=True")
     if error is not None:
         raise scope.told(error, _OP)
 
@@ -266,7 +265,7 @@ def flex_in_mode(scope: AttentionScope, call: FlexCall) -> Any:
     """
     if call.block_mask is None and call.score_mod is None:
         return flex_in_ring(scope, call)
-    _check(scope, call)
+    check_call(scope, call)
     if call.block_mask is not None and not isinstance(call.block_mask, BlockMask):
         raise scope.told(InputError(f"block_mask is a {type(call.block_mask).__name__}; expected a BlockMask"), _OP)
     if call.block_mask is not None and scope.is_masked:
@@ -278,9 +277,6 @@ def flex_in_mode(scope: AttentionScope, call: FlexCall) -> Any:
         except RingtileError as error:
             scope.told(error, _OP)
             raise
-    origin: Origin | None = call.block_mask.ringtile_origin  # type: ignore[union-attr]
-    if origin is not None:
-        check_layout(scope.group_name, origin.layout)
     return call.invoke(flex_attention)
 
 

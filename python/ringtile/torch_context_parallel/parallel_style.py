@@ -30,6 +30,7 @@ from ringtile.torch_context_parallel.flex import (
     FlexCall,
     Origin,
     ScoreMod,
+    check_call,
     flex_attention,
     gathered,
     of_local_queries,
@@ -118,6 +119,8 @@ def _run_flex(
     named.update((name, name) for name in kwargs)
     masks = [name for name, value in arguments.items() if isinstance(value, BlockMask)]
     score_mod = arguments[named["score_mod"]] if "score_mod" in named else None
+    if score_mod is not None and not callable(score_mod):
+        raise scope.told(InputError(f"score_mod is a {type(score_mod).__name__}; expected a function"))
     origin: Origin | None = None
     for name in masks:
         origin = getattr(arguments[name], "ringtile_origin", None)
@@ -193,6 +196,8 @@ class GatheredMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _flex_attention(self, call: FlexCall) -> Any:
+        check_call(self.scope, call)
+        self.scope.check_scale(call.scale)
         if call.block_mask is not self.block_mask or call.key.size(2) != self.origin.layout.seq_len:
             raise self.scope.told(Refused(_NOT_GIVEN))
         score_mod = call.score_mod

@@ -45,6 +45,13 @@ class AttentionScope:
         transport_of(self.group).refuse(op, error)
         return error
 
+    def check_scale(self, scale: Any) -> None:
+        """Refuses a scale whose gradient would be lost."""
+        if isinstance(scale, Tensor) and scale.requires_grad:
+            raise self.told(
+                Refused("scale is a tensor that requires grad, and would get none; multiply query by it, and pass 1.0")
+            )
+
     def attend(
         self,
         query: Tensor,
@@ -60,10 +67,7 @@ class AttentionScope:
         query (B, H, N, D), key (B, G, N, D), value (B, G, N, Dv) -> out (B, H, N, Dv); with return_lse (out, lse),
         lse (B, H, N). Raises as `ring_attention` and `sequence_in_force` do.
         """
-        if isinstance(scale, Tensor) and scale.requires_grad:
-            raise self.told(
-                Refused("scale is a tensor that requires grad, and would get none; multiply query by it, and pass 1.0")
-            )
+        self.check_scale(scale)
         device = query.device.type
         if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
