@@ -241,6 +241,21 @@ def test_flex_attention_in_the_context_follows_its_mask(flex: Any) -> None:
     assert_equal(got, [expected(x, attn_mask=dense(mask))[0], lse])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_refusal_inside_a_compiled_call_is_ours(compiled: bool) -> None:
+    """Dynamo raises an Unsupported of its own, with the refusal in its text."""
+    x, group = inputs(16), LoopbackWorld(1).groups[0]
+    function = torch.compile(torch_flex.flex_attention, fullgraph=True) if compiled else torch_flex.flex_attention
+    with (
+        pytest.raises(Refused, match=r"^torch's flex_attention with a score_mod.* has the same arguments$"),
+        context_parallel(group, mask=IntervalMask.causal(16)),
+        torch.no_grad(),
+    ):
+        function(*x[:3], alibi)
+    with pytest.raises(torch._dynamo.exc.Unsupported), context_parallel(group, mask=IntervalMask.causal(16)):
+        torch.compile(lambda: torch._dynamo.graph_break(), fullgraph=True)()
+
+
 def test_block_mask_of_the_global_sequence_is_sharded_once() -> None:
     x = inputs(300)
     block_mask = create_block_mask(mask_mod_of(DOCUMENTS), 2, None, 300, 300, device="cpu")
