@@ -119,6 +119,7 @@ BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
+    "-lineinfo",  # profilers and sanitizers name source lines; the code stays the same
     "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage",  # a kernel stays in its registers
     "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra",
     *(["-Werror=all-warnings", "-Xptxas=--warning-as-error", "-Xcompiler=-Werror"] if STRICT else []),

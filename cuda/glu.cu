@@ -63,7 +63,7 @@ template <class R> RT_DEVICE activation<R> activate(rt_glu_kind kind, R x) {
 template <class T, int count, bool backward> RT_KERNEL(THREADS) glu(RT_PARAMS glu_params p) {
     using pack = pack_of<T, count>;
     using R = real<T>;
-    for (int64_t i = cta_index_x() * THREADS + thread_index(); i < p.num_packs; i += num_ctas_x() * THREADS) {
+    for (int64_t i = first_item(THREADS); i < p.num_packs; i += items_per_grid(THREADS)) {
         const int64_t row = i / p.packs_per_row, col = (i - row * p.packs_per_row) * count;
         const int64_t gate_at = row * p.gate_stride + col, up_at = row * p.up_stride + col;
         const int64_t prod_at = row * p.prod_stride + col;

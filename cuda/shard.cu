@@ -19,8 +19,7 @@ struct copy_params {
 };
 
 template <class Word> RT_KERNEL(THREADS) copy_words(RT_PARAMS copy_params p) {
-    for (int64_t word = cta_index_x() * THREADS + thread_index(); word < p.num_words;
-         word += num_ctas_x() * THREADS) {
+    for (int64_t word = first_item(THREADS); word < p.num_words; word += items_per_grid(THREADS)) {
         const char *from = p.from;
         char *to = p.to;
         int64_t index = word;

@@ -53,6 +53,10 @@ FAMILIES = {
     "llama4": ("llama4_text", {"num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "mixtral": ("mixtral", {"num_local_experts": 2}),
+    "seed-oss": ("seed_oss", {}),
+    "phimoe": ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "starcoder2": ("starcoder2", {}),
+    "doge": ("doge", {}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}),
 }
 

@@ -80,6 +80,13 @@ MUTANTS = [
         "emulator test_attn_fwd",
     ),
     Mutant(
+        "CUDA: max lags behind",
+        "cuda/attn/softmax.cuh",
+        "top = fmaxf(top, rows.top[r]);",
+        "if (!(top > rows.top[r] + 8)) top = rows.top[r];",
+        "emulator test_attn_fwd",
+    ),
+    Mutant(
         "CUDA: delta not subtracted",
         "cuda/attn/bwd_parts.cuh",
         "dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;",

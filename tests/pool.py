@@ -196,6 +196,33 @@ def run_command(
         return subprocess.CompletedProcess(arguments, status, *(path.read_text() for path in outputs))
 
 
+def run_program(
+    program: str, cwd: Path | None = None, timeout: float = 120.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -c program`, in a process that has imported torch and ringtile."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("out", "err")]
+        process = _context().Process(
+            target=_run_program, args=(program, os.environ | variables, str(cwd or Path.cwd()), outputs)
+        )
+        process.start()
+        status = _wait_for([process], time.monotonic() + timeout)
+        return subprocess.CompletedProcess(program, status, *(path.read_text() for path in outputs))
+
+
+def _run_program(program: str, environment: dict[str, str], folder: str, outputs: list[Path]) -> None:
+    _redirect(folder, outputs)
+    os.environ.clear()
+    os.environ.update(environment)
+    exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+
+
+def _redirect(folder: str, outputs: list[Path]) -> None:
+    os.chdir(folder)
+    for stream, path in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+
+
 def _wait_for(ranks: Sequence[multiprocessing.Process], deadline: float) -> int:
     """0, or the status of the first rank to fail, whose peers are then ended as torchrun would."""
     status, running = 0, {rank.sentinel: rank for rank in ranks}
@@ -218,9 +245,7 @@ def _run_command(
     folder: str,
     outputs: list[Path],
 ) -> None:
-    os.chdir(folder)
-    for stream, path in zip((1, 2), outputs, strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    _redirect(folder, outputs)
 
     from ringtile.cli import train
 

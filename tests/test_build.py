@@ -3,7 +3,6 @@ lax ones; the binaries need only stable symbols."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import shutil
@@ -13,6 +12,7 @@ import sys
 
 import pytest
 import ringtile
+from pool import run_program
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
@@ -25,13 +25,7 @@ import runpy, sys
 sys.argv = ["setup.py", "build_ext"]
 runpy.run_path("setup.py", run_name="__main__")
 """
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    return run_program(program, folder, **environment)
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
@@ -111,14 +105,9 @@ import runpy, sys
 sys.argv = ["setup.py", "--version"]
 print(eval({expression!r}, runpy.run_path("setup.py")))
 """
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program(program, folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_user_build_only_prints_ptxas_remarks(tmp_path: pathlib.Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ringtile
 import torch
+from pool import run_program
 from ringtile import ops
 from ringtile.cli import doctor, main
 from ringtile.hf.ledger import Ledger
@@ -22,8 +23,12 @@ PACKAGE = pathlib.Path(ringtile.__file__).parent
 def run_doctor(
     tmp_path: pathlib.Path, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
-    command = [sys.executable, "-m", "ringtile", "doctor", "--json", str(tmp_path / "doctor.json")]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=tmp_path)
+    command = ["doctor", "--json", str(tmp_path / "doctor.json")]
+    if "PYTHONPATH" in environment:  # another copy of the package
+        program = [sys.executable, "-m", "ringtile", *command]
+        done = subprocess.run(program, env=os.environ | environment, capture_output=True, text=True, cwd=tmp_path)
+    else:
+        done = run_program(f"import sys; from ringtile.cli import main; sys.exit(main({command}))", **environment)
     return done, json.loads((tmp_path / "doctor.json").read_text())
 
 

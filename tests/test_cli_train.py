@@ -145,7 +145,7 @@ def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
         "--plot",
         str(tmp_path / "out" / "loss.png"),
     ]
-    done = torchrun(2, "train", str(path), *options)
+    done = run_command(2, "train", str(path), *options)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "train.json").read_text())
     assert len(report["losses"]) == len(report["losses_single"]) == 4

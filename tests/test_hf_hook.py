@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import types
 from collections import Counter
@@ -109,12 +110,17 @@ def test_enable_is_idempotent_and_restore_leaves_identical_objects():
             "trainer._get_num_items_in_batch",
             "trainer._prepare_context_parallel_inputs",
             "trainer._ringtile_session",
+            "trainer._save_checkpoint",
             "trainer._track_num_input_tokens",
             "trainer.compute_loss",
+            "trainer.evaluate",
             "trainer.evaluation_loop",
             "trainer.floating_point_ops",
             "trainer.get_total_train_batch_size",
+            "trainer.predict",
             "trainer.prediction_step",
+            "trainer.save_model",
+            "trainer.train",
         ]
         assert "call ringtile.restore(trainer) first" in refusal
         assert left == []
@@ -147,7 +153,8 @@ def test_nothing_is_patched_by_import_or_with_size_one():
     trainer = make_trainer()
     before = _snapshot(trainer)
     ringtile.enable(trainer, {"context_parallel_size": 1})
-    assert _differences(before, _snapshot(trainer)) == ["trainer._ringtile_session"]
+    checkpoints = ["trainer._save_checkpoint", "trainer.train"]
+    assert _differences(before, _snapshot(trainer)) == ["trainer._ringtile_session", *checkpoints]
     ringtile.restore(trainer)
     assert _differences(before, _snapshot(trainer)) == []
 
@@ -157,8 +164,32 @@ def test_nothing_is_patched_where_deepspeed_shards_the_sequence():
     trainer.accelerator.state.parallelism_config = DEEPSPEED
     before = _snapshot(trainer)
     ringtile.enable(trainer, CONFIG)
-    assert _differences(before, _snapshot(trainer)) == ["trainer._ringtile_session"]
+    checkpoints = ["trainer._save_checkpoint", "trainer.train"]
+    assert _differences(before, _snapshot(trainer)) == ["trainer._ringtile_session", *checkpoints]
     ringtile.restore(trainer)
+
+
+def _lines_of_enable(config):
+    """What enable logs on this rank."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("ringtile")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    trainer = make_trainer(per_device_train_batch_size=3)
+    ringtile.enable(trainer, config)
+    ringtile.restore(trainer)
+    logger.removeHandler(handler)
+    return lines
+
+
+def test_enable_says_in_one_line_what_it_did():
+    first, second = run_ranks(2, _lines_of_enable, {**CONFIG, "tiled_loss": True})
+    assert first == [
+        "ringtile: 2 ranks, 2 ranks share a sequence (zigzag); a step trains on 6 rows: 2 x 1 batches of 3; tiled_loss"
+    ]
+    assert second == []
 
 
 # ---- the hook -----------------------------------------------------------------------------------

@@ -133,6 +133,13 @@ def test_something_else_than_a_trainer_is_named():
         ringtile.enable(model, CONFIG)
 
 
+@pytest.mark.parametrize("config", [None, 2, ["layout"], True])
+def test_configuration_of_another_type_is_named(config):
+    error = _refusal(make_trainer(), config)
+    assert isinstance(error, ringtile.InputError)
+    assert f"config is a {type(config).__name__}; expected a ringtile.Config" in str(error)
+
+
 def test_world_that_is_no_multiple_is_named():
     error = _refusal(make_trainer())
     assert isinstance(error, ringtile.ConfigError)

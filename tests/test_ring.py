@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention, dense_gradients
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, attention, ops, ring_attention
-from ringtile.transport.loopback import LoopbackGroup
+from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
+from ringtile.transport.transport import Exchange
 from strategies import dense, layouts, masks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -449,3 +450,18 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> N
     q, k, v = (arguments.pop(name) for name in "qkv")
     with pytest.raises(InputError, match=message):
         ring_attention(q, k, v, **arguments)
+
+
+def test_messages_of_at_most_two_rounds_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of one round and partial gradients of another: memory does not grow with the number of ranks."""
+    alive: list[int] = []
+    start = LoopbackTransport.start
+
+    def start_and_count(self: LoopbackTransport, *arguments: Any) -> Exchange:
+        exchange = start(self, *arguments)
+        alive.append(len(self._under_way))
+        return exchange
+
+    monkeypatch.setattr(LoopbackTransport, "start", start_and_count)
+    run_ring(problem(), MASKS["causal"], Layout.zigzag(48, 6))
+    assert max(alive) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,16 @@ import ringtile.ring.ring
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
-from ringtile import InputError, IntervalMask, Layout, PeerLost, RingMismatch, ring_attention
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    PeerLost,
+    RingMismatch,
+    RingtileError,
+    ShardedSequence,
+    ring_attention,
+)
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Exchange
 from test_ring import problem
@@ -135,6 +145,128 @@ def test_calls_in_another_order_are_named() -> None:
     assert "rank 0 has ring_attention forward, rank 1 has ring_attention backward" in third
 
 
+def of_inputs(numbers: list[int], through: str) -> list[str]:
+    """Attention over global inputs of equal shape, without a gradient; what is raised, by call."""
+    group = dist.new_group()
+    layout, mask = Layout.zigzag(48, dist.get_world_size()), IntervalMask.causal(48)
+    said = []
+    for number in numbers:
+        p = problem(dtype=torch.float32, seed=number)
+        if through == "layout":
+            q, k, v = (layout.shard(x, 1, dist.get_rank()) for x in (p.q, p.k, p.v))
+            sequence = ShardedSequence(mask, layout, group)
+        else:
+            sequence = ShardedSequence(mask, layout, group)
+            sequence.shard(torch.full((1, 48), number), 1)  # the token ids
+            q, k, v = (layout.shard(p.q, 1, dist.get_rank()).clone() for _ in range(3))
+            sequence = sequence.with_window(20)
+        try:
+            ring_attention(q, k, v, sequence)
+            said.append("")
+        except RingMismatch as error:
+            said.append(str(error))
+    return said
+
+
+def of_inputs_by_rank(numbers: list[list[int]], through: str) -> list[str]:
+    return of_inputs(numbers[dist.get_rank()], through)
+
+
+@pytest.mark.parametrize("through", ["layout", "sequence"])
+@pytest.mark.parametrize("other", [[0, 2, 3, 4], [0, 0, 1, 2]], ids=["skipped", "repeated"])
+def test_a_skipped_or_repeated_batch_is_named(other: list[int], through: str) -> None:
+    """Every call has the usual shapes, and a number that agrees."""
+    for rank, said in enumerate(run_ranks(2, of_inputs_by_rank, [[0, 1, 2, 3], other], through)):
+        assert said[0] == ""
+        for call, message in enumerate(said[1:], 2):
+            expected = (
+                rf"ranks disagree on fingerprint of the data in call {call} \(ring_attention forward\): rank {rank} "
+            )
+            assert re.match(expected, message), message
+
+
+def backward_of_another_forward() -> str:
+    group = dist.new_group()
+    outs = [USUAL.forward(group) for _ in range(2)]
+    with pytest.raises(RingMismatch) as caught:
+        outs[dist.get_rank()].sum().backward()
+    return str(caught.value)
+
+
+def test_backwards_of_different_forwards_are_named() -> None:
+    assert (
+        "disagree on call of the forward in call 3 (ring_attention backward): rank 0 has 1, rank 1 has 2"
+        in run_ranks(2, backward_of_another_forward)[0]
+    )
+
+
+def two_threads_on_one_group() -> list[str]:
+    """The main thread makes a call on every rank; then rank 0 makes one in a second thread, rank 1 in its main one."""
+    group = dist.new_group()
+    USUAL.forward(group)
+    said: list[str] = []
+
+    def call() -> None:
+        try:
+            USUAL.forward(group)
+        except RingtileError as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=call, name="second")
+        thread.start()
+        thread.join()
+    else:
+        call()
+    USUAL.forward(group).sum().backward()
+    return said
+
+
+def test_two_threads_on_one_group_are_refused() -> None:
+    (refused,), (told,) = run_ranks(2, two_threads_on_one_group)
+    expected = "ring_attention forward in thread 'second' on a group that thread 'MainThread' uses; expected one thread"
+    assert refused.startswith(f"InputError: {expected}")
+    assert told.startswith("RingMismatch: ranks disagree on op")
+    assert "ring_attention forward, refused: ring_attention forward in thread 'second'" in told
+
+
+def call_in_a_forked_process() -> str:
+    reader, writer = os.pipe()
+    transport_of(dist.group.WORLD)
+    child = os.fork()
+    if child == 0:
+        try:
+            USUAL.forward(dist.group.WORLD)
+        except InputError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)  # without gloo's clean-up, which waits for the threads of the parent
+    os.waitpid(child, 0)
+    message = os.read(reader, 1000).decode()
+    os.close(reader)
+    os.close(writer)
+    assert USUAL.forward(dist.group.WORLD).isfinite().all()
+    return message
+
+
+def test_a_ring_in_a_forked_process_is_refused() -> None:
+    for message in run_ranks(2, call_in_a_forked_process):
+        assert message.startswith("ring_attention forward in a process that was forked from a rank")
+
+
+def call_of_a_stranger() -> str:
+    """The group has rank 1 alone."""
+    group = dist.new_group([1])
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(InputError) as caught:
+        transport_of(group)
+    return str(caught.value)
+
+
+def test_a_process_that_is_not_a_member_is_refused() -> None:
+    assert "expected a process group that this rank is a member of" in run_ranks(2, call_of_a_stranger)[0]
+
+
 # ---- lost ranks ---------------------------------------------------------------------------------
 
 
@@ -188,12 +320,15 @@ def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: in
         assert seconds < 5, message
 
 
-def test_stopped_rank_is_named_after_the_timeout_of_the_group(fresh_pool: Any) -> None:
-    outcomes = fresh_pool(2, 2.0).outcomes(ring_with_victim, signal.SIGSTOP, "round 1", timeout=5.0)
-    message, seconds = outcomes[0]
-    place = "rank 1 was lost in round 1 of call 1 (ring_attention forward) of rank 0"
-    assert f"{place}: Timed out waiting 2000ms for recv operation to complete; " in message
-    assert 2 <= seconds < 4
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(fresh_pool: Any, world_size: int) -> None:
+    outcomes = fresh_pool(world_size, 1.0).outcomes(ring_with_victim, signal.SIGSTOP, "round 1", timeout=4.5)
+    for rank, (message, seconds) in enumerate(outcomes[:-1]):
+        place = rf"round [123] of call 1 \(ring_attention forward\) of rank {rank}: "
+        assert re.match(f"rank {world_size - 1} was lost in {place}", message), message
+        assert 1 <= seconds < 1 + 3
+    if world_size == 2:
+        assert "Timed out waiting 1000ms for recv operation to complete; " in outcomes[0][0]
 
 
 def failing_kernel() -> str:

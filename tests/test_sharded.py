@@ -204,3 +204,13 @@ def test_runs_that_are_no_partition_are_refused() -> None:
     mask, layout = IntervalMask.causal(4), torch.tensor([[0, 0, 1, 0, 2], [0, 1, 1, 2, 2]])
     with pytest.raises(LayoutError, match="position 1 is held 2 times"):
         ShardedSequence.of_tensors(mask.begin, mask.end, layout, "")
+
+
+def test_remembered_sequences_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of 40 tokens has 320 bytes, its plan about as many: there is room for six, and never less than four."""
+    for max_bytes, expected in ((6 * 640 + 100, 6), (0, 4)):
+        monkeypatch.setattr(sharded, "_MAX_BYTES", max_bytes)
+        group = LoopbackWorld(1).groups[0]
+        made = [weakref.ref(ShardedSequence.of(IntervalMask.sliding_window(40, w), ONE, group)) for w in range(1, 20)]
+        gc.collect()
+        assert [ref() is not None for ref in made] == [False] * (19 - expected) + [True] * expected

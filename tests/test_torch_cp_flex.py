@@ -5,6 +5,7 @@ Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +74,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-        return self.function(query, key, value, **arguments)
+    def forward(self, *args: Any, **arguments: Any) -> Tensor:
+        return self.function(*args, **arguments)
 
 
 def styled(style: ContextParallel, function: Callable[..., Tensor], group: Any) -> torch.nn.Module:
@@ -119,11 +120,13 @@ GATHERED = {  # name: mask_mod, score_mod
     "sinks": (two_intervals, None),
     "score mod": (None, alibi),
     "score mod and documents": (mask_mod_of(DOCUMENTS), alibi),
+    "score mod and sinks": (two_intervals, alibi),
 }
 
 
 def gathered_cases() -> dict[str, list[Tensor]]:
-    """By case, this rank's outputs of a direct call and of ContextParallel with arguments and with keywords."""
+    """By case, this rank's outputs of a direct call and of ContextParallel with arguments and with keywords; and of a
+    score_mod that the module sets itself."""
     group, rank, names = dist.group.WORLD, dist.get_rank(), ("query", "key", "value")
     x = [t.float() for t in inputs(300)[:3]]
     results = {}
@@ -132,9 +135,14 @@ def gathered_cases() -> dict[str, list[Tensor]]:
         block_mask = mask_mod and create_cp_block_mask(mask_mod, 2, None, 300, 300, group, load_balancer="zigzag")
         mods = {"block_mask": block_mask, "score_mod": score_mod}
         with torch.no_grad():
-            with context_parallel(group, layout=Layout.zigzag(300, dist.get_world_size())):
+            with context_parallel(group, layout="zigzag"):  # a layout of any length: a call tells it
                 outs = [flex_attention(*local, **mods)]
-            if case != "score mod":  # every call compiles anew
+            if case == "score mod and sinks":
+                styles = styled(ContextParallel(2, FLEX), functools.partial(flex_attention, score_mod=alibi), group)
+                outs.append(styles(*local, block_mask=block_mask))
+                styles = styled(ContextParallel(2, FLEX), torch_flex.flex_attention, group)
+                outs.append(styles(*local, alibi, block_mask))
+            elif case != "score mod":  # every call compiles anew
                 module = styled(ContextParallel(2, FLEX), torch_flex.flex_attention, group)
                 outs.append(module(**dict(zip(names, local, strict=True)), **mods))
             if case == "sinks":
@@ -152,6 +160,7 @@ def test_other_masks_run_on_gathered_keys() -> None:
         "sinks": SINKS,
         "score mod": bias,
         "score mod and documents": bias.masked_fill(~dense(DOCUMENTS)[:, None], -torch.inf),
+        "score mod and sinks": bias.masked_fill(~SINKS, -torch.inf),
     }
     ranks = run_ranks(2, gathered_cases)
     for case in GATHERED:
@@ -159,6 +168,25 @@ def test_other_masks_run_on_gathered_keys() -> None:
         for shards in zip(*(rank[case] for rank in ranks), strict=True):
             got = torch.cat(shards, 2).index_select(2, order_of(Layout.zigzag(300, 2)))
             torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=2e-6)
+
+
+def score_mods_of_the_module() -> list[str]:
+    """What PyTorch's own function is refused for, with the mask of a ring and with that of gathered keys."""
+    messages = []
+    for mask_mod in (two_intervals, mask_mod_of(IntervalMask.causal(300))):
+        local = context_parallel_shard(dist.group.WORLD, [t.float() for t in inputs(300)[:3]], [2] * 3, "zigzag")
+        block_mask = create_cp_block_mask(mask_mod, 1, None, 300, 300, dist.group.WORLD, load_balancer="zigzag")
+        own = functools.partial(torch_flex.flex_attention, score_mod=alibi)
+        with torch.no_grad(), pytest.raises(Refused) as refused:
+            styled(ContextParallel(2, FLEX), own, dist.group.WORLD)(*local, block_mask=block_mask)
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_score_mod_that_the_module_gives_to_pytorchs_function_is_refused() -> None:
+    for gathered, in_ring in run_ranks(2, score_mods_of_the_module):
+        assert "must call flex_attention with the key, value, block_mask and score_mod that its forward got" in gathered
+        assert "torch's flex_attention with a score_mod" in in_ring
 
 
 def test_gathered_keys_get_the_sum_of_all_ranks_gradients() -> None:
@@ -211,6 +239,21 @@ def test_flex_attention_in_the_context_follows_its_mask(flex: Any) -> None:
         layout = Layout.contiguous(50, 1)
     got = run(layout, on_rank)
     assert_equal(got, [expected(x, attn_mask=dense(mask))[0], lse])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_refusal_inside_a_compiled_call_is_ours(compiled: bool) -> None:
+    """Dynamo raises an Unsupported of its own, with the refusal in its text."""
+    x, group = inputs(16), LoopbackWorld(1).groups[0]
+    function = torch.compile(torch_flex.flex_attention, fullgraph=True) if compiled else torch_flex.flex_attention
+    with (
+        pytest.raises(Refused, match=r"^torch's flex_attention with a score_mod.* has the same arguments$"),
+        context_parallel(group, mask=IntervalMask.causal(16)),
+        torch.no_grad(),
+    ):
+        function(*x[:3], alibi)
+    with pytest.raises(torch._dynamo.exc.Unsupported), context_parallel(group, mask=IntervalMask.causal(16)):
+        torch.compile(lambda: torch._dynamo.graph_break(), fullgraph=True)()
 
 
 def test_block_mask_of_the_global_sequence_is_sharded_once() -> None:
@@ -313,6 +356,61 @@ def test_pytorchs_load_balancers_are_understood() -> None:
         context_parallel_shard(LoopbackWorld(4).groups[0], [x[None].expand(2, 256)], [1], per_row)
 
 
+def test_unshard_by_name_of_a_length_that_the_ranks_do_not_divide() -> None:
+    """33 tokens in zigzag: rank 0 holds 17, rank 1 holds 16, so no rank can tell S from N."""
+    x = torch.randn(2, 33, 3)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        (local,) = context_parallel_shard(group, [x], [1], "zigzag")
+        assert context_parallel_unshard(group, [local], [1], "zigzag")[0].equal(x)
+        by_hand = Layout.zigzag(35, 2).shard(torch.arange(35), 0, group.transport.rank)
+        assert context_parallel_unshard(group, [by_hand], [-1], "zigzag")[0].equal(torch.arange(35))
+
+    LoopbackWorld(2).run(on_rank)
+
+
+def test_unshard_right_after_the_block_as_in_pytorchs_tutorial() -> None:
+    x = inputs()
+
+    def on_rank(group: LoopbackGroup) -> list[Tensor]:
+        tensors = [t.clone() for t in x[:3]]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3):
+            out = torch.nn.functional.scaled_dot_product_attention(*tensors)
+            inside = context_parallel_unshard(group, [out], [2])
+        assert context_parallel_unshard(group, [out], [2])[0].equal(inside[0])
+        return inside
+
+    for rank in LoopbackWorld(2).run(on_rank):
+        assert_equal(rank, expected(x)[:1])
+
+
+def unshard_after(*enter: Callable[[Any], Any]) -> Callable[[LoopbackGroup], Any]:
+    def on_rank(group: LoopbackGroup) -> None:
+        for function in enter:
+            function(group)
+        context_parallel_unshard(group, [torch.zeros(4)], [0])
+
+    return on_rank
+
+
+def in_block_of(layout: str) -> Callable[[Any], Any]:
+    def enter(group: LoopbackGroup) -> None:
+        with context_parallel(group, buffers=[torch.zeros(8)], buffer_seq_dims=[0], layout=layout):
+            pass
+
+    return enter
+
+
+def test_unshard_that_does_not_know_the_layout_names_the_argument() -> None:
+    sharded = functools.partial(context_parallel_shard, buffers=[torch.zeros(8)], seq_dims=[0])
+    fix = r".*context_parallel_unshard\(..., load_balancer='zigzag'\)"
+    refuses(InputError, "sharded no sequence to that size" + fix, unshard_after())
+    refuses(InputError, "in two layouts" + fix, unshard_after(in_block_of("zigzag"), in_block_of("striped")))
+    refuses(InputError, "in two layouts" + fix, unshard_after(in_block_of("zigzag"), sharded))
+    unshard = unshard_after(sharded, in_block_of("contiguous"))
+    LoopbackWorld(2).run(unshard)
+
+
 # ---- ContextParallel ----------------------------------------------------------------------------
 
 
@@ -400,7 +498,13 @@ def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
     refuses(InputError, "4 heads, key 2; pass enable_gqa=True", attend)
     aux = AuxRequest(max_scores=True)
     refuses(Refused, "max_scores", lambda group: attend(group, enable_gqa=True, return_aux=aux))
-    refuses(Refused, "unknown length", lambda group: attend(group, enable_gqa=True, score_mod=alibi))
+    aux = AuxRequest(lse=True)
+    refuses(InputError, "return_lse and return_aux", lambda group: attend(group, return_lse=True, return_aux=aux))
+    refuses(InputError, "score_mod is a int", lambda group: attend(group, score_mod=3))
+    refuses(InputError, "block_mask is a str", lambda group: attend(group, block_mask="causal"))
+    refuses(InputError, "kernel_options is a str", lambda group: attend(group, kernel_options="BLOCK_M"))
+    scale = torch.tensor(0.5, requires_grad=True)
+    refuses(Refused, "scale is a tensor that requires grad", lambda group: attend(group, enable_gqa=True, scale=scale))
 
 
 def test_sequences_of_two_lengths_are_refused() -> None:

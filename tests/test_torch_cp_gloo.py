@@ -312,8 +312,88 @@ def test_dispatcher_is_left_in_the_order_of_entering() -> None:
         ([torch.zeros(8)], [1], r"buffer 0 is \(8,\), its sequence dim 1"),
         ([torch.zeros(8), torch.zeros(9)], [0, 0], r"buffers have \[8, 9\] tokens"),
         ([], [], "expected one dim for every buffer"),
+        (torch.zeros(8), 1, "buffers is a Tensor; expected a list"),
+        ([torch.zeros(8)], 1, "seq_dims is a int; expected a list"),
+        ([[1, 2]], [0], "buffer 0 is a list, its sequence dim a int; expected a tensor or BlockMask"),
+        ([torch.zeros(8)], [0.0], "buffer 0 is a Tensor, its sequence dim a float"),
+        ([torch.zeros(8)], ["0"], "its sequence dim a str"),
     ],
 )
 def test_bad_buffers_are_refused(buffers: Any, seq_dims: Any, message: str) -> None:
+    group = LoopbackWorld(2).groups[0]
     with pytest.raises(InputError, match=message):
-        context_parallel_shard(LoopbackWorld(2).groups[0], buffers, seq_dims)
+        context_parallel_shard(group, buffers, seq_dims)
+    if "have" not in message:
+
+        def unshard(group: Any) -> None:
+            context_parallel_unshard(group, buffers, seq_dims)
+
+        with pytest.raises(InputError, match=message):
+            LoopbackWorld(2).run(unshard)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda group: context_parallel_shard(8, [torch.zeros(8)], [0]), "mesh is a int; expected a DeviceMesh"),
+        (lambda group: context_parallel_unshard(None, [torch.zeros(8)], [0]), "mesh is a NoneType"),
+        (lambda group: context_parallel(None).__enter__(), "mesh is a NoneType"),
+        (lambda group: ContextParallel(2)._apply(nn.Identity(), torch.zeros(2)), "mesh is a Tensor"),
+        (lambda group: context_parallel_shard(group, [torch.zeros(8)], [0], 8), "load_balancer is a int"),
+        (lambda group: context_parallel(group, buffers=torch.zeros(8)).__enter__(), "buffers is a Tensor"),
+        (lambda group: context_parallel(group, layout=8).__enter__(), "layout is a int; expected a Layout"),
+        (lambda group: context_parallel(group, layout=None).__enter__(), "layout is a NoneType"),
+        (lambda group: context_parallel(group, mask=torch.ones(8, 8)).__enter__(), "mask is a Tensor"),
+        (
+            lambda group: context_parallel(group, buffers=["a"], buffer_seq_dims=[0]).__enter__(),
+            "buffer 0 is a str, its sequence dim a int",
+        ),
+        (lambda group: create_cp_block_mask(None, 1, 1, 8, 8, group), "mask_mod is a NoneType; expected a function"),
+        (lambda group: create_cp_block_mask(mask_mod_of, 1, 1, 8, 8, 3), "mesh is a int"),
+        (lambda group: ContextParallel(2, "flex"), "attention_type is 'flex'"),
+    ],
+)
+def test_wrong_types_are_named(call: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call(LoopbackWorld(2).groups[0])
+
+
+def test_layout_that_one_rank_cannot_find_is_told_to_the_others() -> None:
+    """Rank 0 sharded, rank 1 did not: rank 0 learns it at once instead of at the timeout."""
+    q = torch.zeros(1, 1, 4, 4)
+
+    def attend(group: Any) -> BaseException | None:
+        if group.transport.rank == 0:
+            context_parallel_shard(group, [torch.zeros(8)], [0])
+        try:
+            styled(ContextParallel(2), sdpa, group)(q, q, q)
+        except (InputError, RingMismatch) as error:
+            return error
+        return None
+
+    first, second = LoopbackWorld(2, timeout_seconds=20).run(attend)
+    assert isinstance(first, RingMismatch)
+    assert "attention, refused: rank 1 has 4 local tokens" in str(first)
+    assert isinstance(second, InputError)
+
+
+@pytest.mark.parametrize("inner", ["zigzag", "contiguous"])
+def test_nested_block_without_a_length_has_its_own_layout(inner: str) -> None:
+    """Around tokens of another length it counts; around tokens that may be the outer block's it must be the same."""
+    x = global_tensors(26, (4, 4), torch.float64)[:3]
+    exact = sdpa(*x, is_causal=True)
+
+    def attend(group: Any, length: int) -> Tensor:
+        local = [Layout.named(inner, 26, 2).shard(t, 2, group.transport.rank) for t in x]
+        with (
+            context_parallel(group, buffers=[torch.zeros(length)], buffer_seq_dims=[0], layout="zigzag"),
+            context_parallel(group, layout=inner),
+        ):
+            return sdpa(*local, is_causal=True)
+
+    out = torch.cat(LoopbackWorld(2).run(lambda group: attend(group, 50)), 2)
+    order = torch.cat([Layout.named(inner, 26, 2).positions(rank) for rank in range(2)])
+    torch.testing.assert_close(out, exact[:, :, order], rtol=0, atol=1e-12)
+    if inner != "zigzag":
+        with pytest.raises(InputError, match="layout 'contiguous' inside one whose layout is another"):
+            LoopbackWorld(2).run(lambda group: attend(group, 26))

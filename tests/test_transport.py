@@ -82,7 +82,7 @@ def test_ranks_that_disagree_all_raise_and_name_field_values_and_ranks(odd: int)
 def test_a_skipped_call_is_named() -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 1:
-            group.transport._call += 1
+            group.transport.num_calls += 1
         return message_of(RingMismatch, lambda: pass_on(group))
 
     messages = LoopbackWorld(2).run(on_rank)
@@ -113,7 +113,7 @@ def test_a_header_that_does_not_fit_is_refused() -> None:
         with group.transport.call("test", {"long": "x" * 2000}):
             pass
 
-    with pytest.raises(InputError, match=r"header of 20.. bytes; expected at most 1024"):
+    with pytest.raises(InputError, match=r"header of 2... bytes; expected at most 1024"):
         LoopbackWorld(2).run(on_rank)
 
 

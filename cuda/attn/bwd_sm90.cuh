@@ -124,24 +124,26 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
         const auto at = ld_shared(RT_SHARED(RT_SHARED(smem, stages)[n % 2], at));
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
         if (walk.ended(at)) break;
-        if (lane_index() > 0) continue;
-        const int next_to_add = walk.next_to_add(at);
-        mbarrier_wait_parity(RT_SHARED(smem, dq_full), n % 2);
-        int *const semaphore = walk.dq_semaphore(at);
-        walk.wait_for_dq(semaphore);
-        fence_proxy_async_global();
+        if (lane_index() == 0) {
+            const int next_to_add = walk.next_to_add(at);
+            mbarrier_wait_parity(RT_SHARED(smem, dq_full), n % 2);
+            int *const semaphore = walk.dq_semaphore(at);
+            walk.wait_for_dq(semaphore);
+            fence_proxy_async_global();
 #pragma unroll 1
-        for (int i = 0; i < shape::BOXES; i++) // two from each group
-            cp_reduce_async_bulk_tensor_4d(
-                args.dq, RT_SHARED(smem, dq)[i], shape::BOX_COLS * (i % (D / shape::BOX_COLS)),
-                at.tile * shape::TILE + i / (D / shape::BOX_COLS) * shape::BOX_ROWS, walk.head_of(at),
-                walk.keys().batch);
-        cp_async_bulk_commit_group();
-        cp_async_bulk_wait_group_read<0>();
-        mbarrier_arrive(RT_SHARED(smem, dq_empty));
-        cp_async_bulk_wait_group<0>();
-        fence_proxy_async_global();
-        st_release(semaphore, next_to_add);
+            for (int i = 0; i < shape::BOXES; i++) // two from each group
+                cp_reduce_async_bulk_tensor_4d(
+                    args.dq, RT_SHARED(smem, dq)[i], shape::BOX_COLS * (i % (D / shape::BOX_COLS)),
+                    at.tile * shape::TILE + i / (D / shape::BOX_COLS) * shape::BOX_ROWS, walk.head_of(at),
+                    walk.keys().batch);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_group_read<0>();
+            mbarrier_arrive(RT_SHARED(smem, dq_empty));
+            cp_async_bulk_wait_group<0>();
+            fence_proxy_async_global();
+            st_release(semaphore, next_to_add);
+        }
+        syncwarp(); // the other lanes wait here, not a tile ahead
     }
 }
 

@@ -4,14 +4,9 @@
 
 #include "key_walk.cuh"
 
-// Weights are relative to a reference score, which may fall behind the running max by up to MAX_LAG: rescaling O at
-// every new max would cost a multiplication per number, and weights up to 2^MAX_LAG are as exact as weights up to 1
-// (the conditional rescaling of FlashAttention-4).
-constexpr float MAX_LAG = 8; // in units of log 2
-
 // The running softmax of a lane's rows, which are 8 apart: rows 2 m and 2 m + 1 are in fragment m.
 template <int M> struct softmax_rows {
-    float top[2 * M]; // reference score, in units of log 2; -inf before the first key
+    float top[2 * M]; // running max of the scores, in units of log 2; -inf before the first key
     float sum[2 * M]; // of the weights in this lane's columns, relative to top
 };
 template <int M> RT_DEVICE void clear(softmax_rows<M> &rows) {
@@ -34,8 +29,9 @@ RT_DEVICE void mask_scores(accumulator<M, N> &scores, const Walk &walk, typename
     }
 }
 
-// Updates the running max and sum; the caller multiplies O by `rescale`. `reference` is rows.top, or 0 where that
-// is -inf: a row without a finite score gets weights of 0 from any finite reference.
+// Updates the running max and sum; the caller multiplies O by `rescale`. Weights never exceed 1: larger ones, of a max
+// that lags behind, would lose bits of the 16-bit product. `reference` is rows.top, or 0 where that is -inf: a row
+// without a finite score gets weights of 0 from any finite reference.
 template <int M, int N>
 RT_DEVICE void update_max(const accumulator<M, N> &scores, float scale_log2, softmax_rows<M> &rows,
                           float (&reference)[2 * M], float (&rescale)[2 * M]) {
@@ -48,7 +44,7 @@ RT_DEVICE void update_max(const accumulator<M, N> &scores, float scale_log2, sof
         top = fmaxf(top, shfl_xor_sync(top, 1));
         top = fmaxf(top, shfl_xor_sync(top, 2));
         top *= scale_log2;
-        if (!(top > rows.top[r] + MAX_LAG)) top = rows.top[r];
+        top = fmaxf(top, rows.top[r]);
         reference[r] = top == -INFINITY ? 0 : top;
         rescale[r] = ex2_approx_ftz(rows.top[r] - reference[r]);
         rows.top[r] = top;
@@ -56,6 +52,7 @@ RT_DEVICE void update_max(const accumulator<M, N> &scores, float scale_log2, sof
     }
 }
 
+// Most tiles of a long row leave its max as it is: the warp's vote skips them.
 template <int M, int O_COLS>
 RT_DEVICE void rescale_rows(accumulator<M, O_COLS> &o, const float (&rescale)[2 * M]) {
     bool changes = false;

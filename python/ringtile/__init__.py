@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringtile.errors import (
     BuildError,
+    CheckpointError,
     ConfigError,
     InputError,
     LayoutError,
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BuildError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "ContextParallel",

@@ -37,11 +37,14 @@ class RingMismatch(RingtileError, RuntimeError):
 class PeerLost(RingtileError, RuntimeError):
     """A rank died or stopped responding; the message names the rank, the round and the op.
 
-    rank: that rank, within its group. reason: what is known of the cause.
+    rank: that rank, within its group; None if the group had failed before.
     """
 
-    rank: int
-    reason: str = ""
+    rank: int | None = None
+
+
+class CheckpointError(RingtileError, RuntimeError):
+    """A checkpoint is damaged or could not be written; the message names the file and the last whole checkpoint."""
 
 
 class BuildError(RingtileError, ImportError):

@@ -348,4 +348,28 @@ static inline void check_that_unattended_tiles_stay_unread(pass pass, rt_dtype d
     free_case(&c);
 }
 
+// The largest weight of a row is 1, which its dtype holds exactly: where the other values are 0, out has no error of
+// 16 bits. The row's max rises late, by up to 2^8, from a score whose weights are not negligible.
+static inline void check_that_the_largest_weight_is_exact(rt_dtype dtype) {
+    enum { KEYS = 256, LARGEST = 200, QUERIES = 64, DIM = 64 };
+    uint64_t state = 9;
+    attn_case c = new_case(&state, (attn_shape){dtype, 1, QUERIES, KEYS, 1, 1, DIM, DIM, true}, MASK_FULL, 1);
+    c.p.scale = 1, c.p.softcap = 0;
+    for (int i = Q; i <= V; i++) fill(&c.x[i], 0);
+    set(&c.x[K], 0, LARGEST, 0, 0, 2.75);
+    for (int64_t d = 0; d < DIM; d++) set(&c.x[V], 0, LARGEST, 0, d, 1 + (double)d / DIM);
+    for (int64_t token = 0; token < QUERIES; token++)
+        set(&c.x[Q], 0, token, 0, 0, 1 + (double)token / QUERIES);
+    make_fresh(&c, KEYS);
+    run_on_emulator(FORWARD, &c, 1);
+    for (int64_t token = 0; token < QUERIES; token++)
+        for (int64_t d = 0; d < DIM; d++) {
+            const double others = (KEYS - 1) * exp(-2.75 * (1 + (double)token / QUERIES));
+            const double want = (1 + (double)d / DIM) / (1 + others);
+            // A sum of KEYS terms, each off by 2 ulp, a division and a product, all in f32.
+            CHECK(fabs(get(&c.x[OUT], 0, token, 0, d) - want) <= (KEYS + 8) * 0x1p-23 * want);
+        }
+    free_case(&c);
+}
+
 #endif // RINGTILE_TESTS_ATTN_EMULATED_H

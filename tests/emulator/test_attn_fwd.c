@@ -21,6 +21,8 @@ int main(void) {
     check_fresh_outputs_of_nothing(FORWARD);
     check_that_unattended_tiles_stay_unread(FORWARD, RT_BF16);
     check_that_unattended_tiles_stay_unread(FORWARD, RT_F32);
+    check_that_the_largest_weight_is_exact(RT_BF16);
+    check_that_the_largest_weight_is_exact(RT_F16);
     CHECK_INT(emulator_bank_conflicts(), 0);
     return check_finish();
 }

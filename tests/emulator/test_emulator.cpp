@@ -1,7 +1,7 @@
 // Tests of the emulator itself: it catches each mistake that it checks for, and its fragments are laid out as in
 // the PTX manual.
 #include "../../csrc/half.h"
-#include "../../cuda/device/ptx.cuh"
+#include "../../cuda/device/elements.cuh"
 #include "expect.h"
 
 #include <vector>
@@ -331,7 +331,16 @@ static void test_numbers() {
           "2^3, and 0 below the normal numbers");
 }
 
+// 2^31 items need 2^23 blocks of 256 threads, far fewer than a grid may have.
+static void test_grids_of_more_items_than_an_int_counts() {
+    const int last = INT32_MAX - 1; // block of the largest grid
+    bool ok = item_index(1 << 23, 256, 5) == ((int64_t)1 << 31) + 5;
+    ok &= item_index(last, 256, 255) == (int64_t)INT32_MAX * 256 - 1;
+    check(ok && grid_for((int64_t)1 << 40, 256) == INT32_MAX, "item_index", "wraps at 2^31");
+}
+
 int main() {
+    test_grids_of_more_items_than_an_int_counts();
     test_shared_memory();
     test_global_memory();
     test_semaphores();

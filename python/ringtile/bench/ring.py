@@ -337,7 +337,7 @@ def shares(local: LocalAttention, repeats: int) -> dict[str, float]:
             total += timed(local.candidate)["forward+backward"]
         spent = {event.key: event.cpu_time_total / 1e6 for event in profile.key_averages()}
         compute += spent["ringtile::attn_fwd_"] + spent["ringtile::attn_bwd_"]
-        wait += spent.get("ringtile::wait", 0.0) + spent.get("ringtile::wait_for_headers", 0.0)
+        wait += spent.get("ringtile::wait", 0.0)
     compute, wait, total = reduced([compute, wait, total], dist.ReduceOp.SUM)
     return {
         "compute_share": compute / total,

@@ -152,7 +152,8 @@ def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
 
 def training_fields() -> dict[str, Any]:
     """The keys of TrainingArguments and their types."""
-    hints = typing.get_type_hints(TrainingArguments) | {"fsdp": bool | str | None}  # annotated without its bool
+    with_bool = dict.fromkeys(("fsdp", "resume_from_checkpoint"), bool | str | None)  # annotated without it
+    hints = typing.get_type_hints(TrainingArguments) | with_bool
     return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments) if field.init}
 
 

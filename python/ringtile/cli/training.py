@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 import torch.distributed as dist
-from transformers import PreTrainedModel, ProgressCallback, Trainer, set_seed
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, set_seed
 
 import ringtile
 from ringtile.cli.data import digest_files, find_files, load_documents, make_collator, make_rows
@@ -19,6 +19,7 @@ from ringtile.cli.output import check_output_folder
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model, told_as_ours
 from ringtile.config import Config
 from ringtile.errors import ConfigError
+from ringtile.hf.peers import limit_timeouts
 from ringtile.peak_memory import peak_bytes
 from ringtile.tiled.loss import loss_tile_tokens
 
@@ -29,6 +30,19 @@ class LossBar(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}")
+
+
+class LimitTimeouts(TrainerCallback):
+    """Makes `timeout_seconds` hold for the collectives of the engine too, whose groups all exist by then.
+
+    Not earlier: reading the data, for which the other ranks wait, may take longer.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        limit_timeouts(self.seconds)
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -80,7 +94,11 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         trainer.add_callback(LossBar)
     meter = Meter(model, args)
     trainer.add_callback(meter)
-    ledger = None if recipe.ringtile == Config() else ringtile.enable(trainer, recipe.ringtile)
+    ledger = None
+    if recipe.ringtile != Config() or dist.is_initialized():
+        ledger = ringtile.enable(trainer, recipe.ringtile)
+    if dist.is_initialized():
+        trainer.add_callback(LimitTimeouts(recipe.ringtile.timeout_seconds))
     patched = [] if ledger is None else [f"{owner_name(owner)}.{name}" for owner, name in ledger.entries]
     with told_as_ours("training", has_begun=lambda: meter.has_begun):
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -49,6 +49,26 @@ def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     return args, kwargs
 
 
+def refuse_use_of_mask(error: RuntimeError) -> None:
+    """Raises Refused if a model's forward failed because it computes with the empty mask.
+
+    A model that makes a mask of its own from the one it gets adds it to, or fills it into, a tensor of another shape.
+    The function that failed then holds a mask without elements.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None or "(0)" not in str(error):  # The size of tensor a (8) must match the size of tensor b (0)
+        return
+    values, function = traceback.tb_frame.f_locals, traceback.tb_frame.f_code.co_name
+    if any(isinstance(value, Tensor) and value.dim() == 4 and value.shape[2:] == (0, 0) for value in values.values()):
+        owner = f"{type(values['self']).__name__}." if "self" in values else ""
+        raise Refused(
+            f"{owner}{function} makes an attention mask of its own; expected a model that hands the mask it gets "
+            f"unchanged to transformers' attention: the mask of a shard lies in its {BATCH_ARGUMENT}"
+        ) from error
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,  # (B, H, N, D)
@@ -115,7 +135,7 @@ def _refuse_inexact(module: nn.Module, attention_mask: Tensor | None, options: d
     name, dropout = type(module).__name__, options.get("dropout", 0.0)
     if dropout > 0:
         raise Refused(f"{name} uses attention dropout {dropout}; expected 0 under context parallelism")
-    if attention_mask is not None and attention_mask.numel() > 0:
+    if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
         raise Refused(
             f"{name} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a sequence; "
             f"expected none: the model builds a mask of its own"

@@ -42,6 +42,10 @@ class ContextParallelGroup:
         self.process_group: dist.ProcessGroup = groups[self.data_index]
         self.sum(torch.zeros((), device=device))  # connects all ranks before any of them can close the group
 
+    def world_rank(self, rank: int) -> int:
+        """The rank in the world of a rank of this group."""
+        return self.data_index * self.size + rank
+
     def close(self) -> None:
         """Frees the process group. Local: every rank of the group does so in its own time."""
         if dist.is_initialized():

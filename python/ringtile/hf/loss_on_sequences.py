@@ -14,8 +14,10 @@ from typing import Any
 from torch import nn
 
 from ringtile.hf import checks, model
+from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score
 
@@ -30,6 +32,7 @@ class LossOnSequences(Strategy):
     def install_loss(self) -> None:
         trainer = self.trainer
         self.in_step = False  # inside compute_loss or prediction_step
+        self.hooks: list[UnshardedOutputs] = []
         for name in ("compute_loss", "prediction_step"):
             self.replace(trainer, name, self._in_step)
         if accelerate_knows_groups(trainer.accelerator):
@@ -43,8 +46,10 @@ class LossOnSequences(Strategy):
                 self.switch_model(wrapped, base)
                 if not has_score(base):
                     model.watch_loss(base, self.ledger)
-                hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group)
+                draws = RandomDraws(base, trainer.args.device)
+                hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
                 hooks.install(wrapped, base, self.ledger)
+                self.hooks.append(hooks)
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
@@ -52,9 +57,14 @@ class LossOnSequences(Strategy):
         outermost, self.in_step = not self.in_step, True
         try:
             return original(model, *args, **kwargs)
+        except RuntimeError as error:
+            refuse_use_of_mask(error)
+            raise
         finally:
             self.in_step = not outermost
             self.active_batch = None
+            for hooks in self.hooks:
+                hooks.stop_watching()
 
     def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch] | None:
         """None for a batch of other code, such as generate(), on which the model runs as it is."""

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from ringtile.errors import Refused
 from ringtile.hf import checks, model
+from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 
 
@@ -31,6 +33,7 @@ class LossOnShards(Strategy):
     def install_loss(self) -> None:
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
+        self.draws = RandomDraws(self.base, trainer.args.device)
         self.watches_loss = checks.uses_model_loss(trainer)
         self.replace(trainer, "compute_loss", self._compute_loss)
         self.replace(trainer, "prediction_step", self._prediction_step)
@@ -50,6 +53,9 @@ class LossOnShards(Strategy):
         self.last_batch = batch
         try:
             yield local, batch
+        except RuntimeError as error:
+            refuse_use_of_mask(error)
+            raise
         finally:
             self.active_batch = None
         self.check_used(batch, self.watches_loss and batch.num_targets is not None)
@@ -71,7 +77,8 @@ class LossOnShards(Strategy):
                 num_items_in_batch = self._targets_per_rank(batch.num_targets)
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
                     local["num_items_in_batch"] = num_items_in_batch
-            return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            with self.draws.refused(model):
+                return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
     def _targets_per_rank(self, num_targets: Tensor) -> Tensor:
         """The count that turns sums over shards into the mean over one batch, where no count was given.

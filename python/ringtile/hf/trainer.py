@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.hf import checks, model
+from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
@@ -20,6 +23,9 @@ from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.offload import OffloadActivations
 from ringtile.hf.parallelism import deepspeed_shards_sequences, parallelism_of
+from ringtile.hf.peers import Peers
+
+logger = logging.getLogger("ringtile")
 
 
 class _Session(NamedTuple):
@@ -29,6 +35,7 @@ class _Session(NamedTuple):
     ledger: Ledger
 
 
+_ENTRIES = ("train", "evaluate", "predict", "save_model")  # methods in which a rank may wait for others
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
 
 
@@ -42,6 +49,11 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     """
     if not isinstance(trainer, Trainer):
         raise InputError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer")
+    if not isinstance(config, Config | Mapping | str | os.PathLike):
+        raise InputError(
+            f"config is a {type(config).__name__}; expected a ringtile.Config, a mapping of its keys, or the path of a "
+            f"YAML file"
+        )
     config = _with_accelerate_size(Config.load(config), trainer)
     enabled: _Session | None = vars(trainer).get(_SESSION)
     if enabled is not None:
@@ -57,6 +69,8 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     except BaseException:
         ledger.restore()
         raise
+    if trainer.args.process_index == 0:
+        _log(_summary(trainer, config))
     return ledger
 
 
@@ -88,11 +102,49 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
     if config.gc_steps is not None:
         _add_callback(trainer, CollectGarbage(config.gc_steps), ledger)
     checks.check_sizes(trainer, config)
+    world_rank: Callable[[int], int] = int
     if config.context_parallel_size > 1 and not deepspeed_shards_sequences(trainer.accelerator):
         checks.check_trainer(trainer)
-        strategy = LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards
-        strategy(trainer, base, config, ledger).install()
+        strategy = (LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards)(
+            trainer, base, config, ledger
+        )
+        strategy.install()
+        world_rank = strategy.group.world_rank
+    peers = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        peers = Peers(config.timeout_seconds, world_rank)
+        ledger.on_restore(peers.close)
+    Checkpoints(trainer, peers).install(ledger)
+    if peers is not None:
+        for name in _ENTRIES:
+            peers.wrap(trainer, name, ledger)
     ledger.set(trainer, _SESSION, _Session(config, ledger))
+
+
+def _summary(trainer: Trainer, config: Config) -> str:
+    """What was enabled, on one line."""
+    args, size = trainer.args, config.context_parallel_size
+    on = [key for key in ("tiled_mlp", "tiled_loss", "activation_offload") if getattr(config, key)]
+    if deepspeed_shards_sequences(trainer.accelerator):
+        return "; ".join([f"ringtile: {args.world_size} ranks, DeepSpeed shards the sequences", *on])
+    sharing = f"{size} ranks share a sequence ({config.layout})" if size > 1 else "no sequence is sharded"
+    rows, steps = trainer.get_total_train_batch_size(args), args.gradient_accumulation_steps
+    batches = rows // (args.train_batch_size * steps)
+    return "; ".join(
+        [
+            f"ringtile: {args.world_size} ranks, {sharing}",
+            f"a step trains on {rows} rows: {steps} x {batches} batches of {args.train_batch_size}",
+            *on,
+        ]
+    )
+
+
+def _log(line: str) -> None:
+    """To stderr where the program has not set up logging."""
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+    logger.info(line)
 
 
 def _add_callback(trainer: Trainer, callback: TrainerCallback, ledger: Ledger) -> None:

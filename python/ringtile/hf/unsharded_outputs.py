@@ -19,6 +19,7 @@ from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import TiledLogits
+from ringtile.hf.random_draws import RandomDraws, Watch
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
 _PER_TOKEN = {"logits", "last_hidden_state", "hidden_states"}
@@ -32,7 +33,7 @@ class UnshardedOutputs:
     """The hooks of one model.
 
     shard: turns a batch into (local batch, ShardedBatch), or None to leave it unsharded. check_used(batch,
-    watches_loss): checks that the model used the ShardedBatch.
+    watches_loss): checks that the model used the ShardedBatch. draws: watches the model, in training.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class UnshardedOutputs:
         shard: Callable[[Mapping[str, Any]], tuple[dict[str, Any], ShardedBatch] | None],
         check_used: Callable[[ShardedBatch, bool], None],
         group: ContextParallelGroup,
+        draws: RandomDraws,
     ) -> None:
-        self._shard, self._check_used, self._group = shard, check_used, group
+        self._shard, self._check_used, self._group, self._draws = shard, check_used, group, draws
+        self._watch: Watch | None = None
         self._batch: ShardedBatch | None = None  # the batch that is inside the model now
 
     def install(self, model: nn.Module, base: PreTrainedModel, ledger: Ledger) -> None:
@@ -67,13 +70,25 @@ class UnshardedOutputs:
         local, self._batch = sharded
         if local.get("labels") is not None and local.get("num_items_in_batch") is None:
             local["num_items_in_batch"] = self._batch.num_targets  # a mean over the batch, not over the shard
+        self._watch = self._draws.watch(module)
         return hide_attention_mask(module, (), local)
+
+    def stop_watching(self) -> None:
+        """After a forward pass that has raised an error."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _check_forward(self, batch: ShardedBatch, watches_loss: bool) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.check()
+        self._check_used(batch, watches_loss)
 
     def _unshard_scores(self, module: nn.Module, args: Any, scores: Tensor) -> Tensor | None:
         batch, self._batch = self._batch, None
         if batch is None:
             return None
-        self._check_used(batch, False)
+        self._check_forward(batch, False)
         return batch.unshard(scores)
 
     def _unshard_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
@@ -84,7 +99,7 @@ class UnshardedOutputs:
         if not isinstance(outputs, dict):
             raise Refused(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")
         fused = bool(kwargs.get(_FUSED))
-        self._check_used(batch, not fused and outputs.get("loss") is not None)
+        self._check_forward(batch, not fused and outputs.get("loss") is not None)
         for key, value in list(outputs.items()):
             if key == "loss" and value is not None:
                 outputs[key] = _SumOverGroup.apply(value, self._group)  # type: ignore[no-untyped-call]

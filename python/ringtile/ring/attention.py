@@ -159,12 +159,14 @@ class _RingAttention(torch.autograd.Function):
         out, lse = ring.forward(call, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
+        ctx.number = call.sequence.transport.num_calls
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *ring.backward(ctx.call, dout, dlse, *ctx.saved_tensors), None
+        q, k, v, out, lse = ctx.saved_tensors
+        return *ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number), None
 
 
 # ---- the op -------------------------------------------------------------------------------------

@@ -40,10 +40,21 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    call: AttentionCall, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    call: AttentionCall,
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    forward_call: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dout (B, N, H, Dv), dlse (B, H, N) float64, what `forward` took and gave -> dq, dk, dv of the inputs' dtype."""
-    with _open("backward", call, q, k, v) as ring:
+    """dout (B, N, H, Dv), dlse (B, H, N) float64, what `forward` took and gave -> dq, dk, dv of the inputs' dtype.
+
+    forward_call: the number of the forward's call on the group, which must be the same on all ranks; 0: not known.
+    """
+    with _open("backward", call, q, k, v, forward_call) as ring:
         begin, end = call.sequence.mask_on(q.device)
         state = ops.state_dtype(q.dtype)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
@@ -172,7 +183,12 @@ class _Returning:
 
 @contextlib.contextmanager
 def _open(
-    direction: Literal["forward", "backward"], call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+    direction: Literal["forward", "backward"],
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward_call: int = 0,
 ) -> Iterator[_Ring]:
     """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
     sequence = call.sequence
@@ -203,7 +219,8 @@ def _open(
         "layout digest": layout_digest,
         "mask digest": mask_digest,  # of the layout too, but that is compared first
     }
-    with transport.call(op, fields, q.device):
+    data = sequence.data_of(q, k, v) if direction == "forward" else 0
+    with transport.call(op, fields, q.device, forward_call=forward_call, data=data):
         yield ring
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.errors import InputError, LayoutError
 from ringtile.sequence import balance
+from ringtile.sequence.fingerprint import fingerprint, leave_on
 from ringtile.sequence.mask import MAX_SEQ_LEN, IntervalMask
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group
@@ -198,11 +199,14 @@ class Layout:
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """The tokens of `rank`: any dtype, any shape with size S in `dim` -> the same with size N. Differentiable.
 
-        Raises InputError when x has not S tokens in `dim`.
+        x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
+        raises RingMismatch. Raises InputError when x has not S tokens in `dim`.
         """
         if not -x.dim() <= dim < x.dim() or x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
-        return ops.shard_seq(x, self.runs(rank), dim)
+        local = ops.shard_seq(x, self.runs(rank), dim)
+        leave_on(local, fingerprint(x, dim))
+        return local
 
     def unshard(self, local: Tensor, dim: int, group: Group | None = None) -> Tensor:
         """The pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.

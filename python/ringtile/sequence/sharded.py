@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+import zlib
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.errors import InputError
+from ringtile.sequence.fingerprint import found_on
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
@@ -26,6 +28,8 @@ from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
+# Of the sequences of a group, as many as have room in so many bytes, but the last few in any case.
+_MAX_BYTES, _MIN_REMEMBERED = 64 << 20, 4
 
 
 class ShardedSequence:
@@ -60,6 +64,7 @@ class ShardedSequence:
         self._windows: dict[int, ShardedSequence] = {}  # apart: torch.compile traces it, and would guard on every key
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._versions = _version(self.begin), _version(self.end)
+        self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
         _Seen.remember(self, self.begin, self.end, self.layout_tensor)
 
     def __repr__(self) -> str:
@@ -85,8 +90,15 @@ class ShardedSequence:
     # ---- tensors --------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`."""
-        return self.layout.shard(x, dim, self.rank)
+        """This rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`.
+
+        The first tensor, such as the token ids, tells this batch from others of equal shape: attention raises
+        RingMismatch where ranks work on different ones.
+        """
+        local = self.layout.shard(x, dim, self.rank)
+        if not self._data:
+            self._data.append(found_on(local))
+        return local
 
     def unshard(self, local: Tensor, dim: int) -> Tensor:
         """The global tensor, on every rank: size N in `dim` -> size S. A collective; see `Layout.unshard`."""
@@ -98,6 +110,7 @@ class ShardedSequence:
         """The same sequence, where a query attends what both masks let it attend. The last ones are remembered."""
         if mask not in self._narrowed:
             self._narrowed[mask] = ShardedSequence(self.mask & mask, self.layout, self.group_name)
+            self._narrowed[mask]._data = self._data
             if len(self._narrowed) > _MAX_REMEMBERED:
                 del self._narrowed[next(iter(self._narrowed))]
         return self._narrowed[mask]
@@ -128,6 +141,10 @@ class ShardedSequence:
         layout = self.layout_tensor
         return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
 
+    def data_of(self, *locals_: Tensor) -> int:
+        """What is known of the data that these local tensors come from; the same on every rank, 0 if it is nothing."""
+        return zlib.crc32(repr((self._data, found_on(*locals_))).encode())
+
     def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """begin and end of the local queries, int32 (B or 1, N), copied to the device once."""
         if device.type == "cpu":
@@ -148,7 +165,9 @@ class ShardedSequence:
             found = remembered.get((mask, layout))
             if found is None:
                 found = remembered[mask, layout] = cls(mask, layout, group)
-                if len(remembered) > _MAX_REMEMBERED:
+                while len(remembered) > _MIN_REMEMBERED and (
+                    len(remembered) > _MAX_REMEMBERED or sum(map(_num_bytes, remembered.values())) > _MAX_BYTES
+                ):
                     remembered.popitem(last=False)
             else:
                 remembered.move_to_end((mask, layout))
@@ -167,6 +186,11 @@ class ShardedSequence:
             found = cls.of(IntervalMask(begin, end), Layout.from_tensor(layout), group_name)
             _Seen.remember(found, begin, end, layout)
         return found
+
+
+def _num_bytes(sequence: ShardedSequence) -> int:
+    """Of the mask and of the plan, which holds about as much."""
+    return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
 
 
 def _check_types(mask: IntervalMask, layout: Layout) -> None:

@@ -5,18 +5,18 @@ Shape letters: B batch, S global tokens, N local tokens, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, LayoutError, Refused
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import shard_block_mask
-from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_in_force, layout_of, remember_layout
-from ringtile.transport.groups import transport_of
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, layout_to_unshard, remember_layout
+from ringtile.transport.groups import Group, transport_of
 
 Buffer: TypeAlias = Tensor | BlockMask
 
@@ -76,35 +76,71 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """The global tensors of local ones, on every rank: the inverse of `context_parallel_shard`. Differentiable.
 
-    load_balancer: as there; None is the layout that `context_parallel_shard` last used to leave this rank as many
-    tokens. Every rank of the group calls it. Raises InputError, RingMismatch, PeerLost.
+    load_balancer: as there; None is the layout of the `context_parallel` block around the call, or the one that
+    `context_parallel_shard`, or else an ended `context_parallel`, last used to leave this rank as many tokens; by name
+    the ranks tell each other how many they hold. Every rank of the group calls it.
+    Raises InputError, LayoutError, RingMismatch, PeerLost.
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    full = []
-    for name, (buffer, dim) in _pairs(buffers, seq_dims).items():
-        if not isinstance(buffer, Tensor):
-            raise InputError(f"buffer {name} is a BlockMask, which cannot be unsharded; keep the global one")
-        if load_balancer is None:
-            layout = layout_in_force(group, "", buffer.size(dim))
-        else:
-            layout = _layout(load_balancer, buffer.size(dim) * transport.world_size, transport.world_size)
-        full.append(layout.unshard(buffer, dim, group))
-    return full
+    try:
+        pairs = _pairs(buffers, seq_dims)
+        for name, (buffer, _) in pairs.items():
+            if not isinstance(buffer, Tensor):
+                raise InputError(f"buffer {name} is a BlockMask, which cannot be unsharded; keep the global one")
+        full = []
+        for buffer, dim in pairs.values():
+            assert isinstance(buffer, Tensor)
+            local_len = buffer.size(dim)
+            if load_balancer is None:
+                layout = layout_to_unshard(group, local_len)
+            elif isinstance(load_balancer, str):
+                layout = layout_of(load_balancer, _tokens_of_all_ranks(local_len, group), transport.world_size)
+            else:
+                layout = _layout(load_balancer, local_len * transport.world_size, transport.world_size)
+            full.append((layout, buffer, dim))
+    except (InputError, LayoutError, Refused) as error:
+        transport.refuse("context_parallel_unshard", error)
+        raise
+    return [layout.unshard(buffer, dim, group) for layout, buffer, dim in full]
+
+
+def _tokens_of_all_ranks(local_len: int, group: Group) -> int:
+    """S. The ranks exchange N."""
+    world_size = transport_of(group).world_size
+    lengths = Layout.contiguous(world_size, world_size).unshard(torch.tensor([local_len], device="cpu"), 0, group)
+    return int(lengths.sum())
+
+
+def as_list(items: Any, name: str) -> list[Any]:
+    """The items of a list, tuple or set; none for None. InputError: it is something else, such as one tensor."""
+    if items is None:
+        return []
+    if isinstance(items, (Tensor, str, BlockMask)) or not isinstance(items, Collection):
+        raise InputError(f"{name} is a {type(items).__name__}; expected a list")
+    return list(items)
 
 
 def _pairs(
     buffers: Sequence[Buffer] | Mapping[str, Buffer], seq_dims: Sequence[int] | Mapping[str, int]
 ) -> dict[Any, tuple[Buffer, int]]:
     """Each buffer with its sequence dim, by name or index."""
-    named: dict[Any, Buffer] = dict(buffers) if isinstance(buffers, Mapping) else dict(enumerate(buffers))
-    dims: dict[Any, int] = dict(seq_dims) if isinstance(seq_dims, Mapping) else dict(enumerate(seq_dims))
+    named, dims = _by_name(buffers, "buffers"), _by_name(seq_dims, "seq_dims")
     if named.keys() != dims.keys() or not named:
         raise InputError(f"buffers {list(named)} and seq_dims {list(dims)}; expected one dim for every buffer")
     for name, buffer in named.items():
+        if not isinstance(buffer, (Tensor, BlockMask)) or type(dims[name]) is not int:
+            raise InputError(
+                f"buffer {name!r} is a {type(buffer).__name__}, its sequence dim a {type(dims[name]).__name__}; "
+                "expected a tensor or BlockMask, and an int"
+            )
         if isinstance(buffer, Tensor) and not -buffer.dim() <= dims[name] < buffer.dim():
             raise InputError(f"buffer {name!r} is {tuple(buffer.shape)}, its sequence dim {dims[name]}; no such dim")
     return {name: (buffer, dims[name]) for name, buffer in named.items()}
+
+
+def _by_name(items: Any, name: str) -> dict[Any, Any]:
+    return dict(items) if isinstance(items, Mapping) else dict(enumerate(as_list(items, name)))
 
 
 def _seq_len(pairs: list[tuple[Buffer, int]]) -> int:
@@ -119,6 +155,10 @@ def _layout(balance: Balance, seq_len: int, world_size: int) -> Layout:
         return layout_of(balance or "contiguous", seq_len, world_size)
     if isinstance(balance, Layout):
         return balance  # local sizes do not tell S in uneven layouts; `shard` and `unshard` check them
+    if not isinstance(balance, LoadBalancer):
+        raise InputError(
+            f"load_balancer is a {type(balance).__name__}; expected a Layout, the name of one, or one of PyTorch's"
+        )
     indices = balance._generate_indices()
     return layout_of("contiguous" if indices is None else _of_order(indices, world_size), seq_len, world_size)
 

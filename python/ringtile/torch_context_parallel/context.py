@@ -8,14 +8,16 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, Refused
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.torch_context_parallel.buffers import as_list
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
-from ringtile.torch_context_parallel.mode import RingMode
+from ringtile.torch_context_parallel.mode import RingMode, refusals_on_the_surface
+from ringtile.torch_context_parallel.noticing import ShardedBuffer
 from ringtile.torch_context_parallel.scope import AttentionScope
-from ringtile.transport.groups import transport_of
+from ringtile.transport.groups import Group, transport_of
 
 
 @contextlib.contextmanager
@@ -42,19 +44,20 @@ def context_parallel(
     Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
     threads, each with a group of its own. A group of one rank does nothing unless there is a mask.
 
-    Raises InputError before any buffer is sharded; LayoutError when the sequence is too short.
+    Raises InputError before any buffer is sharded; LayoutError when the sequence is too short. Refused inside for
+    attention that the ring cannot serve or see (docs/guide/pytorch.md), and at the end if random numbers were drawn.
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    buffers, buffer_seq_dims = list(buffers or ()), list(buffer_seq_dims or ())
-    kept = list(no_restore_buffers or ())
+    buffers, buffer_seq_dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
+    kept = as_list(no_restore_buffers, "no_restore_buffers")
     seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
     if transport.world_size == 1 and mask is None:
         yield
         return
     if seq_len is None:
         assert isinstance(layout, str)
-        with RingMode(AttentionScope(group, layout_name=layout)):
+        with _in_force(group, AttentionScope(group, layout_name=layout), layout):
             yield
         return
     layout = layout_of(layout, seq_len, transport.world_size)
@@ -62,15 +65,51 @@ def context_parallel(
     _ = sequence.causal  # made here: a compiled call of attention can read it but not make it
     scope = AttentionScope(group, sequence=sequence, is_masked=mask is not None)
     full = [buffer.detach() for buffer in buffers]
+    sharded = [ShardedBuffer(*buffer) for buffer in zip(buffers, full, buffer_seq_dims, strict=True)]
     try:
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
             _set_content(buffer, sequence.shard(buffer, dim))
-        with override(sequence), RingMode(scope):
+        with _in_force(group, scope, sequence, sharded):
             yield
     finally:
         for buffer, content in zip(buffers, full, strict=True):
             if not any(buffer is other for other in kept):
                 _set_content(buffer, content)
+
+
+@contextlib.contextmanager
+def _in_force(
+    group: Group, scope: AttentionScope, sequence: ShardedSequence | str, buffers: Sequence[ShardedBuffer] = ()
+) -> Iterator[None]:
+    """Inside, attention runs over the scope, and the sequence, or the layout of that name, holds for ContextParallel.
+
+    Refused when the block ends, if random numbers were drawn: no shard draws what the whole sequence would.
+    """
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with override(group, sequence), mode:
+            yield
+
+    mode = RingMode(scope, buffers, enter)
+    before = _random_states()
+    with refusals_on_the_surface(), enter():
+        yield
+    drawn = [name for name, state in _random_states().items() if name not in before or not state.equal(before[name])]
+    if drawn and transport_of(group).world_size > 1:
+        raise Refused(
+            f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside context_parallel: "
+            "dropout, noise or sampling of local tokens is not what one process draws. Switch it off, or draw before "
+            "the block and pass the numbers as buffers"
+        )
+
+
+def _random_states() -> dict[str, Tensor]:
+    """The states of the default generators; a GPU's only if the process uses it."""
+    states = {"the CPU": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["the GPU"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _seq_len(
@@ -83,6 +122,11 @@ def _seq_len(
         raise InputError("no_restore_buffers has a tensor that is not in buffers; expected a subset")
     sizes = []
     for i, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not isinstance(buffer, Tensor) or type(dim) is not int:
+            raise InputError(
+                f"buffer {i} is a {type(buffer).__name__}, its sequence dim a {type(dim).__name__}; expected a tensor "
+                "and an int"
+            )
         if not -buffer.dim() <= dim < buffer.dim():
             raise InputError(f"buffer {i} is {tuple(buffer.shape)}, its sequence dim {dim}; expected one of its dims")
         if buffer.requires_grad:
@@ -93,7 +137,13 @@ def _seq_len(
     if len(set(sizes)) > 1:
         raise InputError(f"buffers have {sizes} tokens in their sequence dims; expected one length")
     if mask is not None:
+        if not isinstance(mask, IntervalMask):
+            raise InputError(
+                f"mask is a {type(mask).__name__}; expected an IntervalMask, such as IntervalMask.causal(S)"
+            )
         sizes.append(mask.seq_len)
+    if not isinstance(layout, (Layout, str)):
+        raise InputError(f"layout is a {type(layout).__name__}; expected a Layout, or the name of one")
     if isinstance(layout, Layout):
         sizes.append(layout.seq_len)
     if len(set(sizes)) > 1:

@@ -25,11 +25,17 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, Refused, RingtileError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.torch_context_parallel.group_layouts import Mesh, check_layout, group_of, layout_of
+from ringtile.torch_context_parallel.group_layouts import (
+    Mesh,
+    check_layout,
+    group_of,
+    layout_of,
+    sequence_in_force,
+)
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.transport.groups import group_name, transport_of
 
@@ -64,6 +70,8 @@ def create_cp_block_mask(
     create_block_mask. load_balancer: the layout of the queries, by name or as a Layout; contiguous if None.
     mask_mod is evaluated for every pair, 128 queries at a time, to find out if the mask is one interval per query.
     """
+    if not callable(mask_mod):
+        raise InputError(f"mask_mod is a {type(mask_mod).__name__}; expected a function of (b, h, q_idx, kv_idx)")
     if Q_LEN != KV_LEN:
         raise InputError(f"Q_LEN is {Q_LEN}, KV_LEN {KV_LEN}; expected one sequence, so one length")
     group = group_of(mesh)
@@ -178,43 +186,73 @@ def flex_attention(
     origin: Origin | None = getattr(block_mask, "ringtile_origin", None)
     if origin is None:
         return call.invoke(flex.flex_attention)
+    scope = AttentionScope(origin.group_name, sequence=origin.sequence)
+    if not torch.compiler.is_compiling():
+        check_layout(origin.group_name, origin.layout)
     if origin.sequence is not None and score_mod is None:
-        return flex_in_ring(AttentionScope(origin.group_name, sequence=origin.sequence), call)
-    key, value, score_mod = gathered(origin, key, value, score_mod)
-    return call._replace(key=key, value=value, score_mod=score_mod).invoke(flex.flex_attention)
+        return flex_in_ring(scope, call)
+    return flex_on_gathered(scope, origin, call)
 
 
 def flex_in_ring(scope: AttentionScope, call: FlexCall) -> Any:
     """`flex_attention` over the scope's sequence; score_mod and block_mask do not count."""
-    if not call.enable_gqa and call.query.size(1) != call.key.size(1):
-        error: InputError | Refused = InputError(
-            f"query has {call.query.size(1)} heads, key {call.key.size(1)}; pass enable_gqa=True"
-        )
-        raise _told(scope, error)
+    check_call(scope, call)
     if call.return_aux is not None and call.return_aux.max_scores:
-        raise _told(scope, Refused("return_aux.max_scores: the ring keeps no maximum of the scores; ask for lse"))
+        raise scope.told(Refused("return_aux.max_scores: the ring keeps no maximum of the scores; ask for lse"), _OP)
     out, lse = scope.attend(call.query, call.key, call.value, scale=call.scale, return_lse=True)
     if call.return_aux is not None:
         return out, AuxOutput(lse=lse if call.return_aux.lse else None, max_scores=None)
     return (out, lse) if call.return_lse else out
 
 
-def gathered(
-    origin: Origin, key: Tensor, value: Tensor, score_mod: ScoreMod | None
-) -> tuple[Tensor, Tensor, ScoreMod | None]:
-    """Key and value (B, G, S, ...) of all ranks in global order, and the score_mod of this rank's queries.
+def flex_on_gathered(scope: AttentionScope, origin: Origin, call: FlexCall) -> Any:
+    """`flex_attention` of this rank's queries and the keys of all ranks; block_mask is of those, or None."""
+    check_call(scope, call)
+    scope.check_scale(call.scale)
+    key, value = gathered(origin, call.key, call.value)
+    call = call._replace(key=key, value=value, score_mod=of_local_queries(origin, call.score_mod, key.device))
+    return call.invoke(flex.flex_attention)
+
+
+_OP = "flex_attention"
+
+
+def check_call(scope: AttentionScope, call: FlexCall) -> None:
+    """Refuses arguments that are not what flex_attention takes. kernel_options tune a kernel; the ring needs none."""
+    types = ", ".join(type(x).__name__ for x in call[:3])
+    error: InputError | None = None
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in call[:3]):
+        error = InputError(f"query, key, value are {types}; expected tensors (batch, heads, local tokens, head_dim)")
+    elif call.score_mod is not None and not callable(call.score_mod):
+        error = InputError(f"score_mod is a {type(call.score_mod).__name__}; expected a function")
+    elif call.return_lse and call.return_aux is not None:
+        error = InputError("return_lse and return_aux; expected one of them: return_aux=AuxRequest(lse=True)")
+    elif call.kernel_options is not None and not isinstance(call.kernel_options, dict):
+        error = InputError(f"kernel_options is a {type(call.kernel_options).__name__}; expected a dict")
+    elif not call.enable_gqa and call.query.size(1) != call.key.size(1):
+        error = InputError(f"query has {call.query.size(1)} heads, key {call.key.size(1)}; pass enable_gqa=True")
+    if error is not None:
+        raise scope.told(error, _OP)
+
+
+def gathered(origin: Origin, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value (B, G, S, ...) of all ranks in global order.
 
     Forward all-gather; backward reduce-scatter, added in float32 (`Layout.unshard`).
     """
-    key, value = (origin.layout.unshard(x, 2, origin.group_name) for x in (key, value))
+    return origin.layout.unshard(key, 2, origin.group_name), origin.layout.unshard(value, 2, origin.group_name)
+
+
+def of_local_queries(origin: Origin, score_mod: ScoreMod | None, device: torch.device) -> ScoreMod | None:
+    """A score_mod of global positions, for this rank's queries and the keys of all ranks."""
     if score_mod is None:
-        return key, value, None
-    positions = origin.layout.positions(transport_of(origin.group_name).rank).to(key.device)
+        return None
+    positions = origin.layout.positions(transport_of(origin.group_name).rank).to(device)
 
     def of_local_query(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, b, h, positions[q_idx], kv_idx)
 
-    return key, value, of_local_query
+    return of_local_query
 
 
 # ---- inside a RingMode --------------------------------------------------------------------------
@@ -227,17 +265,18 @@ def flex_in_mode(scope: AttentionScope, call: FlexCall) -> Any:
     """
     if call.block_mask is None and call.score_mod is None:
         return flex_in_ring(scope, call)
+    check_call(scope, call)
+    if call.block_mask is not None and not isinstance(call.block_mask, BlockMask):
+        raise scope.told(InputError(f"block_mask is a {type(call.block_mask).__name__}; expected a BlockMask"), _OP)
     if call.block_mask is not None and scope.is_masked:
-        raise _told(scope, Refused("a block_mask inside context_parallel(mask=...); give one of them"))
+        raise scope.told(Refused("a block_mask inside context_parallel(mask=...); give one of them"), _OP)
     if not hasattr(call.block_mask, "ringtile_origin"):
-        if scope.sequence is None:
-            raise _told(
-                scope, Refused("flex_attention of an unknown length; name buffers or a Layout to context_parallel")
-            )
-        call = call._replace(block_mask=_local_block_mask(call.block_mask, scope.sequence))
-    origin: Origin | None = call.block_mask.ringtile_origin  # type: ignore[union-attr]
-    if origin is not None:
-        check_layout(scope.group_name, origin.layout)
+        sequence = scope.sequence or sequence_in_force(scope.group, scope.layout_name, call.query.size(2))
+        try:
+            call = call._replace(block_mask=_local_block_mask(call.block_mask, sequence))
+        except RingtileError as error:
+            scope.told(error, _OP)
+            raise
     return call.invoke(flex_attention)
 
 
@@ -275,15 +314,9 @@ def flex_hop_in_ring(
     PyTorch's function checks a BlockMask against the local lengths first, so a global one never reaches this.
     """
     if score_mod is not flex._identity or block_mask[-1] is not noop_mask or kernel_options.get("OUTPUT_MAX"):
-        raise Refused(
+        raise Refused(  # not told to the other ranks: dynamo is tracing
             "torch's flex_attention with a score_mod, a block_mask or max_scores on a sharded sequence; call "
             "ringtile.flex_attention, which has the same arguments"
         )
     out, lse = scope.attend(query, key, value, scale=scale, return_lse=True)
     return out, lse if kernel_options.get("BACKEND") == "FLASH" else lse / math.log(2), lse.new_empty(0)
-
-
-def _told(scope: AttentionScope, error: InputError | Refused) -> InputError | Refused:
-    """The error, after telling the other ranks, which would wait for this one."""
-    transport_of(scope.group_name).refuse("flex_attention", error)
-    return error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,47 +16,93 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_attent
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ringtile.errors import Refused
+from ringtile.errors import InputError, Refused
 from ringtile.torch_context_parallel.flex import FlexCall, flex_attention, flex_hop_in_ring, flex_in_mode
+from ringtile.torch_context_parallel.noticing import Noticing, ShardedBuffer, caller_of
+from ringtile.torch_context_parallel.recompute import Enter, recompute_in
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
-from ringtile.transport.groups import transport_of
 
 
 class RingMode(TorchFunctionMode):
     """While it is entered, scaled_dot_product_attention and flex_attention on this thread run over the scope's group.
 
-    PyTorch keeps function modes per thread and passes them on to the threads of a backward pass, so a checkpointed
-    layer that is recomputed inside the mode runs as a ring again.
+    PyTorch keeps function modes per thread and passes them on to the threads of a backward pass; a checkpointed layer
+    enters the mode again when it is recomputed. buffers: those that `context_parallel` sharded. enter: what enters the
+    mode, if that is more than `with mode`.
     """
 
-    def __init__(self, scope: AttentionScope) -> None:
+    def __init__(
+        self, scope: AttentionScope, buffers: Sequence[ShardedBuffer] = (), enter: Enter | None = None
+    ) -> None:
         super().__init__()
         self.scope = scope
+        self.enter: Enter = enter or (lambda: self)
+        self.noticing = Noticing(scope, buffers)
 
     def __torch_function__(
         self, func: Callable[..., Any], classes: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        eager = not torch.compiler.is_compiling()
         if func is scaled_dot_product_attention:
+            if eager:
+                self._before_attention()
+                if len(args) < 4 and kwargs.get("attn_mask") is None and args:
+                    self.noticing.check_window(caller_of(1), args[0].size(-2), bool(kwargs.get("is_causal")))
             return sdpa(self.scope, *args, **kwargs)
         if func is flex_attention_hop:
             return flex_hop_in_ring(self.scope, *args, **kwargs)
         if func is flex_attention:
+            if eager:
+                self._before_attention()
             return flex_in_mode(self.scope, FlexCall(*args, **kwargs))
         if func is multi_head_attention_forward:
             error = Refused(
                 "multi_head_attention_forward (nn.MultiheadAttention) hides its attention from the ring; project q, k, "
                 "v in the model and call scaled_dot_product_attention"
             )
-            transport_of(self.scope.group_name).refuse("multi_head_attention_forward", error)
-            raise error
+            raise self.scope.told(error)
         if func in _BACKWARDS:
             with self:
                 return _body(func)(*args, **kwargs)
         if func is Tensor.unflatten:  # dynamo cannot trace its Python body under a mode (torch 2.13)
             return torch.unflatten(*args, **kwargs)
-        return func(*args, **kwargs)
+        if not eager:
+            return func(*args, **kwargs)
+        result = self.noticing.before(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
+            self.noticing.after(func, args, result)
+        return result
+
+    def _before_attention(self) -> None:
+        """Checkpoints that this call is made from recompute it in the same modes."""
+        depth = torch._C._len_torch_function_stack()
+        entered = [torch._C._get_function_stack_at(i) for i in range(depth)]
+        modes = [mode for mode in entered if isinstance(mode, RingMode)]  # without this one, while it handles a call
+        recompute_in({id(mode): mode.enter for mode in (*modes, self)}, caller_of(2), run_in_mode.__code__)
+
+
+@contextlib.contextmanager
+def refusals_on_the_surface() -> Iterator[None]:
+    """Raises the Refused or InputError that dynamo met while it traced a call inside, instead of dynamo's own error."""
+    try:
+        yield
+    except torch._dynamo.exc.Unsupported as error:
+        match = re.search(r"raised exception (Refused|InputError)\((.*)\)$", str(error), re.MULTILINE)
+        if match is None:
+            raise
+        kind, text = match.groups()
+        with contextlib.suppress(ValueError, SyntaxError):
+            text = ast.literal_eval(text)
+        raise {"Refused": Refused, "InputError": InputError}[kind](text) from error
+
+
+def run_in_mode(mode: TorchFunctionMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A module's forward inside a mode of its own."""
+    with refusals_on_the_surface(), mode:
+        return function(*args, **kwargs)
 
 
 _BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -64,7 +113,7 @@ def _body(function: types.FunctionType) -> types.FunctionType:
     """The function with has_torch_function always False, so that it runs its body instead of asking the modes.
 
     PyTorch leaves a mode while the mode handles a function. A backward pass handled that way would recompute
-    checkpointed layers outside the mode; this body can be run inside it.
+    compiled layers of a checkpoint outside the mode; this body can be run inside it.
     """
     unasked = {name: lambda *_: False for name in ("has_torch_function", "has_torch_function_unary")}
     body = types.FunctionType(function.__code__, {**function.__globals__, **unasked}, argdefs=function.__defaults__)

@@ -6,16 +6,19 @@ Shape letters: B batch, H query heads, G kv heads, N local tokens, D head dim, D
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ringtile.errors import Refused, RingtileError
 from ringtile.ops import state_dtype
 from ringtile.ring.attention import is_plain, ring_attention
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
-from ringtile.transport.groups import Group, group_name
+from ringtile.transport.groups import Group, group_name, transport_of
+
+_E = TypeVar("_E", bound=RingtileError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,18 @@ class AttentionScope:
     def group_name(self) -> str:
         return group_name(self.group)
 
+    def told(self, error: _E, op: str = "attention") -> _E:
+        """The error, after telling the other ranks of the group, which would wait for this one."""
+        transport_of(self.group).refuse(op, error)
+        return error
+
+    def check_scale(self, scale: Any) -> None:
+        """Refuses a scale whose gradient would be lost."""
+        if isinstance(scale, Tensor) and scale.requires_grad:
+            raise self.told(
+                Refused("scale is a tensor that requires grad, and would get none; multiply query by it, and pass 1.0")
+            )
+
     def attend(
         self,
         query: Tensor,
@@ -52,6 +67,7 @@ class AttentionScope:
         query (B, H, N, D), key (B, G, N, D), value (B, G, N, Dv) -> out (B, H, N, Dv); with return_lse (out, lse),
         lse (B, H, N). Raises as `ring_attention` and `sequence_in_force` do.
         """
+        self.check_scale(scale)
         device = query.device.type
         if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))

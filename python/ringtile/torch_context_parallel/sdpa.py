@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, Refused, RingtileError
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.scope import AttentionScope
-from ringtile.transport.groups import transport_of
 
 
 def sdpa(
@@ -35,6 +34,10 @@ def sdpa(
     try:
         if dropout_p > 0:
             raise Refused(f"scaled_dot_product_attention got dropout_p {dropout_p}; the ring has no dropout: pass 0")
+        if not all(isinstance(x, Tensor) for x in (query, key, value)):
+            raise InputError(
+                f"query, key, value are {', '.join(type(x).__name__ for x in (query, key, value))}; expected tensors"
+            )
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
             raise InputError(
                 f"query, key, value are {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; expected "
@@ -45,11 +48,13 @@ def sdpa(
                 f"query has {query.size(1)} heads, key {key.size(1)}; expected the same number, or enable_gqa=True"
             )
         if attn_mask is not None:
+            if not isinstance(attn_mask, Tensor):
+                raise InputError(f"attn_mask is a {type(attn_mask).__name__}; expected a bool tensor")
             if is_causal:
                 raise InputError("scaled_dot_product_attention got attn_mask and is_causal; expected one of them")
             scope = AttentionScope(scope.group, sequence=_masked(scope.sequence, attn_mask), is_masked=True)
-    except (InputError, Refused) as error:
-        transport_of(scope.group_name).refuse("scaled_dot_product_attention", error)
+    except RingtileError as error:
+        scope.told(error, "scaled_dot_product_attention")
         raise
     out: Tensor = scope.attend(query, key, value, is_causal=is_causal, scale=scale)
     return out
@@ -67,7 +72,9 @@ def _masked(sequence: ShardedSequence | None, attn_mask: Tensor) -> ShardedSeque
     if attn_mask.shape[-2:] != (seq_len, seq_len):
         raise InputError(
             f"attn_mask is {tuple(attn_mask.shape)}; expected all {seq_len} global tokens in both of its last "
-            "dimensions (leave it out of buffers), or no attn_mask and context_parallel(..., mask=...)"
+            "dimensions (leave it out of buffers), or no attn_mask and context_parallel(..., mask=...). transformers "
+            "makes such a mask of local tokens from an attention_mask with zeros, a sliding window, or position_ids "
+            "that are not a buffer: pass the model attention_mask=None, and position_ids among the buffers"
         )
     # Not `sequence & mask`: the sequence would remember every batch's mask for as long as it lives.
     mask = sequence.mask & IntervalMask.from_bool(attn_mask)

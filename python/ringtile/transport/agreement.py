@@ -1,8 +1,9 @@
 """Agreement: how ranks make sure that they all make the same call, without waiting for each other each time.
 
 A call is known by its *terms*: the op, the device type and whatever else must be equal on all ranks (shapes, dtypes,
-scale, digests of mask and layout). Every rank tells every other its terms, with the number of the call, in a header
-of one fixed size. Headers travel over a `Channel`, beside the payloads.
+scale, digests of mask and layout). Every rank tells every other its terms in a header of one fixed size, with what
+tells the call from others of its kind: its number and, if they are known, a fingerprint of its data and the number of
+the forward that a backward belongs to. Headers travel over a `Channel`, beside the payloads.
 
 - New terms: the rank waits for all headers before a payload travels.
 - Terms that all ranks have agreed on before: payloads start at once. On the CPU the headers are compared before the
@@ -33,7 +34,7 @@ HELLO_TAG, HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001, 0x5254_000
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
-_FAREWELL_SECONDS = 0.5  # how long a rank that lost a peer waits to hear why the peer gave up
+_FAREWELL_SECONDS = 2.0  # how long a rank that lost a peer waits to hear why the peer gave up
 
 HeaderValue = int | float | str
 
@@ -44,18 +45,25 @@ class Terms:
     def __init__(self, op: str, device_type: str, fields: Mapping[str, HeaderValue]) -> None:
         self.op = op
         text = json.dumps({"op": op, "device": device_type, **fields}).encode("ascii")
-        # Fixed width: JSON ignores the spaces, and a header is made by writing one number into this template.
-        self._prefix = b'{"version": %d, "call": ' % HEADER_VERSION
-        self._suffix = b", " + text[1:]
-        num_bytes = len(self._prefix) + 20 + len(self._suffix)
+        # Fixed width: a header is made by writing three numbers, each as wide as an int64, into this template. What
+        # differs first is named, so the fields of the caller precede what follows from them.
+        self._template = (
+            b'{"version": %d, "call": %%20d, ' % HEADER_VERSION
+            + text[1:-1].replace(b"%", b"%%")
+            + b', "call of the forward": %20d, "fingerprint of the data": %20d}'
+        )
+        num_bytes = len(self.header(0))
         if num_bytes > HEADER_BYTES:
             raise InputError(f"a header of {num_bytes} bytes; expected at most {HEADER_BYTES}")
-        self._suffix = self._suffix.ljust(HEADER_BYTES - len(self._prefix) - 20)
         self._checksum = zlib.crc32(text)
 
-    def header(self, call: int) -> bytes:
-        """HEADER_BYTES bytes: the terms and the number of the call, as JSON padded with spaces."""
-        return self._prefix + b"%20d" % call + self._suffix
+    def header(self, call: int, forward_call: int = 0, data: int = 0) -> bytes:
+        """HEADER_BYTES bytes: the terms and what tells this call from others of its kind, as JSON padded with spaces.
+
+        call: its number on the group. forward_call: in a backward, the number of the forward's call; 0: not known.
+        data: a fingerprint of the data that the call is about; 0: not known.
+        """
+        return (self._template % (call, forward_call, data)).ljust(HEADER_BYTES)
 
     def payload_tag(self, call: int) -> int:
         """The tag of the payloads of a call. Different calls, or different terms, do not receive each other's."""
@@ -97,6 +105,10 @@ class Channel(abc.ABC):
         """Sends HEADER_BYTES bytes to every peer, without waiting for their receives. Raises Gone."""
 
     @abc.abstractmethod
+    def send_last(self, header: bytes) -> None:
+        """Sends it to every peer that can still be reached, at once or not at all."""
+
+    @abc.abstractmethod
     def receive(self, peer: int) -> bytes | None:
         """The next header of a peer, if it has arrived. Raises Gone when the peer has closed and all has been read."""
 
@@ -132,6 +144,7 @@ class Headers:
     def __init__(self, rank: int, world_size: int, channel: Channel) -> None:
         self._rank = rank
         self._channel = channel
+        self._gave_up = False
         self._num_sent = 0
         self._num_received = {peer: 0 for peer in range(world_size) if peer != rank}
         self._sent: dict[int, _Sent] = {}  # the last of them, until all peers have sent theirs
@@ -169,25 +182,26 @@ class Headers:
             return None
         fields = decode(header)
         if "gave up" in fields:
-            raise self._gave_up(peer, fields)
-        where = f"call {mine.call} ({mine.op})"
-        return Mismatch(mine.call, peer, describe_difference(self._rank, decode(mine.header), peer, fields, where))
+            raise self._blame(peer, fields)
+        text = describe_difference(self._rank, decode(mine.header), peer, fields, mine.call, mine.op)
+        return Mismatch(mine.call, peer, text)
 
     # ---- when a peer is lost --------------------------------------------------------------------
 
     def give_up(self, reason: str, blamed: int) -> None:
-        """Tells every peer, in place of the next header, why this rank leaves the group, and closes the channel.
+        """Tells every peer, in place of the next header, why this rank leaves the group. Only the first reason counts.
 
         blamed: the rank whose loss made it leave; its own rank if the cause is its own.
         """
+        if self._gave_up:
+            return
+        self._gave_up = True
         said = reason[:MAX_REASON].encode("ascii", "replace").decode()
         text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
-        try:
-            self._channel.send(text.encode("ascii").ljust(HEADER_BYTES))
-        except Gone:
-            pass  # whoever is left has its own news
-        finally:
-            self._channel.close()
+        self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
+
+    def close(self) -> None:
+        self._channel.close()
 
     def root_of(self, gone: Gone) -> Gone:
         """Who was lost first, as far as the peers say: one that gave up says whom it blames.
@@ -207,13 +221,13 @@ class Headers:
             while (left := deadline - time.monotonic()) > 0:
                 while (header := self._channel.receive(peer)) is not None:
                     if "gave up" in (fields := decode(header)):
-                        return self._gave_up(peer, fields)
+                        return self._blame(peer, fields)
                 self._channel.wait([peer], left)
         except Gone:
             pass
         return None
 
-    def _gave_up(self, peer: int, fields: Mapping[str, HeaderValue]) -> Gone:
+    def _blame(self, peer: int, fields: Mapping[str, HeaderValue]) -> Gone:
         blamed = fields.get("blamed")
         if not isinstance(blamed, int) or blamed in (peer, self._rank):
             return Gone(peer, str(fields["gave up"]))
@@ -221,13 +235,13 @@ class Headers:
 
 
 def describe_difference(
-    rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], where: str
+    rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], call: int, op: str
 ) -> str:
     """The first field in which two headers differ, with both values."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     field = names[0] if names else "header"
     return (
-        f"ranks disagree on {field} in {where}: rank {rank} has {mine.get(field, 'none')}, rank {peer} has "
+        f"ranks disagree on {field} in call {call} ({op}): rank {rank} has {mine.get(field, 'none')}, rank {peer} has "
         f"{theirs.get(field, 'none')}; all ranks of a group must make the same calls in the same order, with the same "
         f"global sequence"
     )

@@ -45,6 +45,8 @@ def transport_of(group: Group | None) -> Transport:
             raise InputError(f"there is no process group named {group!r}: {str(error).splitlines()[0]}") from None
     if isinstance(group, LoopbackGroup):
         return group.transport
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"the group is {group!r}; expected a process group that this rank is a member of")
     with _transports_lock:
         if group not in _transports:
             _transports[group] = ProcessGroupTransport(group)

@@ -111,6 +111,9 @@ class _LoopbackChannel(Channel):
         for mailbox in self._outgoing:
             mailbox.put(_HEADERS, header)
 
+    def send_last(self, header: bytes) -> None:
+        self.send(header)
+
     def receive(self, peer: int) -> bytes | None:
         try:
             header: bytes = self._incoming[peer].get(_HEADERS, 0.0)

@@ -68,6 +68,11 @@ class SocketChannel(Channel):
             raise Gone(peer, _reason(error)) from None
         self._sockets[peer].setblocking(False)
 
+    def send_last(self, header: bytes) -> None:
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.send(header)
+
     def receive(self, peer: int) -> bytes | None:
         part = self._parts[peer]
         try:
@@ -150,7 +155,8 @@ def _exchange_addresses(rank: int, own: _Address, exchange: Callable[[bytes], di
     for peer, hello in hellos.items():
         fields = decode(hello)
         if fields.get("version") != HEADER_VERSION:
-            raise RingMismatch(describe_difference(rank, mine, peer, {"version": fields["version"]}, "the first call"))
+            theirs = {"version": fields.get("version", "none")}
+            raise RingMismatch(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
         addresses[peer] = _Address(str(fields["host"]), int(fields["port"]), str(fields["token"]))
     return addresses
 

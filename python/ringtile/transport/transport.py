@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import threading
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringtile.errors import PeerLost, RingMismatch, RingtileError
+from ringtile.errors import InputError, PeerLost, RingMismatch, RingtileError
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
     MAX_REASON,
@@ -44,9 +45,9 @@ class Message(Protocol):
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exchange:
-    """Messages under way; their tensors stay untouched, and are kept here, until `wait` returns."""
+    """Messages under way; their tensors stay untouched, and are kept alive, until `wait` returns."""
 
     messages: _Messages
     tensors: list[Tensor]
@@ -58,6 +59,7 @@ class Exchange:
         with _span("ringtile::wait"):
             self.transport.compare_headers()
             self.wait_for()
+        self.transport.arrived(self)
 
     def wait_for(self, peers: Container[int] | None = None) -> None:
         """`wait`, without a look at headers, for the messages of these peers (None: all)."""
@@ -75,42 +77,62 @@ def _span(name: str) -> contextlib.AbstractContextManager[Any]:
 class Transport(abc.ABC):
     """One rank's end of a group of ranks.
 
-    rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count.
+    rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
+    calls made so far.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.bytes_sent = 0
-        self._call = 0
+        self.num_calls = 0
         self._op = ""
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None  # whose forwards use this group
         self._payload_tag = FIRST_PAYLOAD_TAG
         self._agreed = AgreedTerms()
         self._headers: Headers | None = None  # from the first call on
         self._behind = False  # whether headers of this call are still to be compared, before a payload is used
-        self._under_way: list[Exchange] = []  # of this call
+        self._under_way: set[Exchange] = set()  # of this call
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def call(self, op: str, fields: Mapping[str, HeaderValue], device: torch.device | str = "cpu") -> Iterator[None]:
+    def call(
+        self,
+        op: str,
+        fields: Mapping[str, HeaderValue],
+        device: torch.device | str = "cpu",
+        *,
+        forward_call: int = 0,
+        data: int = 0,
+    ) -> Iterator[None]:
         """One operation that all ranks take part in: agree on op and fields, then exchange payloads in the body.
 
-        device: where the payloads are; `check_device` has accepted it. See agreement.py for who waits for whom.
+        device: where the payloads are; `check_device` has accepted it. forward_call, data: as in `Terms.header`. See
+        agreement.py for who waits for whom.
 
         RingMismatch leaves the group usable, except on a GPU after terms that were agreed on, where NCCL's messages may
         be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and refuses
-        later calls with PeerLost.
+        later calls with PeerLost. Raises InputError in a forked process, and in a second thread.
         """
         if self.world_size == 1:
             yield
             return
+        self._check_process_and_thread(op)
+        with self._numbered_call(op, fields, torch.device(device), forward_call, data):
+            yield
+
+    @contextlib.contextmanager
+    def _numbered_call(
+        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int = 0, data: int = 0
+    ) -> Iterator[None]:
         with self._lock:
             self._raise_failure(op)
-            self._call += 1
+            self.num_calls += 1
             self._op = op
             try:
-                self._agree(op, fields, torch.device(device))
+                self._agree(op, fields, device, forward_call, data)
                 yield
                 self.compare_headers()
             except RingMismatch:
@@ -123,6 +145,27 @@ class Transport(abc.ABC):
                 self._behind = False
                 self._under_way.clear()
 
+    def _check_process_and_thread(self, op: str) -> None:
+        """InputError where calls would come in an order that the other ranks do not see.
+
+        A backward may come from threads of autograd's own; its order follows from that of the forwards.
+        """
+        if os.getpid() != self._pid:
+            raise InputError(
+                f"{op} in a process that was forked from a rank, such as a DataLoader worker; expected the rank itself"
+            )
+        thread = threading.current_thread()
+        if thread is self._thread or torch._C._current_graph_task_id() != -1:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            error = InputError(
+                f"{op} in thread {thread.name!r} on a group that thread {self._thread.name!r} uses; expected "
+                f"one thread a group: make a group for each with torch.distributed.new_group"
+            )
+            self.refuse(op, error)
+            raise error
+        self._thread = thread
+
     def _raise_failure(self, op: str) -> None:
         if self._failure is None:
             return
@@ -132,17 +175,19 @@ class Transport(abc.ABC):
             f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
         ) from self._failure
 
-    def _agree(self, op: str, fields: Mapping[str, HeaderValue], device: torch.device) -> None:
+    def _agree(
+        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int
+    ) -> None:
         key = (op, device.type, *fields.items())
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
-        self._payload_tag = terms.payload_tag(self._call)
+        self._payload_tag = terms.payload_tag(self.num_calls)
         place = self._place("the header")
         if self._headers is None:
             with self.naming((), place):
                 self._headers = Headers(self.rank, self.world_size, self._open_channel())
         with self.naming((), place):
-            self._headers.send(op, self._call, terms.header(self._call))
+            self._headers.send(op, self.num_calls, terms.header(self.num_calls, forward_call, data))
         self._behind = True
         if agreed is None:
             self.compare_headers()
@@ -161,7 +206,7 @@ class Transport(abc.ABC):
         if mismatch is None:
             return
         error = RingMismatch(mismatch.text)
-        if mismatch.call < self._call:
+        if mismatch.call < self.num_calls:
             self._failure = error
         # A message between two ranks that agree is received whole, or the next one would never be read.
         for exchange in self._under_way:
@@ -181,10 +226,8 @@ class Transport(abc.ABC):
     def _give_up(self, error: BaseException) -> None:
         """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""
         if self._headers is not None:
-            if isinstance(error, PeerLost) and error.reason:
-                self._headers.give_up(error.reason, error.rank)
-            else:
-                self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
+            self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
+            self._headers.close()
         self.hang_up()
 
     def refuse(self, op: str, reason: Exception) -> None:
@@ -192,8 +235,10 @@ class Transport(abc.ABC):
 
         Without it they would wait for this rank until it ends. Ranks that refuse for the same reason agree.
         """
+        if self.world_size == 1:
+            return
         said = f"{op}, refused: {reason}"[:MAX_REASON].encode("ascii", "replace").decode()
-        with contextlib.suppress(RingtileError), self.call(said, {}):
+        with contextlib.suppress(RingtileError), self._numbered_call(said, {}, torch.device("cpu")):
             pass
 
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
@@ -204,11 +249,15 @@ class Transport(abc.ABC):
         """
         self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
         exchange = self._post(sends, receives, self._payload_tag, self._place(what))
-        self._under_way.append(exchange)
+        self._under_way.add(exchange)
         return exchange
 
+    def arrived(self, exchange: Exchange) -> None:
+        """Lets go of its tensors."""
+        self._under_way.discard(exchange)
+
     def _place(self, what: str) -> str:
-        return f"{what} of call {self._call} ({self._op})"
+        return f"{what} of call {self.num_calls} ({self._op})"
 
     def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
         messages: _Messages = []
@@ -248,12 +297,13 @@ class Transport(abc.ABC):
     def _lost(self, gone: list[Gone], what: str) -> PeerLost:
         """The error for peers that are gone, which blames those that were lost first."""
         if self._headers is not None:
+            self._headers.give_up(gone[0].reason, gone[0].peer)  # at once: the peers may be asking the same
             gone = [self._headers.root_of(each) for each in gone]
         who = f"rank {' or '.join(map(str, sorted({each.peer for each in gone})))}"
         error = PeerLost(
             f"{who} was lost in {what} of rank {self.rank}: {gone[0].reason}; see {who}'s log for the cause"
         )
-        error.rank, error.reason = gone[0].peer, gone[0].reason
+        error.rank = gone[0].peer
         return error
 
     @abc.abstractmethod

@@ -1,0 +1,227 @@
+"""Checkpoints that are whole, or refused by name.
+
+A manifest lists every file of a checkpoint with its size and checksum. While the files are written it says that they
+are not complete; it is replaced once all ranks have written theirs. Older checkpoints are deleted only after that. A
+checkpoint is whole if its files are those of its manifest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from ringtile.errors import CheckpointError, RingtileError
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.peers import Peers, of_a_collective
+
+MANIFEST = "ringtile_manifest.json"
+_VERSION = 1
+_CHUNK_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one Trainer. peers: the other ranks; None: there are none."""
+
+    def __init__(self, trainer: Trainer, peers: Peers | None) -> None:
+        self._trainer, self._peers = trainer, peers
+
+    def install(self, ledger: Ledger) -> None:
+        for name, replacement in (("_save_checkpoint", self._save), ("train", self._train)):
+            original = getattr(self._trainer, name)
+            ledger.set(self._trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
+        args = self._trainer.args
+        if args.device.type == "cpu":  # accelerate calls the CPU of a rank cpu:0, which torch.load does not know
+            ledger.set(args, "_setup_devices", torch.device("cpu"))
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def _save(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
+        """Saves as the original does, then writes the manifest, then deletes older checkpoints.
+
+        Raises CheckpointError when a file cannot be written; the other ranks raise PeerLost.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        run = pathlib.Path(trainer._get_output_dir(trial=trial))
+        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        limit, args.save_total_limit = args.save_total_limit, None  # the original deletes before all ranks are done
+        try:
+            if args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                _write_manifest(folder, None)
+            original(model, trial)
+            trainer.accelerator.wait_for_everyone()
+            if args.should_save:
+                _write_manifest(folder, _checksums(folder))
+        except Exception as error:
+            if isinstance(error, RingtileError) or of_a_collective(error) or not _is_of_writing(error):
+                raise
+            failure = CheckpointError(
+                f"{folder} could not be saved on rank {args.process_index}: {' '.join(str(error).split())}; "
+                f"{_last_whole(run, but=folder)}"
+            )
+            if self._peers is not None:
+                self._peers.leave(failure)
+            raise failure from error
+        finally:
+            args.save_total_limit = limit
+        if args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=limit,
+                best_model_checkpoint=trainer.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    # ---- resuming -------------------------------------------------------------------------------
+
+    def _train(
+        self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The original, which gets a checkpoint that is whole, on every rank the same."""
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._checked(resume_from_checkpoint)
+        return original(resume_from_checkpoint, *args, **kwargs)
+
+    def _checked(self, resume: str | os.PathLike[str] | bool) -> str:
+        answer: list[Any] = [None, None]  # (path, what is wrong)
+        if self._trainer.args.process_index == 0:
+            try:
+                answer[0] = find(self._trainer.args.output_dir) if resume is True else check(pathlib.Path(str(resume)))
+            except CheckpointError as error:
+                answer[1] = str(error)
+        if self._peers is not None:
+            dist.broadcast_object_list(answer)
+        path, wrong = answer
+        if wrong is not None:
+            raise CheckpointError(wrong)
+        return str(path)
+
+
+def find(output_dir: str | None) -> pathlib.Path:
+    """The last whole checkpoint of a training; damaged ones are logged. Raises CheckpointError when there is none."""
+    skipped: list[str] = []
+    for folder in _checkpoints(pathlib.Path(output_dir or ".")):
+        if (damage := damage_of(folder)) is None:
+            for each in skipped:
+                logger.warning("resume_from_checkpoint: skipped %s", each)
+            return check(folder)
+        skipped.append(f"{folder}: {damage}")
+    found = "; ".join(skipped) or "no checkpoint"
+    raise CheckpointError(
+        f"resume_from_checkpoint: {output_dir} holds {found}; expected a whole checkpoint: to start anew, leave it out"
+    )
+
+
+def check(folder: pathlib.Path) -> pathlib.Path:
+    """The folder of a whole checkpoint. One without a manifest passes with a warning. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint is {folder}, which is no folder; expected that of a checkpoint")
+    if (damage := damage_of(folder)) is not None:
+        raise CheckpointError(
+            f"resume_from_checkpoint: {folder} is damaged: {damage}; {_last_whole(folder.parent, but=folder)}"
+        )
+    if not (folder / MANIFEST).exists():
+        logger.warning(
+            "resume_from_checkpoint: %s has no %s: it was saved without ringtile, and may be damaged", folder, MANIFEST
+        )
+    return folder
+
+
+def damage_of(folder: pathlib.Path) -> str | None:
+    """The first difference between a checkpoint and its manifest; None: it is whole, or has no manifest."""
+    try:
+        files = _read_manifest(folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not readable"
+    if files is None:
+        return "its training ended while it was being saved"
+    for name, (size, _) in files.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (got := (folder / name).stat().st_size) != size:
+            return f"{name} has {got} bytes, {size} were saved"
+    paths = [folder / name for name in files]
+    with ThreadPoolExecutor() as pool:
+        for (name, (_, saved)), checksum in zip(files.items(), pool.map(_checksum, paths), strict=True):
+            if checksum != saved:
+                return f"{name} is not what was saved: its checksum differs"
+    return None
+
+
+def _last_whole(run: pathlib.Path, but: pathlib.Path) -> str:
+    for folder in _checkpoints(run):
+        if folder.resolve() != but.resolve() and (folder / MANIFEST).exists() and damage_of(folder) is None:
+            return f"the last whole checkpoint is {folder}: set resume_from_checkpoint to it, or to true"
+    return "there is no other whole checkpoint"
+
+
+def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
+    """The checkpoints of a training, the last one first."""
+    folders = {
+        int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")): path
+        for path in (run.iterdir() if run.is_dir() else ())
+        if path.is_dir() and path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdecimal()
+    }
+    return [folders[step] for step in sorted(folders, reverse=True)]
+
+
+# ---- the manifest -------------------------------------------------------------------------------
+
+
+def _write_manifest(folder: pathlib.Path, files: Mapping[str, tuple[int, str]] | None) -> None:
+    """Replaces the manifest at once. files: (size in bytes, checksum) by name; None: they are being written."""
+    temporary = folder / f"{MANIFEST}.new"
+    with temporary.open("w", encoding="ascii") as file:
+        json.dump({"version": _VERSION, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / MANIFEST)
+
+
+def _read_manifest(folder: pathlib.Path) -> dict[str, tuple[int, str]] | None:
+    files = json.loads((folder / MANIFEST).read_text(encoding="ascii"))["files"]
+    return None if files is None else {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+
+
+def _checksums(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(MANIFEST)]
+    with ThreadPoolExecutor() as pool:  # hashlib and files let other threads run
+        checksums = list(pool.map(_checksum, paths))
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
+        for path, checksum in zip(paths, checksums, strict=True)
+    }
+
+
+def _checksum(path: pathlib.Path) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_of_writing(error: Exception) -> bool:
+    """torch and safetensors have errors of their own for a file that cannot be written."""
+    return (
+        isinstance(error, OSError)
+        or type(error).__name__ == "SafetensorError"
+        or "inline_container.cc" in str(error)
+        or "PytorchStreamWriter" in str(error)
+    )

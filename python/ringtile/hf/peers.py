@@ -1,0 +1,177 @@
+"""Who of all ranks is lost, when a collective of the engine, of accelerate or of torch fails.
+
+gloo's own error says that a connection was closed, on the rank that noticed, and names no rank. The ranks of a training
+are therefore connected once more, by sockets that carry nothing while all is well: the connection of a rank that has
+died shows it at once, and a rank that gives up says whom it lost. A rank that is stopped says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ringtile.errors import PeerLost
+from ringtile.hf.ledger import Ledger
+from ringtile.transport import sockets
+from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, Gone, decode
+from ringtile.transport.groups import transport_of
+
+_NOT_KNOWN = -1
+_SEARCH_SECONDS = 2.0  # how long a rank listens to what the others have to say
+_STEP_SECONDS = 0.05
+
+
+class Lost(NamedTuple):
+    """A rank of the world, and what is known of its end."""
+
+    rank: int
+    reason: str
+
+
+class Peers:
+    """This rank's connections to all other ranks of the world. A collective.
+
+    world_rank: from a rank of this rank's context-parallel group, as the ring names it, to its rank in the world.
+    """
+
+    def __init__(self, timeout_seconds: float, world_rank: Callable[[int], int] = int) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._world_rank = world_rank
+        self._failure: PeerLost | None = None
+        self._channel = sockets.connect(self.rank, self.world_size, timeout_seconds, self._exchange)
+
+    def _exchange(self, hello: bytes) -> dict[int, bytes]:
+        hellos: list[Any] = [None] * self.world_size
+        dist.all_gather_object(hellos, hello)
+        return {peer: hello for peer, hello in enumerate(hellos) if peer != self.rank}
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def wrap(self, owner: Any, name: str, ledger: Ledger) -> None:
+        """Makes a method raise PeerLost where a collective inside it fails because a rank was lost."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def naming(*args: Any, **kwargs: Any) -> Any:
+            with self.named(name):
+                return original(*args, **kwargs)
+
+        ledger.set(owner, name, naming)
+
+    @contextlib.contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Turns the loss of a rank inside the context into a PeerLost that names it by its rank in the world."""
+        try:
+            yield
+        except PeerLost as error:
+            if error is self._failure:  # by an inner context
+                raise
+            self._give_up(what, error, None if error.rank is None else Lost(self._world_rank(error.rank), str(error)))
+        except Exception as error:
+            if not of_a_collective(error):
+                raise
+            self._give_up(what, error, None)
+
+    def _give_up(self, what: str, error: Exception, suspect: Lost | None) -> NoReturn:
+        """Raises PeerLost, and leaves the world: the others hear of it, and none of them waits for this rank."""
+        self._tell(str(error), _NOT_KNOWN)
+        self._hang_up()  # at once: those that wait for this rank fail too, and say so
+        lost = self._find(str(error), suspect)
+        if lost is None:  # all ranks are there: it is another error
+            raise error
+        self._tell(lost.reason, lost.rank)
+        if isinstance(error, PeerLost) and error.rank == lost.rank:  # the ring has named it already
+            self._failure = error
+            raise error
+        self._failure = PeerLost(
+            f"rank {lost.rank} was lost in {what}() of rank {self.rank}: {lost.reason}; see rank {lost.rank}'s log for "
+            f"the cause"
+        )
+        self._failure.rank = lost.rank
+        raise self._failure from error
+
+    def leave(self, error: Exception) -> None:
+        """Tells the others that this rank fails, and why, and ends its messages."""
+        self._tell(f"{type(error).__name__}: {error}", self.rank)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        world = distributed_c10d._get_default_group()
+        with contextlib.suppress(RuntimeError):  # without a backend for the CPU it has no connections to close
+            world._get_backend(torch.device("cpu"))
+            transport_of(world).hang_up()
+
+    def _tell(self, reason: str, blamed: int) -> None:
+        said = reason[:MAX_REASON].encode("ascii", "replace").decode()
+        text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
+        self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
+
+    def _find(self, reason: str, suspect: Lost | None) -> Lost | None:
+        """Who was lost: a rank that ended without a word, else whom another rank blames, else a rank that is silent.
+
+        suspect: who is lost if nothing is heard. None: every rank is there.
+        """
+        silent = {peer for peer in range(self.world_size) if peer != self.rank}
+        listening = set(silent)
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        while listening and silent and time.monotonic() < deadline:
+            for peer in sorted(listening):
+                try:
+                    header = self._channel.receive(peer)
+                except Gone as gone:
+                    if peer in silent:
+                        return Lost(peer, gone.reason)
+                    listening.discard(peer)
+                    continue
+                if header is None:
+                    continue
+                silent.discard(peer)
+                if (lost := self._blamed(peer, header)) is not None:
+                    return lost
+            if suspect is not None and silent == {suspect.rank}:
+                break
+            with contextlib.suppress(Gone):
+                self._channel.wait(listening, _STEP_SECONDS)
+        if suspect is not None or not silent:
+            return suspect
+        others = f", as are ranks {', '.join(map(str, sorted(silent)[1:]))}" if len(silent) > 1 else ""
+        return Lost(min(silent), f"it is silent{others}, and a collective failed: {_first_sentence(reason)}")
+
+    def _blamed(self, peer: int, header: bytes) -> Lost | None:
+        fields = decode(header)
+        blamed, said = fields.get("blamed"), str(fields.get("gave up"))
+        if not isinstance(blamed, int) or blamed == _NOT_KNOWN:
+            return None
+        if blamed in (peer, self.rank):
+            return Lost(peer, said)
+        return Lost(blamed, f"rank {peer} has lost it ({said})")
+
+
+def limit_timeouts(seconds: float) -> None:
+    """Sets the timeout of all process groups of this rank."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def of_a_collective(error: BaseException | None) -> bool:
+    """Whether torch.distributed raised it, or what it was raised from."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_sentence(text: str) -> str:
+    """gloo says: [file:line] reason. Advice."""
+    return text.split("] ", 1)[-1].split(". ", 1)[0].splitlines()[0] if text else "no reason"

@@ -1,0 +1,113 @@
+"""Random numbers drawn inside a forward pass on a shard: noticed, and refused by name.
+
+Dropout and router jitter draw a number for each token. A shard would draw other numbers than the sequence has, and the
+ranks of a group, which share a seed, would all draw the same ones. Which modules draw is not known beforehand
+(functional dropout is no module), so the states of torch's default generators are compared around each forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringtile.errors import Refused
+
+
+class RandomDraws:
+    """Refuses draws in forward passes of one model in training. Finds the module that drew in the first of them."""
+
+    def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
+        self._base, self._device = base, device
+        self._searched = False
+
+    def watch(self, model: nn.Module) -> Watch | None:
+        """Begins to watch a forward pass of the model, base with its wrappers; None if it is in eval mode."""
+        if not model.training:
+            return None
+        finds, self._searched = not self._searched and not _is_compiled(model), True
+        return Watch(self._base, self._device, finds)
+
+    @contextlib.contextmanager
+    def refused(self, model: nn.Module) -> Iterator[None]:
+        """Raises Refused at the end of the context, if the model is in training and random numbers were drawn."""
+        watch = self.watch(model)
+        try:
+            yield
+        except BaseException:
+            if watch is not None:
+                watch.stop()
+            raise
+        if watch is not None:
+            watch.check()
+
+
+class Watch:
+    """The states of torch's default generators from the start of one forward pass to its end.
+
+    finds: hooks every module, and compares the states whenever one is entered or left.
+    """
+
+    def __init__(self, base: PreTrainedModel, device: torch.device, finds: bool) -> None:
+        self._device = device
+        self._inside = [f"{type(base).__name__}, outside of its layers,"]  # the modules that run, outermost first
+        self._found = None if finds else f"{type(base).__name__}, in a module that is not known,"
+        self._handles: list[Any] = []
+        self._state = self._states()
+        for path, module in base.named_modules() if finds else ():
+            if module is not base:
+                entering = functools.partial(self._enter, f"{path} ({type(module).__name__})")
+                self._handles.append(module.register_forward_pre_hook(entering, prepend=True))
+                self._handles.append(module.register_forward_hook(self._leave))
+
+    def stop(self) -> None:
+        """Removes the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def check(self) -> None:
+        """Ends the watch. Raises Refused if random numbers were drawn since its start."""
+        self.stop()
+        if not self._drawn():
+            return
+        raise Refused(
+            f"{self._found or self._inside[0]} draws random numbers in its forward pass (dropout or noise); expected "
+            f"none under context parallelism: the random numbers of a shard are not those of the full sequence. Set "
+            f"what asks for them to 0 in the model's config, such as residual_dropout or router_jitter_noise"
+        )
+
+    def _enter(self, place: str, module: nn.Module, args: Any) -> None:
+        self._blame()
+        self._inside.append(place)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._blame()
+        self._inside.pop()
+
+    def _blame(self) -> None:
+        """Nothing was drawn before the last hook, so that a draw was made by the innermost module that runs."""
+        if self._found is None and self._drawn():
+            self._found = self._inside[-1]
+
+    def _drawn(self) -> bool:
+        return not all(torch.equal(*states) for states in zip(self._state, self._states(), strict=True))
+
+    def _states(self) -> list[Tensor]:
+        """CUDA's is a seed and an offset, which the host keeps: reading it does not wait for the device."""
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether any part of it was compiled: hooks would break its graphs."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )

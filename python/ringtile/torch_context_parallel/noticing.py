@@ -1,0 +1,210 @@
+"""What a model does inside a RingMode that the ring does not see: noticed by the functions it calls, and refused.
+
+Attention must come as scaled_dot_product_attention or flex_attention to run as a ring. Other ways to it would silently
+attend this rank's tokens only. Noticed are: softmax of scores that a product of two activations gave (eager attention),
+PyTorch's fused kernels by their own names, dropout, a window that the calling function knows of and attention does not,
+and what transformers derives from the number of local tokens. Nothing is noticed in a compiled graph.
+
+Shape letters: B batch, S global tokens, N local tokens, W ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringtile.errors import InputError, Refused
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.torch_context_parallel.scope import AttentionScope
+from ringtile.transport.groups import transport_of
+
+_PRODUCTS = frozenset(
+    (torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm, Tensor.baddbmm)
+)
+_SOFTMAXES = frozenset((F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax))
+_DROPOUTS = frozenset(
+    (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.dropout)
+)
+_KERNELS = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention", "_cudnn_attention", "flash_attn")
+
+
+class ShardedBuffer(NamedTuple):
+    """A buffer of `context_parallel`, which holds local tokens inside, and its global content."""
+
+    local: Tensor
+    full: Tensor
+    seq_dim: int
+
+
+class Noticing:
+    """One RingMode's look at every function that is called inside it."""
+
+    def __init__(self, scope: AttentionScope, buffers: Sequence[ShardedBuffer] = ()) -> None:
+        self._scope = scope
+        self._buffers = buffers
+        self._scores: set[int] = set()  # numbers of elements of square products of two activations
+        self._windows: dict[tuple[ShardedSequence, int], bool] = {}  # whether the sequence's mask is as narrow
+
+    @property
+    def _world_size(self) -> int:
+        return transport_of(self._scope.group).world_size
+
+    def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Refuses the call, or returns what it must return instead of the function's own result; None: call it."""
+        if func in _SOFTMAXES:
+            self._check_softmax(*args, **kwargs)
+        elif func in _DROPOUTS and self._world_size > 1:
+            self._check_dropout(func.__name__, *args, **kwargs)
+        elif func is torch.diff and _module_of(caller := caller_of(2)) == "transformers.masking_utils":
+            return self._position_steps(args[0] if args else kwargs["input"])
+        elif func is torch.arange and _module_of(caller := caller_of(2)).startswith("transformers.models."):
+            self._check_positions_are_given(caller)
+        elif isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            self._check_kernel(str(func))
+        return None
+
+    def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        """Remembers products that may be scores: q k^T of two activations (..., N, D) has N twice in its shape."""
+        if func not in _PRODUCTS or not isinstance(result, Tensor) or result.dim() < 3:
+            return
+        operands = [x for x in args if isinstance(x, Tensor)]
+        if any(x.dim() < 3 or isinstance(x, nn.Parameter) for x in operands):
+            return
+        if any(_is_square(result, dim, self._local_len()) for dim in range(1, result.dim())):
+            self._scores.add(result.numel())
+
+    def _local_len(self) -> int | None:
+        sequence = self._scope.sequence
+        return None if sequence is None else sequence.layout.local_len(sequence.rank)
+
+    # ---- attention by other names -------------------------------------------------------------------
+
+    def _check_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        if dim is None or input.numel() not in self._scores or not _is_square(input, dim, self._local_len()):
+            return
+        raise self._told(
+            Refused(
+                f"softmax of scores {tuple(input.shape)} between this rank's own tokens: attention written as matmul "
+                "and softmax (eager attention) hides from the ring; call scaled_dot_product_attention "
+                "(attn_implementation='sdpa' in transformers)"
+            )
+        )
+
+    def _check_kernel(self, name: str) -> None:
+        if any(kernel in name for kernel in _KERNELS):
+            raise self._told(
+                Refused(f"{name} attends this rank's tokens only; call nn.functional.scaled_dot_product_attention")
+            )
+
+    def _check_dropout(
+        self, name: str, input: Tensor, p: float = 0.5, training: bool | None = None, *_: Any, **__: Any
+    ) -> None:
+        training = name != "dropout" if training is None else training
+        if p > 0 and training:
+            raise self._told(
+                Refused(f"{name} with p {p}: ranks would not draw what one process draws; set its probability to 0")
+            )
+
+    def check_window(self, caller: types.FrameType, local_len: int, is_causal: bool) -> None:
+        """A window that the function calling attention knows of, and does not pass on as a mask, is in our mask.
+
+        transformers drops a sliding window where it is not shorter than the tokens that it sees.
+        """
+        window = _window_of(caller)
+        sequence = self._scope.sequence
+        seq_len = local_len * self._world_size if sequence is None else sequence.seq_len
+        if window is None or window >= seq_len:
+            return
+        if sequence is not None and self._scope.is_masked:
+            key = (sequence, window)
+            if key not in self._windows:
+                mask = sequence.causal.mask if is_causal else sequence.mask
+                self._windows[key] = mask & IntervalMask.sliding_window(seq_len, window) == mask
+            if self._windows[key]:
+                return
+        raise self._told(
+            Refused(
+                f"{caller.f_code.co_name} has a sliding window of {window} tokens, but passes no mask of it for the "
+                f"{seq_len} tokens of the sequence; give it to context_parallel(..., "
+                f"mask=IntervalMask.sliding_window({seq_len}, {window})), if all layers have it"
+            )
+        )
+
+    # ---- what transformers' models derive from the local tokens -------------------------------------
+
+    def _position_steps(self, position_ids: Tensor) -> Tensor | None:
+        """The steps between positions, by which transformers finds packed documents: of the global sequence.
+
+        Those of a shard jump where its runs meet. Steps of 1 make transformers call attention with is_causal and no
+        mask, which is right where the positions go on by 1, or the context's mask keeps the documents apart.
+        """
+        for buffer in self._buffers:
+            positions = buffer.full.movedim(buffer.seq_dim, -1)
+            if buffer.local.data_ptr() == position_ids.data_ptr() and positions.dim() <= 2:
+                break
+        else:
+            return None
+        scope = self._scope
+        documents = IntervalMask.from_position_ids(positions.reshape(-1, positions.size(-1)))
+        unpacked = documents.begin.count_nonzero() == 0
+        if not unpacked:
+            mask = scope.sequence.causal.mask if scope.is_masked and scope.sequence is not None else None
+            if mask is None or (mask & documents) != mask:
+                raise self._told(
+                    Refused(
+                        "position_ids of packed documents, which context_parallel must know of: pass it "
+                        "mask=IntervalMask.from_position_ids(position_ids)"
+                    )
+                )
+        return torch.ones_like(position_ids)
+
+    def _check_positions_are_given(self, caller: types.FrameType) -> None:
+        if self._world_size > 1 and caller.f_locals.get("position_ids", caller) is None:
+            raise self._told(
+                InputError(
+                    "the model got no position_ids, and would count from 0 on every rank; pass "
+                    "position_ids=torch.arange(S)[None], one of the buffers of context_parallel"
+                )
+            )
+
+    def _told(self, error: Refused | InputError) -> Refused | InputError:
+        return self._scope.told(error)
+
+
+def caller_of(depth: int) -> types.FrameType:
+    """The frame that called a torch function, below the handlers of function modes; depth: of the handler itself."""
+    frame = sys._getframe(depth + 1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_square(x: Tensor, dim: int, size: int | None) -> bool:
+    """Whether x has another dim as long as this one, of the given size (None: any)."""
+    length = x.size(dim)
+    return list(x.shape).count(length) > 1 and length > 1 and size in (None, length)
+
+
+def _window_of(caller: types.FrameType) -> int | None:
+    """The sliding window among the arguments of the calling function, or of the module it belongs to."""
+    variables = caller.f_locals
+    for arguments in (variables, variables.get("kwargs")):
+        if isinstance(arguments, dict) and "sliding_window" in arguments:
+            window = arguments["sliding_window"]
+            return window if isinstance(window, int) else None
+    for name in ("module", "self"):
+        window = getattr(variables.get(name), "sliding_window", None)
+        if isinstance(window, int):
+            return window
+    return None

@@ -1,0 +1,77 @@
+"""Kills or stops a random rank at a random moment of a ring: every survivor must name it, and soon."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from pool import Pool
+from ringtile import PeerLost
+from test_ring_failures import USUAL
+
+from faults.counts import Counts
+
+_GROUP_TIMEOUT = 2.0
+_SOON = {signal.SIGKILL: 3.0, signal.SIGSTOP: _GROUP_TIMEOUT + 3.0}  # seconds from the signal to a survivor's error
+
+
+def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[int | None, str, float]:
+    """Forwards and backwards for ever; the victim sends itself the signal. Who was lost, what was said, and when."""
+    for _ in range(2):  # all ranks have agreed and are connected
+        USUAL.forward(dist.group.WORLD).sum().backward()
+    dist.barrier()
+    if dist.get_rank() == victim:
+
+        def send() -> None:
+            time.sleep(after)
+            Path(when).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=send, daemon=True).start()
+    try:
+        while True:
+            USUAL.forward(dist.group.WORLD).sum().backward()
+    except PeerLost as error:
+        return error.rank, str(error), time.monotonic()
+
+
+def campaign(trials: int | None, seed: int) -> Counts:
+    counts, chance = Counts(), random.Random(seed)
+    seconds: dict[signal.Signals, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
+    for trial in range(trials or 30):
+        world_size = 2 + trial % 3
+        number = signal.SIGSTOP if trial % 5 == 4 else signal.SIGKILL
+        victim, after = chance.randrange(world_size), chance.uniform(0.0, 0.1)
+        pool = Pool(world_size, _GROUP_TIMEOUT)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                when = Path(folder) / "when"
+                outcomes = pool.outcomes(run_until_lost, victim, number, after, str(when), timeout=8.0)
+                start = float(when.read_text())
+        finally:
+            pool.close()
+        what = f"trial {trial}: {number.name} of rank {victim} of {world_size}"
+        survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+        hung = [outcome for outcome in survivors if isinstance(outcome, BaseException)]
+        wrong = [outcome for outcome in survivors if not isinstance(outcome, BaseException) and outcome[0] != victim]
+        late = [outcome for outcome in survivors if outcome not in hung and outcome[2] - start > _SOON[number]]
+        if hung or late:
+            counts.hangs += 1
+            counts.notes.append(f"{what}: {(hung or late)[0]!r}")
+        elif wrong:
+            counts.unnamed += 1
+            counts.notes.append(f"{what}: {wrong[0][1]}")
+        else:
+            counts.named += 1
+            seconds[number] += [outcome[2] - start for outcome in survivors]
+    for number, times in seconds.items():
+        if times:
+            print(f"  {number.name} to error: median {statistics.median(times):.2f} s, longest {max(times):.2f} s")
+    return counts

@@ -1,0 +1,167 @@
+"""A checkpoint is whole, or resuming from it is refused by name; a save that fails leaves the one before it."""
+
+import json
+import logging
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+
+import pytest
+import ringtile
+import torch
+from hf_training import make_trainer
+from pool import Pool, run_ranks
+from ringtile import CheckpointError, PeerLost
+from ringtile.hf import checkpoints
+from ringtile.hf.checkpoints import MANIFEST, damage_of, find
+from transformers import TrainerCallback
+
+CONFIG = {"context_parallel_size": 2}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 4}
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state_1.pth")
+
+
+def _train(folder, resume=None, config=CONFIG, callbacks=(), **options):
+    trainer = make_trainer(
+        folder=str(folder), trainer_arguments={"callbacks": list(callbacks)}, **{**SAVING, **options}
+    )
+    ringtile.enable(trainer, config)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        ringtile.restore(trainer)
+    return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(the folder of a training of two ranks with checkpoints 2 and 4, its last weights)"""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, _train, folder)[0]
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return pathlib.Path(shutil.copytree(saved[0], tmp_path / "copy"))
+
+
+def _flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+def _truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGE = {
+    "is not what was saved": _flip_a_bit,
+    "is missing": pathlib.Path.unlink,
+    "bytes, ": _truncate,
+}
+
+
+@pytest.mark.parametrize("words", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named(words, name, copy):
+    last = copy / "checkpoint-4"
+    assert damage_of(last) is None
+    DAMAGE[words](last / name)
+    assert damage_of(last).startswith(name)
+    assert words in damage_of(last)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.check(last)
+    assert f"{last} is damaged: {name}" in str(raised.value)
+    assert f"the last whole checkpoint is {copy / 'checkpoint-2'}: set resume_from_checkpoint" in str(raised.value)
+    assert find(str(copy)) == copy / "checkpoint-2"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": 3}', '{"files": {"a": 1}}', "\xff"])
+def test_damaged_manifest_is_named(text, copy):
+    (copy / "checkpoint-4" / MANIFEST).write_text(text, encoding="latin-1")
+    assert damage_of(copy / "checkpoint-4") == f"{MANIFEST} is not readable"
+
+
+def _resumes(folder, resume):
+    try:
+        return _train(folder, resume)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_resume_refuses_a_damaged_checkpoint_on_every_rank_and_finds_the_whole_one(saved, copy):
+    _flip_a_bit(copy / "checkpoint-4" / "model.safetensors")
+    for message in run_ranks(2, _resumes, copy, str(copy / "checkpoint-4")):
+        assert "checkpoint-4 is damaged: model.safetensors is not what was saved" in message
+    for weights in run_ranks(2, _resumes, copy, True):  # goes on from step 2 to step 4
+        assert all(torch.equal(weight, saved[1][name]) for name, weight in weights.items())
+    assert damage_of(copy / "checkpoint-4") is None
+
+
+def test_no_whole_checkpoint_is_named(copy):
+    for name in ("checkpoint-2", "checkpoint-4"):
+        (copy / name / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: optimizer.pt is missing; .*checkpoint-2: optimizer.pt"):
+        _train(copy, True, {"tiled_mlp": True})
+    with pytest.raises(CheckpointError, match="which is no folder"):
+        _train(copy, str(copy / "checkpoint-5"), {"tiled_mlp": True})
+
+
+def test_checkpoint_without_a_manifest_is_accepted_with_a_warning(copy, caplog):
+    (copy / "checkpoint-4" / MANIFEST).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert find(str(copy)) == copy / "checkpoint-4"
+    assert "was saved without ringtile" in caplog.text
+
+
+class _KilledWhileSaving(TrainerCallback):
+    """Ends the process once the files of step 4 are there, and the manifest is not complete."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            checkpoints._checksums = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_save_that_was_killed_is_not_whole(tmp_path):
+    doomed = Pool(2)
+    outcomes = doomed.outcomes(_train, tmp_path, callbacks=[_KilledWhileSaving()], max_steps=6, save_total_limit=1)
+    doomed.close()
+    assert isinstance(outcomes[0], EOFError)
+    assert isinstance(outcomes[1], PeerLost)
+    assert str(outcomes[1]).startswith("rank 0 was lost in train() of rank 1")
+    assert damage_of(tmp_path / "checkpoint-4") == "its training ended while it was being saved"
+    assert find(str(tmp_path)) == tmp_path / "checkpoint-2"
+
+
+def test_older_checkpoints_are_deleted_after_the_new_one_is_whole(tmp_path):
+    _train(tmp_path, config={"tiled_mlp": True}, save_total_limit=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    manifest = json.loads((tmp_path / "checkpoint-4" / MANIFEST).read_text())
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= manifest["files"].keys()
+
+
+def _until_the_disk_is_full(folder):
+    with pytest.raises((CheckpointError, PeerLost)) as raised:
+        _train(folder, max_steps=40, save_steps=1)
+    return type(raised.value).__name__, str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a mount")
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount a tmpfs")
+    doomed = Pool(2)
+    try:
+        (first, message), (second, told) = doomed.run(_until_the_disk_is_full, tmp_path)
+        whole = find(str(tmp_path))
+    finally:
+        doomed.close()
+        subprocess.run(["umount", tmp_path], check=True)
+    assert (first, second) == ("CheckpointError", "PeerLost")
+    assert "could not be saved on rank 0" in message
+    assert f"the last whole checkpoint is {whole}" in message
+    assert told.startswith("rank 0 was lost in train() of rank 1: CheckpointError")

@@ -1,0 +1,103 @@
+"""A rank that dies or stops while a Trainer runs is named by all others, by its rank in the world, in every phase."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.counts import Counts
+from faults.training_kills import PHASES, Trial, run
+from pool import Pool, run_command, run_ranks
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.peers import Peers, limit_timeouts
+from test_cli_train import TRAINING, write_config
+from transformers import Trainer
+
+KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
+KILLS = [
+    KILL,
+    dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3),  # rank 1 of its group
+    dataclasses.replace(KILL, phase="saving", victim=0),
+    dataclasses.replace(KILL, world_size=2, context_parallel_size=2, phase="evaluation", stops=True, timeout=2.0),
+]
+LONG = [
+    pytest.param(dataclasses.replace(KILL, phase=phase, stops=stops), marks=pytest.mark.matrix)
+    for phase in PHASES
+    for stops in (False, True)
+    if (phase, stops) != (KILL.phase, KILL.stops)
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("trial", [*KILLS, *LONG], ids=str)
+def test_lost_rank_is_named_by_all_others(trial):
+    counts = Counts()
+    run(trial, counts)
+    assert counts.named == 1, counts.notes
+
+
+def _rank_1_dies_while_saving():
+    def save(self, *args):
+        if self.args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, *args)
+
+    original, Trainer._save_checkpoint = Trainer._save_checkpoint, save
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_train_says_who_was_lost(size, tmp_path):
+    """Without context parallelism too."""
+    training = {**TRAINING, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
+    config = write_config(tmp_path, context_parallel_size=size, training=training)
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = run_command(2, "train", str(config), prepare=_rank_1_dies_while_saving, cwd=tmp_path, variables=variables)
+    assert done.returncode in (2, -signal.SIGKILL)  # of the rank that ended first
+    assert "ringtile: error: rank 0: rank 1 was lost in train() of rank 0: it has closed the connection" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class _Engine:
+    """Methods that fail."""
+
+    def of_its_own(self):
+        raise RuntimeError("the sizes of a and b differ")
+
+    def no_rank_is_lost(self):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out")
+
+
+def _errors_of_others():
+    """What an engine's own errors become, while all ranks are there."""
+    ledger, engine, peers, said = Ledger(), _Engine(), Peers(10.0), []
+    for name in ("of_its_own", "no_rank_is_lost"):
+        peers.wrap(engine, name, ledger)
+        with pytest.raises(RuntimeError) as raised:
+            getattr(engine, name)()
+        said.append(str(raised.value))
+    ledger.restore()
+    return said
+
+
+def test_other_errors_stay_what_they_are():
+    pool = Pool(3)
+    try:
+        for said in pool.run(_errors_of_others):
+            assert said == ["the sizes of a and b differ", "[gloo/transport/tcp/pair.cc:1] Timed out"]
+    finally:
+        pool.close()
+
+
+def _timeouts():
+    group = dist.new_group()
+    limit_timeouts(7.0)
+    found = [each._get_backend(torch.device("cpu")).options._timeout for each in (dist.group.WORLD, group)]
+    limit_timeouts(60.0)
+    dist.destroy_process_group(group)
+    return [timeout.total_seconds() for timeout in found]
+
+
+def test_timeout_holds_for_all_groups():
+    assert run_ranks(2, _timeouts) == [[7.0, 7.0]] * 2

@@ -1,0 +1,290 @@
+"""What a model does inside `context_parallel` besides calling attention: right, or refused by name.
+
+Shape letters: B batch, S global tokens, N local tokens, H heads, D head dim, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hf_models import tiny_model
+from pool import run_ranks
+from ringtile import ContextParallel, InputError, IntervalMask, Layout, LoopbackWorld, Refused, context_parallel
+from ringtile.transport.loopback import LoopbackGroup
+from strategies import dense
+from test_torch_cp_context import assert_equal, expected, inputs
+from test_torch_cp_flex import styled
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils.checkpoint import checkpoint
+
+
+def in_block(function: Callable[[list[Tensor]], Any], world_size: int = 2, seq_len: int = 16, **arguments: Any) -> None:
+    """function([q, k, v]) on local tokens (2, 4, N, 16), inside `context_parallel`."""
+    x = inputs(seq_len)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        tensors = [t.clone() for t in x[:3]]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3, **arguments):
+            function(tensors)
+
+    LoopbackWorld(world_size).run(on_rank)
+
+
+# ---- attention that the ring does not see -------------------------------------------------------
+
+
+def by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.transpose(-1, -2) * 0.25, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def by_bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(2, 4, q.size(2), k.size(2))
+    return (scores + 1).softmax(-1) @ v
+
+
+def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.Softmax(-1)(torch.einsum("bhqd,bhkd->bhqk", q, k)) @ v
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+
+
+@pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum])
+def test_eager_attention_is_refused(attend: Any) -> None:
+    with pytest.raises(Refused, match=r"softmax of scores \(2, 4, 8, 8\).*attn_implementation='sdpa'"):
+        in_block(lambda qkv: attend(*qkv))
+    with pytest.raises(Refused, match=r"softmax of scores"):  # the block's mask would be ignored
+        in_block(lambda qkv: attend(*qkv), world_size=1, mask=IntervalMask.causal(16))
+
+
+def test_fused_kernels_by_their_own_names_are_refused() -> None:
+    with pytest.raises(Refused, match="_scaled_dot_product_flash_attention_for_cpu attends this rank's tokens only"):
+        in_block(lambda qkv: by_kernel(*qkv))
+
+
+def test_other_softmaxes_are_not_attention() -> None:
+    """As many experts, classes and features as local tokens."""
+    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
+
+    def route(qkv: list[Tensor]) -> None:
+        x = qkv[0][:, 0, :, :8]  # (B, N, 8)
+        for logits in (x @ weight, F.linear(x, weight), x.flatten(0, 1) @ weight, x * x):
+            F.softmax(logits, dim=-1)
+        rotation = torch.ones(2, 8, 1) @ torch.ones(2, 1, 8)  # as rotary embeddings are made: (B, D / 2, N)
+        assert rotation.cos().sum() > 0
+
+    in_block(route)
+
+
+class Windowed(nn.Module):
+    """Passes no mask, as transformers does where the window is not shorter than the tokens that it sees."""
+
+    sliding_window = 9
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, is_causal=True)
+
+
+def test_a_window_that_attention_is_not_told_of_is_refused() -> None:
+    def attend(qkv: list[Tensor]) -> None:
+        Windowed()(*qkv)
+
+    window = IntervalMask.sliding_window(16, 9)
+    with pytest.raises(Refused, match=r"forward has a sliding window of 9 tokens.*sliding_window\(16, 9\)"):
+        in_block(attend)
+    with pytest.raises(Refused, match="sliding window of 9 tokens"):
+        in_block(attend, mask=IntervalMask.documents([10, 6]))
+    in_block(attend, mask=window)
+    in_block(attend, mask=window & IntervalMask.documents([10, 6]))
+    in_block(attend, mask=IntervalMask.documents([9, 7]))  # never longer than the window
+    in_block(attend, seq_len=9)
+
+
+# ---- random numbers -----------------------------------------------------------------------------
+
+
+def test_dropout_is_refused_where_it_is_called() -> None:
+    layer = nn.Dropout(0.1)
+    with pytest.raises(Refused, match=r"dropout with p 0\.1"):
+        in_block(lambda qkv: layer(qkv[0]))
+    in_block(lambda qkv: layer.eval()(qkv[0]))
+    in_block(lambda qkv: F.dropout(qkv[0], 0.0))
+
+
+def draw(x: list[Tensor]) -> None:
+    torch.randn_like(x[0])
+
+
+def draw_and_fail(x: list[Tensor]) -> None:
+    draw(x)
+    raise KeyError
+
+
+def test_draws_from_the_default_generator_are_refused_when_the_block_ends() -> None:
+    with pytest.raises(Refused, match="drawn from the default generator of the CPU inside context_parallel"):
+        in_block(draw)
+    in_block(lambda qkv: qkv[0].uniform_(generator=torch.Generator().manual_seed(0)))
+    in_block(draw, world_size=1, mask=IntervalMask.causal(16))
+    with pytest.raises(KeyError):  # another error is not hidden
+        in_block(draw_and_fail)
+
+
+# ---- checkpoints whose backward runs outside ----------------------------------------------------
+
+
+def nested_checkpoint(function: Any, *qkv: Tensor, use_reentrant: bool) -> Any:
+    return checkpoint(
+        lambda *args: checkpoint(function, *args, use_reentrant=use_reentrant), *qkv, use_reentrant=use_reentrant
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("how", [checkpoint, nested_checkpoint])
+@pytest.mark.parametrize("style", [False, True])
+@pytest.mark.parametrize("seq_len", [16, 8])  # 8: as many local tokens as heads, so that no shape tells the difference
+def test_a_backward_outside_recomputes_in_the_ring(use_reentrant: bool, how: Any, style: bool, seq_len: int) -> None:
+    x, mask = inputs(seq_len), IntervalMask.documents([5, seq_len - 5])
+
+    def gradients(group: LoopbackGroup) -> list[Tensor | None]:
+        tensors = [t.clone() for t in x]
+        module: Any = styled(ContextParallel(2), sdpa, group) if style else sdpa
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 4, layout="contiguous", mask=mask):
+            leaves = [t.detach().clone().requires_grad_() for t in tensors[:3]]
+            dout = tensors[3].clone()
+            out = how(lambda *qkv: module(*(t.sin() for t in qkv)).sin(), *leaves, use_reentrant=use_reentrant)
+        out.backward(dout)
+        return [leaf.grad for leaf in leaves]
+
+    leaves = [t.clone().requires_grad_() for t in x[:3]]
+    wanted = torch.autograd.grad(sdpa(*(t.sin() for t in leaves), attn_mask=dense(mask)[:, None]).sin(), leaves, x.dout)
+    ranks = LoopbackWorld(2).run(gradients)
+    assert_equal([torch.cat(shards, 2) for shards in zip(*ranks, strict=True)], list(wanted))
+
+
+def test_a_checkpoint_that_enters_the_block_itself() -> None:
+    x = inputs(16)
+
+    def gradients(group: LoopbackGroup) -> list[Tensor | None]:
+        layout = Layout.contiguous(16, 2)
+        leaves = [layout.shard(t, 2, group.transport.rank).requires_grad_() for t in x[:3]]
+
+        def attend(*qkv: Tensor) -> Tensor:
+            with context_parallel(group, layout=layout):
+                return sdpa(*qkv)
+
+        out = checkpoint(attend, *leaves, use_reentrant=True)
+        out.backward(layout.shard(x.dout, 2, group.transport.rank))
+        return [leaf.grad for leaf in leaves]
+
+    ranks = LoopbackWorld(2).run(gradients)
+    assert_equal([torch.cat(shards, 2) for shards in zip(*ranks, strict=True)], expected(x)[1:])
+
+
+# ---- transformers' models -----------------------------------------------------------------------
+
+LENGTHS = [7, 19, 6]
+
+
+def batch(packed: bool) -> list[Tensor]:
+    """input_ids, labels and position_ids."""
+    ids = torch.randint(3, 90, (2, 32), generator=torch.Generator().manual_seed(0))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]) if packed else torch.arange(32)
+    return [ids, labels, positions[None]]
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def differences(
+    family: str, packed: bool, use_cache: bool, mask: IntervalMask | None = None, layout: str = "zigzag"
+) -> list[float]:
+    """Of loss and gradients of the page's loop, from one process; relative to the largest."""
+    model: Any = tiny_model(family).double().train()
+    model.config.use_cache = use_cache
+    input_ids, labels, position_ids = batch(packed)
+    single = loss_of(model(input_ids, position_ids=position_ids).logits, labels)
+    wanted = [single.detach(), *torch.autograd.grad(single, list(model.parameters()))]
+    with context_parallel(
+        dist.group.WORLD,
+        buffers=[input_ids, labels, position_ids],
+        buffer_seq_dims=[1, 1, 1],
+        no_restore_buffers={input_ids, labels},
+        mask=mask,
+        layout=layout,
+    ):
+        loss = loss_of(model(input_ids, position_ids=position_ids).logits, labels)
+        loss.backward()
+    found = []
+    for got, exact in zip([loss.detach(), *(p.grad for p in model.parameters())], wanted, strict=True):
+        dist.all_reduce(got)
+        found.append(((got - exact).abs().max() / exact.abs().max().clamp(min=1)).item())
+    return found
+
+
+PACKED = IntervalMask.documents(LENGTHS)
+RIGHT = [
+    ("llama", False, True, None, "zigzag"),
+    ("llama", False, False, None, "striped"),
+    ("llama", True, False, PACKED, "contiguous"),
+    ("llama", True, False, PACKED, "zigzag"),
+]
+
+
+def all_differences() -> list[list[float]]:
+    return [differences(*arguments) for arguments in RIGHT]
+
+
+def test_a_transformers_model_as_the_page_calls_it() -> None:
+    """float64: sums of a few hundred terms, through two layers."""
+    for rank in run_ranks(2, all_differences):
+        assert max(map(max, rank)) <= 1e-12
+
+
+def forward(model: Any, *, positions: bool) -> None:
+    input_ids, _, position_ids = batch(False)
+    with context_parallel(dist.group.WORLD, buffers=[input_ids, position_ids], buffer_seq_dims=[1, 1]):
+        model(input_ids, **({"position_ids": position_ids} if positions else {}))
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "the model got no position_ids, and would count from 0 on every rank": lambda: forward(
+        tiny_model(), positions=False
+    ),
+    "position_ids of packed documents": lambda: differences("llama", True, False),
+    "mask=IntervalMask.from_position_ids(position_ids)": lambda: differences(
+        "llama", True, False, IntervalMask.documents([16, 16])
+    ),
+    "transformers makes such a mask of local tokens": lambda: differences("mistral-sliding", False, False),
+    "sdpa_attention_forward has a sliding window of 20 tokens": lambda: forward(
+        tiny_model("mistral-sliding", sliding_window=20), positions=True
+    ),
+    "hides from the ring": lambda: forward(tiny_model(attn_implementation="eager"), positions=True),
+}
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (InputError, Refused) as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals() -> list[str]:
+    """What each of them says; the group goes on."""
+    return [message_of(call) for call in REFUSED.values()]
+
+
+def test_transformers_habits_that_depend_on_the_local_length_are_refused() -> None:
+    for rank in run_ranks(2, refusals):
+        for part, message in zip(REFUSED, rank, strict=True):
+            assert part in message
