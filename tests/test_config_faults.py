@@ -324,7 +324,7 @@ def _meet(port: int, said: list[dict[str, Any] | None], variables: dict[str, str
             error = ""
         except ConfigError as refused:
             error = str(refused)
-        prints = world.first_to_say("alike"), world.first_to_say(f"rank {number}")
+        prints = world.first_to_say(f"alike, <object at {hex(id(load))}>"), world.first_to_say(f"rank {number}")
         world.leave()
         world._store = None
         return error, *prints

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -113,6 +114,7 @@ def first_to_say(line: str) -> bool:
     """Whether this rank is to print a line: the first one to ask; before the ranks have met, the first of a machine."""
     if _store is None:
         return environment.local_rank() == 0
+    line = re.sub("0x[0-9a-f]+", "", line)  # an address within a rank
     key = f"said {hashlib.sha256(line.encode()).hexdigest()}"
     try:
         return bool(_store.add(key, 1) == 1)
