@@ -72,7 +72,7 @@ pytest: $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
 	$(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
 
 mutants: build
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python -u tests/mutants.py
 
 faults: build
 	cd tests && ../$(BIN)/python -m faults
