@@ -226,7 +226,7 @@ def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -
         ({"model": {"hidden_size": 4}}, "expected a folder, a hub name, or keys"),
         ({"model": MODEL | {"model_type": "lama"}}, "unknown model.model_type lama: did you mean llama?"),
         ({"model": MODEL | {"hiden_size": 4}}, "unknown key model.hiden_size: did you mean hidden_size?"),
-        ({"model": MODEL | {"hidden_size": "wide"}}, "model: .*hidden_size"),
+        ({"model": MODEL | {"hidden_size": "wide"}}, "model.hidden_size: .*expected int, got str"),
         ({"model": MODEL | {"vocab_size": 100}}, "model.vocab_size is 100; expected at least 257"),
         ({"model": MODEL | {"max_position_embeddings": 8}}, "model.max_position_embeddings is 8; expected at least 64"),
         ({"model": "/no/such/model"}, "data.tokenizer '/no/such/model' cannot be loaded"),

@@ -261,7 +261,7 @@ def likely_value(draw: random.Random) -> Trial:
     from transformers import LlamaConfig
 
     fields = {("training", key): kind for key, kind in training_fields().items() if key != "output_dir"}
-    fields |= {("model", key): kind for key, kind in typing.get_type_hints(LlamaConfig).items() if key[0] != "_"}
+    fields |= {("model", field.name): type(field.default) for field in dataclasses.fields(LlamaConfig)}
     path = draw.choice(list(fields))
     kinds = [fields[path], *typing.get_args(fields[path])]
     values: list[Any] = [member.value for kind in kinds if isinstance(kind, enum.EnumMeta) for member in kind] * 3
