@@ -202,7 +202,12 @@ def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
         depends=[*core_sources, *core_headers, "csrc/torch/kernels.cpp", *more.pop("depends", [])],
         define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
         extra_compile_args=BINDING_FLAGS,
-        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", *HARDENED_LINK, *more.pop("extra_link_args", [])],
+        extra_link_args=[
+            "-Wl,--exclude-libs,ALL",
+            "-Wl,--gc-sections",
+            *HARDENED_LINK,
+            *more.pop("extra_link_args", []),
+        ],
         py_limited_api=True,
         **more,
     )

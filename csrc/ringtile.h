@@ -8,8 +8,8 @@
 //   Strides        counted in elements; the last dim always has stride 1.
 //   Errors         every function that can fail returns an rt_status, and rt_status_message() says what was expected.
 //                  These functions check every precondition, once: RT_TOO_LARGE, RT_BAD_POINTER and
-//                  RT_SHARED_MEMORY are possible everywhere. They trust that an array has the size that its params describe. RT_SHARED_MEMORY is
-//                  certain, but not every interleaving of two arrays with gaps is found.
+//                  RT_SHARED_MEMORY are possible everywhere. They trust that an array has the size that its params
+//                  describe, and find arrays that share memory, except two with gaps that interleave.
 //   Memory         nothing here allocates, prints, aborts, or keeps state between calls. A function that needs
 //                  scratch takes a workspace; a *_bytes function returns its size.
 //   Determinism    the same inputs give the same bits for any number of workers.

@@ -318,7 +318,7 @@ static void try_plan(uint64_t *state) {
         if (offsets[r] > num_runs && (r == 0 || offsets[r - 1] >= 0)) offsets[r] = num_runs;
     bool forbidden = no_params || p.num_ranks < 1 || p.seq_len < 0 || p.seq_len > INT32_MAX ||
                      p.mask_batch < 0 || p.run_offsets == NULL;
-    const wide intervals = (wide)p.mask_batch * p.seq_len;
+    const wide intervals = forbidden ? 0 : (wide)p.mask_batch * p.seq_len;
     const bool more = p.seq_len > S || p.mask_batch > rows;
     if (intervals * 4 > MOST_BYTES || intervals * p.seq_len > INT64_MAX) forbidden = true;
     if (intervals > 0 && p.begin == NULL) forbidden = true;

@@ -199,6 +199,8 @@ static void test_plan_refuses_malformed_params(void) {
     REFUSED(seq_len, 3, RT_BAD_LAYOUT);
     REFUSED(seq_len, 7, RT_BAD_RUN);
     REFUSED(mask_batch, -1, RT_BAD_SHAPE);
+    REFUSED(mask_batch, INT64_MAX / 16, RT_TOO_LARGE);
+    REFUSED(run_offsets, ((const int64_t[]){0, INT64_MIN, INT64_MAX}), RT_BAD_LAYOUT);
     REFUSED(runs, NULL, RT_BAD_POINTER);
     REFUSED(begin, NULL, RT_BAD_POINTER);
     REFUSED(end, NULL, RT_BAD_POINTER);
@@ -217,6 +219,21 @@ static void test_plan_refuses_malformed_params(void) {
     CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, NULL, &num_pairs), RT_BAD_POINTER);
     CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, &num_needed, NULL), RT_BAD_POINTER);
     CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, -1, &num_needed, &num_pairs), RT_BAD_SHAPE);
+
+    // Arrays that rt_plan_below and rt_plan_attended cannot have written.
+    const int32_t too_many[9] = {0, 1, 2, 3, 4, 5, 6, 7, 9}, inside[9] = {0, 0, 0, 0, 0, 100, 2, 3, 4};
+    const int64_t too_often[9] = {9, 9, 9, 9, 9, 9, 9, 9, 9};
+    const int32_t all[8] = {8, 8, 8, 8, 8, 8, 8, 8}, fives[8] = {5, 5, 5, 5, 5, 5, 5, 5};
+    rt_plan_params busy = good;
+    busy.begin = fives, busy.end = all;
+    CHECK_STATUS(rt_plan_attended(&good, 1, too_many, attended), RT_BAD_PLAN);
+    CHECK_STATUS(rt_plan_attended(&busy, 1, inside, attended), RT_BAD_PLAN);
+    CHECK_STATUS(rt_plan_needed(&good, 1, inside, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_PLAN);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, too_often, NULL, 0, &num_needed, &num_pairs), RT_BAD_PLAN);
+    uint64_t digest;
+    CHECK_STATUS(rt_digest("", -1, 0, &digest), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_digest(NULL, 1, 0, &digest), RT_BAD_POINTER);
+    CHECK_STATUS(rt_digest("", 1, 0, NULL), RT_BAD_POINTER);
 
     // Two runs of one rank at the same local tokens.
     const rt_run overlap[] = {{0, 1, 0, 4}, {4, 1, 0, 2}, {6, 1, 0, 2}};
