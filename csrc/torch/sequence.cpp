@@ -100,8 +100,9 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     const Tensor *parts[] = {&begin, &end, &layout};
     for (const Tensor *part : parts) {
         Arg{"digest", "begin, end and layout", *part}.on_cpu().contiguous();
-        value =
-            rt_digest(part->data_ptr(), part->numel() * static_cast<int64_t>(part->element_size()), value);
+        check(rt_digest(part->data_ptr(), part->numel() * static_cast<int64_t>(part->element_size()), value,
+                        &value),
+              "digest");
     }
     Tensor result = torch::stable::empty({1}, ScalarType::Long, std::nullopt,
                                          torch::stable::Device(torch::headeronly::DeviceType::CPU));
