@@ -63,6 +63,8 @@ def run_tiles(
     """tiled_mlp for a module whose forward is forward(module, x), which may differ from type(module).forward."""
     check_tile_tokens(tile_tokens)
     ops.check_tensor("x", x)
+    if x.device.type == "meta":
+        raise InputError("x is on meta; expected a real device: the tiled MLP has no shapes without numbers")
     if x.dim() < 2 or not x.is_floating_point():
         raise InputError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating point (..., tokens, hidden)")
     check_parts(module)
@@ -81,7 +83,7 @@ def _check_memory(x: Tensor, work: _Work) -> None:
     for index, weight in enumerate(work.weights):
         if weight is not None:
             ops.check_storage(f"weight {index} of the module", weight)
-            if isinstance(work, GluTiles) or "meta" in (weight.device.type, x.device.type):
+            if isinstance(work, GluTiles) or weight.device.type == "meta":
                 ops.check_devices("x", x, **{f"weight {index} of the module": weight})
 
 

@@ -32,8 +32,11 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     PeerLost.
     """
     if not torch.compiler.is_compiling():
-        with transport_of(group).telling("unshard"):
+        transport = transport_of(group)
+        with transport.telling("unshard"):
             ops.check_dim("local", local, dim)
+            if local.device.type == "meta" and transport.world_size > 1:  # would not get as far as the op
+                raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
             derivatives.check_once("unshard", local)
     full: Tensor = _all_gather_seq(local, layout, dim % local.dim(), seq_len, group_name(group))
     return full
@@ -59,10 +62,6 @@ def _call(
         ops.check_device("the tensor", x)
         ops.check_storage("the tensor", x)
         transport.check_device(x.device)
-        if x.device.type == "meta":
-            raise InputError(
-                f"{op} of a tensor on meta, which holds no data for the other ranks; expected a real device"
-            )
         if x.size(dim) != size:
             raise InputError(
                 f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {transport.rank}"
