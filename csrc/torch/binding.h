@@ -67,11 +67,18 @@ struct Arg {
     const char *op, *name;
     const Tensor &x;
 
+    // Python's None arrives as an undefined tensor.
+    const Arg &defined() const {
+        require(x.defined(), op, name, " is None, expected a tensor");
+        return *this;
+    }
     const Arg &on_cpu() const {
+        defined();
         require(x.is_cpu(), op, name, " must be a CPU tensor; move it with .cpu()");
         return *this;
     }
     const Arg &on(const Device &device) const {
+        defined();
         require(device.is_cpu() ? x.is_cpu() : x.device() == device, op, name,
                 " is not on the device of the op's first tensor; move all tensors to one device");
         return *this;
@@ -95,8 +102,8 @@ struct Arg {
     }
     const Arg &unit_last_stride() const {
         const int64_t last = x.dim() - 1;
-        require(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, op, name, " has stride ", x.stride(last),
-                " in its last dim, expected 1; call .contiguous()");
+        require(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, op, name, " has stride ",
+                x.stride(last), " in its last dim, expected 1; call .contiguous()");
         return *this;
     }
     const Arg &contiguous() const {

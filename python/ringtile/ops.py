@@ -81,6 +81,8 @@ def why_not_on(device_index: int) -> str:
 
 def check_device(name: str, x: Tensor) -> None:
     """Raises InputError, with the reason, for a tensor on a device without kernels in this process."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
     if x.device.type in ("cpu", "meta"):
         return
     if x.device.type != "cuda":
@@ -141,13 +143,14 @@ def check_on_cpu(name: str, x: object) -> None:
         raise InputError(f"{name} is on {x.device}; expected a CPU tensor: make it with device='cpu', or call .cpu()")
 
 
-def check_dim(name: str, x: object, dim: int) -> None:
-    """InputError: x is no tensor in memory, or has no such dimension."""
+def check_dim(name: str, x: object, dim: int) -> int:
+    """dim, not negative. InputError: x is no tensor in memory, or has no such dimension."""
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     dim = check_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise InputError(f"{name} is {tuple(x.shape)}, dim {dim!r}; expected one of its dims")
+    return dim % x.dim()
 
 
 def check_devices(first_name: str, first: Tensor, **others: Tensor | None) -> None:
@@ -174,7 +177,7 @@ def check_number(name: str, value: Any) -> float:
 def check_int(name: str, value: Any) -> int:
     """A whole number as an int. InputError: it is none."""
     try:
-        return operator.index(value)
+        return int(operator.index(value))  # not a bool
     except (TypeError, RuntimeError):
         raise InputError(f"{name} is {value!r:.100}; expected a whole number") from None
 
@@ -416,9 +419,9 @@ _unshard_seq.register_autograd(_unshard_seq_backward, setup_context=_unshard_seq
 
 def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
     """The tokens in one rank's runs, along dim of a global tensor of any dtype; differentiable."""
-    check_dim("x", x, dim)
+    dim = check_dim("x", x, dim)
     derivatives.check_once("shard", x)
-    result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim % x.dim())
+    result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim)
     return result
 
 

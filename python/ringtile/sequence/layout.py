@@ -208,7 +208,7 @@ class Layout:
         x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
         raises RingMismatch. Raises InputError when x has not S tokens in `dim`.
         """
-        ops.check_dim("x", x, dim)
+        dim = ops.check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
         local = ops.shard_seq(x, self.runs(rank), dim)

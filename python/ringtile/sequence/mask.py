@@ -51,8 +51,8 @@ class IntervalMask:
                 f"positions in 0..{self.seq_len}"
             )
         attends = self.end > self.begin
-        object.__setattr__(self, "begin", self.begin * attends)
-        object.__setattr__(self, "end", self.end * attends)
+        object.__setattr__(self, "begin", (self.begin * attends).contiguous())
+        object.__setattr__(self, "end", (self.end * attends).contiguous())
 
     @property
     def seq_len(self) -> int:

@@ -34,7 +34,7 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     if not torch.compiler.is_compiling():
         transport = transport_of(group)
         with transport.telling("unshard"):
-            ops.check_dim("local", local, dim)
+            dim = ops.check_dim("local", local, dim)
             if local.device.type == "meta" and transport.world_size > 1:  # would not get as far as the op
                 raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
             derivatives.check_once("unshard", local)
