@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, RingtileError
 from ringtile.ring import ring
 from ringtile.ring.block_kernel import BLOCK_KERNELS, AttentionCall, BlockKernel
@@ -131,7 +131,7 @@ def _check(
         raise InputError(
             f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
         )
-    elif parts != (None, None, None):
+    elif any(part is not None for part in parts):
         raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
     if block_kernel not in BLOCK_KERNELS:
         raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(BLOCK_KERNELS)}")
@@ -141,7 +141,7 @@ def _check(
         if head_dim == 0:
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
-    return ops.check_number("scale", scale), ops.check_number("softcap", softcap)
+    return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
 
 
 def _tell(error: Exception, sequence: Any, parts: _Parts) -> None:

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, ops
 from ringtile.errors import InputError
 from ringtile.ring import block_kernel
 from ringtile.ring.block_kernel import AttentionCall
@@ -225,7 +225,7 @@ def _check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     """InputError where the arguments of this rank do not fit each other or the sequence."""
     ops.check_attention(q, k, v, call.scale, call.softcap)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        ops.check_storage(name, x)
+        arguments.check_storage(name, x)
     sequence = call.sequence
     if q.device.type == "meta" and sequence.world_size > 1:
         raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")

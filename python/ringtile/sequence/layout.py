@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, ops
 from ringtile.errors import InputError, LayoutError
 from ringtile.sequence import balance
 from ringtile.sequence.fingerprint import fingerprint, leave_on
@@ -96,7 +96,7 @@ class Layout:
         A document of L tokens is cut into 2W chunks whose sizes differ by at most one; which rank gets the first of
         them moves on by one per document, so that left-over tokens spread. Raises LayoutError when a rank gets nothing.
         """
-        ranks: list[list[Run]] = [[] for _ in range(ops.check_int("world_size", world_size))]
+        ranks: list[list[Run]] = [[] for _ in range(arguments.check_int("world_size", world_size))]
         begin = 0
         for document, length in enumerate(_lengths(lengths)):
             bounds = [begin + chunk * length // (2 * world_size) for chunk in range(2 * world_size + 1)]
@@ -117,7 +117,7 @@ class Layout:
         Raises LayoutError when there are fewer chunks than ranks.
         """
         check_types(mask)
-        chunk, world_size = ops.check_int("chunk", chunk), ops.check_int("world_size", world_size)
+        chunk, world_size = arguments.check_int("chunk", chunk), arguments.check_int("world_size", world_size)
         if chunk < 1 or world_size < 1 or mask.seq_len <= chunk * (world_size - 1):
             raise LayoutError(
                 f"a balanced layout of {mask.seq_len} tokens over {world_size} ranks in chunks of {chunk}; expected "
@@ -152,7 +152,7 @@ class Layout:
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Layout:
         """The inverse of `Layout.tensor`: int64 (R, 5) rows of rank, global_begin, stride, local_begin, length."""
-        ops.check_on_cpu("layout", tensor)
+        arguments.check_on_cpu("layout", tensor)
         if tensor.dim() != 2 or tensor.size(1) != 5 or tensor.size(0) == 0 or tensor.dtype != torch.int64:
             raise InputError(f"layout is {tensor.dtype} {tuple(tensor.shape)}; expected int64 (R, 5), not empty")
         ranks, num_runs = (x.tolist() for x in torch.unique_consecutive(tensor[:, 0], return_counts=True))
@@ -179,7 +179,7 @@ class Layout:
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of a rank. Raises LayoutError when there is no such rank."""
-        if not 0 <= ops.check_int("rank", rank) < self.world_size:
+        if not 0 <= arguments.check_int("rank", rank) < self.world_size:
             raise LayoutError(f"rank is {rank}; expected 0..{self.world_size - 1}")
         return self._runs[rank]
 
@@ -208,7 +208,7 @@ class Layout:
         x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
         raises RingMismatch. Raises InputError when x has not S tokens in `dim`.
         """
-        dim = ops.check_dim("x", x, dim)
+        dim = arguments.check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
         local = ops.shard_seq(x, self.runs(rank), dim)
@@ -240,9 +240,9 @@ def check_types(mask: object, *layout: object) -> None:
 
 def _chunk_bounds(name: str, seq_len: int, world_size: int, chunks_per_rank: int) -> list[int]:
     """Bounds of W chunks_per_rank chunks of 0..S-1 whose sizes differ by at most one."""
-    if ops.check_int("world_size", world_size) < 1:
+    if arguments.check_int("world_size", world_size) < 1:
         raise LayoutError(f"world_size is {world_size}; expected at least 1")
-    seq_len = ops.check_int("seq_len", seq_len)
+    seq_len = arguments.check_int("seq_len", seq_len)
     num_chunks = chunks_per_rank * world_size
     if not num_chunks <= seq_len <= MAX_SEQ_LEN:
         raise LayoutError(

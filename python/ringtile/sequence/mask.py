@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressible
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
@@ -36,7 +36,7 @@ class IntervalMask:
 
     def __post_init__(self) -> None:
         for name, bound in (("begin", self.begin), ("end", self.end)):
-            ops.check_tensor(name, bound)
+            arguments.check_tensor(name, bound)
             if bound.dim() != 2 or bound.dtype != torch.int32 or bound.device.type != "cpu" or bound.numel() == 0:
                 raise InputError(
                     f"{name} is {bound.dtype} {tuple(bound.shape)} on {bound.device}; expected int32 (B or 1, S) on "
@@ -105,7 +105,7 @@ class IntervalMask:
     @classmethod
     def sliding_window(cls, seq_len: int, window: int) -> IntervalMask:
         """Causal, and at most `window` keys, the query's own included: q - window < k <= q, as in transformers."""
-        if ops.check_int("window", window) < 1:
+        if arguments.check_int("window", window) < 1:
             raise InputError(f"window is {window}; expected at least 1 token (the query itself)")
         positions = _positions(seq_len)
         return cls((positions - min(window, seq_len) + 1).clamp(min=0), positions + 1)
@@ -113,7 +113,7 @@ class IntervalMask:
     @classmethod
     def prefix_lm(cls, seq_len: int, prefix_len: int) -> IntervalMask:
         """The first prefix_len tokens attend each other in both directions; the rest is causal (arXiv:1910.10683)."""
-        if not 0 <= ops.check_int("prefix_len", prefix_len) <= ops.check_int("seq_len", seq_len):
+        if not 0 <= arguments.check_int("prefix_len", prefix_len) <= arguments.check_int("seq_len", seq_len):
             raise InputError(f"prefix_len is {prefix_len}; expected 0..{seq_len}")
         positions = _positions(seq_len)
         return cls(torch.zeros_like(positions), (positions + 1).clamp(min=prefix_len))
@@ -121,7 +121,7 @@ class IntervalMask:
     @classmethod
     def chunked(cls, seq_len: int, chunk: int) -> IntervalMask:
         """Causal within chunks of `chunk` tokens, nothing across them (the local layers of Llama 4)."""
-        if ops.check_int("chunk", chunk) < 1:
+        if arguments.check_int("chunk", chunk) < 1:
             raise InputError(f"chunk is {chunk}; expected at least 1 token")
         positions = _positions(seq_len)
         return cls(positions - positions % min(chunk, seq_len), positions + 1)
@@ -203,7 +203,7 @@ class IntervalMask:
 
         Raises MaskNotExpressible, naming the first query whose keys are not one interval.
         """
-        ops.check_tensor("attend", attend)
+        arguments.check_tensor("attend", attend)
         shape = tuple(attend.shape)
         if attend.dim() == 4 and shape[1] == 1:
             attend = attend[:, 0]
@@ -243,7 +243,7 @@ class IntervalMask:
 
 def _positions(seq_len: int) -> Tensor:
     """int32 (1, S): 0, ..., S-1."""
-    _check_seq_len(ops.check_int("seq_len", seq_len))
+    _check_seq_len(arguments.check_int("seq_len", seq_len))
     return torch.arange(seq_len, dtype=torch.int32, device="cpu")[None]
 
 
@@ -258,7 +258,7 @@ def _check_seq_len(seq_len: int) -> None:
 
 
 def _check_integers(name: str, x: Tensor, dim: int) -> None:
-    ops.check_tensor(name, x)
+    arguments.check_tensor(name, x)
     if x.device.type == "meta":
         raise InputError(f"{name} is on meta, which holds no data; expected a real device")
     if x.dim() != dim or x.numel() == 0 or x.is_floating_point() or x.is_complex():

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, linear, tiles
 from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, local_vocab_shard
@@ -82,13 +82,13 @@ def tiled_linear_cross_entropy(
     """
     for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
         if x is not None or name != "bias":
-            ops.check_tensor(name, x)
+            arguments.check_tensor(name, x)
     label_smoothing, softcap = (
-        ops.check_number("label_smoothing", label_smoothing),
-        ops.check_number("softcap", softcap),
+        arguments.check_number("label_smoothing", label_smoothing),
+        arguments.check_number("softcap", softcap),
     )
-    z_loss, logit_scale = ops.check_number("z_loss", z_loss), ops.check_number("logit_scale", logit_scale)
-    ignore_index = ops.check_int("ignore_index", ignore_index)
+    z_loss, logit_scale = arguments.check_number("z_loss", z_loss), arguments.check_number("logit_scale", logit_scale)
+    ignore_index = arguments.check_int("ignore_index", ignore_index)
     for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
         if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
             raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
@@ -99,7 +99,7 @@ def tiled_linear_cross_entropy(
     weight, bias, mesh_group = local_vocab_shard(weight, bias)
     group = mesh_group if group is None else group
     _check(hidden, weight, labels, bias, reduction, min_classes=1 if group is None else 0)
-    ops.check_devices("hidden", hidden, weight=weight, labels=labels, bias=bias)
+    arguments.check_devices("hidden", hidden, weight=weight, labels=labels, bias=bias)
     if hidden.device.type == "meta":
         raise InputError("hidden is on meta; expected a real device: the loss reads the labels")
     derivatives.check_once(_NAME, hidden, weight, bias, vmap=False)
@@ -108,7 +108,7 @@ def tiled_linear_cross_entropy(
     labels_flat = labels_flat[rows]
     denominator = 1.0 if reduction == "sum" else float(rows.numel())
     if num_items is not None:
-        denominator = ops.check_number("num_items", num_items)
+        denominator = arguments.check_number("num_items", num_items)
         if reduction != "mean" or not 0.0 < denominator < math.inf:
             raise InputError(
                 f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ringtile import derivatives, ops
+from ringtile import arguments, derivatives
 from ringtile.errors import InputError, Refused
 from ringtile.tiled.glu import GluTiles, find_glu
 from ringtile.tiled.tiles import check_tile_tokens, tiles
@@ -62,7 +62,7 @@ def run_tiles(
 ) -> Output:
     """tiled_mlp for a module whose forward is forward(module, x), which may differ from type(module).forward."""
     check_tile_tokens(tile_tokens)
-    ops.check_tensor("x", x)
+    arguments.check_tensor("x", x)
     if x.device.type == "meta":
         raise InputError("x is on meta; expected a real device: the tiled MLP has no shapes without numbers")
     if x.dim() < 2 or not x.is_floating_point():
@@ -82,9 +82,9 @@ def _check_memory(x: Tensor, work: _Work) -> None:
     """InputError: a weight was freed, or is not where x is."""
     for index, weight in enumerate(work.weights):
         if weight is not None:
-            ops.check_storage(f"weight {index} of the module", weight)
+            arguments.check_storage(f"weight {index} of the module", weight)
             if isinstance(work, GluTiles) or weight.device.type == "meta":
-                ops.check_devices("x", x, **{f"weight {index} of the module": weight})
+                arguments.check_devices("x", x, **{f"weight {index} of the module": weight})
 
 
 class _Work(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, group_name, transport_of
@@ -34,7 +34,7 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     if not torch.compiler.is_compiling():
         transport = transport_of(group)
         with transport.telling("unshard"):
-            dim = ops.check_dim("local", local, dim)
+            dim = arguments.check_dim("local", local, dim)
             if local.device.type == "meta" and transport.world_size > 1:  # would not get as far as the op
                 raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
             derivatives.check_once("unshard", local)
@@ -60,7 +60,7 @@ def _call(
     """Checks x on this rank, then that every other rank makes the same call."""
     with transport.telling(op):
         ops.check_device("the tensor", x)
-        ops.check_storage("the tensor", x)
+        arguments.check_storage("the tensor", x)
         transport.check_device(x.device)
         if x.size(dim) != size:
             raise InputError(
