@@ -3,6 +3,7 @@
 # make test-all  the same with every cell of every matrix, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make faults    hostile trials by the thousand, counted: kills, fuzzed calls, malformed files (ten minutes)
+# make tsan    run every threaded kernel under the thread sanitizer; by hand
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
@@ -21,7 +22,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest mutants faults lint clean ctest emulator docs
+.PHONY: setup build cuda train test test-all checks pytest mutants faults lint clean ctest tsan emulator docs
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -55,6 +56,9 @@ train: build
 
 ctest:
 	$(MAKE) -s $(JOBS) -C tests/c
+
+tsan:
+	$(MAKE) -s $(JOBS) -C tests/c SANITIZER=thread
 
 emulator:
 	$(MAKE) -s $(JOBS) -C tests/emulator

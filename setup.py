@@ -101,6 +101,9 @@ if any(
     check_toolchain()
 
 WERROR = ["-Werror"] if STRICT else []
+# What an exploit of a bug would have to get past (docs/design/threats.md). Checks run once a call, not in loops.
+HARDENING = ["-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2"]
+HARDENED_LINK = ["-Wl,-z,relro", "-Wl,-z,now", "-Wl,-z,noexecstack"]
 C_FLAGS = [
     "-std=c17",
     "-O3",
@@ -113,15 +116,16 @@ C_FLAGS = [
     "-Wall",
     "-Wextra",
     "-Wpedantic",
+    *HARDENING,
     *WERROR,
 ]
-BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *WERROR]
+BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *HARDENING, *WERROR]
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
     "-lineinfo",  # profilers and sanitizers name source lines; the code stays the same
     "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage",  # a kernel stays in its registers
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-ffunction-sections,-Wall,-Wextra," + ",".join(HARDENING),
     *(["-Werror=all-warnings", "-Xptxas=--warning-as-error", "-Xcompiler=-Werror"] if STRICT else []),
 ]
 # ptxas only remarks, and never warns, that it serialized the wgmma products of a warp group.
@@ -199,7 +203,12 @@ def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
         depends=[*core_sources, *core_headers, "csrc/torch/kernels.cpp", *more.pop("depends", [])],
         define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
         extra_compile_args=BINDING_FLAGS,
-        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", *more.pop("extra_link_args", [])],
+        extra_link_args=[
+            "-Wl,--exclude-libs,ALL",
+            "-Wl,--gc-sections",
+            *HARDENED_LINK,
+            *more.pop("extra_link_args", []),
+        ],
         py_limited_api=True,
         **more,
     )

@@ -23,6 +23,11 @@ static inline void rt_drain_queue(void *queue_ptr, int64_t worker) {
     }
 }
 
+// How many workers there are: at least the calling thread.
+static inline int64_t rt_num_workers(rt_parallel parallel) {
+    return parallel.run == NULL || parallel.num_workers < 1 ? 1 : parallel.num_workers;
+}
+
 // Calls run_task(ctx, task, worker) for every task, with worker < parallel.num_workers, and returns when all are done.
 static inline void rt_for_each(rt_parallel parallel, int64_t num_tasks,
                                void (*run_task)(void *ctx, int64_t task, int64_t worker), void *ctx) {

@@ -7,7 +7,9 @@
 //                  T tokens of a tile, F MLP intermediate size, V vocabulary, R runs.
 //   Strides        counted in elements; the last dim always has stride 1.
 //   Errors         every function that can fail returns an rt_status, and rt_status_message() says what was expected.
-//                  These functions check every precondition, once.
+//                  These functions check every precondition, once: RT_TOO_LARGE, RT_BAD_POINTER and
+//                  RT_SHARED_MEMORY are possible everywhere. They trust that an array has the size that its params
+//                  describe, and find arrays that share memory, except two with gaps that interleave.
 //   Memory         nothing here allocates, prints, aborts, or keeps state between calls. A function that needs
 //                  scratch takes a workspace; a *_bytes function returns its size.
 //   Determinism    the same inputs give the same bits for any number of workers.
@@ -27,18 +29,24 @@ extern "C" {
 #define RT_STATUS_LIST(X)                                                                                    \
     X(RT_OK, "ok")                                                                                           \
     X(RT_BAD_SHAPE, "a size is negative, or a size that must be at least 1 is 0")                            \
+    X(RT_TOO_LARGE, "sizes, strides and workers must not describe more than 2^60 bytes, nor so many "        \
+                    "pairs of a query and a key that int64 cannot count them")                               \
     X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
     X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
     X(RT_BAD_STRIDE, "an output must not overlap itself: it needs strides above 0 and rows that stay apart") \
-    X(RT_BAD_SCALE, "scale and softcap must be finite, softcap and z_loss not negative, "                    \
+    X(RT_SHARED_MEMORY, "an output must not share memory with another array of the call")                    \
+    X(RT_BAD_SCALE, "scale, softcap, 1 / softcap and z_loss must be finite in the dtype of the arithmetic "  \
+                    "(float32, or float64 for float64 inputs), softcap and z_loss not negative, "            \
                     "label_smoothing in [0, 1]")                                                             \
-    X(RT_BAD_POINTER, "a required pointer is NULL")                                                          \
+    X(RT_BAD_MASK, "mask_batch_stride must be 0 or num_queries")                                             \
+    X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                          \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "    \
                   "tokens inside the local tensor; two runs of a rank must not share a position or a token") \
     X(RT_BAD_FRESH, "with fresh dk and dv, the runs must hold every key")                                    \
     X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
     X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
+    X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")            \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
     X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
     X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
@@ -75,7 +83,7 @@ typedef enum rt_isa { RT_ISA_GENERIC, RT_ISA_AVX2, RT_ISA_AVX512, RT_ISA_AVX512_
 
 // The instruction set of every kernel: the one that RINGTILE_CPU_ISA names, else the best of this CPU. Chosen once, at
 // the first call; thread-safe.
-//   RT_BAD_ISA, RT_ISA_MISSING (the variable's value is wrong); *isa is not written then
+//   RT_BAD_ISA, RT_ISA_MISSING (the variable's value is wrong), RT_BAD_POINTER; *isa is not written then
 rt_status rt_cpu_isa(rt_isa *isa);
 const char *rt_isa_name(rt_isa isa); // "generic", "avx2", "avx512", "avx512_bf16"
 
@@ -156,7 +164,8 @@ rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_
 
 // 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their masks and
 // layouts before they exchange keys.
-uint64_t rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed);
+//   RT_BAD_SHAPE, RT_BAD_POINTER
+rt_status rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed, uint64_t *digest);
 
 // ---- attention ---------------------------------------------------------------------------------
 
@@ -200,7 +209,7 @@ typedef struct rt_attn_params {
     int64_t workspace_bytes;
 } rt_attn_params;
 
-// Bytes of workspace for p with num_workers workers; 0 if it needs none or p is malformed.
+// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
 int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
 
@@ -220,7 +229,7 @@ typedef struct rt_attn_delta_params {
 
 //   dout, out (B, N, H, Dv)   out: the final output, rounded to dtype
 //   dlse (B, H, N) contiguous f64: gradient of lse    delta (B, H, N) contiguous, f32, or f64 if dtype is RT_F64
-//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim), RT_BAD_POINTER
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim)
 rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                         void *delta, rt_parallel parallel);
 
@@ -242,7 +251,7 @@ typedef struct rt_glu_params {
 } rt_glu_params;
 
 // Both functions compute in f32 (f64 if dtype is RT_F64) and round to dtype once.
-//   RT_BAD_DTYPE, RT_BAD_KIND, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_POINTER
+//   RT_BAD_DTYPE, RT_BAD_KIND, RT_BAD_SHAPE, RT_BAD_STRIDE
 
 // prod = act(gate) * up                                (SwiGLU, GeGLU: arXiv:2002.05202)
 rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
@@ -267,7 +276,7 @@ typedef struct rt_cross_entropy_params {
 
 //   logits (T, V)  replaced by d loss[t] / d logits[t, :] (unit weight per token) if want_grad
 //   labels (T)     loss, lse (T)
-//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_POINTER, RT_BAD_LABEL; nothing is written then
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_LABEL; nothing is written then
 rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                    void *loss, void *lse, rt_parallel parallel);
 

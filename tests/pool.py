@@ -68,16 +68,23 @@ class Pool:
             raise self.first_error
         return outcomes
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        stopped: int | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
         """As `run`, but an exception is a result too; EOFError: the process died; TimeoutError: it did not answer.
 
-        function is importable: a top-level function of a test file.
+        function is importable: a top-level function of a test file. stopped: a rank that never answers.
         """
         for connection in self._connections:
             connection.send((function, args, kwargs))
         self.first_error: BaseException | None = None
         outcomes: list[Any] = [TimeoutError(f"{function.__name__}: no answer in time")] * len(self._connections)
-        waiting = dict(zip(self._connections, range(len(outcomes)), strict=True))
+        waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank != stopped}
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
@@ -89,7 +96,12 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if waiting and self.first_error is None:
             self.first_error = outcomes[next(iter(waiting.values()))]
-        self.broken = self.broken or bool(waiting) or any(isinstance(outcome, EOFError) for outcome in outcomes)
+        self.broken = (
+            self.broken
+            or bool(waiting)
+            or stopped is not None
+            or any(isinstance(outcome, EOFError) for outcome in outcomes)
+        )
         return outcomes
 
     def close(self) -> None:

@@ -174,6 +174,19 @@ def test_binary_needs_no_cuda_library(name: str) -> None:
     assert ("libtorch.so" in needed) == (name == "_cuda")
 
 
+@pytest.mark.parametrize("name", BINARIES)
+def test_binary_is_hardened(name: str) -> None:
+    """Tables of addresses are read-only after loading (full RELRO), the stack holds no code and is guarded."""
+    binary = PACKAGE / f"{name}.abi3.so"
+    read = subprocess.run(["readelf", "-lWd", "--dyn-syms", binary], capture_output=True, text=True, check=True).stdout
+    segments = re.findall(r"^  (\w+) +0x\w+ 0x\w+ 0x\w+ 0x\w+ 0x\w+ ([RWE ]{3})", read, re.M)
+    assert dict(segments)["GNU_STACK"].strip() == "RW"
+    assert "GNU_RELRO" in dict(segments)
+    assert [flags for kind, flags in segments if kind == "LOAD" and "W" in flags and "E" in flags] == []
+    assert re.search(r"\(FLAGS\) +.*BIND_NOW", read), "addresses are bound lazily, so their table stays writable"
+    assert re.search(r"UND __stack_chk_fail", read), "no function has a stack protector"
+
+
 @pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
 def test_cuda_binary_registers_every_kernel() -> None:
     """The CUDA half has every kernel of the CPU half except plans; it is loaded lazily, so no symbol is looked up."""

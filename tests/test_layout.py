@@ -245,9 +245,9 @@ def test_bad_layout_tensor_is_refused(tensor: Tensor) -> None:
         Layout.from_tensor(tensor)
 
 
-@pytest.mark.parametrize("dim", [0, 2, -3])
-def test_shard_refuses_a_tensor_of_another_length(dim: int) -> None:
-    with pytest.raises(InputError, match=rf"x is \(3, 8\), dim {dim}; expected size 8 in dim"):
+@pytest.mark.parametrize(("dim", "expected"), [(0, "size 8 in dim"), (2, "one of its dims"), (-3, "one of its dims")])
+def test_shard_refuses_a_tensor_of_another_length(dim: int, expected: str) -> None:
+    with pytest.raises(InputError, match=rf"x is \(3, 8\), dim {dim}; expected {expected}"):
         Layout.zigzag(8, 2).shard(torch.zeros(3, 8), dim, 0)
 
 

@@ -322,13 +322,16 @@ def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: in
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(fresh_pool: Any, world_size: int) -> None:
-    outcomes = fresh_pool(world_size, 1.0).outcomes(ring_with_victim, signal.SIGSTOP, "round 1", timeout=4.5)
+    group_timeout, victim = 2.0, world_size - 1
+    outcomes = fresh_pool(world_size, group_timeout).outcomes(
+        ring_with_victim, signal.SIGSTOP, "round 1", stopped=victim
+    )
     for rank, (message, seconds) in enumerate(outcomes[:-1]):
         place = rf"round [123] of call 1 \(ring_attention forward\) of rank {rank}: "
-        assert re.match(f"rank {world_size - 1} was lost in {place}", message), message
-        assert 1 <= seconds < 1 + 3
+        assert re.match(f"rank {victim} was lost in {place}", message), message
+        assert group_timeout <= seconds < group_timeout + 5  # 2 to hear of others, and a busy machine
     if world_size == 2:
-        assert "Timed out waiting 1000ms for recv operation to complete; " in outcomes[0][0]
+        assert "Timed out waiting 2000ms for recv operation to complete; " in outcomes[0][0]
 
 
 def failing_kernel() -> str:

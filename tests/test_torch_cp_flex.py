@@ -501,7 +501,7 @@ def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
     aux = AuxRequest(lse=True)
     refuses(InputError, "return_lse and return_aux", lambda group: attend(group, return_lse=True, return_aux=aux))
     refuses(InputError, "score_mod is a int", lambda group: attend(group, score_mod=3))
-    refuses(InputError, "block_mask is a str", lambda group: attend(group, block_mask="causal"))
+    refuses(InputError, "block_mask is a str", lambda group: attend(group, enable_gqa=True, block_mask="causal"))
     refuses(InputError, "kernel_options is a str", lambda group: attend(group, kernel_options="BLOCK_M"))
     scale = torch.tensor(0.5, requires_grad=True)
     refuses(Refused, "scale is a tensor that requires grad", lambda group: attend(group, enable_gqa=True, scale=scale))

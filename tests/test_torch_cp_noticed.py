@@ -52,13 +52,17 @@ def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.Softmax(-1)(torch.einsum("bhqd,bhkd->bhqk", q, k)) @ v
 
 
+def by_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([torch.softmax(torch.matmul(part, k.mT), -1) @ v for part in q.split(3, 2)], 2)
+
+
 def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
 
 
-@pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum])
+@pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum, by_chunks])
 def test_eager_attention_is_refused(attend: Any) -> None:
-    with pytest.raises(Refused, match=r"softmax of scores \(2, 4, 8, 8\).*attn_implementation='sdpa'"):
+    with pytest.raises(Refused, match=r"softmax of scores \(2, 4, [38], 8\).*attn_implementation='sdpa'"):
         in_block(lambda qkv: attend(*qkv))
     with pytest.raises(Refused, match=r"softmax of scores"):  # the block's mask would be ignored
         in_block(lambda qkv: attend(*qkv), world_size=1, mask=IntervalMask.causal(16))
@@ -77,8 +81,10 @@ def test_other_softmaxes_are_not_attention() -> None:
         x = qkv[0][:, 0, :, :8]  # (B, N, 8)
         for logits in (x @ weight, F.linear(x, weight), x.flatten(0, 1) @ weight, x * x):
             F.softmax(logits, dim=-1)
-        rotation = torch.ones(2, 8, 1) @ torch.ones(2, 1, 8)  # as rotary embeddings are made: (B, D / 2, N)
-        assert rotation.cos().sum() > 0
+        rotation = torch.ones(2, 4, 1) @ torch.ones(2, 1, 8)  # as rotary embeddings are made: (B, D / 2, N)
+        F.softmax(x * rotation[:, :1].mT, dim=-1)
+        encoder = torch.ones(2, 4, 5, 16, dtype=torch.float64)  # cross attention to 5 tokens that every rank has
+        F.softmax(qkv[0] @ encoder.mT, dim=-1)
 
     in_block(route)
 

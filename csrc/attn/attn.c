@@ -1,6 +1,7 @@
 // Attention's entry points on the CPU: they check, then hand the tasks to the caller's threads.
 #include "attn.h"
 
+#include "../arrays.h"
 #include "../isa/kernels.h"
 #include "../parallel.h"
 
@@ -17,8 +18,13 @@ typedef struct job {
     _Atomic int64_t *progress;
 } job;
 
-static int64_t workers_of(rt_parallel parallel) {
-    return parallel.run == NULL || parallel.num_workers < 1 ? 1 : parallel.num_workers;
+// Bytes of `front`, then scratch for each worker; RT_TOO_LARGE if that is more than any array may have.
+static rt_status workspace_bytes(int64_t front, int64_t scratch_bytes, int64_t num_workers,
+                                 int64_t *num_bytes) {
+    *num_bytes = scratch_bytes;
+    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - front) return RT_TOO_LARGE;
+    *num_bytes += front;
+    return RT_OK;
 }
 
 static bool holds_workspace(const rt_attn_params *p, int64_t num_bytes) {
@@ -31,7 +37,9 @@ int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
     const rt_kernels *kernels;
     if (num_workers < 1 || rt_attn_check_fwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
-    return num_workers * round_up_64(kernels->attn_forward_scratch_bytes(p));
+    int64_t num_bytes;
+    const int64_t scratch_bytes = round_up_64(kernels->attn_forward_scratch_bytes(p));
+    return workspace_bytes(0, scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
 }
 
 static void forward_task(void *ctx, int64_t task, int64_t worker) {
@@ -40,12 +48,16 @@ static void forward_task(void *ctx, int64_t task, int64_t worker) {
 }
 
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
-    job j = {.p = p, .scratch = p->workspace};
+    job j = {.p = p};
     rt_status status = rt_attn_check_fwd(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
     j.scratch_bytes = round_up_64(j.kernels->attn_forward_scratch_bytes(p));
-    if (!holds_workspace(p, workers_of(parallel) * j.scratch_bytes)) return RT_WORKSPACE;
+    int64_t needed;
+    status = workspace_bytes(0, j.scratch_bytes, rt_num_workers(parallel), &needed);
+    if (status != RT_OK) return status;
+    if (!holds_workspace(p, needed)) return RT_WORKSPACE;
+    j.scratch = p->workspace;
     rt_for_each(parallel, j.kernels->attn_num_tasks(p), forward_task, &j);
     return RT_OK;
 }
@@ -61,7 +73,11 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
     const rt_kernels *kernels;
     if (num_workers < 1 || rt_attn_check_bwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
-    return progress_bytes(p, kernels) + num_workers * round_up_64(kernels->attn_backward_scratch_bytes(p));
+    int64_t num_bytes;
+    const int64_t scratch_bytes = round_up_64(kernels->attn_backward_scratch_bytes(p));
+    return workspace_bytes(progress_bytes(p, kernels), scratch_bytes, num_workers, &num_bytes) == RT_OK
+               ? num_bytes
+               : 0;
 }
 
 // Zeroes dk and dv, a task some rows of k, counted over all batches.
@@ -107,7 +123,10 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     if (status != RT_OK) return status;
     const int64_t num_tasks = j.kernels->attn_num_tasks(p);
     j.scratch_bytes = round_up_64(j.kernels->attn_backward_scratch_bytes(p));
-    const int64_t needed = progress_bytes(p, j.kernels) + workers_of(parallel) * j.scratch_bytes;
+    int64_t needed;
+    status =
+        workspace_bytes(progress_bytes(p, j.kernels), j.scratch_bytes, rt_num_workers(parallel), &needed);
+    if (status != RT_OK) return status;
     if (!holds_workspace(p, needed)) return RT_WORKSPACE;
     j.progress = p->workspace;
     j.scratch = (char *)p->workspace + progress_bytes(p, j.kernels);

@@ -1,42 +1,91 @@
 // Every precondition of attention; the entry points check them once.
 #include "attn.h"
 
-#include "../overlap.h"
+#include "../arrays.h"
+#include "../dtype.h"
 #include "../seq/runs.h"
 
-#include <math.h>
+// An array (B, tokens, heads, dim).
+typedef struct rows {
+    const void *array;
+    int64_t element_bytes, batch, num_tokens, num_heads, dim;
+    const int64_t *stride; // batch, token, head
+} rows;
 
-static bool is_dtype(rt_dtype dtype) {
-    return dtype == RT_F64 || dtype == RT_F32 || dtype == RT_BF16 || dtype == RT_F16;
+// Whether the array fits, its pointer is usable, and, if it is an output, it does not overlap itself.
+//   RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_STRIDE
+static rt_status check_rows(rows x, bool is_output, rt_bytes *bytes) {
+    const int64_t sizes[] = {x.batch, x.num_tokens, x.num_heads, x.dim};
+    const int64_t strides[] = {x.stride[0], x.stride[1], x.stride[2], 1};
+    if (!rt_array_fits(4, sizes, strides, x.element_bytes)) return RT_TOO_LARGE;
+    const bool empty = x.batch == 0 || x.num_tokens == 0;
+    if (!empty && !rt_points_to(x.array, x.element_bytes)) return RT_BAD_POINTER;
+    *bytes = rt_bytes_of(x.array, 4, sizes, strides, x.element_bytes);
+    return is_output && rt_overlaps(4, sizes, strides) ? RT_BAD_STRIDE : RT_OK;
 }
 
-static rt_status check(const rt_attn_params *p) {
-    if (!is_dtype(p->dtype)) return RT_BAD_DTYPE;
+static rows query_rows(const rt_attn_params *p, const void *array, int64_t element_bytes, int64_t dim,
+                       const int64_t stride[3]) {
+    return (rows){array, element_bytes, p->batch, p->num_queries, p->num_heads, dim, stride};
+}
+
+static rows key_rows(const rt_attn_params *p, const void *array, int64_t element_bytes, int64_t dim,
+                     const int64_t stride[3]) {
+    return (rows){array, element_bytes, p->batch, p->num_keys, p->num_kv_heads, dim, stride};
+}
+
+// A contiguous (B, H, N): one number for each row of q.
+static rows row_numbers(const void *array, int64_t element_bytes, int64_t batch, int64_t num_queries,
+                        int64_t num_heads, int64_t stride[3]) {
+    // Wraps only if the number of elements is too large by itself.
+    stride[0] = (int64_t)((uint64_t)num_heads * (uint64_t)num_queries), stride[1] = 1,
+    stride[2] = num_queries;
+    return (rows){array, element_bytes, batch, num_queries, num_heads, 1, stride};
+}
+
+// begin and end: (B or 1, N).
+static rows mask_rows(const rt_attn_params *p, const int32_t *bounds, int64_t stride[3]) {
+    stride[0] = p->mask_batch_stride, stride[1] = 1, stride[2] = 0;
+    return (rows){bounds, sizeof(*bounds), p->batch, p->num_queries, 1, 1, stride};
+}
+
+// Checks what forward and backward share; bytes: of lse, the only output among them, then of the inputs.
+enum { NUM_COMMON = 6 };
+static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
+    if (p == NULL) return RT_BAD_POINTER;
+    if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_keys < 0 || p->num_k_runs < 0) return RT_BAD_SHAPE;
     if (p->num_kv_heads < 1 || p->num_heads < 1 || p->num_heads % p->num_kv_heads != 0) return RT_BAD_HEADS;
     if (p->head_dim < 1 || p->head_dim > 256 || p->v_head_dim < 1 || p->v_head_dim > 256)
         return RT_BAD_HEAD_DIM;
-    if (!isfinite(p->scale) || !isfinite(p->softcap) || p->softcap < 0) return RT_BAD_SCALE;
-    const bool queries = p->batch > 0 && p->num_queries > 0, keys = p->batch > 0 && p->num_keys > 0;
-    if (queries && (p->q == NULL || p->begin == NULL || p->end == NULL || p->lse == NULL))
-        return RT_BAD_POINTER;
-    if (keys && (p->k == NULL || p->v == NULL)) return RT_BAD_POINTER;
-    if (p->num_k_runs > 0 && p->k_runs == NULL) return RT_BAD_POINTER;
+    if (!rt_is_finite(p->dtype, p->scale) || !rt_is_softcap(p->dtype, p->softcap)) return RT_BAD_SCALE;
+    if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return RT_BAD_MASK;
+    int64_t mask[3], numbers[3];
+    const int64_t input = rt_element_bytes(p->dtype), lse = p->lse_f64 ? 8 : rt_state_bytes(p->dtype);
+    const rows arrays[NUM_COMMON] = {
+        row_numbers(p->lse, lse, p->batch, p->num_queries, p->num_heads, numbers),
+        query_rows(p, p->q, input, p->head_dim, p->q_stride),
+        key_rows(p, p->k, input, p->head_dim, p->k_stride),
+        key_rows(p, p->v, input, p->v_head_dim, p->v_stride),
+        mask_rows(p, p->begin, mask),
+        mask_rows(p, p->end, mask),
+    };
+    for (int i = 0; i < NUM_COMMON; i++) {
+        const rt_status status = check_rows(arrays[i], false, &bytes[i]);
+        if (status != RT_OK) return status;
+    }
     return rt_runs_check(p->k_runs, p->num_k_runs, p->num_keys);
 }
 
-// Whether an output (B, tokens, heads, dim) overlaps itself.
-static bool overlaps(const rt_attn_params *p, int64_t num_tokens, int64_t num_heads, int64_t dim,
-                     const int64_t stride[3]) {
-    return rt_overlaps(4, (const int64_t[]){p->batch, num_tokens, num_heads, dim},
-                       (const int64_t[]){stride[0], stride[1], stride[2], 1});
-}
-
 rt_status rt_attn_check_fwd(const rt_attn_params *p) {
-    const rt_status status = check(p);
+    enum { OUTPUTS = 2, ALL = 1 + NUM_COMMON };
+    rt_bytes bytes[ALL];
+    rt_status status = check(p, bytes + 1);
     if (status != RT_OK) return status;
-    if (p->batch > 0 && p->num_queries > 0 && p->out == NULL) return RT_BAD_POINTER;
-    return overlaps(p, p->num_queries, p->num_heads, p->v_head_dim, p->out_stride) ? RT_BAD_STRIDE : RT_OK;
+    const rows out = query_rows(p, p->out, rt_state_bytes(p->dtype), p->v_head_dim, p->out_stride);
+    status = check_rows(out, true, &bytes[0]);
+    if (status != RT_OK) return status;
+    return rt_outputs_share_memory(bytes, OUTPUTS, ALL) ? RT_SHARED_MEMORY : RT_OK;
 }
 
 // Exact, because no key is in two runs.
@@ -47,24 +96,46 @@ static int64_t keys_in_runs(const rt_attn_params *p) {
 }
 
 rt_status rt_attn_check_bwd(const rt_attn_params *p) {
-    const rt_status status = check(p);
+    enum { OUTPUTS = 3, OWN = OUTPUTS + 2, ALL = OWN + NUM_COMMON };
+    rt_bytes bytes[ALL];
+    rt_status status = check(p, bytes + OWN);
     if (status != RT_OK) return status;
-    const bool queries = p->batch > 0 && p->num_queries > 0, keys = p->batch > 0 && p->num_keys > 0;
-    if (queries && (p->dout == NULL || p->delta == NULL || p->dq == NULL)) return RT_BAD_POINTER;
-    if (keys && (p->dk == NULL || p->dv == NULL)) return RT_BAD_POINTER;
     if (p->fresh && keys_in_runs(p) != p->num_keys) return RT_BAD_FRESH;
-    return overlaps(p, p->num_queries, p->num_heads, p->head_dim, p->dq_stride) ||
-                   overlaps(p, p->num_keys, p->num_kv_heads, p->head_dim, p->dk_stride) ||
-                   overlaps(p, p->num_keys, p->num_kv_heads, p->v_head_dim, p->dv_stride)
-               ? RT_BAD_STRIDE
-               : RT_OK;
+    int64_t numbers[3];
+    const int64_t input = rt_element_bytes(p->dtype), state = rt_state_bytes(p->dtype);
+    const rows arrays[OWN] = {
+        query_rows(p, p->dq, state, p->head_dim, p->dq_stride),
+        key_rows(p, p->dk, state, p->head_dim, p->dk_stride),
+        key_rows(p, p->dv, state, p->v_head_dim, p->dv_stride),
+        query_rows(p, p->dout, input, p->v_head_dim, p->dout_stride),
+        row_numbers(p->delta, state, p->batch, p->num_queries, p->num_heads, numbers),
+    };
+    for (int i = 0; i < OWN; i++) {
+        status = check_rows(arrays[i], i < OUTPUTS, &bytes[i]);
+        if (status != RT_OK) return status;
+    }
+    return rt_outputs_share_memory(bytes, OUTPUTS, ALL) ? RT_SHARED_MEMORY : RT_OK;
 }
 
 rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
                               const double *dlse, const void *delta) {
-    if (!is_dtype(p->dtype)) return RT_BAD_DTYPE;
+    enum { OUTPUTS = 1, ALL = 4 };
+    if (p == NULL) return RT_BAD_POINTER;
+    if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_heads < 1) return RT_BAD_SHAPE;
     if (p->v_head_dim < 1 || p->v_head_dim > 256) return RT_BAD_HEAD_DIM;
-    const bool queries = p->batch > 0 && p->num_queries > 0;
-    return queries && (dout == NULL || out == NULL || dlse == NULL || delta == NULL) ? RT_BAD_POINTER : RT_OK;
+    int64_t numbers[3];
+    const int64_t B = p->batch, N = p->num_queries, H = p->num_heads, input = rt_element_bytes(p->dtype);
+    const rows arrays[ALL] = {
+        row_numbers(delta, rt_state_bytes(p->dtype), B, N, H, numbers),
+        row_numbers(dlse, sizeof(*dlse), B, N, H, numbers),
+        {dout, input, B, N, H, p->v_head_dim, p->dout_stride},
+        {out, input, B, N, H, p->v_head_dim, p->out_stride},
+    };
+    rt_bytes bytes[ALL];
+    for (int i = 0; i < ALL; i++) {
+        const rt_status status = check_rows(arrays[i], i < OUTPUTS, &bytes[i]);
+        if (status != RT_OK) return status;
+    }
+    return rt_outputs_share_memory(bytes, OUTPUTS, ALL) ? RT_SHARED_MEMORY : RT_OK;
 }

@@ -1,5 +1,7 @@
 // The entry point of the multiply-add peak: one task per worker.
 #include "multiply_add.h"
+#include "../arrays.h"
+#include "../isa/kernels.h"
 #include "../parallel.h"
 
 typedef struct multiply_add_job {
@@ -31,10 +33,12 @@ static const rt_multiply_add_kernel *kernel_for(rt_isa isa) {
 
 rt_status rt_multiply_add(rt_isa isa, int64_t iterations, double *flops, rt_parallel parallel) {
     if (iterations < 0) return RT_BAD_SHAPE;
-    if (flops == NULL) return RT_BAD_POINTER;
+    if (iterations > INT64_C(1) << 32) return RT_TOO_LARGE;
+    if (!rt_points_to(flops, sizeof(*flops))) return RT_BAD_POINTER;
     multiply_add_job job = {kernel_for(isa), iterations};
     if (job.kernel == NULL) return RT_BAD_ISA;
-    const int64_t num_workers = parallel.run == NULL ? 1 : parallel.num_workers;
+    if (!rt_cpu_has(isa)) return RT_ISA_MISSING;
+    const int64_t num_workers = rt_num_workers(parallel);
     rt_for_each(parallel, num_workers, run_task, &job);
     *flops = (double)iterations * (double)num_workers * (double)job.kernel->flops;
     return RT_OK;

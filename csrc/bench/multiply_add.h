@@ -11,8 +11,8 @@ extern "C" {
 
 // Keeps the f32 multiply-add units of every worker's core busy for `iterations` rounds, from registers alone. *flops is
 // the work of all workers together; the caller times the call.
-//   isa: as rt_cpu_isa chose it; the CPU must have it
-//   RT_BAD_SHAPE (iterations), RT_BAD_POINTER, RT_BAD_ISA (not an rt_isa)
+//   iterations: at most 2^32, some twenty seconds;  isa: as rt_cpu_isa chose it
+//   RT_BAD_SHAPE, RT_TOO_LARGE (iterations), RT_BAD_POINTER, RT_BAD_ISA (not an rt_isa), RT_ISA_MISSING
 rt_status rt_multiply_add(rt_isa isa, int64_t iterations, double *flops, rt_parallel parallel);
 
 #ifdef __cplusplus

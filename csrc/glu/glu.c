@@ -1,5 +1,7 @@
 // The gated MLP's entry points: they check, then hand rows to the workers.
 #include "glu.h"
+#include "../arrays.h"
+#include "../dtype.h"
 #include "../isa/kernels.h"
 #include "../parallel.h"
 
@@ -17,14 +19,22 @@ static void run_task(void *ctx, int64_t task, int64_t worker) {
     job->kernels->glu(job->p, job->arrays, first, last < job->p->num_rows ? last : job->p->num_rows);
 }
 
-static bool rows_overlap(const rt_glu_params *p, int64_t stride) {
-    return p->num_rows > 1 && stride < p->num_cols;
+// One array of rows: it fits, its pointer is usable, and as an output it does not overlap itself.
+static rt_status check_rows(const rt_glu_params *p, const void *array, int64_t stride, bool is_output,
+                            rt_bytes *bytes) {
+    const int64_t sizes[] = {p->num_rows, p->num_cols}, strides[] = {stride, 1};
+    const int64_t element_bytes = rt_element_bytes(p->dtype);
+    if (!rt_array_fits(2, sizes, strides, element_bytes)) return RT_TOO_LARGE;
+    if (is_output && rt_overlaps(2, sizes, strides)) return RT_BAD_STRIDE;
+    *bytes = rt_bytes_of(array, 2, sizes, strides, element_bytes);
+    const bool empty = p->num_rows == 0 || p->num_cols == 0;
+    return empty || rt_points_to(array, element_bytes) ? RT_OK : RT_BAD_POINTER;
 }
 
 rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up, const void *prod,
                        bool backward) {
-    if (p->dtype != RT_F64 && p->dtype != RT_F32 && p->dtype != RT_BF16 && p->dtype != RT_F16)
-        return RT_BAD_DTYPE;
+    if (p == NULL) return RT_BAD_POINTER;
+    if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     switch (p->kind) {
     case RT_GLU_SILU:
     case RT_GLU_GELU:
@@ -35,10 +45,12 @@ rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up,
         return RT_BAD_KIND;
     }
     if (p->num_rows < 0 || p->num_cols < 0) return RT_BAD_SHAPE;
-    if (rows_overlap(p, p->prod_stride)) return RT_BAD_STRIDE;
-    if (backward && (rows_overlap(p, p->gate_stride) || rows_overlap(p, p->up_stride))) return RT_BAD_STRIDE;
-    const bool empty = p->num_rows == 0 || p->num_cols == 0;
-    return !empty && (gate == NULL || up == NULL || prod == NULL) ? RT_BAD_POINTER : RT_OK;
+    rt_bytes bytes[3];
+    rt_status status = check_rows(p, prod, p->prod_stride, true, &bytes[0]);
+    if (status == RT_OK) status = check_rows(p, gate, p->gate_stride, backward, &bytes[1]);
+    if (status == RT_OK) status = check_rows(p, up, p->up_stride, backward, &bytes[2]);
+    if (status != RT_OK) return status;
+    return rt_outputs_share_memory(bytes, backward ? 3 : 1, 3) ? RT_SHARED_MEMORY : RT_OK;
 }
 
 static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, bool backward,

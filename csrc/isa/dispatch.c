@@ -1,4 +1,6 @@
 // Chooses the instruction set, once. Nothing else in csrc/ reads the environment.
+#include "../arrays.h"
+#include "../dtype.h"
 #include "kernels.h"
 
 #include <stdatomic.h>
@@ -19,7 +21,7 @@ const char *rt_isa_name(rt_isa isa) {
     return "unknown";
 }
 
-static bool cpu_has(rt_isa isa) {
+bool rt_cpu_has(rt_isa isa) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -44,15 +46,16 @@ static rt_status choose(rt_isa *isa) {
     for (int candidate = RT_ISA_AVX512_BF16; candidate >= RT_ISA_GENERIC; candidate--) {
         *isa = (rt_isa)candidate;
         if (asked == NULL || *asked == 0) {
-            if (cpu_has(*isa)) return RT_OK;
+            if (rt_cpu_has(*isa)) return RT_OK;
         } else if (strcmp(asked, rt_isa_name(*isa)) == 0) {
-            return cpu_has(*isa) ? RT_OK : RT_ISA_MISSING;
+            return rt_cpu_has(*isa) ? RT_OK : RT_ISA_MISSING;
         }
     }
     return RT_BAD_ISA;
 }
 
 rt_status rt_cpu_isa(rt_isa *isa) {
+    if (!rt_points_to(isa, sizeof(*isa))) return RT_BAD_POINTER;
     // 0 until chosen, then 1 + 16 * status + isa. Threads that race all store the same value.
     static _Atomic int memo;
     int known = atomic_load_explicit(&memo, memory_order_relaxed);
@@ -68,7 +71,7 @@ rt_status rt_cpu_isa(rt_isa *isa) {
 }
 
 rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels) {
-    if (dtype != RT_F64 && dtype != RT_F32 && dtype != RT_BF16 && dtype != RT_F16) return RT_BAD_DTYPE;
+    if (!rt_is_dtype(dtype)) return RT_BAD_DTYPE;
     rt_isa isa;
     const rt_status status = rt_cpu_isa(&isa);
     if (status != RT_OK) return status;

@@ -29,6 +29,9 @@ typedef struct rt_kernels {
                        void *delta, int64_t first, int64_t last);
 } rt_kernels;
 
+// Whether this CPU has an instruction set.
+bool rt_cpu_has(rt_isa isa);
+
 // The kernels for a dtype on this CPU.    RT_BAD_DTYPE, RT_BAD_ISA, RT_ISA_MISSING
 rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels);
 

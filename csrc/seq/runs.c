@@ -1,12 +1,12 @@
 // Layouts as lists of runs: the checks, and the positions that a list holds.
 #include "runs.h"
+#include "../arrays.h"
 
 #include <string.h>
 
 static rt_status check_list(const rt_run *runs, int64_t num_runs) {
     if (num_runs < 0) return RT_BAD_SHAPE;
-    if (num_runs > 0 && runs == NULL) return RT_BAD_POINTER;
-    return RT_OK;
+    return num_runs > 0 && !rt_points_to(runs, sizeof(int64_t)) ? RT_BAD_POINTER : RT_OK;
 }
 
 // Linear for lists in local order, the usual ones; quadratic otherwise.
@@ -26,18 +26,39 @@ static int64_t last_position(const rt_run *run) {
     return run->global_begin + (run->length - 1) * run->stride;
 }
 
-// Whether two runs share a global position. It is enough to try a->stride positions of b: modulo a->stride, b's
-// positions repeat after that.
-static bool share_a_position(const rt_run *a, const rt_run *b) {
-    if (a->stride > b->stride) return share_a_position(b, a);
-    const int64_t distance = a->global_begin - b->global_begin, last = last_position(a);
-    const int64_t first = distance > 0 ? (distance - 1) / b->stride + 1 : 0; // of b, inside the range of a
-    for (int64_t j = first; j < b->length && j - first < a->stride; j++) {
-        const int64_t position = b->global_begin + j * b->stride;
-        if (position > last) return false;
-        if ((position - a->global_begin) % a->stride == 0) return true;
+// The greatest common divisor of a and b, both at least 1, and *inverse: a / gcd times it is 1 modulo b / gcd.
+static int64_t euclid(int64_t a, int64_t b, int64_t *inverse) {
+    int64_t x = a, y = b, of_x = 1, of_y = 0; // x = of_x * a modulo b, and y likewise
+    while (y > 0) {
+        const int64_t quotient = x / y, rest = x % y, of_rest = of_x - quotient * of_y;
+        x = y, y = rest;
+        of_x = of_y, of_y = of_rest;
     }
-    return false;
+    const int64_t modulus = b / x;
+    *inverse = of_x % modulus < 0 ? of_x % modulus + modulus : of_x % modulus;
+    return x;
+}
+
+// a * b modulo m, of numbers in [0, m).
+static int64_t multiply_modulo(int64_t a, int64_t b, int64_t m) {
+    __extension__ typedef unsigned __int128 wide; // not ISO C, hence the keyword
+    return (int64_t)((wide)a * (wide)b % (wide)m);
+}
+
+// Whether two runs share a global position, for strides and lengths of any size in the same time. Position j of a is
+// in b's progression if a->stride * j = distance modulo b->stride: for every `period`-th j, if any.
+static bool share_a_position(const rt_run *a, const rt_run *b) {
+    int64_t inverse;
+    const int64_t distance = b->global_begin - a->global_begin;
+    const int64_t gcd = euclid(a->stride, b->stride, &inverse), period = b->stride / gcd;
+    if (distance % gcd != 0) return false;
+    const int64_t steps = distance / gcd % period;
+    const int64_t solution = multiply_modulo(steps < 0 ? steps + period : steps, inverse, period);
+    const int64_t first = distance > 0 ? (distance - 1) / a->stride + 1 : 0; // of a, inside the range of b
+    if (first >= a->length) return false;
+    int64_t wait = solution - first % period; // until the next solution
+    if (wait < 0) wait += period;
+    return wait < a->length - first && a->global_begin + (first + wait) * a->stride <= last_position(b);
 }
 
 // Linear for lists in global order whose runs do not interleave; quadratic otherwise.
@@ -87,14 +108,15 @@ rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len)
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
                           uint8_t *seen) {
     if (num_ranks < 1 || seq_len < 0) return RT_BAD_SHAPE;
-    if (run_offsets == NULL || (seq_len > 0 && seen == NULL)) return RT_BAD_POINTER;
+    if (!rt_points_to(run_offsets, sizeof(int64_t)) || (seq_len > 0 && seen == NULL)) return RT_BAD_POINTER;
+    if (seq_len > RT_MAX_BYTES) return RT_TOO_LARGE;
     if (run_offsets[0] != 0) return RT_BAD_LAYOUT;
 
     // Pass 1, rank by rank: every run lies inside the sequence, and the runs fill the rank's local tokens.
     int64_t total = 0;
     for (int64_t rank = 0; rank < num_ranks; rank++) {
+        if (run_offsets[rank + 1] < run_offsets[rank]) return RT_BAD_LAYOUT;
         const int64_t num_runs = run_offsets[rank + 1] - run_offsets[rank];
-        if (num_runs < 0) return RT_BAD_LAYOUT;
         const rt_run *rank_runs = num_runs > 0 && runs != NULL ? runs + run_offsets[rank] : NULL;
         int64_t local_len;
         rt_status status = rt_runs_local_len(rank_runs, num_runs, seq_len - total, &local_len);
@@ -122,7 +144,8 @@ rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *posit
     int64_t filled = 0;
     for (int64_t r = 0; r < num_runs; r++) filled += runs[r].length;
     if (filled != local_len) return RT_BAD_RUN;
-    if (local_len > 0 && positions == NULL) return RT_BAD_POINTER;
+    if (local_len > 0 && !rt_points_to(positions, sizeof(*positions))) return RT_BAD_POINTER;
+    if (!rt_array_fits(1, &local_len, NULL, sizeof(*positions))) return RT_TOO_LARGE;
 
     for (int64_t r = 0; r < num_runs; r++)
         for (int64_t j = 0; j < runs[r].length; j++)

@@ -1,6 +1,6 @@
 // shard and unshard: strided copies between a global and a local tensor, of any number of dims and any dtype.
 #include "shard.h"
-#include "../overlap.h"
+#include "../arrays.h"
 #include "../parallel.h"
 #include "runs.h"
 
@@ -115,21 +115,36 @@ static void run_task(void *ctx, int64_t task, int64_t worker) {
 
 rt_status rt_shard_check(const rt_shard_params *p, const void *from, const void *to, bool to_global,
                          int64_t *num_bytes) {
+    *num_bytes = 0;
+    if (p == NULL) return RT_BAD_POINTER;
     if (p->ndim < 1 || p->ndim > RT_MAX_DIMS || p->dim < 0 || p->dim >= p->ndim) return RT_BAD_DIM;
-    if (p->sizes == NULL || p->global_strides == NULL || p->local_strides == NULL) return RT_BAD_POINTER;
+    if (!rt_points_to(p->sizes, sizeof(int64_t)) || !rt_points_to(p->global_strides, sizeof(int64_t)) ||
+        !rt_points_to(p->local_strides, sizeof(int64_t)))
+        return RT_BAD_POINTER;
     if (p->element_bytes < 1 || p->global_len < 0) return RT_BAD_SHAPE;
-    *num_bytes = p->element_bytes;
-    int64_t written[RT_MAX_DIMS]; // sizes of the destination
+    int64_t global_sizes[RT_MAX_DIMS];
     for (int64_t d = 0; d < p->ndim; d++) {
         if (p->sizes[d] < 0) return RT_BAD_SHAPE;
-        *num_bytes *= p->sizes[d];
-        written[d] = to_global && d == p->dim ? p->global_len : p->sizes[d];
+        global_sizes[d] = d == p->dim ? p->global_len : p->sizes[d];
     }
-    if (rt_overlaps(p->ndim, written, to_global ? p->global_strides : p->local_strides)) return RT_BAD_STRIDE;
+    if (!rt_array_fits(p->ndim, p->sizes, p->local_strides, p->element_bytes) ||
+        !rt_array_fits(p->ndim, global_sizes, p->global_strides, p->element_bytes))
+        return RT_TOO_LARGE;
+    if (to_global ? rt_overlaps(p->ndim, global_sizes, p->global_strides)
+                  : rt_overlaps(p->ndim, p->sizes, p->local_strides))
+        return RT_BAD_STRIDE;
     const rt_status status = rt_runs_check_inside(p->runs, p->num_runs, p->sizes[p->dim], p->global_len);
     if (status != RT_OK) return status;
-    if (p->num_runs == 0) *num_bytes = 0;
-    return *num_bytes > 0 && (from == NULL || to == NULL) ? RT_BAD_POINTER : RT_OK;
+    if (p->num_runs == 0) return RT_OK;
+    *num_bytes = p->element_bytes;
+    for (int64_t d = 0; d < p->ndim; d++) *num_bytes *= p->sizes[d];
+    if (*num_bytes == 0) return RT_OK;
+    if (from == NULL || to == NULL) return RT_BAD_POINTER;
+    const void *const global = to_global ? to : from, *const local = to_global ? from : to;
+    const bool shared =
+        rt_share_memory(rt_bytes_of(global, p->ndim, global_sizes, p->global_strides, p->element_bytes),
+                        rt_bytes_of(local, p->ndim, p->sizes, p->local_strides, p->element_bytes));
+    return shared ? RT_SHARED_MEMORY : RT_OK;
 }
 
 static rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool to_global,

@@ -2,7 +2,7 @@
 #ifndef RINGTILE_SEQ_SHARD_H
 #define RINGTILE_SEQ_SHARD_H
 
-#include "../overlap.h"
+#include "../arrays.h"
 #include "../ringtile.h"
 
 #ifdef __cplusplus

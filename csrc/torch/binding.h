@@ -4,6 +4,7 @@
 
 #include "../ringtile.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -66,11 +67,18 @@ struct Arg {
     const char *op, *name;
     const Tensor &x;
 
+    // Python's None arrives as an undefined tensor.
+    const Arg &defined() const {
+        require(x.defined(), op, name, " is None, expected a tensor");
+        return *this;
+    }
     const Arg &on_cpu() const {
+        defined();
         require(x.is_cpu(), op, name, " must be a CPU tensor; move it with .cpu()");
         return *this;
     }
     const Arg &on(const Device &device) const {
+        defined();
         require(device.is_cpu() ? x.is_cpu() : x.device() == device, op, name,
                 " is not on the device of the op's first tensor; move all tensors to one device");
         return *this;
@@ -94,13 +102,23 @@ struct Arg {
     }
     const Arg &unit_last_stride() const {
         const int64_t last = x.dim() - 1;
-        require(x.size(last) <= 1 || x.stride(last) == 1, op, name, " has stride ", x.stride(last),
-                " in its last dim, expected 1; call .contiguous()");
+        require(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, op, name, " has stride ",
+                x.stride(last), " in its last dim, expected 1; call .contiguous()");
         return *this;
     }
     const Arg &contiguous() const {
         require(x.is_contiguous(), op, name, " must be contiguous; call .contiguous()");
         return *this;
+    }
+    // The first element. A storage can be smaller than the shape says: FSDP frees storages and keeps the tensors.
+    template <class T = void> T *data() const {
+        int64_t last = x.storage_offset(), stored_bytes = 0;
+        for (int64_t i = 0; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &stored_bytes));
+        const int64_t needed_bytes = (last + 1) * static_cast<int64_t>(x.element_size());
+        require(x.numel() == 0 || needed_bytes <= stored_bytes, op, name, " needs ", needed_bytes,
+                " bytes but its storage has ", stored_bytes, ": it was freed or resized");
+        return static_cast<T *>(x.data_ptr());
     }
 };
 
@@ -129,8 +147,9 @@ inline ScalarType state_dtype(rt_dtype dtype) {
 // A (R, 4) tensor of runs, read in place.
 inline std::pair<const rt_run *, int64_t> runs_of(const Tensor &runs, const char *op, const char *name) {
     static_assert(sizeof(rt_run) == 4 * sizeof(int64_t), "a run is one row of the tensor");
-    Arg{op, name, runs}.on_cpu().dtype(ScalarType::Long).contiguous().sizes({runs.size(0), 4});
-    return {static_cast<const rt_run *>(runs.data_ptr()), runs.size(0)};
+    const Arg arg = {op, name, runs};
+    arg.on_cpu().dtype(ScalarType::Long).dim(2).contiguous().sizes({runs.size(0), 4});
+    return {arg.data<const rt_run>(), runs.size(0)};
 }
 
 } // namespace ringtile

@@ -34,6 +34,7 @@ struct Place {
     Place(const char *op, const Tensor &x) : device(checked(op, x)), guard(device.index()) {}
 
     static Device checked(const char *op, const Tensor &x) {
+        Arg{op, "the first tensor", x}.defined();
         require(x.is_cuda(), op,
                 "the first tensor is on the CPU and another one on a GPU; move all tensors to one device");
         return x.device();
@@ -47,7 +48,7 @@ struct Place {
     static int64_t attn_fwd_bytes(const rt_attn_params *) { return 0; }
     static int64_t attn_bwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_bwd_workspace_bytes(p); }
 #else
-    Place(const char *, const Tensor &x) : device(x.device()) {}
+    Place(const char *op, const Tensor &x) : device(Arg{op, "the first tensor", x}.defined().x.device()) {}
 
     rt_parallel queue() const { return torch_threads(); }
     int64_t attn_fwd_bytes(const rt_attn_params *p) const {
@@ -96,10 +97,10 @@ rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &
     p.batch = B, p.num_queries = N, p.num_keys = K, p.num_heads = q.size(2), p.num_kv_heads = G;
     p.head_dim = q.size(3), p.v_head_dim = v.size(3);
     p.scale = in.scale, p.softcap = in.softcap, p.fresh = in.fresh;
-    p.q = q.data_ptr(), p.k = k.data_ptr(), p.v = v.data_ptr();
+    p.q = Arg{op, "q", q}.data(), p.k = Arg{op, "k", k}.data(), p.v = Arg{op, "v", v}.data();
     set_strides(p.q_stride, q), set_strides(p.k_stride, k), set_strides(p.v_stride, v);
-    p.begin = static_cast<const int32_t *>(in.begin.data_ptr());
-    p.end = static_cast<const int32_t *>(in.end.data_ptr());
+    p.begin = Arg{op, "begin", in.begin}.data<const int32_t>();
+    p.end = Arg{op, "end", in.end}.data<const int32_t>();
     p.mask_batch_stride = mask_rows == 1 ? 0 : N;
     std::tie(p.k_runs, p.num_k_runs) = runs_of(in.k_runs, op, "k_runs");
     return p;
@@ -113,7 +114,7 @@ void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor
         .dtype(p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype))
         .contiguous();
     Arg{op, "lse", lse}.sizes({p.batch, p.num_heads, p.num_queries});
-    p.lse = lse.data_ptr();
+    p.lse = Arg{op, "lse", lse}.data();
 }
 
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
@@ -128,7 +129,7 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
         .sizes({p.batch, p.num_queries, p.num_heads, p.v_head_dim});
     Arg{op, "out", out}.unit_last_stride();
     set_lse(p, op, place, lse);
-    p.out = out.data_ptr();
+    p.out = Arg{op, "out", out}.data();
     set_strides(p.out_stride, out);
 
     p.workspace_bytes = place.attn_fwd_bytes(&p);
@@ -155,8 +156,8 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     Arg{op, "dq", dq}.on(place.device).dtype(state).sizes({B, N, H, p.head_dim}).unit_last_stride();
     Arg{op, "dk", dk}.on(place.device).dtype(state).sizes({B, K, G, p.head_dim}).unit_last_stride();
     Arg{op, "dv", dv}.on(place.device).dtype(state).sizes({B, K, G, p.v_head_dim}).unit_last_stride();
-    p.dout = dout.data_ptr(), p.delta = delta.data_ptr();
-    p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr();
+    p.dout = Arg{op, "dout", dout}.data(), p.delta = Arg{op, "delta", delta}.data();
+    p.dq = Arg{op, "dq", dq}.data(), p.dk = Arg{op, "dk", dk}.data(), p.dv = Arg{op, "dv", dv}.data();
     set_strides(p.dout_stride, dout), set_strides(p.dq_stride, dq);
     set_strides(p.dk_stride, dk), set_strides(p.dv_stride, dv);
 
@@ -178,8 +179,9 @@ Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
     rt_attn_delta_params p = {dtype_of(dout, op), B, N, H, dout.size(3), {}, {}};
     set_strides(p.dout_stride, dout), set_strides(p.out_stride, out);
     const Tensor delta = torch::stable::new_empty(dlse, {B, H, N}, state_dtype(p.dtype));
-    check(RT_CORE(attn_delta)(&p, dout.data_ptr(), out.data_ptr(),
-                              static_cast<const double *>(dlse.data_ptr()), delta.data_ptr(), place.queue()),
+    if (delta.numel() == 0) return delta; // the core takes no stride of 0, as an empty tensor may have
+    check(RT_CORE(attn_delta)(&p, Arg{op, "dout", dout}.data(), Arg{op, "out", out}.data(),
+                              Arg{op, "dlse", dlse}.data<const double>(), delta.data_ptr(), place.queue()),
           op);
     return delta;
 }
@@ -214,13 +216,15 @@ struct ShardArgs {
 void shard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
     const Place place("shard_seq_", x);
     const ShardArgs args("shard_seq_", place, x, y, runs, dim);
-    check(RT_CORE(shard)(&args.p, x.data_ptr(), y.data_ptr(), place.queue()), "shard_seq_");
+    const void *from = Arg{"shard_seq_", "x", x}.data();
+    check(RT_CORE(shard)(&args.p, from, Arg{"shard_seq_", "y", y}.data(), place.queue()), "shard_seq_");
 }
 
 void unshard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
     const Place place("unshard_seq_", x);
     const ShardArgs args("unshard_seq_", place, y, x, runs, dim);
-    check(RT_CORE(unshard)(&args.p, x.data_ptr(), y.data_ptr(), place.queue()), "unshard_seq_");
+    const void *from = Arg{"unshard_seq_", "x", x}.data();
+    check(RT_CORE(unshard)(&args.p, from, Arg{"unshard_seq_", "y", y}.data(), place.queue()), "unshard_seq_");
 }
 
 // ---- MLP and loss ------------------------------------------------------------------------------
@@ -242,14 +246,18 @@ Tensor glu_fwd(const Tensor &gate, const Tensor &up, int64_t kind) {
     Arg{"glu_fwd", "gate", gate}.dim(2);
     Tensor prod = torch::stable::new_empty(gate, {gate.size(0), gate.size(1)});
     const rt_glu_params p = glu_params("glu_fwd", place, gate, up, prod, kind);
-    check(RT_CORE(glu_fwd)(&p, gate.data_ptr(), up.data_ptr(), prod.data_ptr(), place.queue()), "glu_fwd");
+    const void *gate_data = Arg{"glu_fwd", "gate", gate}.data(), *up_data = Arg{"glu_fwd", "up", up}.data();
+    check(RT_CORE(glu_fwd)(&p, gate_data, up_data, prod.data_ptr(), place.queue()), "glu_fwd");
     return prod;
 }
 
 void glu_bwd_(Tensor gate, Tensor up, Tensor dprod, int64_t kind) {
     const Place place("glu_bwd_", gate);
-    const rt_glu_params p = glu_params("glu_bwd_", place, gate, up, dprod, kind);
-    check(RT_CORE(glu_bwd)(&p, gate.data_ptr(), up.data_ptr(), dprod.data_ptr(), place.queue()), "glu_bwd_");
+    const char *op = "glu_bwd_";
+    const rt_glu_params p = glu_params(op, place, gate, up, dprod, kind);
+    check(RT_CORE(glu_bwd)(&p, Arg{op, "gate", gate}.data(), Arg{op, "up", up}.data(),
+                           Arg{op, "dprod", dprod}.data(), place.queue()),
+          op);
 }
 
 void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Tensor lse,
@@ -266,9 +274,9 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
     const rt_cross_entropy_params p = {
         dtype,           T,       logits.size(1), logits.stride(0), ignore_index,
         label_smoothing, softcap, z_loss,         want_grad};
-    check(RT_CORE(cross_entropy_fwd_bwd)(&p, logits.data_ptr(),
-                                         static_cast<const int64_t *>(labels.data_ptr()), loss.data_ptr(),
-                                         lse.data_ptr(), place.queue()),
+    check(RT_CORE(cross_entropy_fwd_bwd)(
+              &p, Arg{op, "logits", logits}.data(), Arg{op, "labels", labels}.data<const int64_t>(),
+              Arg{op, "loss", loss}.data(), Arg{op, "lse", lse}.data(), place.queue()),
           op);
 }
 

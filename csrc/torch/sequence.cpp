@@ -13,8 +13,9 @@ struct LayoutArg {
     std::vector<int64_t> offsets; // (W + 1)
 
     LayoutArg(const Tensor &layout, const char *op) {
-        Arg{op, "layout", layout}.on_cpu().dtype(ScalarType::Long).contiguous().sizes({layout.size(0), 5});
-        const auto *row = static_cast<const int64_t *>(layout.data_ptr());
+        const Arg arg = {op, "layout", layout};
+        arg.on_cpu().dtype(ScalarType::Long).dim(2).contiguous().sizes({layout.size(0), 5});
+        const auto *row = arg.data<const int64_t>();
         for (int64_t i = 0; i < layout.size(0); ++i, row += 5) {
             const auto last = static_cast<int64_t>(offsets.size()) - 1;
             require(row[0] == last || row[0] == last + 1, op,
@@ -52,8 +53,8 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
                               begin.size(0),
                               arg.runs.data(),
                               arg.offsets.data(),
-                              static_cast<const int32_t *>(begin.data_ptr()),
-                              static_cast<const int32_t *>(end.data_ptr())};
+                              Arg{op, "begin", begin}.data<const int32_t>(),
+                              Arg{op, "end", end}.data<const int32_t>()};
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
     Tensor pairs = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);
     auto *pair = static_cast<int64_t *>(pairs.data_ptr());
@@ -99,9 +100,9 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     uint64_t value = 0;
     const Tensor *parts[] = {&begin, &end, &layout};
     for (const Tensor *part : parts) {
-        Arg{"digest", "begin, end and layout", *part}.on_cpu().contiguous();
-        value =
-            rt_digest(part->data_ptr(), part->numel() * static_cast<int64_t>(part->element_size()), value);
+        const Arg arg = {"digest", "begin, end or layout", *part};
+        const int64_t num_bytes = part->numel() * static_cast<int64_t>(part->element_size());
+        check(rt_digest(arg.on_cpu().contiguous().data(), num_bytes, value, &value), "digest");
     }
     Tensor result = torch::stable::empty({1}, ScalarType::Long, std::nullopt,
                                          torch::stable::Device(torch::headeronly::DeviceType::CPU));

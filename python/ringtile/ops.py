@@ -1,7 +1,8 @@
 """The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and checks of a user's arguments.
 
-The wrappers take the arguments of the op schemas and document their shapes. Among the ops here only `shard_seq` has a
-registered autograd formula; the others are called inside autograd nodes, which are differentiated by hand.
+The wrappers take the arguments of the op schemas and document their shapes. Among the ops here only `shard_seq` and
+`unshard_seq`, which are linear, have registered autograd formulas, each the other; the rest are called inside autograd
+nodes, which are differentiated by hand.
 
 Shape letters: B batch, N local queries, K keys, H query heads, G kv heads, D head dim, Dv value head dim,
 T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ranks, R runs.
@@ -12,13 +13,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ringtile import arguments, derivatives
 from ringtile.errors import BuildError, InputError
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def why_not_on(device_index: int) -> str:
 
 def check_device(name: str, x: Tensor) -> None:
     """Raises InputError, with the reason, for a tensor on a device without kernels in this process."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
     if x.device.type in ("cpu", "meta"):
         return
     if x.device.type != "cuda":
@@ -104,11 +107,32 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+def _representable(dtype: torch.dtype, scale: float, softcap: float) -> bool:
+    """Whether the kernels for dtype can hold both numbers, and the inverse of the softcap."""
+    limits = torch.finfo(state_dtype(dtype))
+    # From float32's least normal number to its inverse; float64's inverse is finite too.
+    return abs(scale) <= limits.max and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny)
+
+
+def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
+    """InputError: the kernels for dtype cannot hold them."""
+    if not _representable(dtype, scale, softcap):
+        limits = torch.finfo(state_dtype(dtype))
+        raise InputError(
+            f"scale is {scale} and softcap {softcap}; expected numbers of {state_dtype(dtype)}: scale finite, at most "
+            f"{limits.max:.3g}, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
+        )
+
+
 def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
     """Raises InputError for arguments that the attention kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of FLOAT_DTYPES, one device, unit stride in the
-    last dim, head dims in 1..256, and H a multiple of G. scale and softcap must be finite, softcap at least 0.
+    last dim, head dims in 1..256, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0 or
+    a normal number.
     """
     (batch, _, heads, dim), k_shape, v_shape = q.shape if q.dim() == 4 else (0, 0, 0, 0), k.shape, v.shape
     kind = q.device.type
@@ -126,8 +150,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
         and heads % k_shape[2] == 0
         and (dim == 1 or q.stride(3) == k.stride(3) == 1)
         and (v_shape[3] == 1 or v.stride(3) == 1)
-        and math.isfinite(scale)
-        and 0 <= softcap < math.inf
+        and _representable(q.dtype, scale, softcap)
     ):
         return
     check_device("q", q)
@@ -160,23 +183,30 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
             f"q has {q.size(2)} heads and k, v have {k.size(2)}; "
             "expected the query heads to be a positive multiple of the kv heads"
         )
-    if not math.isfinite(scale) or not math.isfinite(softcap) or softcap < 0:
-        raise InputError(
-            f"scale is {scale} and softcap {softcap}; expected finite numbers, softcap at least 0 (0: off)"
-        )
+    check_scale_and_softcap(q.dtype, scale, softcap)
 
 
-# An op that only writes into its arguments returns nothing, and so needs no shapes.
-for _name in (
-    "attn_fwd_",
-    "attn_bwd_",
-    "shard_seq_",
-    "unshard_seq_",
-    "layout_check",
-    "glu_bwd_",
-    "cross_entropy_fwd_bwd_",
-):
-    torch.library.register_fake(f"ringtile::{_name}", lambda *arguments: None)
+def _register_fake(name: str, host: int = -1) -> None:
+    """For an op that only writes into its arguments: it returns nothing, and so needs no shapes.
+
+    A call with one tensor on meta comes here too, and would do nothing to the others: InputError. host: the index of an
+    argument that is always on the CPU.
+    """
+
+    def check(*given: Any) -> None:
+        tensors = [x for i, x in enumerate(given) if isinstance(x, Tensor) and i != host]
+        if any(x.device.type == "meta" for x in tensors):
+            others = {f"tensor {i}": x for i, x in enumerate(tensors[1:], 2)}
+            arguments.check_devices(f"the first tensor of {name}", tensors[0], **others)
+
+    torch.library.register_fake(f"ringtile::{name}", check)
+
+
+for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), ("shard_seq_", 1), ("unshard_seq_", 1)):
+    _register_fake(_name, _host)
+_register_fake("glu_bwd_")
+_register_fake("cross_entropy_fwd_bwd_")
+torch.library.register_fake("ringtile::layout_check", lambda *arguments: None)
 
 # ---- attention: one block of keys ---------------------------------------------------------------
 
@@ -242,9 +272,10 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     return result
 
 
-torch.library.register_fake(
-    "ringtile::attn_delta", lambda dout, out, dlse: dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype))
-)
+@torch.library.register_fake("ringtile::attn_delta")  # type: ignore[untyped-decorator]
+def _(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+    arguments.check_devices("dout", dout, out=out, dlse=dlse)
+    return dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype))
 
 
 # ---- sequence -----------------------------------------------------------------------------------
@@ -298,17 +329,27 @@ def _shard_seq_setup(ctx: FunctionCtx, inputs: tuple[Tensor, list[int], int], ou
 
 
 def _shard_seq_backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
+    derivatives.check_once("the backward of shard", dy)
     return _unshard_seq(dy, ctx.runs, ctx.dim, ctx.global_len), None, None  # type: ignore[attr-defined]
 
 
+def _unshard_seq_setup(ctx: FunctionCtx, inputs: tuple[Tensor, list[int], int, int], output: Tensor) -> None:
+    _, ctx.runs, ctx.dim, _ = inputs  # type: ignore[attr-defined]
+
+
+def _unshard_seq_backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    return _shard_seq(dy, ctx.runs, ctx.dim), None, None, None  # type: ignore[attr-defined]
+
+
 _shard_seq.register_autograd(_shard_seq_backward, setup_context=_shard_seq_setup)
+_unshard_seq.register_autograd(_unshard_seq_backward, setup_context=_unshard_seq_setup)
 
 
 def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
     """The tokens in one rank's runs, along dim of a global tensor of any dtype; differentiable."""
-    if not -x.dim() <= dim < x.dim():
-        raise InputError(f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
-    result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim % x.dim())
+    dim = arguments.check_dim("x", x, dim)
+    derivatives.check_once("shard", x)
+    result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim)
     return result
 
 
@@ -364,7 +405,10 @@ def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     _ops.glu_bwd_(gate, up, dprod, kind)
 
 
-torch.library.register_fake("ringtile::glu_fwd", lambda gate, up, kind: gate.new_empty(gate.shape))
+@torch.library.register_fake("ringtile::glu_fwd")  # type: ignore[untyped-decorator]
+def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    arguments.check_devices("gate", gate, up=up)
+    return gate.new_empty(gate.shape)
 
 
 def cross_entropy_fwd_bwd_(

@@ -119,11 +119,14 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_heads, 0, RT_BAD_SHAPE);
     REFUSED(v_head_dim, 0, RT_BAD_HEAD_DIM);
     REFUSED(v_head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(batch, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(num_heads, INT64_MAX, RT_TOO_LARGE);
 #undef REFUSED
     CHECK_STATUS(rt_attn_delta(&good, NULL, out, dlse, delta, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_attn_delta(&good, dout, NULL, dlse, delta, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_attn_delta(&good, dout, out, NULL, delta, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_attn_delta(&good, dout, out, dlse, NULL, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(rt_attn_delta(&good, dout, out, dlse, out + 1, no_threads()), RT_SHARED_MEMORY);
     CHECK(delta[0] == 7);
     CHECK_STATUS(rt_attn_delta(&good, dout, out, dlse, delta, no_threads()), RT_OK);
     CHECK(delta[0] == 0);

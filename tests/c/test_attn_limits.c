@@ -174,6 +174,11 @@ static void test_workspace_has_exactly_the_size_asked_for(void) {
         rt_attn_params bad = c.p;
         bad.head_dim = 0;
         CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
+        CHECK_INT(workspace_bytes((enum pass)pass, &c.p, INT64_MAX), 0);
+        CHECK_STATUS(
+            run((enum pass)pass, &c.p, (rt_parallel){.run = run_backwards, .num_workers = INT64_MAX}),
+            RT_TOO_LARGE);
+        CHECK_STATUS(run((enum pass)pass, NULL, no_threads()), RT_BAD_POINTER);
     }
     free_case(&c);
 }
@@ -219,6 +224,16 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(lse, NULL, RT_BAD_POINTER);
     REFUSED(k_runs, NULL, RT_BAD_POINTER);
     REFUSED(num_keys, 8, RT_BAD_RUN);
+    REFUSED(batch, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(num_keys, INT64_C(1) << 60, RT_TOO_LARGE);
+    REFUSED(q_stride[0], INT64_MIN, RT_TOO_LARGE);
+    REFUSED(mask_batch_stride, 3, RT_BAD_MASK);
+    REFUSED(q, (const char *)c.p.q + 1, RT_BAD_POINTER);
+    REFUSED_BY(FORWARD, out, c.p.lse, RT_SHARED_MEMORY);
+    REFUSED_BY(FORWARD, out, (void *)c.p.q, RT_SHARED_MEMORY);
+    REFUSED_BY(BACKWARD, dk, c.p.dv, RT_SHARED_MEMORY);
+    REFUSED_BY(BACKWARD, dq, (void *)c.p.k, RT_SHARED_MEMORY);
+    REFUSED_BY(BACKWARD, dv_stride[0], INT64_MAX, RT_TOO_LARGE);
     REFUSED_BY(FORWARD, out, NULL, RT_BAD_POINTER);
     c.runs[0].length--;
     REFUSED_BY(BACKWARD, fresh, true, RT_BAD_FRESH);

@@ -316,6 +316,11 @@ static void test_malformed_params_are_refused_before_anything_is_written(void) {
     REFUSED(num_tokens, -1, RT_BAD_SHAPE);
     REFUSED(vocab_size, 0, RT_BAD_SHAPE);
     REFUSED(logits_stride, 3, RT_BAD_STRIDE);
+    REFUSED(logits_stride, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(num_tokens, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(vocab_size, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(softcap, 1e39, RT_BAD_SCALE);  // infinite in f32
+    REFUSED(softcap, 1e-44, RT_BAD_SCALE); // its inverse is
     REFUSED(label_smoothing, -0.1, RT_BAD_SCALE);
     REFUSED(label_smoothing, 1.1, RT_BAD_SCALE);
     REFUSED(label_smoothing, NAN, RT_BAD_SCALE);
@@ -328,6 +333,9 @@ static void test_malformed_params_are_refused_before_anything_is_written(void) {
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, NULL, loss, lse, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, NULL, lse, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, NULL, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, loss, no_threads()), RT_SHARED_MEMORY);
+    CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, logits + 6, no_threads()),
+                 RT_SHARED_MEMORY);
     CHECK(memcmp(logits, untouched, sizeof(logits)) == 0 && loss[0] == 9 && loss[1] == 9 && lse[0] == 9 &&
           lse[1] == 9);
     rt_cross_entropy_params empty = good;

@@ -244,6 +244,9 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_rows, -1, RT_BAD_SHAPE);
     REFUSED(num_cols, -1, RT_BAD_SHAPE);
     REFUSED(prod_stride, 3, RT_BAD_STRIDE);
+    REFUSED(prod_stride, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(gate_stride, INT64_MIN, RT_TOO_LARGE);
+    REFUSED(num_rows, INT64_MAX, RT_TOO_LARGE);
 #undef REFUSED
     rt_glu_params shared = good; // one row for all: a legal input, not a legal output
     shared.gate_stride = 0;
@@ -252,6 +255,9 @@ static void test_malformed_params_are_refused(void) {
     CHECK_STATUS(rt_glu_fwd(&good, NULL, up, prod, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_glu_fwd(&good, gate, NULL, prod, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_glu_bwd(&good, gate, up, NULL, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(rt_glu_bwd(&good, gate, up, gate, no_threads()), RT_SHARED_MEMORY);
+    CHECK_STATUS(rt_glu_fwd(&good, gate, up, up + 1, no_threads()), RT_SHARED_MEMORY);
+    CHECK_STATUS(rt_glu_fwd(&good, (const char *)gate + 1, up, prod, no_threads()), RT_BAD_POINTER);
     const rt_glu_params empty = {RT_F32, RT_GLU_SILU, 0, 4, 4, 4, 4};
     CHECK_STATUS(rt_glu_fwd(&empty, NULL, NULL, NULL, no_threads()), RT_OK);
 }

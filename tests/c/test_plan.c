@@ -199,6 +199,8 @@ static void test_plan_refuses_malformed_params(void) {
     REFUSED(seq_len, 3, RT_BAD_LAYOUT);
     REFUSED(seq_len, 7, RT_BAD_RUN);
     REFUSED(mask_batch, -1, RT_BAD_SHAPE);
+    REFUSED(mask_batch, INT64_MAX / 16, RT_TOO_LARGE);
+    REFUSED(run_offsets, ((const int64_t[]){0, INT64_MIN, INT64_MAX}), RT_BAD_LAYOUT);
     REFUSED(runs, NULL, RT_BAD_POINTER);
     REFUSED(begin, NULL, RT_BAD_POINTER);
     REFUSED(end, NULL, RT_BAD_POINTER);
@@ -218,10 +220,31 @@ static void test_plan_refuses_malformed_params(void) {
     CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, &num_needed, NULL), RT_BAD_POINTER);
     CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, -1, &num_needed, &num_pairs), RT_BAD_SHAPE);
 
+    // Arrays that rt_plan_below and rt_plan_attended cannot have written.
+    const int32_t too_many[9] = {0, 1, 2, 3, 4, 5, 6, 7, 9}, inside[9] = {0, 0, 0, 0, 0, 100, 2, 3, 4};
+    const int64_t too_often[9] = {9, 9, 9, 9, 9, 9, 9, 9, 9};
+    const int32_t all[8] = {8, 8, 8, 8, 8, 8, 8, 8}, fives[8] = {5, 5, 5, 5, 5, 5, 5, 5};
+    rt_plan_params busy = good;
+    busy.begin = fives, busy.end = all;
+    CHECK_STATUS(rt_plan_attended(&good, 1, too_many, attended), RT_BAD_PLAN);
+    CHECK_STATUS(rt_plan_attended(&busy, 1, inside, attended), RT_BAD_PLAN);
+    CHECK_STATUS(rt_plan_needed(&good, 1, inside, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_PLAN);
+    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, too_often, NULL, 0, &num_needed, &num_pairs), RT_BAD_PLAN);
+    uint64_t digest;
+    CHECK_STATUS(rt_digest("", -1, 0, &digest), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_digest(NULL, 1, 0, &digest), RT_BAD_POINTER);
+    CHECK_STATUS(rt_digest("", 1, 0, NULL), RT_BAD_POINTER);
+
     // Two runs of one rank at the same local tokens.
     const rt_run overlap[] = {{0, 1, 0, 4}, {4, 1, 0, 2}, {6, 1, 0, 2}};
     const rt_plan_params broken = {2, 8, 1, overlap, (int64_t[]){0, 1, 3}, begin, end};
     CHECK_STATUS(rt_plan_needed(&broken, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_RUN);
+}
+
+static uint64_t digest_of(const void *bytes, int64_t num_bytes, uint64_t seed) {
+    uint64_t digest = 0;
+    CHECK_STATUS(rt_digest(bytes, num_bytes, seed, &digest), RT_OK);
+    return digest;
 }
 
 // A flipped bit, two swapped words, an added zero byte and another seed each change the digest.
@@ -230,14 +253,14 @@ static void test_digest_sees_every_change(void) {
     uint64_t state = 4;
     for (int64_t length = 0; length <= 100; length++) {
         for (int64_t i = 0; i < length; i++) bytes[i] = (uint8_t)random_bits(&state);
-        const uint64_t digest = rt_digest(bytes, length, 7);
-        CHECK(digest == rt_digest(bytes, length, 7));
-        CHECK(digest != rt_digest(bytes, length, 8));
+        const uint64_t want = digest_of(bytes, length, 7);
+        CHECK(want == digest_of(bytes, length, 7));
+        CHECK(want != digest_of(bytes, length, 8));
         bytes[length] = 0;
-        CHECK(digest != rt_digest(bytes, length + 1, 7));
+        CHECK(want != digest_of(bytes, length + 1, 7));
         for (int64_t bit = 0; bit < 8 * length; bit++) {
             bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
-            CHECK(digest != rt_digest(bytes, length, 7));
+            CHECK(want != digest_of(bytes, length, 7));
             bytes[bit / 8] ^= (uint8_t)(1 << bit % 8);
         }
         for (int64_t other = 8; other + 8 <= length; other += 8) {
@@ -245,12 +268,12 @@ static void test_digest_sees_every_change(void) {
             memcpy(swapped, bytes, (size_t)length);
             memcpy(swapped, bytes + other, 8);
             memcpy(swapped + other, bytes, 8);
-            CHECK(digest != rt_digest(swapped, length, 7));
+            CHECK(want != digest_of(swapped, length, 7));
         }
     }
-    const uint64_t first = rt_digest("ring", 4, 0), second = rt_digest("tile", 4, 0);
-    CHECK(rt_digest("tile", 4, first) != rt_digest("ring", 4, second));
-    CHECK(rt_digest(NULL, 0, 1) != rt_digest(NULL, 0, 2));
+    const uint64_t first = digest_of("ring", 4, 0), second = digest_of("tile", 4, 0);
+    CHECK(digest_of("tile", 4, first) != digest_of("ring", 4, second));
+    CHECK(digest_of(NULL, 0, 1) != digest_of(NULL, 0, 2));
 }
 
 int main(void) {

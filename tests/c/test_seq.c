@@ -49,6 +49,9 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 4}, {3, 3, 4, 4}}, 2, 8), RT_BAD_RUN); // 12
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 3}, {3, 3, 4, 4}}, 2, 8), RT_OK);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, INT64_MAX, 0, 2}, {0, 1, 4, 1}}, 2, 8), RT_BAD_RUN);
+    // In no time, though 2^31 steps of one end before they meet a position of the other.
+    const rt_run apart[] = {{0, 1LL << 31, 0, 1LL << 31}, {1, 1LL << 31, 1LL << 31, 1LL << 31}};
+    CHECK_STATUS(rt_runs_check(apart, 2, INT64_MAX), RT_OK);
     CHECK_STATUS(rt_runs_check(NULL, 0, 0), RT_OK);
     CHECK_STATUS(rt_runs_check(NULL, 1, 8), RT_BAD_POINTER);
     CHECK_STATUS(rt_runs_check(NULL, -1, 8), RT_BAD_SHAPE);
@@ -295,6 +298,10 @@ static void test_shard_refuses_malformed_params(void) {
     REFUSED(runs, NULL, RT_BAD_POINTER);
     REFUSED(runs, ((const rt_run[]){{0, 2, 1, 4}}), RT_BAD_RUN);
     REFUSED(num_runs, -1, RT_BAD_SHAPE);
+    REFUSED(element_bytes, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(global_len, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(global_strides, ((const int64_t[]){INT64_MIN, 1}), RT_TOO_LARGE);
+    REFUSED(sizes, ((const int64_t[]){INT64_C(1) << 62, 4}), RT_TOO_LARGE);
     REFUSED(local_strides, ((const int64_t[]){0, 1}), RT_BAD_STRIDE);
     REFUSED(local_strides, ((const int64_t[]){3, 1}), RT_BAD_STRIDE);
     REFUSED(local_strides, ((const int64_t[]){4, -1}), RT_BAD_STRIDE);
@@ -305,6 +312,8 @@ static void test_shard_refuses_malformed_params(void) {
     char destination[8];
     CHECK_STATUS(rt_unshard(&expanded, local, destination, no_threads()), RT_BAD_STRIDE);
     CHECK_STATUS(rt_shard(&good, NULL, local, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(rt_shard(&good, local, local + 2, no_threads()), RT_SHARED_MEMORY);
+    CHECK_STATUS(rt_shard(NULL, global, local, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_unshard(&good, local, NULL, no_threads()), RT_BAD_POINTER);
 }
 

@@ -82,8 +82,8 @@ rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void 
 
 rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
                               const double *dlse, void *delta, rt_parallel) {
-    const int64_t num_rows = p->batch * p->num_queries * p->num_heads;
-    if (rt_attn_check_delta(p, dout, out, dlse, delta) == RT_OK && num_rows > 0) {
+    if (rt_attn_check_delta(p, dout, out, dlse, delta) == RT_OK && p->batch > 0 && p->num_queries > 0) {
+        const int64_t num_rows = p->batch * p->num_queries * p->num_heads;
         const auto extent = [&](const int64_t (&stride)[3]) {
             return (p->batch - 1) * stride[0] + (p->num_queries - 1) * stride[1] +
                    (p->num_heads - 1) * stride[2] + p->v_head_dim;

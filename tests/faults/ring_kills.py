@@ -53,7 +53,10 @@ def campaign(trials: int | None, seed: int) -> Counts:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 when = Path(folder) / "when"
-                outcomes = pool.outcomes(run_until_lost, victim, number, after, str(when), timeout=8.0)
+                stopped = victim if number == signal.SIGSTOP else None
+                outcomes = pool.outcomes(
+                    run_until_lost, victim, number, after, str(when), timeout=10.0, stopped=stopped
+                )
                 start = float(when.read_text())
         finally:
             pool.close()

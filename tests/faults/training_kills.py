@@ -64,7 +64,7 @@ def campaign(trials: int | None, seed: int) -> Counts:
         if ends:
             name = f"stop (timeout {TIMEOUT_SECONDS:g} s)" if stops else "kill"
             median, longest = statistics.median(ends), max(ends)
-            counts.notes.append(f"{len(ends)} ranks, {name} to end: median {median:.2f} s, longest {longest:.2f} s")
+            counts.notes.insert(0, f"{len(ends)} ranks, {name} to end: median {median:.2f} s, longest {longest:.2f} s")
     return counts
 
 
@@ -95,7 +95,7 @@ def run(trial: Trial, counts: Counts) -> list[float]:
         began = float(struck.read_text()) if struck.exists() else None
     if began is None:
         counts.unnamed += 1
-        counts.notes.append(f"{trial}: nobody was struck: {words}")
+        counts.notes.append(f"{trial}: no rank was struck: {str(words)[:600]}")
         return []
     if running:
         counts.hangs += 1
@@ -106,7 +106,7 @@ def run(trial: Trial, counts: Counts) -> list[float]:
     }
     if wrong:
         counts.unnamed += 1
-        counts.notes.append(f"{trial}: {wrong}")
+        counts.notes.append(f"{trial}: {str(wrong)[:1200]}")
     else:
         counts.named += 1
     return [end - began for end in ends.values()]

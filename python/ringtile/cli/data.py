@@ -330,10 +330,10 @@ def make_collator(pad_id: int) -> Callable[[list[dict[str, Any]]], dict[str, tor
             position_ids = torch.stack([row["position_ids"] for row in rows])
             labels = input_ids.masked_fill(position_ids == 0, IGNORE_INDEX)
             return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
-        ids = [torch.as_tensor(row["input_ids"]) for row in rows]
+        ids = [torch.as_tensor(row["input_ids"], device="cpu") for row in rows]
         input_ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad_id)
-        lengths = torch.tensor([len(row) for row in ids])
-        attends = torch.arange(input_ids.shape[1]) < lengths[:, None]
+        lengths = torch.tensor([len(row) for row in ids], device="cpu")
+        attends = torch.arange(input_ids.shape[1], device="cpu") < lengths[:, None]
         labels = input_ids.masked_fill(~attends, IGNORE_INDEX)
         return {"input_ids": input_ids, "attention_mask": attends.long(), "labels": labels}
 

@@ -8,12 +8,12 @@ ranks of a group, which share a seed, would all draw the same ones. Which module
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
@@ -50,7 +50,8 @@ class RandomDraws:
 class Watch:
     """The states of torch's default generators from the start of one forward pass to its end.
 
-    finds: hooks every module, and compares the states whenever one is entered or left.
+    finds: compares the states whenever a module is entered or left. The hooks are those of all modules of the process:
+    with hooks of its own, a module could not be tiled.
     """
 
     def __init__(self, base: PreTrainedModel, device: torch.device, finds: bool) -> None:
@@ -59,11 +60,13 @@ class Watch:
         self._found = None if finds else f"{type(base).__name__}, in a module that is not known,"
         self._handles: list[Any] = []
         self._state = self._states()
-        for path, module in base.named_modules() if finds else ():
-            if module is not base:
-                entering = functools.partial(self._enter, f"{path} ({type(module).__name__})")
-                self._handles.append(module.register_forward_pre_hook(entering, prepend=True))
-                self._handles.append(module.register_forward_hook(self._leave))
+        self._places: dict[nn.Module, str] = {}
+        if finds:
+            self._places = {
+                module: f"{path} ({type(module).__name__})" for path, module in base.named_modules() if path
+            }
+            self._handles.append(register_module_forward_pre_hook(self._enter))
+            self._handles.append(register_module_forward_hook(self._leave))
 
     def stop(self) -> None:
         """Removes the hooks."""
@@ -81,13 +84,15 @@ class Watch:
             f"what asks for them to 0 in the model's config, such as residual_dropout or router_jitter_noise"
         )
 
-    def _enter(self, place: str, module: nn.Module, args: Any) -> None:
-        self._blame()
-        self._inside.append(place)
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._places:
+            self._blame()
+            self._inside.append(self._places[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._blame()
-        self._inside.pop()
+        if self._inside[-1] == self._places.get(module):  # not one that was entered before the watch began
+            self._blame()
+            self._inside.pop()
 
     def _blame(self) -> None:
         """Nothing was drawn before the last hook, so that a draw was made by the innermost module that runs."""

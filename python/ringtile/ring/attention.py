@@ -9,21 +9,21 @@ R runs of all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ringtile import ops
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, RingtileError
 from ringtile.ring import ring
 from ringtile.ring.block_kernel import BLOCK_KERNELS, AttentionCall, BlockKernel
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -74,6 +74,7 @@ def attention(
     return_lse: bool = False,
 ) -> Any:
     """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S."""
+    check_types(mask)
     layout = _one_rank(mask.seq_len)
     return ring_attention(q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, return_lse=return_lse)
 
@@ -86,6 +87,7 @@ def _one_rank(seq_len: int) -> Layout:
 # ---- into the ring: directly where it can be, else through the op -------------------------------
 
 _Parts: TypeAlias = tuple[IntervalMask | None, Layout | None, Group | None]
+_CheckedParts: TypeAlias = "tuple[IntervalMask, Layout, Group | None]"
 
 
 def _attend(
@@ -99,24 +101,60 @@ def _attend(
     block_kernel: BlockKernel,
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
-    if sequence is not None and parts != (None, None, None):
-        raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
-    if block_kernel not in BLOCK_KERNELS:
-        raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(BLOCK_KERNELS)}")
-    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
-    if torch.compiler.is_compiling() or not is_plain(q):
+    if torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q)):
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
         begin, end, layout, group = _tensors(sequence, parts)
-        out, lse = torch.ops.ringtile.ring_attention(
-            q, k, v, begin, end, layout, scale, float(softcap), group, block_kernel
-        )
+        out, lse = torch.ops.ringtile.ring_attention(q, k, v, begin, end, layout, scale, softcap, group, block_kernel)
         return out, lse
-    if sequence is None:
-        sequence = _sequence_of(*parts)
-    call = AttentionCall(sequence, scale, float(softcap), block_kernel)
+    try:
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
+        call = AttentionCall(sequence or ShardedSequence.of(*cast(_CheckedParts, parts)), scale, softcap, block_kernel)
+    except Exception as error:
+        _tell(error, sequence, parts)
+        raise
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
     return ring.forward(call, q, k, v)
+
+
+def _check(
+    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, block_kernel: str
+) -> tuple[float, float]:
+    """scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes, which ring.py checks."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
+    if sequence is None:
+        check_types(*parts[:2])
+    elif not isinstance(sequence, ShardedSequence):
+        raise InputError(
+            f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
+        )
+    elif any(part is not None for part in parts):
+        raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
+    if block_kernel not in BLOCK_KERNELS:
+        raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(BLOCK_KERNELS)}")
+    derivatives.check_once("ring_attention", q, k, v)
+    if scale is None:
+        head_dim = q.size(-1) if q.dim() else 0
+        if head_dim == 0:
+            raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
+        scale = head_dim**-0.5
+    return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+
+
+def _tell(error: Exception, sequence: Any, parts: _Parts) -> None:
+    """Tells the other ranks, who would wait for this one, why it makes no call: if the group is known."""
+    _, layout, group = parts
+    with contextlib.suppress(RingtileError):
+        if isinstance(sequence, ShardedSequence):
+            transport = sequence.transport
+        elif group is None and isinstance(layout, Layout):  # forgotten?
+            transport = transport_of(only_group_of(layout.world_size))
+        else:
+            transport = transport_of(group)
+        transport.refuse("ring_attention forward", error)
 
 
 def is_plain(q: Tensor) -> bool:
@@ -136,19 +174,8 @@ def _tensors(sequence: ShardedSequence | None, parts: _Parts) -> tuple[Tensor, T
     """begin, end, layout and the group's name, as the op takes them; without making a sequence, which is not traced."""
     if sequence is not None:
         return sequence.begin, sequence.end, sequence.layout_tensor, sequence.group_name
-    mask, layout, group = parts
-    if not isinstance(mask, IntervalMask) or not isinstance(layout, Layout):
-        raise InputError(f"mask is {mask!r}, layout {layout!r}; expected an IntervalMask and a Layout, or a sequence")
+    mask, layout, group = cast(_CheckedParts, parts)
     return mask.begin, mask.end, layout.tensor, group_name(group)
-
-
-def _sequence_of(mask: Any, layout: Any, group: Group | None) -> ShardedSequence:
-    """The sequence of these. Where they do not fit, the other ranks are told, who would wait for this one."""
-    try:
-        return ShardedSequence.of(mask, layout, group)
-    except RingtileError as error:
-        transport_of(group).refuse("ring_attention forward", error)
-        raise
 
 
 class _RingAttention(torch.autograd.Function):
@@ -163,10 +190,14 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number), None
+        dq, dk, dv = derivatives.gradients(
+            "ring_attention",
+            lambda: ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number),
+            *(dout, dlse, q, k, v, out, lse),
+        )
+        return dq, dk, dv, None
 
 
 # ---- the op -------------------------------------------------------------------------------------
@@ -212,11 +243,8 @@ def _ring_attention_backward(
 def _sequence_of_tensors(
     direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str
 ) -> ShardedSequence:
-    try:
+    with transport_of(group_name).telling(f"ring_attention {direction}"):
         return ShardedSequence.of_tensors(begin, end, layout, group_name)
-    except RingtileError as error:
-        transport_of(group_name).refuse(f"ring_attention {direction}", error)
-        raise
 
 
 @_ring_attention.register_fake
@@ -253,8 +281,14 @@ def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tens
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    derivatives.check_once("the backward of ring_attention", dout, dlse)
     dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
     return dq, dk, dv, None, None, None, None, None, None, None
 
 
+def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
+    raise derivatives.differentiated_again("ring_attention")
+
+
 _ring_attention.register_autograd(_backward, setup_context=_setup_context)
+_ring_attention_backward.register_autograd(_refuse_backward)

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,8 +118,9 @@ def find_pieces(begin: Tensor, end: Tensor, k_runs: Tensor) -> tuple[Piece, ...]
     begin, end: int32 CPU (Bm, N); k_runs: int64 CPU (R, 4).
     """
     runs = k_runs[k_runs[:, 2].argsort()].tolist()  # in the order of rows
-    rows = torch.cat([torch.arange(row, row + length) for _, _, row, length in runs] or [torch.empty(0)])
-    positions = torch.cat([at + step * torch.arange(length) for at, step, _, length in runs] or [torch.empty(0)])
+    nothing = torch.empty(0, device="cpu")
+    rows = torch.cat([torch.arange(row, row + length, device="cpu") for _, _, row, length in runs] or [nothing])
+    positions = torch.cat([at + step * torch.arange(length, device="cpu") for at, step, _, length in runs] or [nothing])
     in_order = bool((positions.diff() > 0).all()) and bool((rows.diff() == 1).all())
     if not in_order or not (
         torch.equal(begin, begin[:1].expand_as(begin)) and torch.equal(end, end[:1].expand_as(end))
@@ -242,9 +243,12 @@ def why_not(
     half an eps. All that bounds lse, and what it does to weights; besides, each kernel may round its weights to dtype,
     and aten rounds out: three times half an eps.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
+    cpu: Any = {"dtype": torch.float32, "device": "cpu"}
     heads = (num_heads, num_kv_heads, num_kv_heads)
-    q, k, v = (torch.randn(1, CHECKED_LEN, count, head_dim, generator=generator).to(device, dtype) for count in heads)
+    q, k, v = (
+        torch.randn(1, CHECKED_LEN, count, head_dim, generator=generator, **cpu).to(device, dtype) for count in heads
+    )
     state, scale = ops.state_dtype(dtype), head_dim**-0.5
     score = scale * float(q.float().norm(dim=-1).max() * k.float().norm(dim=-1).max())
     lse_bound = 2 * torch.finfo(state).eps * (head_dim * score + CHECKED_LEN) + torch.finfo(dtype).eps / 2

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile import ops
-from ringtile.errors import InputError, RingtileError
+from ringtile import arguments, ops
+from ringtile.errors import InputError
 from ringtile.ring import block_kernel
 from ringtile.ring.block_kernel import AttentionCall
 from ringtile.sequence.plan import RankPlan, Round
@@ -194,18 +194,15 @@ def _open(
     sequence = call.sequence
     transport = sequence.transport
     op = f"ring_attention {direction}"
-    if direction == "forward":  # whose arguments the backward has too
-        try:
+    with transport.telling(op):
+        if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
             block_kernel.check(call, q, k, v)
-        except RingtileError as error:
-            transport.refuse(op, error)
-            raise
-    ring = _Ring(k, v, sequence.plan, transport)
+        ring = _Ring(k, v, sequence.plan, transport)
+        layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:
         yield ring
         return
-    layout_digest, mask_digest = sequence.digests
     fields: dict[str, HeaderValue] = {
         "batch": q.size(0),
         "seq_len": sequence.seq_len,
@@ -227,7 +224,11 @@ def _open(
 def _check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     """InputError where the arguments of this rank do not fit each other or the sequence."""
     ops.check_attention(q, k, v, call.scale, call.softcap)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        arguments.check_storage(name, x)
     sequence = call.sequence
+    if q.device.type == "meta" and sequence.world_size > 1:
+        raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
     sequence.check_unchanged()
     sequence.transport.check_device(q.device)
     plan = sequence.plan

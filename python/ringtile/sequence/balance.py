@@ -25,7 +25,7 @@ def deal(begin: Tensor, end: Tensor, world_size: int, chunk: int) -> Tensor:
     begin, end int32 (mask rows, S): an interval mask, in which a query that attends nothing has end <= begin.
     """
     work, first, last = _needs(begin, end, chunk)
-    index = torch.arange(work.numel())
+    index = torch.arange(work.numel(), device="cpu")
     contiguous = index * world_size // work.numel()
     half = index * 2 * world_size // work.numel()
     zigzag = torch.minimum(half, 2 * world_size - 1 - half)
@@ -62,13 +62,13 @@ class _Table:
 
     def __init__(self, work: Tensor, first: Tensor, last: Tensor, world_size: int) -> None:
         self.work, self.first, self.last, self.world_size = work, first, last, world_size
-        self.index = torch.arange(work.numel())
+        self.index = torch.arange(work.numel(), device="cpu")
         # needs[c, k]: some query of chunk c attends keys of chunk k (or may: the bounds are those of the whole chunk).
         self.needs = ((first[:, None] <= self.index) & (self.index < last[:, None])).float()
 
     def loads(self, owner: Tensor) -> Tensor:
         """int64 (W,): the work of each rank."""
-        return torch.zeros(self.world_size, dtype=torch.int64).index_add_(0, owner, self.work)
+        return torch.zeros(self.world_size, dtype=torch.int64, device="cpu").index_add_(0, owner, self.work)
 
     def imbalance(self, owner: Tensor) -> float:
         loads = self.loads(owner)
@@ -76,7 +76,7 @@ class _Table:
 
     def users(self, owner: Tensor) -> tuple[Tensor, Tensor]:
         """(W, C) each: how many chunks of a rank need the keys of chunk k; whether the rank holds chunk k."""
-        held = owner == torch.arange(self.world_size)[:, None]
+        held = owner == torch.arange(self.world_size, device="cpu")[:, None]
         return held.float() @ self.needs, held
 
     def num_travelling(self, owner: Tensor) -> int:

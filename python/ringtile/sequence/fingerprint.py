@@ -18,8 +18,10 @@ _MAX_TOKENS, _MAX_OTHER = 512, 2  # the sample: so many places in the sequence d
 
 
 def fingerprint(x: Tensor, dim: int) -> int:
-    """32 bits from a sample of x, spread over dim. 0: x is not on the CPU, or torch.compile traces it."""
+    """32 bits from a sample of x, spread over dim. 0: x is not on the CPU, or torch.compile or vmap traces it."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter):
+        return 0
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return 0
     most = [_MAX_TOKENS if i == dim % x.dim() else _MAX_OTHER for i in range(x.dim())]
     sample = x.detach()[tuple(slice(None, None, -(-size // n) or 1) for size, n in zip(x.shape, most, strict=True))]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, ops
 from ringtile.errors import InputError, LayoutError
 from ringtile.sequence import balance
 from ringtile.sequence.fingerprint import fingerprint, leave_on
@@ -68,13 +68,13 @@ class Layout:
     @classmethod
     def contiguous(cls, seq_len: int, world_size: int) -> Layout:
         """Rank r holds the r-th of W chunks. Causal work grows with r; a window needs only its halo."""
-        bounds = _chunk_bounds("contiguous", seq_len, world_size, world_size)
+        bounds = _chunk_bounds("contiguous", seq_len, world_size, 1)
         return cls(seq_len, tuple((Run(b, 1, 0, e - b),) for b, e in itertools.pairwise(bounds)))
 
     @classmethod
     def zigzag(cls, seq_len: int, world_size: int) -> Layout:
         """Rank r holds chunks r and 2W-1-r of 2W: the same causal work on every rank (arXiv:2407.21783, 3.3.2)."""
-        bounds = _chunk_bounds("zigzag", seq_len, world_size, 2 * world_size)
+        bounds = _chunk_bounds("zigzag", seq_len, world_size, 2)
         ranks = []
         for rank in range(world_size):
             tail = 2 * world_size - 1 - rank
@@ -85,7 +85,7 @@ class Layout:
     @classmethod
     def striped(cls, seq_len: int, world_size: int) -> Layout:
         """Rank r holds positions r, r+W, r+2W, ... (striped attention, arXiv:2311.09431)."""
-        _chunk_bounds("striped", seq_len, world_size, world_size)
+        _chunk_bounds("striped", seq_len, world_size, 1)
         lengths = (len(range(rank, seq_len, world_size)) for rank in range(world_size))
         return cls(seq_len, tuple((Run(rank, world_size, 0, n),) for rank, n in enumerate(lengths)))
 
@@ -96,9 +96,9 @@ class Layout:
         A document of L tokens is cut into 2W chunks whose sizes differ by at most one; which rank gets the first of
         them moves on by one per document, so that left-over tokens spread. Raises LayoutError when a rank gets nothing.
         """
-        ranks: list[list[Run]] = [[] for _ in range(world_size)]
+        ranks: list[list[Run]] = [[] for _ in range(arguments.check_int("world_size", world_size))]
         begin = 0
-        for document, length in enumerate(lengths):
+        for document, length in enumerate(_lengths(lengths)):
             bounds = [begin + chunk * length // (2 * world_size) for chunk in range(2 * world_size + 1)]
             for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
                 rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size
@@ -116,6 +116,8 @@ class Layout:
         that size allow it. Every rank that holds the same mask finds the same layout.
         Raises LayoutError when there are fewer chunks than ranks.
         """
+        check_types(mask)
+        chunk, world_size = arguments.check_int("chunk", chunk), arguments.check_int("world_size", world_size)
         if chunk < 1 or world_size < 1 or mask.seq_len <= chunk * (world_size - 1):
             raise LayoutError(
                 f"a balanced layout of {mask.seq_len} tokens over {world_size} ranks in chunks of {chunk}; expected "
@@ -138,7 +140,10 @@ class Layout:
         Raises LayoutError when a run is malformed, a rank holds nothing, a rank's local tokens have a hole, or a
         position is held by no rank or by two.
         """
-        ranks = tuple(tuple(_run(rank, run) for run in of_rank) for rank, of_rank in enumerate(runs))
+        try:
+            ranks = tuple(tuple(_run(rank, run) for run in of_rank) for rank, of_rank in enumerate(runs))
+        except TypeError:
+            raise InputError(f"runs is {runs!r:.200}; expected for every rank a list of runs") from None
         for rank, of_rank in enumerate(ranks):
             if not of_rank:
                 raise LayoutError(f"rank {rank} holds no token; expected at least one run for every rank")
@@ -147,6 +152,7 @@ class Layout:
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Layout:
         """The inverse of `Layout.tensor`: int64 (R, 5) rows of rank, global_begin, stride, local_begin, length."""
+        arguments.check_on_cpu("layout", tensor)
         if tensor.dim() != 2 or tensor.size(1) != 5 or tensor.size(0) == 0 or tensor.dtype != torch.int64:
             raise InputError(f"layout is {tensor.dtype} {tuple(tensor.shape)}; expected int64 (R, 5), not empty")
         ranks, num_runs = (x.tolist() for x in torch.unique_consecutive(tensor[:, 0], return_counts=True))
@@ -173,7 +179,7 @@ class Layout:
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of a rank. Raises LayoutError when there is no such rank."""
-        if not 0 <= rank < self.world_size:
+        if not 0 <= arguments.check_int("rank", rank) < self.world_size:
             raise LayoutError(f"rank is {rank}; expected 0..{self.world_size - 1}")
         return self._runs[rank]
 
@@ -183,7 +189,7 @@ class Layout:
 
     def positions(self, rank: int) -> Tensor:
         """int64 CPU (N,): the global position of each local token."""
-        positions = torch.empty(self.local_len(rank), dtype=torch.int64)
+        positions = torch.empty(self.local_len(rank), dtype=torch.int64, device="cpu")
         for run in self.runs(rank):
             positions[run.local_begin : run.local_begin + run.length] = _positions(run)
         return positions
@@ -192,7 +198,7 @@ class Layout:
     def tensor(self) -> Tensor:
         """int64 CPU (R, 5), rank after rank: rank, global_begin, stride, local_begin, length. As the ops take it."""
         rows = [(rank, *run) for rank, of_rank in enumerate(self._runs) for run in of_rank]
-        return torch.tensor(rows, dtype=torch.int64)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -202,7 +208,8 @@ class Layout:
         x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
         raises RingMismatch. Raises InputError when x has not S tokens in `dim`.
         """
-        if not -x.dim() <= dim < x.dim() or x.size(dim) != self.seq_len:
+        dim = arguments.check_dim("x", x, dim)
+        if x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
         local = ops.shard_seq(x, self.runs(rank), dim)
         leave_on(local, fingerprint(x, dim))
@@ -215,21 +222,41 @@ class Layout:
         have for its tokens, added in rank order. Any dtype, any dim; group None is one rank.
         Raises InputError when local has not N tokens in `dim` or W is not the group's; RingMismatch, PeerLost.
         """
-        if not -local.dim() <= dim < local.dim():
-            raise InputError(f"local is {tuple(local.shape)}, dim {dim}; expected one of its dims")
-        return all_gather_seq(local, self.tensor, dim % local.dim(), self.seq_len, group)
+        return all_gather_seq(local, self.tensor, dim, self.seq_len, group)
 
 
-def _chunk_bounds(name: str, seq_len: int, world_size: int, num_chunks: int) -> list[int]:
-    """Bounds of num_chunks chunks of 0..S-1 whose sizes differ by at most one."""
-    if world_size < 1:
+def check_types(mask: object, *layout: object) -> None:
+    """InputError, with what to write instead, unless mask is an IntervalMask and layout, if given, a Layout."""
+    if not isinstance(mask, IntervalMask):
+        boolean = isinstance(mask, Tensor) and mask.dtype == torch.bool
+        raise InputError(
+            f"mask is a {type(mask).__name__}; expected an IntervalMask, such as "
+            + ("IntervalMask.from_bool(mask)" if boolean else "IntervalMask.causal(S)")
+        )
+    for each in layout:
+        if not isinstance(each, Layout):
+            raise InputError(f"layout is a {type(each).__name__}; expected a Layout, such as Layout.zigzag(S, W)")
+
+
+def _chunk_bounds(name: str, seq_len: int, world_size: int, chunks_per_rank: int) -> list[int]:
+    """Bounds of W chunks_per_rank chunks of 0..S-1 whose sizes differ by at most one."""
+    if arguments.check_int("world_size", world_size) < 1:
         raise LayoutError(f"world_size is {world_size}; expected at least 1")
+    seq_len = arguments.check_int("seq_len", seq_len)
+    num_chunks = chunks_per_rank * world_size
     if not num_chunks <= seq_len <= MAX_SEQ_LEN:
         raise LayoutError(
             f"a {name} layout of {seq_len} tokens over {world_size} ranks: expected {num_chunks}..{MAX_SEQ_LEN} "
             f"tokens; pad the sequence or use fewer ranks"
         )
     return [chunk * seq_len // num_chunks for chunk in range(num_chunks + 1)]
+
+
+def _lengths(lengths: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(length) for length in lengths]
+    except TypeError:
+        raise InputError(f"lengths is {lengths!r:.200}; expected the lengths of the documents, integers") from None
 
 
 def _run(rank: int, values: Sequence[int]) -> Run:
@@ -246,7 +273,7 @@ def _run(rank: int, values: Sequence[int]) -> Run:
 
 
 def _positions(run: Run) -> Tensor:
-    return run.global_begin + run.stride * torch.arange(run.length)
+    return run.global_begin + run.stride * torch.arange(run.length, device="cpu")
 
 
 def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressible
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
@@ -36,6 +36,7 @@ class IntervalMask:
 
     def __post_init__(self) -> None:
         for name, bound in (("begin", self.begin), ("end", self.end)):
+            arguments.check_tensor(name, bound)
             if bound.dim() != 2 or bound.dtype != torch.int32 or bound.device.type != "cpu" or bound.numel() == 0:
                 raise InputError(
                     f"{name} is {bound.dtype} {tuple(bound.shape)} on {bound.device}; expected int32 (B or 1, S) on "
@@ -50,8 +51,8 @@ class IntervalMask:
                 f"positions in 0..{self.seq_len}"
             )
         attends = self.end > self.begin
-        object.__setattr__(self, "begin", self.begin * attends)
-        object.__setattr__(self, "end", self.end * attends)
+        object.__setattr__(self, "begin", (self.begin * attends).contiguous())
+        object.__setattr__(self, "end", (self.end * attends).contiguous())
 
     @property
     def seq_len(self) -> int:
@@ -59,6 +60,8 @@ class IntervalMask:
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """A query attends what both masks let it attend; a mask of one row meets every row of the other."""
+        if not isinstance(other, IntervalMask):
+            raise InputError(f"the other mask is a {type(other).__name__}; expected an IntervalMask")
         if self.seq_len != other.seq_len:
             raise InputError(f"masks of {self.seq_len} and {other.seq_len} tokens; expected one length")
         rows = {self.begin.size(0), other.begin.size(0)} - {1}
@@ -102,7 +105,7 @@ class IntervalMask:
     @classmethod
     def sliding_window(cls, seq_len: int, window: int) -> IntervalMask:
         """Causal, and at most `window` keys, the query's own included: q - window < k <= q, as in transformers."""
-        if window < 1:
+        if arguments.check_int("window", window) < 1:
             raise InputError(f"window is {window}; expected at least 1 token (the query itself)")
         positions = _positions(seq_len)
         return cls((positions - min(window, seq_len) + 1).clamp(min=0), positions + 1)
@@ -110,7 +113,7 @@ class IntervalMask:
     @classmethod
     def prefix_lm(cls, seq_len: int, prefix_len: int) -> IntervalMask:
         """The first prefix_len tokens attend each other in both directions; the rest is causal (arXiv:1910.10683)."""
-        if not 0 <= prefix_len <= seq_len:
+        if not 0 <= arguments.check_int("prefix_len", prefix_len) <= arguments.check_int("seq_len", seq_len):
             raise InputError(f"prefix_len is {prefix_len}; expected 0..{seq_len}")
         positions = _positions(seq_len)
         return cls(torch.zeros_like(positions), (positions + 1).clamp(min=prefix_len))
@@ -118,7 +121,7 @@ class IntervalMask:
     @classmethod
     def chunked(cls, seq_len: int, chunk: int) -> IntervalMask:
         """Causal within chunks of `chunk` tokens, nothing across them (the local layers of Llama 4)."""
-        if chunk < 1:
+        if arguments.check_int("chunk", chunk) < 1:
             raise InputError(f"chunk is {chunk}; expected at least 1 token")
         positions = _positions(seq_len)
         return cls(positions - positions % min(chunk, seq_len), positions + 1)
@@ -129,20 +132,21 @@ class IntervalMask:
 
         lengths: of the documents, one after another; or one such list per batch row, all of the same sum S.
         """
-        rows: Any = lengths if any(isinstance(row, Sequence) for row in lengths) else [lengths]
         try:
+            rows: Any = lengths if any(isinstance(row, Sequence) for row in lengths) else [lengths]
             per_row = [[operator.index(length) for length in row] for row in rows]
         except TypeError:
             raise InputError(
-                f"lengths is {lengths!r}; expected integers, the lengths of one row, or a list of them per row"
+                f"lengths is {lengths!r:.200}; expected integers, the lengths of one row, or a list of them per row"
             ) from None
         sums = [sum(row) for row in per_row]
         if any(length < 0 for row in per_row for length in row) or len(set(sums)) > 1:
             raise InputError(
-                f"lengths is {lengths!r}, rows of {sums} tokens; expected lengths >= 0 and as many tokens in every row"
+                f"lengths is {lengths!r:.200}, rows of {sums!r:.200} tokens; expected lengths >= 0 and as many "
+                "tokens in every row"
             )
         _check_seq_len(sums[0])
-        document = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in per_row]
+        document = [_document_numbers(row) for row in per_row]
         return cls._of_documents(torch.stack(document), causal)
 
     @classmethod
@@ -199,6 +203,7 @@ class IntervalMask:
 
         Raises MaskNotExpressible, naming the first query whose keys are not one interval.
         """
+        arguments.check_tensor("attend", attend)
         shape = tuple(attend.shape)
         if attend.dim() == 4 and shape[1] == 1:
             attend = attend[:, 0]
@@ -208,6 +213,8 @@ class IntervalMask:
             raise InputError(
                 f"attend is {attend.dtype} {shape}; expected bool (S, S), (B, S, S) or (B, 1, S, S), True = attend"
             )
+        if attend.device.type == "meta":
+            raise InputError("attend is on meta, which holds no data; expected a real device")
         attend = attend.cpu()
         num_keys = attend.sum(2, dtype=torch.int32)
         begin = attend.byte().argmax(2).int()
@@ -236,8 +243,13 @@ class IntervalMask:
 
 def _positions(seq_len: int) -> Tensor:
     """int32 (1, S): 0, ..., S-1."""
-    _check_seq_len(seq_len)
-    return torch.arange(seq_len, dtype=torch.int32)[None]
+    _check_seq_len(arguments.check_int("seq_len", seq_len))
+    return torch.arange(seq_len, dtype=torch.int32, device="cpu")[None]
+
+
+def _document_numbers(lengths: list[int]) -> Tensor:
+    """int64 (S,): 0 for each token of the first document, 1 for the second, ..."""
+    return torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), torch.tensor(lengths, device="cpu"))
 
 
 def _check_seq_len(seq_len: int) -> None:
@@ -246,6 +258,9 @@ def _check_seq_len(seq_len: int) -> None:
 
 
 def _check_integers(name: str, x: Tensor, dim: int) -> None:
+    arguments.check_tensor(name, x)
+    if x.device.type == "meta":
+        raise InputError(f"{name} is on meta, which holds no data; expected a real device")
     if x.dim() != dim or x.numel() == 0 or x.is_floating_point() or x.is_complex():
         raise InputError(f"{name} is {x.dtype} {tuple(x.shape)}; expected integers of {dim} dimension(s), not empty")
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, ops
 from ringtile.errors import InputError
-from ringtile.sequence.layout import Layout, Run
+from ringtile.sequence.layout import Layout, Run, check_types
 from ringtile.sequence.mask import IntervalMask
 
 
@@ -211,9 +211,13 @@ def plan(
     the same again, and as many elements of dk, dv in the state dtype the other way.
     Raises InputError when mask, layout and numbers do not fit each other.
     """
+    check_types(mask, layout)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        arguments.check_int(name, number)
+    arguments.check_int("v_head_dim", v_head_dim)
     rows = mask.begin.size(0)
-    batch = rows if batch is None else batch
+    batch = rows if batch is None else arguments.check_int("batch", batch)
     if mask.seq_len != layout.seq_len:
         raise InputError(f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length")
     if min(num_heads, num_kv_heads, head_dim, v_head_dim, batch) < 1 or num_heads % num_kv_heads:

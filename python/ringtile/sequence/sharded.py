@@ -21,7 +21,7 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.errors import InputError
 from ringtile.sequence.fingerprint import found_on
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
 from ringtile.transport.groups import Group, group_name, transport_of
@@ -45,11 +45,14 @@ class ShardedSequence:
     """
 
     def __init__(self, mask: IntervalMask, layout: Layout, group: Group | None = None) -> None:
-        _check_types(mask, layout)
+        check_types(mask, layout)
         transport = transport_of(group)
         if layout.world_size != transport.world_size:
+            forgotten = (
+                "; group is None, which is one rank: pass the process group" if group is None else "; must agree"
+            )
             raise InputError(
-                f"the layout is for {layout.world_size} ranks, the group has {transport.world_size}; must agree"
+                f"the layout is for {layout.world_size} ranks, the group has {transport.world_size}{forgotten}"
             )
         if mask.seq_len != layout.seq_len:
             raise InputError(
@@ -108,6 +111,7 @@ class ShardedSequence:
 
     def __and__(self, mask: IntervalMask) -> ShardedSequence:
         """The same sequence, where a query attends what both masks let it attend. The last ones are remembered."""
+        check_types(mask)
         if mask not in self._narrowed:
             self._narrowed[mask] = ShardedSequence(self.mask & mask, self.layout, self.group_name)
             self._narrowed[mask]._data = self._data
@@ -158,7 +162,7 @@ class ShardedSequence:
     @classmethod
     def of(cls, mask: IntervalMask, layout: Layout, group: Group | None = None) -> ShardedSequence:
         """The sequence of these; the same object for equal masks and layouts, of which the last ones are remembered."""
-        _check_types(mask, layout)
+        check_types(mask, layout)
         transport = transport_of(group)
         with _lock:
             remembered = _remembered.setdefault(transport, OrderedDict())
@@ -191,13 +195,6 @@ class ShardedSequence:
 def _num_bytes(sequence: ShardedSequence) -> int:
     """Of the mask and of the plan, which holds about as much."""
     return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
-
-
-def _check_types(mask: IntervalMask, layout: Layout) -> None:
-    if not isinstance(mask, IntervalMask):
-        raise InputError(f"mask is a {type(mask).__name__}; expected an IntervalMask, such as IntervalMask.causal(S)")
-    if not isinstance(layout, Layout):
-        raise InputError(f"layout is a {type(layout).__name__}; expected a Layout, such as Layout.zigzag(S, W)")
 
 
 class _Seen(NamedTuple):

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ringtile import ops
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, linear, tiles
 from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, local_vocab_shard
 from ringtile.tiled.weight_grad import add_linear_grads_, new_grad_sums, round_grad_sums
 
+_NAME = "the tiled loss"
 LOGITS_BYTES = 64 * 2**20  # default bound on the logits of one tile
 MIN_TILE_TOKENS = 256  # products with fewer rows use the machine poorly
 WIDENED_CLASSES = 1024  # half-precision weights are widened this many classes at a time: a few MiB, which stay in cache
@@ -80,6 +80,15 @@ def tiled_linear_cross_entropy(
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
     RingMismatch: the ranks of the group were given different hidden sizes, labels or options.
     """
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+        if x is not None or name != "bias":
+            arguments.check_tensor(name, x)
+    label_smoothing, softcap = (
+        arguments.check_number("label_smoothing", label_smoothing),
+        arguments.check_number("softcap", softcap),
+    )
+    z_loss, logit_scale = arguments.check_number("z_loss", z_loss), arguments.check_number("logit_scale", logit_scale)
+    ignore_index = arguments.check_int("ignore_index", ignore_index)
     for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
         if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
             raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
@@ -90,18 +99,23 @@ def tiled_linear_cross_entropy(
     weight, bias, mesh_group = local_vocab_shard(weight, bias)
     group = mesh_group if group is None else group
     _check(hidden, weight, labels, bias, reduction, min_classes=1 if group is None else 0)
+    arguments.check_devices("hidden", hidden, weight=weight, labels=labels, bias=bias)
+    if hidden.device.type == "meta":
+        raise InputError("hidden is on meta; expected a real device: the loss reads the labels")
+    derivatives.check_once(_NAME, hidden, weight, bias, vmap=False)
     labels_flat = labels.reshape(-1)
     rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
     labels_flat = labels_flat[rows]
     denominator = 1.0 if reduction == "sum" else float(rows.numel())
     if num_items is not None:
-        denominator = float(num_items)
+        denominator = arguments.check_number("num_items", num_items)
         if reduction != "mean" or not 0.0 < denominator < math.inf:
             raise InputError(
                 f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
                 "the sum of the losses is divided by it"
             )
     dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
+    ops.check_scale_and_softcap(dtype, logit_scale, softcap)
     options = LossOptions(label_smoothing, softcap, z_loss)
     vocab_parallel = None
     if group is not None:
@@ -231,7 +245,7 @@ class _Job:
         """
         if weight_sum is None or self.vocab_parallel is not None or x.device.type != "cpu":
             return add_linear_grads_(weight_sum, bias_sum, dlogits, x)
-        rows = torch.arange(labels.numel())
+        rows = torch.arange(labels.numel(), device="cpu")
         label_dlogits = dlogits[rows, labels]
         dlogits[rows, labels] = 0
         add_linear_grads_(weight_sum, None, dlogits, x)
@@ -259,10 +273,14 @@ class _PerToken(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss * ctx.job.logit_scale, *ctx.saved_tensors)
-        return None, *round_grad_sums(gradients, ctx.saved_tensors)
+        inputs = ctx.saved_tensors
+
+        def compute() -> list[Tensor | None]:
+            _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss * ctx.job.logit_scale, *inputs)
+            return round_grad_sums(gradients, inputs)
+
+        return None, *derivatives.gradients(_NAME, compute, dloss, *inputs)
 
 
 class _Reduced(torch.autograd.Function):
@@ -285,14 +303,18 @@ class _Reduced(torch.autograd.Function):
         return (loss.sum(dtype=torch.float64) / denominator).to(loss.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None  # scaled in place below: a second backward recomputes them
-        if gradients is None:
-            _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *ctx.saved_tensors)
-        # `or 1.0`: the mean over no tokens has gradient 0. view(1): a 0-dim factor would be rounded to bfloat16.
-        factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(factor)
-        return None, None, None, *round_grad_sums(gradients, ctx.saved_tensors)
+        inputs = ctx.saved_tensors
+
+        def compute() -> list[Tensor | None]:
+            gradients, ctx.gradients = ctx.gradients, None  # scaled in place below: a second backward recomputes them
+            if gradients is None:
+                _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *inputs)
+            # `or 1.0`: the mean over no tokens has gradient 0. view(1): a 0-dim factor would be rounded to bfloat16.
+            factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor)
+            return round_grad_sums(gradients, inputs)
+
+        return None, None, None, *derivatives.gradients(_NAME, compute, dtotal, *inputs)

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ringtile import arguments, derivatives
 from ringtile.errors import InputError, Refused
 from ringtile.tiled.glu import GluTiles, find_glu
 from ringtile.tiled.tiles import check_tile_tokens, tiles
@@ -49,6 +49,8 @@ def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_origin
     InputError: x has no token dim or a dtype other than the weights', or tile_tokens is below 1.
     Refused: a part of the module mixes tokens or is sharded on its own, or an output is not one row per token.
     """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"module is a {type(module).__name__}; expected a torch.nn.Module: wrap a function in one")
     outputs: Output = run_tiles(module, type(module).forward, x, tile_tokens, use_original_mlp)
     return outputs
 
@@ -60,15 +62,29 @@ def run_tiles(
 ) -> Output:
     """tiled_mlp for a module whose forward is forward(module, x), which may differ from type(module).forward."""
     check_tile_tokens(tile_tokens)
+    arguments.check_tensor("x", x)
+    if x.device.type == "meta":
+        raise InputError("x is on meta; expected a real device: the tiled MLP has no shapes without numbers")
     if x.dim() < 2 or not x.is_floating_point():
         raise InputError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating point (..., tokens, hidden)")
     check_parts(module)
     glu = None if use_original_mlp else find_glu(module, forward)
     work: _Work = ModuleTiles(module, forward, x, tile_tokens) if glu is None else GluTiles(glu, x, tile_tokens)
     handover: list[Sequence[Tensor | None]] = []
+    _check_memory(x, work)
+    derivatives.check_once("the tiled MLP", x, *work.weights, vmap=False)
     anchor = _Keep.apply(work, handover, x, *work.weights)  # type: ignore[no-untyped-call]
     outputs: Output = _Run.apply(anchor, handover, lambda: work.forward(x.detach(), *work.weights))  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _check_memory(x: Tensor, work: _Work) -> None:
+    """InputError: a weight was freed, or is not where x is."""
+    for index, weight in enumerate(work.weights):
+        if weight is not None:
+            arguments.check_storage(f"weight {index} of the module", weight)
+            if isinstance(work, GluTiles) or weight.device.type == "meta":
+                arguments.check_devices("x", x, **{f"weight {index} of the module": weight})
 
 
 class _Work(Protocol):
@@ -93,14 +109,17 @@ class _Keep(torch.autograd.Function):
         return x.new_zeros(())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, danchor: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         douts = ctx.handover.pop()
         if all(dout is None for dout in douts):
             return None, None, None, *(None for _ in weights)
-        dx, sums = ctx.work.backward(douts, ctx.needs_input_grad[2:], x, *weights)
-        return None, None, dx, *round_grad_sums(sums, weights)
+
+        def compute() -> tuple[Tensor | None, ...]:
+            dx, sums = ctx.work.backward(douts, ctx.needs_input_grad[2:], x, *weights)
+            return dx, *round_grad_sums(sums, weights)
+
+        return None, None, *derivatives.gradients("the tiled MLP", compute, *douts, x, *weights)
 
 
 class _Run(torch.autograd.Function):
@@ -117,7 +136,6 @@ class _Run(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.handover.append(douts)
         defined = [dout for dout in douts if dout is not None]

@@ -175,7 +175,7 @@ def _of_order(indices: Tensor, world_size: int) -> Layout:
         raise InputError(f"a load balancer of {order.size(1)} tokens over {world_size} ranks; expected a multiple")
     ranks = []
     for chunk in order[0].chunk(world_size):
-        starts = torch.cat((torch.tensor([0]), (chunk.diff() != 1).nonzero()[:, 0] + 1)).tolist()
+        starts = torch.cat((torch.tensor([0], device="cpu"), (chunk.diff() != 1).nonzero()[:, 0] + 1)).tolist()
         ends = [*starts[1:], len(chunk)]
         ranks.append([(int(chunk[a]), 1, a, b - a) for a, b in zip(starts, ends, strict=True)])
     return Layout.from_runs(ranks)

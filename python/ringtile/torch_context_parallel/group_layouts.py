@@ -243,8 +243,8 @@ def sequence_of(
 def _(like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     rows, seq_len, runs = (context.new_dynamic_size() for _ in range(3))
-    bounds = torch.empty(rows, seq_len, dtype=torch.int32)
-    return bounds, torch.empty_like(bounds), torch.empty(runs, 5, dtype=torch.int64)
+    bounds = torch.empty(rows, seq_len, dtype=torch.int32, device="cpu")
+    return bounds, torch.empty_like(bounds), torch.empty(runs, 5, dtype=torch.int64, device="cpu")
 
 
 def check_layout(group: Group, layout: Layout) -> None:

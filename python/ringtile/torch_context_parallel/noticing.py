@@ -49,7 +49,7 @@ class Noticing:
     def __init__(self, scope: AttentionScope, buffers: Sequence[ShardedBuffer] = ()) -> None:
         self._scope = scope
         self._buffers = buffers
-        self._scores: set[int] = set()  # numbers of elements of square products of two activations
+        self._scores: set[int] = set()  # numbers of elements of products that may be scores
         self._windows: dict[tuple[ShardedSequence, int], bool] = {}  # whether the sequence's mask is as narrow
 
     @property
@@ -71,23 +71,26 @@ class Noticing:
         return None
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Remembers products that may be scores: q k^T of two activations (..., N, D) has N twice in its shape."""
+        """Remembers products that may be scores: those of two activations that have a dim of N keys."""
         if func not in _PRODUCTS or not isinstance(result, Tensor) or result.dim() < 3:
             return
         operands = [x for x in args if isinstance(x, Tensor)]
         if any(x.dim() < 3 or isinstance(x, nn.Parameter) for x in operands):
             return
-        if any(_is_square(result, dim, self._local_len()) for dim in range(1, result.dim())):
+        if any(self._is_of_tokens(result, dim) for dim in range(1, result.dim())):
             self._scores.add(result.numel())
 
-    def _local_len(self) -> int | None:
-        sequence = self._scope.sequence
-        return None if sequence is None else sequence.layout.local_len(sequence.rank)
+    def _is_of_tokens(self, x: Tensor, dim: int) -> bool:
+        """Whether x has N entries in dim; where only calls tell N, as many as in another dim, the queries'."""
+        sequence, size = self._scope.sequence, x.size(dim)
+        if sequence is None:
+            return size > 1 and list(x.shape).count(size) > 1
+        return size == sequence.layout.local_len(sequence.rank)
 
     # ---- attention by other names -------------------------------------------------------------------
 
     def _check_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        if dim is None or input.numel() not in self._scores or not _is_square(input, dim, self._local_len()):
+        if dim is None or input.numel() not in self._scores or not self._is_of_tokens(input, dim):
             return
         raise self._told(
             Refused(
@@ -104,9 +107,8 @@ class Noticing:
             )
 
     def _check_dropout(
-        self, name: str, input: Tensor, p: float = 0.5, training: bool | None = None, *_: Any, **__: Any
+        self, name: str, input: Tensor, p: float = 0.5, training: bool = False, *_: Any, **__: Any
     ) -> None:
-        training = name != "dropout" if training is None else training
         if p > 0 and training:
             raise self._told(
                 Refused(f"{name} with p {p}: ranks would not draw what one process draws; set its probability to 0")
@@ -145,9 +147,10 @@ class Noticing:
         Those of a shard jump where its runs meet. Steps of 1 make transformers call attention with is_causal and no
         mask, which is right where the positions go on by 1, or the context's mask keeps the documents apart.
         """
-        for buffer in self._buffers:
+        for buffer in self._buffers if self._world_size > 1 else ():
             positions = buffer.full.movedim(buffer.seq_dim, -1)
-            if buffer.local.data_ptr() == position_ids.data_ptr() and positions.dim() <= 2:
+            is_this = buffer.local.data_ptr() == position_ids.data_ptr()
+            if is_this and positions.dim() <= 2 and buffer.local.size(buffer.seq_dim) == position_ids.size(-1):
                 break
         else:
             return None
@@ -188,12 +191,6 @@ def caller_of(depth: int) -> types.FrameType:
 
 def _module_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_square(x: Tensor, dim: int, size: int | None) -> bool:
-    """Whether x has another dim as long as this one, of the given size (None: any)."""
-    length = x.size(dim)
-    return list(x.shape).count(length) > 1 and length > 1 and size in (None, length)
 
 
 def _window_of(caller: types.FrameType) -> int | None:

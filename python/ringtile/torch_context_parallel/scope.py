@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ringtile.derivatives import check_once
 from ringtile.errors import Refused, RingtileError
 from ringtile.ops import state_dtype
 from ringtile.ring.attention import is_plain, ring_attention
@@ -85,6 +86,7 @@ class AttentionScope:
         """`ring_attention` of this scope's sequence: out (B, N, H, Dv), with return_lse (out, lse)."""
         sequence = self.sequence
         if sequence is None and (torch.compiler.is_compiling() or not is_plain(q)):
+            check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
             bounds_and_layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
+from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.transport import Transport
 
@@ -30,18 +31,26 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     Raises InputError when local has not N tokens in `dim` or the layout is for another number of ranks; RingMismatch,
     PeerLost.
     """
-    full: Tensor = _all_gather_seq(local, layout, dim, seq_len, group_name(group))
+    if not torch.compiler.is_compiling():
+        transport = transport_of(group)
+        with transport.telling("unshard"):
+            dim = arguments.check_dim("local", local, dim)
+            if local.device.type == "meta" and transport.world_size > 1:  # would not get as far as the op
+                raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
+            derivatives.check_once("unshard", local)
+    full: Tensor = _all_gather_seq(local, layout, dim % local.dim(), seq_len, group_name(group))
     return full
 
 
-def _runs_of_ranks(layout: Tensor, seq_len: int, transport: Transport) -> list[Tensor]:
+def _runs_of_ranks(op: str, layout: Tensor, seq_len: int, transport: Transport) -> list[Tensor]:
     """By rank, its runs (R, 4)."""
-    world_size = int(layout[:, 0].max()) + 1 if layout.numel() else 0
-    if world_size != transport.world_size:
-        raise InputError(
-            f"the layout is for {world_size} ranks, the group has {transport.world_size}; expected the same number"
-        )
-    ops.layout_check(layout, seq_len, world_size)
+    with transport.telling(op):
+        world_size = int(layout[:, 0].max()) + 1 if layout.numel() else 0
+        if world_size != transport.world_size:
+            raise InputError(
+                f"the layout is for {world_size} ranks, the group has {transport.world_size}; expected the same number"
+            )
+        ops.layout_check(layout, seq_len, world_size)
     return [layout[layout[:, 0] == rank, 1:].contiguous() for rank in range(world_size)]
 
 
@@ -49,22 +58,21 @@ def _call(
     op: str, x: Tensor, dim: int, size: int, layout: Tensor, transport: Transport
 ) -> contextlib.AbstractContextManager[None]:
     """Checks x on this rank, then that every other rank makes the same call."""
-    ops.check_device("the tensor", x)
-    transport.check_device(x.device)
-    if x.size(dim) != size:
-        raise InputError(
-            f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {transport.rank}"
-        )
-    return transport.call(
-        op,
-        {
+    with transport.telling(op):
+        ops.check_device("the tensor", x)
+        arguments.check_storage("the tensor", x)
+        transport.check_device(x.device)
+        if x.size(dim) != size:
+            raise InputError(
+                f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {transport.rank}"
+            )
+        terms: dict[str, HeaderValue] = {
             "layout digest": ops.digest(layout, layout[:0], layout[:0]),
             "dtype": str(x.dtype),
             "dim": dim,
             "the other sizes": str([*x.shape[:dim], *x.shape[dim + 1 :]]),
-        },
-        x.device,
-    )
+        }
+    return transport.call(op, terms, x.device)
 
 
 def _exchange(op: str, transport: Transport, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
@@ -87,7 +95,7 @@ def _shard(x: Tensor, runs: Tensor, dim: int) -> Tensor:
 @torch.library.custom_op("ringtile::all_gather_seq", mutates_args=())
 def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group_name: str) -> Tensor:
     transport = transport_of(group_name)
-    runs = _runs_of_ranks(layout, seq_len, transport)
+    runs = _runs_of_ranks("unshard", layout, seq_len, transport)
     num_local = int(runs[transport.rank][:, 3].sum())
     with _call("unshard", local, dim, num_local, layout, transport):
         local = local.contiguous()
@@ -105,7 +113,7 @@ def _reduce_scatter_seq(x: Tensor, layout: Tensor, dim: int, local_len: int, gro
     """This rank's shard, summed over all ranks in rank order, in at least float32."""
     transport = transport_of(group_name)
     seq_len = int(layout[:, 4].sum())
-    runs = _runs_of_ranks(layout, seq_len, transport)
+    runs = _runs_of_ranks("gradient of unshard", layout, seq_len, transport)
     with _call("gradient of unshard", x, dim, seq_len, layout, transport):
         own = _shard(x, runs[transport.rank], dim)
         sends = {peer: _shard(x, runs[peer], dim) for peer in range(transport.world_size) if peer != transport.rank}
@@ -134,6 +142,7 @@ def _setup(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, int, int, str], outpu
 
 
 def _all_gather_backward(ctx: FunctionCtx, dfull: Tensor) -> tuple[Tensor, None, None, None, None]:
+    derivatives.check_once("the backward of unshard", dfull)
     (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
     dlocal: Tensor = _reduce_scatter_seq(dfull, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
     return dlocal, None, None, None, None

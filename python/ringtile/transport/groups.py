@@ -51,3 +51,11 @@ def transport_of(group: Group | None) -> Transport:
         if group not in _transports:
             _transports[group] = ProcessGroupTransport(group)
         return _transports[group]
+
+
+def only_group_of(world_size: int) -> dist.ProcessGroup | None:
+    """The group that a call over so many ranks must mean when it names none; None: there is none, or a choice."""
+    if world_size == 1 or not dist.is_initialized():
+        return None
+    found = [group for group in dist.distributed_c10d._world.pg_map if dist.get_world_size(group) == world_size]
+    return found[0] if len(found) == 1 else None

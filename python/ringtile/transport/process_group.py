@@ -67,7 +67,7 @@ class ProcessGroupTransport(Transport):
             self._post(dict.fromkeys(peers, mine), theirs, HELLO_TAG, "the first call").wait_for()
             return {peer: bytes(their.tolist()) for peer, their in theirs.items()}
 
-        carrier = self._group_for(torch.empty(0))._get_backend(torch.device("cpu"))
+        carrier = self._group_for(torch.empty(0, device="cpu"))._get_backend(torch.device("cpu"))
         timeout: datetime.timedelta = carrier.options._timeout
         return sockets.connect(self.rank, self.world_size, timeout.total_seconds(), exchange)
 
@@ -104,7 +104,7 @@ class ProcessGroupTransport(Transport):
     def hang_up(self) -> None:
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
         # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
-        nothing = torch.empty(1)
+        nothing = torch.empty(1, device="cpu")
         for peer in range(self.world_size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):

@@ -241,6 +241,15 @@ class Transport(abc.ABC):
         with contextlib.suppress(RingtileError), self._numbered_call(said, {}, torch.device("cpu")):
             pass
 
+    @contextlib.contextmanager
+    def telling(self, op: str) -> Iterator[None]:
+        """Around what a call of op does before its first message: any error there is told to the others."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(op, error)
+            raise
+
     def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
         """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLost.
 

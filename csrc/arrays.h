@@ -1,0 +1,108 @@
+// What the entry points check of the caller's arrays, so that the code behind them computes offsets without a thought:
+// that an array fits, that an output overlaps neither itself nor another array, and that a pointer can point to its
+// elements.
+#ifndef RINGTILE_ARRAYS_H
+#define RINGTILE_ARRAYS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { RT_MAX_DIMS = 16 };
+
+// More than any machine addresses, and so little that the sum of a few such sizes still fits int64_t.
+#define RT_MAX_BYTES (INT64_C(1) << 60)
+
+// Multiplies *product, in [0, RT_MAX_BYTES], by a factor >= 0; false if the result is above RT_MAX_BYTES.
+static inline bool rt_multiply_fits(int64_t *product, int64_t factor) {
+    if (factor > 0 && *product > RT_MAX_BYTES / factor) return false;
+    *product *= factor;
+    return true;
+}
+
+// Whether the elements of an array take at most RT_MAX_BYTES, and so does the way from one element to any other, by
+// any sum of steps. A size of 0 counts as 1, so that products of some sizes of an empty array fit as well.
+//   sizes (ndim) >= 0;  strides (ndim) elements, of any sign, or NULL if the array is contiguous
+static inline bool rt_array_fits(int64_t ndim, const int64_t *sizes, const int64_t *strides,
+                                 int64_t element_bytes) {
+    if (element_bytes > RT_MAX_BYTES) return false;
+    int64_t num_bytes = element_bytes, reach = element_bytes;
+    for (int64_t d = 0; d < ndim; d++) {
+        if (sizes[d] < 2) continue; // takes no step
+        if (!rt_multiply_fits(&num_bytes, sizes[d])) return false;
+        if (strides == NULL) continue;
+        if (strides[d] < -RT_MAX_BYTES || strides[d] > RT_MAX_BYTES) return false;
+        int64_t way = strides[d] < 0 ? -strides[d] : strides[d];
+        if (!rt_multiply_fits(&way, sizes[d] - 1) || !rt_multiply_fits(&way, element_bytes)) return false;
+        reach += way;
+        if (reach > RT_MAX_BYTES) return false;
+    }
+    return true;
+}
+
+// False if every stride, from the smallest to the largest, steps over all elements that the smaller ones reach, as in
+// any permuted, sliced or padded array. A dim of size 1 takes no step; ndim <= RT_MAX_DIMS, and the array fits.
+static inline bool rt_overlaps(int64_t ndim, const int64_t *sizes, const int64_t *strides) {
+    for (int64_t d = 0; d < ndim; d++)
+        if (sizes[d] == 0) return false;
+    bool done[RT_MAX_DIMS] = {false};
+    int64_t reach = 0; // offset of the last element over the dims done so far
+    for (int64_t i = 0; i < ndim; i++) {
+        int64_t next = -1;
+        for (int64_t d = 0; d < ndim; d++)
+            if (!done[d] && (next < 0 || strides[d] < strides[next])) next = d;
+        done[next] = true;
+        if (sizes[next] == 1) continue;
+        if (strides[next] <= reach) return true;
+        reach += (sizes[next] - 1) * strides[next];
+    }
+    return false;
+}
+
+// The bytes of an array: [begin, end) is empty if the array is.
+typedef struct rt_bytes {
+    uintptr_t first, begin, end; // first: of element 0
+    bool is_dense;               // the elements fill [begin, end)
+} rt_bytes;
+
+// Of an array that fits; strides as in rt_array_fits.
+static inline rt_bytes rt_bytes_of(const void *array, int64_t ndim, const int64_t *sizes,
+                                   const int64_t *strides, int64_t element_bytes) {
+    int64_t num_bytes = element_bytes, before = 0, beyond = element_bytes;
+    for (int64_t d = 0; d < ndim; d++) {
+        const int64_t way = strides == NULL || sizes[d] < 2 ? 0 : (sizes[d] - 1) * strides[d] * element_bytes;
+        num_bytes *= sizes[d];
+        before += way < 0 ? -way : 0;
+        beyond += way > 0 ? way : 0;
+    }
+    if (strides == NULL) beyond = num_bytes;
+    const uintptr_t first = (uintptr_t)array;
+    rt_bytes bytes = {first, first - (uintptr_t)before, first + (uintptr_t)beyond,
+                      num_bytes == before + beyond};
+    if (num_bytes == 0) bytes.end = bytes.begin;
+    return bytes;
+}
+
+// Whether two arrays certainly share a byte. Two arrays with gaps, such as dk and dv in the rows of one buffer, may
+// interleave: of those, only arrays that begin with the same element are caught.
+static inline bool rt_share_memory(rt_bytes a, rt_bytes b) {
+    if (a.begin >= b.end || b.begin >= a.end) return false;
+    if (a.first == b.first || (a.is_dense && b.is_dense)) return true;
+    return (a.is_dense && b.first >= a.begin && b.first < a.end) ||
+           (b.is_dense && a.first >= b.begin && a.first < b.end);
+}
+
+// Whether one of the first num_outputs arrays shares memory with any other.
+static inline bool rt_outputs_share_memory(const rt_bytes *arrays, int64_t num_outputs, int64_t num_arrays) {
+    for (int64_t i = 0; i < num_outputs; i++)
+        for (int64_t j = i + 1; j < num_arrays; j++)
+            if (rt_share_memory(arrays[i], arrays[j])) return true;
+    return false;
+}
+
+// Whether a pointer can point to elements of this size: it is not NULL, and is aligned to them.
+static inline bool rt_points_to(const void *array, int64_t element_bytes) {
+    return array != NULL && (uintptr_t)array % (uintptr_t)element_bytes == 0;
+}
+
+#endif // RINGTILE_ARRAYS_H

@@ -1,0 +1,82 @@
+"""Checks of arguments, whatever the op: of types, devices and memory. Each raises InputError."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import InputError
+
+
+def check_tensor(name: str, x: object) -> None:
+    """InputError: x is no tensor, or its storage was freed."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
+    check_storage(name, x)
+
+
+def check_storage(name: str, x: Tensor) -> None:
+    """InputError for a tensor whose storage is smaller than its shape and strides say, as after FSDP has freed it."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        return  # traced, or with storages of its own
+    if x.numel() == 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return
+    stored = x.untyped_storage().nbytes()
+    if stored >= x.nbytes and x.is_contiguous() and x.storage_offset() == 0:
+        return
+    last = x.storage_offset() + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    if stored < (last + 1) * x.itemsize:
+        raise InputError(
+            f"{name} needs {(last + 1) * x.itemsize} bytes but its storage has {stored}: it was freed or resized; use "
+            "the tensor while it exists (under FSDP, inside the forward of the module that owns it)"
+        )
+
+
+def check_on_cpu(name: str, x: object) -> None:
+    """InputError: x, which the host reads, is no CPU tensor in memory."""
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    if x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}; expected a CPU tensor: make it with device='cpu', or call .cpu()")
+
+
+def check_dim(name: str, x: object, dim: int) -> int:
+    """dim, not negative. InputError: x is no tensor in memory, or has no such dimension."""
+    check_tensor(name, x)
+    assert isinstance(x, Tensor)
+    dim = check_int("dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise InputError(f"{name} is {tuple(x.shape)}, dim {dim!r}; expected one of its dims")
+    return dim % x.dim()
+
+
+def check_devices(first_name: str, first: Tensor, **others: Tensor | None) -> None:
+    """InputError: tensors that one call works on are on different devices."""
+    for name, x in others.items():
+        if x is not None and x.device != first.device:
+            raise InputError(f"{name} is on {x.device} but {first_name} is on {first.device}; move them to one device")
+
+
+def check_number(name: str, value: Any) -> float:
+    """A number as a float. InputError: it is none, or a tensor whose gradient would be lost."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise InputError(
+            f"{name} is a tensor that requires grad, which it would not get; apply it to the tensors yourself"
+        )
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        raise InputError(f"{name} is {value!r:.100}; expected a number") from None
+
+
+def check_int(name: str, value: Any) -> int:
+    """A whole number as an int. InputError: it is none."""
+    try:
+        return int(operator.index(value))  # not a bool
+    except (TypeError, RuntimeError):
+        raise InputError(f"{name} is {value!r:.100}; expected a whole number") from None

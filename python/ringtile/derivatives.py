@@ -1,0 +1,84 @@
+"""Ops that autograd may differentiate once, in reverse: every other derivative of them is refused by name.
+
+torch would go on in silence: forward-mode AD takes the derivative of an op that it does not know for 0, and torch's
+`once_differentiable` says nothing where the incoming gradients need no gradient, though the gradients still depend on
+the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringtile.errors import Refused
+
+
+def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
+    """Refused: forward-mode AD, or a transform of torch.func other than vmap, is to differentiate op by a tensor.
+
+    vmap: whether op may run inside it.
+    """
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            raise Refused(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
+        return
+    if forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None:
+        return
+    if not vmap and torch._C._functorch.maybe_current_level() is not None:
+        raise Refused(f"{op} inside a transform of torch.func, such as vmap or grad; expected it outside of them")
+    for x in tensors:
+        if x is not None and (transform := _transform_of(x)):
+            raise Refused(
+                f"{op} inside {transform}; expected first derivatives in reverse mode: use torch.autograd.grad or "
+                ".backward() outside of torch.func"
+            )
+
+
+def _transform_of(x: Tensor) -> str:
+    """What differentiates by x besides autograd's reverse mode; "" if nothing does."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x):  # of grad, vjp or jvp, at whatever depth
+            return "torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, linearize)"
+        x = functorch.get_unwrapped(x)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        return "forward-mode AD (torch.func.jvp or torch.autograd.forward_ad)"
+    return ""
+
+
+def gradients(
+    op: str, compute: Callable[[], Iterable[Tensor | None]], *inputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """compute(), the gradients that a backward of op returns; to differentiate them raises Refused.
+
+    inputs: what the gradients depend on: the incoming gradients and the tensors saved by the forward.
+    """
+    check_once(f"the backward of {op}", *inputs)
+    with torch.no_grad():
+        grads = tuple(compute())
+    if not torch.is_grad_enabled():  # autograd: create_graph=False
+        return grads
+    return _Refusing.apply(op, len(grads), *grads, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Refusing(torch.autograd.Function):
+    """Gradients, in a graph that joins them to what they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, num_grads: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.op = op
+        return tensors[:num_grads]
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> None:
+        raise differentiated_again(ctx.op)
+
+
+def differentiated_again(op: str) -> Refused:
+    return Refused(
+        f"the gradients of {op} were differentiated again (create_graph=True); expected first derivatives only"
+    )

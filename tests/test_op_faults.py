@@ -1,0 +1,498 @@
+"""Calls of the public ops that have no right answer: each is refused by name, and on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import run_ranks
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    Refused,
+    RingMismatch,
+    ShardedSequence,
+    attention,
+    ops,
+    ring_attention,
+    tiled_linear_cross_entropy,
+    tiled_mlp,
+)
+from ringtile.transport.loopback import LoopbackGroup
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+B, S, H, D, V = 1, 8, 2, 4, 7
+MASK, LAYOUT = IntervalMask.causal(S), Layout.contiguous(S, 1)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, 6), nn.Linear(D, 6), nn.Linear(6, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def tokens(batch: int = B, seed: int = 0) -> Tensor:
+    return torch.randn(batch, S, H, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+LABELS = torch.arange(B * S * H).view(B, S, H) % V
+WEIGHT = torch.linspace(-1, 1, V * D, dtype=torch.float64).view(V, D)
+GATED = Gated().double()
+ONE = ShardedSequence(MASK, LAYOUT)
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ring_attention": lambda x: ring_attention(x, x, x, ONE),
+    "the op under a tracer": lambda x: torch.ops.ringtile.ring_attention(
+        x, x, x, ONE.begin, ONE.end, ONE.layout_tensor, 0.5, 0.0, ""
+    )[0],
+    "shard": lambda x: ONE.shard(x, 1),
+    "unshard": lambda x: ONE.unshard(x, 1),
+    "tiled GLU": lambda x: tiled_mlp(GATED, x, tile_tokens=3),
+    "tiled MLP": lambda x: tiled_mlp(GATED, x, tile_tokens=3, use_original_mlp=True),
+    "tiled loss": lambda x: tiled_linear_cross_entropy(x, WEIGHT, LABELS, tile_tokens=3),
+    "tiled loss per token": lambda x: tiled_linear_cross_entropy(x, WEIGHT, LABELS, reduction="none", tile_tokens=3),
+}
+LINEAR = {"shard", "unshard"}  # exact to any order
+
+# ---- derivatives --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_of_gradients_are_exact_or_refused(name: str) -> None:
+    """Where the incoming gradient needs no grad, where it does, and where only it does."""
+
+    def twice(x: Tensor, factor: Tensor) -> Tensor:
+        """The sum of squares of a gradient of sum(factor op(x)^p)."""
+        out = OPS[name](2 * x)
+        (grad,) = torch.autograd.grad((factor * out**3 if name in LINEAR else factor * out).sum(), x, create_graph=True)
+        return (grad**2).sum()
+
+    x, one = tokens().requires_grad_(), torch.ones((), dtype=torch.float64)
+    if name in LINEAR:
+        assert torch.autograd.gradgradcheck(lambda x: OPS[name](x) ** 3, x, torch.ones_like(x, requires_grad=True))
+        return
+    with pytest.raises(Refused, match="differentiated again"):
+        twice(x, one).backward()
+    with pytest.raises(Refused, match="differentiated again"):
+        twice(x, one.clone().requires_grad_()).backward()
+    factor = one.clone().requires_grad_()
+    with pytest.raises(Refused, match="differentiated again"):
+        torch.autograd.grad(twice(x, factor), factor)
+    # create_graph alone asks for no second derivative.
+    (expected,) = torch.autograd.grad(OPS[name](x).sum(), x)
+    (grad,) = torch.autograd.grad(OPS[name](x).sum(), x, create_graph=True)
+    assert torch.equal(grad, expected)
+
+
+def test_double_backward_of_the_weights_is_refused() -> None:
+    """A gradient penalty on weights, whose path leads through no input."""
+    (grad,) = torch.autograd.grad(tiled_mlp(GATED, tokens()).sum(), GATED.up.weight, create_graph=True)
+    with pytest.raises(Refused, match="the tiled MLP were differentiated again"):
+        (grad**2).sum().backward()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "vmap in jvp": lambda f, x: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],)),
+    "jvp in vmap": lambda f, x: torch.func.vmap(lambda x: torch.func.jvp(f, (x,), (x,)))(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) - {"the op under a tracer"}))
+def test_forward_mode_is_refused(name: str) -> None:
+    """torch takes the tangent of an op that it does not know for 0."""
+    x = tokens()
+    for transform in TRANSFORMS.values():
+        with pytest.raises(Refused, match="inside"):
+            transform(OPS[name], x)
+    with forward_ad.dual_level():
+        OPS[name](x)  # no dual number, no derivative
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(Refused, match="forward-mode AD"):
+            OPS[name](dual)
+        y = x.clone().requires_grad_()
+        out = OPS[name](y)
+        with pytest.raises(Refused, match="forward-mode AD"):
+            torch.autograd.grad(out, y, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["ring_attention", "shard", "unshard"])
+def test_vmap_is_exact(name: str) -> None:
+    x = torch.stack([tokens(seed=seed) for seed in range(2)]).requires_grad_()
+    out = torch.func.vmap(OPS[name])(x)
+    assert torch.equal(out, torch.stack([OPS[name](row) for row in x]))
+    weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out)
+    (got,) = torch.autograd.grad((out * weights).sum(), x)
+    rows = torch.stack([OPS[name](row) for row in x])
+    # To rounding: the gradients of q, k and v, here one tensor, are added in another order.
+    torch.testing.assert_close(got, torch.autograd.grad((rows * weights).sum(), x)[0], rtol=1e-13, atol=1e-13)
+
+
+# ---- devices and storages -----------------------------------------------------------------------
+
+
+def everything_made(seq_len: int) -> list[Tensor]:
+    """A batch computed with objects that are all made here, through every cache."""
+    lengths = [seq_len // 3, seq_len - seq_len // 3]
+    masks = [
+        IntervalMask.causal(seq_len) & IntervalMask.sliding_window(seq_len, 5),
+        IntervalMask.documents(lengths),
+        IntervalMask.documents([lengths], causal=False),
+        IntervalMask.prefix_lm(seq_len, 4) & IntervalMask.full(seq_len),
+        IntervalMask.chunked(seq_len, 6),
+    ]
+    q = torch.arange(seq_len * D * 2, device="cpu", dtype=torch.float32).sin().view(1, seq_len, 2, D)
+    outs = [attention(q, q, q, mask=mask) for mask in masks]
+    layouts = [
+        Layout.contiguous(seq_len, 2),
+        Layout.striped(seq_len, 2),
+        Layout.per_document(lengths, 2),
+        Layout.balanced(masks[0], 2, chunk=4),
+    ]
+
+    def on_rank(group: LoopbackGroup, layout: Layout) -> Tensor:
+        sequence = ShardedSequence(masks[0], layout, group)
+        local = sequence.shard(q, 1)
+        return sequence.unshard(ring_attention(local, local, local, sequence.with_window(3)), 1)
+
+    return outs + [LoopbackWorld(2).run(lambda group, layout=layout: on_rank(group, layout))[0] for layout in layouts]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "default"), [(61, "device meta"), (62, "default device meta"), (63, "float64"), (64, "bfloat16")]
+)
+def test_defaults_of_torch_reach_no_host_tensor(seq_len: int, default: str) -> None:
+    """transformers makes models under torch.device("meta"): what is made and remembered there serves later calls.
+
+    The lengths differ from each other, so that nothing made before is found.
+    """
+    if default == "device meta":
+        with torch.device("meta"):
+            made = everything_made(seq_len)
+    elif default == "default device meta":
+        torch.set_default_device("meta")
+        try:
+            made = everything_made(seq_len)
+        finally:
+            torch.set_default_device(None)
+    else:
+        torch.set_default_dtype(getattr(torch, default))
+        try:
+            made = everything_made(seq_len)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    again = everything_made(seq_len)
+    assert made[0].device.type == "cpu"
+    for out, expected in zip(made, again, strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    x, meta = tokens(), tokens().to("meta")
+    for arguments in ((meta, x, x), (x, meta, x), (x, x, meta)):
+        with pytest.raises(InputError, match="on meta"):
+            ring_attention(*arguments, ONE)
+    for change in ({"hidden": meta}, {"weight": WEIGHT.to("meta")}, {"labels": LABELS.to("meta")}):
+        arguments = {"hidden": x, "weight": WEIGHT, "labels": LABELS, **change}
+        with pytest.raises(InputError, match="meta"):
+            tiled_linear_cross_entropy(**arguments)
+    with pytest.raises(InputError, match="meta"):
+        tiled_linear_cross_entropy(meta, WEIGHT.to("meta"), LABELS.to("meta"))
+    for module, mixed in ((GATED, meta), (Gated().double().to("meta"), x)):
+        for use_original_mlp in (True, False):
+            with pytest.raises(InputError, match="on meta"):
+                tiled_mlp(module, mixed, use_original_mlp=use_original_mlp)
+    with pytest.raises(InputError, match="expected a CPU tensor"):
+        Layout.from_tensor(LAYOUT.tensor.to("meta"))
+    runs = ops.runs_tensor([(0, 1, 0, S)])
+    with pytest.raises(InputError, match="on meta"):
+        ops.shard_seq_(x, runs, 1, meta)
+    with pytest.raises(InputError, match="on meta"):
+        torch.ops.ringtile.glu_fwd(x[0, 0], meta[0, 0], 0)
+
+
+def test_calls_all_on_meta_give_shapes() -> None:
+    meta = tokens().to("meta").requires_grad_()
+    out = ring_attention(meta, meta, meta, ONE)
+    assert (out.device.type, out.shape) == ("meta", meta.shape)
+    assert torch.autograd.grad(out.sum(), meta)[0].shape == meta.shape
+    assert ONE.shard(meta, 1).shape == meta.shape
+
+
+def freed(x: Tensor, num_bytes: int = 0) -> Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(num_bytes)
+    return x
+
+
+def test_freed_storages_are_refused() -> None:
+    """FSDP frees the storage of a tensor and keeps the tensor. These crashed."""
+    x = tokens()
+    for small in (freed(x), freed(x, x.nbytes - 1)):
+        for arguments in ((small, x, x), (x, small, x), (x, x, small)):
+            with pytest.raises(InputError, match="freed or resized"):
+                ring_attention(*arguments, ONE)
+        for name in ("shard", "unshard", "tiled GLU", "tiled MLP", "tiled loss"):
+            with pytest.raises(InputError, match="freed or resized"):
+                OPS[name](small)
+    with pytest.raises(InputError, match="freed or resized"):
+        IntervalMask(freed(MASK.begin), MASK.end)
+    with pytest.raises(InputError, match="freed or resized"):
+        Layout.from_tensor(freed(LAYOUT.tensor))
+    begin = freed(MASK.begin)
+    for call in (
+        lambda: ops.digest(begin, MASK.end, LAYOUT.tensor),
+        lambda: ops.plan(begin, MASK.end, LAYOUT.tensor),
+        lambda: ops.layout_check(freed(LAYOUT.tensor), S, 1),
+        lambda: ops.attn_delta(x, freed(x), torch.zeros(B, H, S, dtype=torch.float64)),
+        lambda: ops.glu_fwd(x[0, 0], freed(x[0, 0]), 0),
+    ):
+        with pytest.raises(RuntimeError, match="freed or resized"):
+            call()
+    module = Gated().double()
+    module.down.weight.data = freed(module.down.weight.data)
+    with pytest.raises(InputError, match="freed or resized"):
+        tiled_mlp(module, x)
+
+
+def test_a_view_into_a_larger_storage_is_accepted() -> None:
+    x = torch.cat([tokens(seed=seed) for seed in range(3)])
+    assert torch.equal(ring_attention(*(x[1:2],) * 3, ONE), ring_attention(*(x[1:2].clone(),) * 3, ONE))
+    one = tokens()[:, :, :1].expand(B, S, H, D)  # strides 0
+    assert torch.equal(ring_attention(one, one, one, ONE), ring_attention(*(one.contiguous(),) * 3, ONE))
+
+
+# ---- empty batches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_batch_of_no_rows_has_a_forward_and_a_backward(name: str) -> None:
+    x = tokens(0).requires_grad_()
+    call = OPS[name]
+    if "loss" in name:
+        reduction = "none" if "token" in name else "sum"
+
+        def call(x: Tensor) -> Tensor:
+            return tiled_linear_cross_entropy(x, WEIGHT, LABELS[:0], reduction=reduction)
+
+    out = call(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.shape == x.shape
+
+
+def test_a_ring_over_a_batch_of_no_rows() -> None:
+    def on_rank(group: LoopbackGroup) -> torch.Size:
+        sequence = ShardedSequence(MASK, Layout.zigzag(S, 2), group)
+        q = sequence.shard(tokens(0), 1).requires_grad_()
+        out = sequence.unshard(ring_attention(q, q, q, sequence), 1)
+        return torch.autograd.grad(out.sum(), q)[0].shape
+
+    assert LoopbackWorld(2).run(on_rank) == [(0, S // 2, H, D)] * 2
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "softcap"),
+    [
+        (torch.float32, 1e39, 0.0),
+        (torch.bfloat16, -1e39, 0.0),
+        (torch.float32, 1.0, 1e39),
+        (torch.float16, 1.0, 1e-44),
+        (torch.float32, 1.0, 1e-39),
+        (torch.float64, 1.0, 1e-310),
+        (torch.float64, 1.0, 1e308),
+        (torch.float64, float("inf"), 0.0),
+        (torch.float64, float("nan"), 0.0),
+        (torch.float64, 1.0, float("nan")),
+    ],
+)
+def test_numbers_out_of_range_are_refused(dtype: torch.dtype, scale: float, softcap: float) -> None:
+    """In the dtype of the kernel they are infinite or subnormal: rows of 0 would become NaN, gradients wrong."""
+    x = tokens().to(dtype)
+    with pytest.raises(InputError, match=r"expected numbers of torch\.float"):
+        ring_attention(x, x, x, ONE, scale=scale, softcap=softcap)
+    with pytest.raises(InputError, match="expected"):
+        tiled_linear_cross_entropy(x, WEIGHT.to(dtype), LABELS, logit_scale=scale, softcap=softcap)
+
+
+def test_numbers_at_the_limits_are_exact() -> None:
+    x = tokens().float()
+    limits = torch.finfo(torch.float32)
+    assert not ring_attention(0 * x, x, x, ONE, scale=limits.max).isnan().any()
+    one = ring_attention(x, x, x, ONE)
+    # A softcap so large changes a score by less than its rounding; as small as this one it makes all scores equal.
+    torch.testing.assert_close(ring_attention(x, x, x, ONE, softcap=1 / limits.tiny), one, rtol=1e-5, atol=1e-6)
+    mean = x.cumsum(1) / torch.arange(1, S + 1)[:, None, None]
+    torch.testing.assert_close(ring_attention(x, x, x, ONE, softcap=limits.tiny), mean, rtol=1e-5, atol=1e-6)
+
+
+NOT_FINITE = [float("inf"), -float("inf"), float("nan")]
+
+
+def poisoned(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, IntervalMask]:
+    """q, k, v, dout and a mask; one or two numbers of them are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(1, 13, 2, 3, generator=generator, dtype=torch.float64) for _ in range(4))
+    for _ in range(1 + seed % 2):
+        x = (q, k, v, dout)[int(torch.randint(4, (), generator=generator))]
+        at = int(torch.randint(x.numel(), (), generator=generator))
+        x.view(-1)[at] = NOT_FINITE[int(torch.randint(3, (), generator=generator))]
+    masks = [IntervalMask.causal(13), IntervalMask.sliding_window(13, 4), IntervalMask.documents([5, 8], causal=False)]
+    return q, k, v, dout, masks[seed % 3]
+
+
+def outputs_of_ring(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: IntervalMask, layout: Layout) -> list[Tensor]:
+    """out, lse (as out), dq, dk, dv, global."""
+
+    def on_rank(group: LoopbackGroup) -> list[Tensor]:
+        sequence = ShardedSequence(mask, layout, group)
+        local = [sequence.shard(x, 1).requires_grad_() for x in (q, k, v)]
+        out, lse = ring_attention(*local, sequence, return_lse=True)
+        grads = torch.autograd.grad(out, local, sequence.shard(dout, 1))
+        return [sequence.unshard(x.detach(), 1) for x in (out, lse.transpose(1, 2), *grads)]
+
+    return LoopbackWorld(layout.world_size).run(on_rank)[0]
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_what_is_not_finite_is_so_for_every_world_and_layout(seed: int) -> None:
+    """docs/design/ring.md: the same numbers are finite, and those are the same."""
+    *tensors, mask = poisoned(seed)
+    expected = outputs_of_ring(*tensors, mask, Layout.contiguous(13, 1))
+    for layout in (Layout.contiguous(13, 2), Layout.zigzag(13, 3), Layout.striped(13, 3)):
+        got = outputs_of_ring(*tensors, mask, layout)
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+            assert torch.equal(x.isfinite(), y.isfinite()), (name, layout.world_size)
+            torch.testing.assert_close(x[x.isfinite()], y[y.isfinite()], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_what_is_not_finite_stays_where_the_mask_lets_it_go(seed: int) -> None:
+    """A query is touched by its own q and dout and by the keys it attends; a key by the queries that attend it."""
+    q, k, v, dout, mask = poisoned(seed)
+    out, lse, dq, dk, dv = outputs_of_ring(q, k, v, dout, mask, Layout.zigzag(13, 3))
+    keys = torch.arange(13)
+    attends = (mask.begin[0, :, None] <= keys) & (keys < mask.end[0, :, None])
+
+    def bad(x: Tensor) -> Tensor:
+        return ~x.isfinite().all(-1)[0]  # (tokens, heads)
+
+    bad_key = (attends[:, :, None] & (bad(k) | bad(v))[None]).any(1)
+    forward, backward = bad(q) | bad_key, bad(q) | bad(dout) | bad_key
+    bad_query = (attends[:, :, None] & backward[:, None]).any(0)
+    assert not (bad(out) & ~forward).any()
+    assert not (bad(lse[..., None]) & ~forward).any()
+    assert not (bad(dq) & ~backward).any()
+    assert not (bad(dk) & ~bad_query).any()
+    assert not (bad(dv) & ~bad_query).any()
+
+
+# ---- wrong arguments ----------------------------------------------------------------------------
+
+BOOLS = torch.ones(S, S, dtype=torch.bool)
+WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
+    "mask None": lambda x: attention(x, x, x, mask=None),  # type: ignore[arg-type]
+    "bool mask": lambda x: attention(x, x, x, mask=BOOLS),  # type: ignore[arg-type]
+    "lengths": lambda x: IntervalMask.documents(8),  # type: ignore[arg-type]
+    "seq_len": lambda x: IntervalMask.causal("8"),  # type: ignore[arg-type]
+    "window": lambda x: IntervalMask.sliding_window(8, 2.5),  # type: ignore[arg-type]
+    "window of a sequence": lambda x: ONE.with_window("4"),  # type: ignore[arg-type]
+    "attend": lambda x: IntervalMask.from_bool([[True]]),  # type: ignore[arg-type]
+    "other mask": lambda x: MASK & BOOLS,  # type: ignore[operator]
+    "world_size": lambda x: Layout.zigzag(8, None),  # type: ignore[arg-type]
+    "rank": lambda x: LAYOUT.local_len(None),  # type: ignore[arg-type]
+    "runs": lambda x: Layout.from_runs(8),  # type: ignore[arg-type]
+    "dim": lambda x: ONE.shard(x, None),  # type: ignore[arg-type]
+    "x a list": lambda x: ONE.shard([1.0] * S, 0),  # type: ignore[arg-type]
+    "local a list": lambda x: ONE.unshard([1.0] * S, 0),  # type: ignore[arg-type]
+    "a function": lambda x: tiled_mlp(torch.relu, x),  # type: ignore[arg-type]
+    "mlp of a list": lambda x: tiled_mlp(GATED, [1.0]),  # type: ignore[arg-type]
+    "hidden": lambda x: tiled_linear_cross_entropy(None, WEIGHT, LABELS),  # type: ignore[arg-type]
+    "softcap": lambda x: tiled_linear_cross_entropy(x, WEIGHT, LABELS, softcap="x"),  # type: ignore[arg-type]
+    "ignore_index": lambda x: tiled_linear_cross_entropy(x, WEIGHT, LABELS, ignore_index=None),  # type: ignore[arg-type]
+    "num_items": lambda x: tiled_linear_cross_entropy(x, WEIGHT, LABELS, num_items="x"),  # type: ignore[arg-type]
+    "a mask for a sequence": lambda x: ring_attention(x, x, x, MASK),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_types_are_input_errors(name: str) -> None:
+    with pytest.raises(InputError, match="expected"):
+        WRONG_CALLS[name](tokens())
+
+
+# What one of two ranks passes instead: it raises InputError, and the other hears of it.
+WRONG_OF_ONE_RANK: dict[str, dict[str, Any]] = {
+    "mask None": {"mask": None},
+    "bool mask": {"mask": BOOLS},
+    "layout None": {"layout": None},
+    "layout by name": {"layout": "zigzag"},
+    "no group": {"group": None},
+    "meta": {"q": tokens()[:, :4].to("meta")},
+    "all on meta": dict.fromkeys("qkv", tokens()[:, :4].to("meta")),
+    "head dim 0": {"q": tokens()[:, :4, :, :0]},
+    "no dims": {"q": torch.zeros(())},
+    "q None": {"q": None},
+    "k a list": {"k": [1.0]},
+    "freed": {"k": tokens()[:, :4]},  # freed below
+    "scale a string": {"scale": "0.5"},
+    "scale nan": {"scale": float("nan")},
+    "scale with a gradient": {"scale": torch.tensor(0.5, requires_grad=True)},
+    "scale too large": {"scale": 1e400},
+    "softcap None": {"softcap": None},
+    "block kernel": {"block_kernel": "fast"},
+    "a dual number": {},  # made below
+}
+
+
+def one_rank_refuses() -> dict[str, tuple[str, float]]:
+    """By the name of a wrong call: what this rank is told, and when (seconds)."""
+    rank, told = dist.get_rank(), {}
+    layout = Layout.zigzag(S, 2)
+    q = layout.shard(tokens(), 1, rank)
+    usual: dict[str, Any] = {"q": q, "k": q, "v": q, "mask": MASK, "layout": layout, "group": dist.group.WORLD}
+    expected = ring_attention(**usual)
+    for name, change in WRONG_OF_ONE_RANK.items():
+        arguments = {**usual, **change} if rank == 0 else usual
+        if rank == 0 and name == "freed":
+            arguments["k"] = freed(q)
+        began = time.monotonic()
+        with forward_ad.dual_level():
+            if rank == 0 and name == "a dual number":
+                arguments["q"] = forward_ad.make_dual(q, q)
+            with pytest.raises((InputError, Refused, RingMismatch)) as caught:
+                ring_attention(**arguments)
+        told[name] = f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+    # Sharded tensors, and the collective.
+    for name, local, dim in (("unshard a list", [1.0], 1), ("unshard dim 9", q, 9), ("unshard meta", q.to("meta"), 1)):
+        began = time.monotonic()
+        with pytest.raises((InputError, RingMismatch)) as caught:
+            layout.unshard(*((local, dim) if rank == 0 else (q, 1)), dist.group.WORLD)
+        told[name] = f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+    assert torch.equal(ring_attention(**usual), expected)
+    return told
+
+
+def test_what_one_rank_refuses_is_told_to_the_others() -> None:
+    refusing, other = run_ranks(2, one_rank_refuses)
+    assert len(refusing) == len(WRONG_OF_ONE_RANK) + 3
+    for name, (message, _) in refusing.items():
+        assert message.startswith(("InputError", "Refused")), (name, message)
+        assert other[name][0].startswith("RingMismatch: ranks disagree on op"), (name, other[name])
+        assert "refused: " in other[name][0], (name, other[name])
+        assert other[name][1] < 5, (name, other[name])
