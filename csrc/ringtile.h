@@ -36,9 +36,9 @@ extern "C" {
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
     X(RT_BAD_STRIDE, "an output must not overlap itself: it needs strides above 0 and rows that stay apart") \
     X(RT_SHARED_MEMORY, "an output must not share memory with another array of the call")                    \
-    X(RT_BAD_SCALE, "scale, softcap, 1 / softcap and z_loss must be finite in the dtype of the arithmetic "  \
-                    "(float32, or float64 for float64 inputs), softcap and z_loss not negative, "            \
-                    "label_smoothing in [0, 1]")                                                             \
+    X(RT_BAD_SCALE, "scale and softcap must be finite in the arithmetic's dtype (float64 for float64 "       \
+                    "inputs, else float32), and so must 1 / softcap and z_loss; softcap and z_loss must "    \
+                    "not be negative, and label_smoothing must be in [0, 1]")                                \
     X(RT_BAD_MASK, "mask_batch_stride must be 0 or num_queries")                                             \
     X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                          \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "    \
