@@ -84,9 +84,17 @@ struct Arg {
         return *this;
     }
     const Arg &dtype(ScalarType expected) const {
-        require(x.scalar_type() == expected, op, name, " has dtype ", x.scalar_type(), ", expected ",
-                expected);
+        const ScalarType found = scalar_type();
+        require(found == expected, op, name, " has dtype ", found, ", expected ", expected);
         return *this;
+    }
+    ScalarType scalar_type() const {
+        try {
+            return x.scalar_type();
+        } catch (const std::exception &) { // the stable interface knows no complex numbers
+            require(false, op, name, " has a dtype that no op takes");
+        }
+        return ScalarType::Float; // not reached
     }
     const Arg &dim(int64_t expected) const {
         require(x.dim() == expected, op, name, " has shape ", Shape{x}, ", expected ", expected,
@@ -123,7 +131,7 @@ struct Arg {
 };
 
 inline rt_dtype dtype_of(const Tensor &x, const char *op) {
-    switch (x.scalar_type()) {
+    switch (Arg{op, "the first tensor", x}.scalar_type()) {
     case ScalarType::Double:
         return RT_F64;
     case ScalarType::Float:

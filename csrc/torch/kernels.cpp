@@ -84,10 +84,10 @@ struct BlockArgs {
 rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &in) {
     const Tensor &q = in.q, &k = in.k, &v = in.v;
     Arg{op, "q", q}.dim(4).unit_last_stride();
-    Arg{op, "k", k}.on(place.device).dtype(q.scalar_type()).dim(4).unit_last_stride();
+    Arg{op, "k", k}.on(place.device).dtype(Arg{op, "q", q}.scalar_type()).dim(4).unit_last_stride();
     const int64_t B = q.size(0), N = q.size(1), K = k.size(1), G = k.size(2);
     Arg{op, "k", k}.sizes({B, K, G, q.size(3)});
-    Arg{op, "v", v}.on(place.device).dtype(q.scalar_type()).dim(4).unit_last_stride();
+    Arg{op, "v", v}.on(place.device).dtype(Arg{op, "q", q}.scalar_type()).dim(4).unit_last_stride();
     Arg{op, "v", v}.sizes({B, K, G, v.size(3)});
     Arg{op, "begin", in.begin}.on(place.device).dtype(ScalarType::Int).dim(2);
     const int64_t mask_rows = in.begin.size(0);
@@ -110,7 +110,7 @@ rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &
 
 // lse (B, H, N) has the state dtype or, so that it is not rounded between calls, float64.
 void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor &lse) {
-    p.lse_f64 = lse.scalar_type() == ScalarType::Double;
+    p.lse_f64 = Arg{op, "lse", lse}.scalar_type() == ScalarType::Double;
     Arg{op, "lse", lse}
         .on(place.device)
         .dtype(p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype))
@@ -150,7 +150,7 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
     Arg{op, "dout", dout}
         .on(place.device)
-        .dtype(q.scalar_type())
+        .dtype(Arg{op, "q", q}.scalar_type())
         .sizes({B, N, H, p.v_head_dim})
         .unit_last_stride();
     set_lse(p, op, place, lse);
@@ -174,7 +174,10 @@ Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
     const Place place(op, dout);
     Arg{op, "dout", dout}.dim(4).unit_last_stride();
     const int64_t B = dout.size(0), N = dout.size(1), H = dout.size(2);
-    Arg{op, "out", out}.on(place.device).dtype(dout.scalar_type()).sizes({B, N, H, dout.size(3)});
+    Arg{op, "out", out}
+        .on(place.device)
+        .dtype(Arg{op, "dout", dout}.scalar_type())
+        .sizes({B, N, H, dout.size(3)});
     Arg{op, "out", out}.unit_last_stride();
     Arg{op, "dlse", dlse}.on(place.device).dtype(ScalarType::Double).contiguous().sizes({B, H, N});
 
@@ -198,7 +201,10 @@ struct ShardArgs {
     ShardArgs(const char *op, const Place &place, const Tensor &global, const Tensor &local,
               const Tensor &runs, int64_t dim) {
         Arg{op, "global tensor", global}.on(place.device);
-        Arg{op, "local tensor", local}.on(place.device).dtype(global.scalar_type()).dim(global.dim());
+        Arg{op, "local tensor", local}
+            .on(place.device)
+            .dtype(Arg{op, "global", global}.scalar_type())
+            .dim(global.dim());
         require(dim >= 0 && dim < global.dim(), op, "dim ", dim, " is not a dimension of shape ",
                 Shape{global});
         for (int64_t i = 0; i < global.dim(); ++i) {
@@ -235,8 +241,16 @@ rt_glu_params glu_params(const char *op, const Place &place, const Tensor &gate,
                          const Tensor &prod, int64_t kind) {
     Arg{op, "gate", gate}.dim(2).unit_last_stride();
     const std::vector<int64_t> expected = {gate.size(0), gate.size(1)};
-    Arg{op, "up", up}.on(place.device).dtype(gate.scalar_type()).sizes(expected).unit_last_stride();
-    Arg{op, "dprod", prod}.on(place.device).dtype(gate.scalar_type()).sizes(expected).unit_last_stride();
+    Arg{op, "up", up}
+        .on(place.device)
+        .dtype(Arg{op, "gate", gate}.scalar_type())
+        .sizes(expected)
+        .unit_last_stride();
+    Arg{op, "dprod", prod}
+        .on(place.device)
+        .dtype(Arg{op, "gate", gate}.scalar_type())
+        .sizes(expected)
+        .unit_last_stride();
     return {dtype_of(gate, op), static_cast<rt_glu_kind>(kind),
             gate.size(0),       gate.size(1),
             gate.stride(0),     up.stride(0),

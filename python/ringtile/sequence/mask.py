@@ -105,7 +105,8 @@ class IntervalMask:
     @classmethod
     def sliding_window(cls, seq_len: int, window: int) -> IntervalMask:
         """Causal, and at most `window` keys, the query's own included: q - window < k <= q, as in transformers."""
-        if arguments.check_int("window", window) < 1:
+        window = arguments.check_int("window", window)
+        if window < 1:
             raise InputError(f"window is {window}; expected at least 1 token (the query itself)")
         positions = _positions(seq_len)
         return cls((positions - min(window, seq_len) + 1).clamp(min=0), positions + 1)
@@ -113,7 +114,8 @@ class IntervalMask:
     @classmethod
     def prefix_lm(cls, seq_len: int, prefix_len: int) -> IntervalMask:
         """The first prefix_len tokens attend each other in both directions; the rest is causal (arXiv:1910.10683)."""
-        if not 0 <= arguments.check_int("prefix_len", prefix_len) <= arguments.check_int("seq_len", seq_len):
+        seq_len, prefix_len = arguments.check_int("seq_len", seq_len), arguments.check_int("prefix_len", prefix_len)
+        if not 0 <= prefix_len <= seq_len:
             raise InputError(f"prefix_len is {prefix_len}; expected 0..{seq_len}")
         positions = _positions(seq_len)
         return cls(torch.zeros_like(positions), (positions + 1).clamp(min=prefix_len))
@@ -121,7 +123,8 @@ class IntervalMask:
     @classmethod
     def chunked(cls, seq_len: int, chunk: int) -> IntervalMask:
         """Causal within chunks of `chunk` tokens, nothing across them (the local layers of Llama 4)."""
-        if arguments.check_int("chunk", chunk) < 1:
+        chunk = arguments.check_int("chunk", chunk)
+        if chunk < 1:
             raise InputError(f"chunk is {chunk}; expected at least 1 token")
         positions = _positions(seq_len)
         return cls(positions - positions % min(chunk, seq_len), positions + 1)
