@@ -128,7 +128,7 @@ static void try_layout(uint64_t *state) {
         if (!forbidden && judge_runs(l.runs + first, count, local_len, seq_len) == FORBIDDEN)
             forbidden = true;
         for (int64_t r = first; !forbidden && r < first + count; r++)
-            for (int64_t j = 0; j < l.runs[r].length; j++) {
+            for (int64_t j = 0; !forbidden && j < l.runs[r].length; j++) {
                 const int64_t g = l.runs[r].global_begin + j * l.runs[r].stride;
                 if (g >= 64 || found[g]++ > 0) forbidden = true; // no layout here has so many positions
             }
