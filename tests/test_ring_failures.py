@@ -329,7 +329,7 @@ def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(fresh_pool:
     for rank, (message, seconds) in enumerate(outcomes[:-1]):
         place = rf"round [123] of call 1 \(ring_attention forward\) of rank {rank}: "
         assert re.match(f"rank {victim} was lost in {place}", message), message
-        assert group_timeout <= seconds < group_timeout + 5  # 2 to hear of others, and a busy machine
+        assert group_timeout <= seconds < group_timeout + 5  # 1 to hear of others, and a busy machine
     if world_size == 2:
         assert "Timed out waiting 2000ms for recv operation to complete; " in outcomes[0][0]
 

@@ -259,7 +259,7 @@ rt_glu_params glu_params(const char *op, const Place &place, const Tensor &gate,
 
 Tensor glu_fwd(const Tensor &gate, const Tensor &up, int64_t kind) {
     const Place place("glu_fwd", gate);
-    Arg{"glu_fwd", "gate", gate}.dim(2);
+    Arg{"glu_fwd", "gate", gate}.dim(2).scalar_type(); // new_empty knows no complex numbers
     Tensor prod = torch::stable::new_empty(gate, {gate.size(0), gate.size(1)});
     const rt_glu_params p = glu_params("glu_fwd", place, gate, up, prod, kind);
     const void *gate_data = Arg{"glu_fwd", "gate", gate}.data(), *up_data = Arg{"glu_fwd", "up", up}.data();

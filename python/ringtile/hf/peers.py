@@ -26,7 +26,7 @@ from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASO
 from ringtile.transport.groups import transport_of
 
 _NOT_KNOWN = -1
-_SEARCH_SECONDS = 2.0  # how long a rank listens to what the others have to say
+_SEARCH_SECONDS = 1.5  # how long a rank listens to what the others have to say
 _STEP_SECONDS = 0.05
 
 

@@ -34,7 +34,7 @@ HELLO_TAG, HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001, 0x5254_000
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
-_FAREWELL_SECONDS = 2.0  # how long a rank that lost a peer waits to hear why the peer gave up
+_FAREWELL_SECONDS = 1.0  # how long a rank that lost a peer waits to hear why the peer gave up
 
 HeaderValue = int | float | str
 

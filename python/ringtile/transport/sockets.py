@@ -33,6 +33,7 @@ from ringtile.transport.agreement import (
 )
 
 _TOKEN_BYTES = 16
+_INTRODUCTION_SECONDS = 5.0
 _INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
 
 
@@ -47,6 +48,7 @@ class SocketChannel(Channel):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._close = weakref.finalize(self, _close_all, sockets.values())
+        _channels.add(self)
 
     def send(self, header: bytes) -> None:
         for peer, connection in self._sockets.items():
@@ -100,6 +102,18 @@ class SocketChannel(Channel):
         self._close()
 
 
+# A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
+_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for channel in list(_channels):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def _close_all(connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         connection.close()
@@ -138,8 +152,7 @@ def connect(
         try:
             for peer in range(rank):
                 sockets[peer] = _connect(rank, peer, addresses[peer], deadline)
-            while len(sockets) < world_size - 1:
-                missing = min(set(range(rank + 1, world_size)) - set(sockets))
+            while missing := set(range(rank + 1, world_size)) - set(sockets):
                 peer, connection = _accept(listener, own.token, missing, deadline)
                 sockets[peer] = connection
         except BaseException:
@@ -201,20 +214,19 @@ def _connect(rank: int, peer: int, address: _Address, deadline: float) -> socket
     return connection
 
 
-def _accept(listener: socket.socket, token: str, missing: int, deadline: float) -> tuple[int, socket.socket]:
-    """The next peer that connects. Whoever does not know the token is no peer."""
+def _accept(listener: socket.socket, token: str, missing: set[int], deadline: float) -> tuple[int, socket.socket]:
+    """The next peer that connects. Whoever does not know the token, or is slow to say it, is no peer."""
     while True:
         try:
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             connection, _ = listener.accept()
         except TimeoutError:
-            raise Gone(missing, "it did not connect") from None
+            raise Gone(min(missing), "it did not connect") from None
         try:
-            connection.settimeout(max(0.1, deadline - time.monotonic()))
-            introduction = connection.recv(_INTRODUCTION.size, socket.MSG_WAITALL)
-            peer, said = _INTRODUCTION.unpack(introduction)
+            connection.settimeout(_INTRODUCTION_SECONDS)
+            peer, said = _INTRODUCTION.unpack(connection.recv(_INTRODUCTION.size, socket.MSG_WAITALL))
+            if peer in missing and secrets.compare_digest(said, bytes.fromhex(token)):
+                return peer, connection
         except (OSError, struct.error):
-            said = b""
-        if secrets.compare_digest(said, bytes.fromhex(token)):
-            return peer, connection
+            pass
         connection.close()
