@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import run_ranks
+from pool import Pool
 from ringtile import (
     InputError,
     IntervalMask,
@@ -489,7 +489,11 @@ def one_rank_refuses() -> dict[str, tuple[str, float]]:
 
 
 def test_what_one_rank_refuses_is_told_to_the_others() -> None:
-    refusing, other = run_ranks(2, one_rank_refuses)
+    pool = Pool(2)  # a call without a group can be told where there is one group only
+    try:
+        refusing, other = pool.run(one_rank_refuses)
+    finally:
+        pool.close()
     assert len(refusing) == len(WRONG_OF_ONE_RANK) + 3
     for name, (message, _) in refusing.items():
         assert message.startswith(("InputError", "Refused")), (name, message)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ringtile.errors import ConfigError
-from ringtile.yaml_file import read_yaml, shown
+from ringtile.errors import ConfigError, shown
+from ringtile.yaml_file import read_yaml
 
 MAX_KEY = 80  # characters of an unknown key that an error shows
 MAX_NAMED = 20  # names that an error lists

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Iterator
+from typing import Any
 
 
 class RingtileError(Exception):
@@ -68,3 +70,15 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
             f"pip install 'ringtile[{extra}]'",
             name=error.name,
         ) from error
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
+
+
+def shown(value: Any) -> str:
+    """repr(value) for an error: short, whatever the value."""
+    try:
+        return _repr.repr(value)
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        return f"an {type(value).__name__} of more than 4000 digits"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ringtile.errors import ConfigError
+from ringtile.errors import ConfigError, shown
 
 MAX_BYTES = 2**20
 MAX_VALUES = 100_000  # after aliases are expanded: a file of 1 kB can name 2^60
@@ -23,17 +22,6 @@ MAX_DEPTH = 50
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {_PREFIX + name for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 _UNSAFE_TEXT = re.compile("[\0\ud800-\udfff]")
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = 80
-
-
-def shown(value: Any) -> str:
-    """repr(value) for an error: short, whatever the value."""
-    try:
-        return _repr.repr(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
-        return f"an {type(value).__name__} of more than 4000 digits"
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:

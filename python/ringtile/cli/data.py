@@ -25,8 +25,7 @@ import pydantic
 import torch
 
 from ringtile.config import Section
-from ringtile.errors import ConfigError
-from ringtile.yaml_file import shown
+from ringtile.errors import ConfigError, shown
 
 IGNORE_INDEX = -100  # label that cross_entropy ignores by default
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # by suffix; every other file is text

@@ -12,8 +12,7 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
 from ringtile.config import nearest_key
-from ringtile.errors import ConfigError
-from ringtile.yaml_file import shown
+from ringtile.errors import ConfigError, shown
 
 _MAX = 2**31 - 1
 # Keys of TrainingArguments whose numbers lie elsewhere than in [0, _MAX] (integers), or [0, inf) (floats).

@@ -27,8 +27,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
 from ringtile.cli.limits import check_model_config, check_training
 from ringtile.config import MAX_KEY, Config, nearest_key
-from ringtile.errors import ConfigError, RingtileError
-from ringtile.yaml_file import read_yaml, shown
+from ringtile.errors import ConfigError, RingtileError, shown
+from ringtile.yaml_file import read_yaml
 
 SECTIONS = ("model", "data", "training")
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # training keys that shard the model over ranks

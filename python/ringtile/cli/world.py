@@ -19,8 +19,7 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from ringtile.cli import environment
-from ringtile.errors import ConfigError, PeerLost, RingtileError
-from ringtile.yaml_file import shown
+from ringtile.errors import ConfigError, PeerLost, RingtileError, shown
 
 _LINGER_SECONDS = 3.0  # how long the rank that hosts the store waits for the others to read why they end
 
