@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "plan: last attended key left out",
         "csrc/seq/plan.c",
-        "attended[below == NULL ? last : below[last]]--;",
-        "attended[below == NULL ? last - 1 : below[last] - 1]--;",
+        "attended[last]--;",
+        "attended[last - 1]--;",
         "c test_plan",
     ),
     Mutant(
@@ -184,14 +184,28 @@ MUTANTS = [
     Mutant(
         "transport: payloads of all calls share a tag",
         "python/ringtile/transport/transport.py",
-        "self._payload_tag = terms.payload_tag(self._call)",
+        "self._payload_tag = terms.payload_tag(self.num_calls)",
         "self._payload_tag = FIRST_PAYLOAD_TAG",
         "tests/test_transport.py -k agreed",
     ),
     Mutant(
+        "transport: a backward does not say whose",
+        "python/ringtile/ring/ring.py",
+        "with transport.call(op, fields, q.device, forward_call=forward_call, data=data):",
+        "with transport.call(op, fields, q.device, data=data):",
+        "tests/test_ring_failures.py -k backwards",
+    ),
+    Mutant(
+        "transport: data of a call not compared",
+        "python/ringtile/ring/ring.py",
+        "with transport.call(op, fields, q.device, forward_call=forward_call, data=data):",
+        "with transport.call(op, fields, q.device, forward_call=forward_call):",
+        "tests/test_ring_failures.py -k repeated",
+    ),
+    Mutant(
         "transport: refusals kept to oneself",
         "python/ringtile/transport/transport.py",
-        "with contextlib.suppress(RingtileError), self.call(said, {}):",
+        'with contextlib.suppress(RingtileError), self._numbered_call(said, {}, torch.device("cpu")):',
         "with contextlib.suppress(RingtileError):",
         "tests/test_ring_failures.py -k refused",
     ),
