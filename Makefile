@@ -22,7 +22,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks trainings pytest mutants faults lint clean ctest tsan emulator docs
+.PHONY: setup build cuda train test test-all checks pytest mutants faults lint clean ctest tsan emulator docs
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -70,18 +70,10 @@ test:
 test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
 
-checks: trainings pytest ctest lint emulator
+checks: pytest ctest lint emulator
 
-PYTEST := $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
-BUILT := $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
-# Half of the time: the Trainer and the command line.
-TRAININGS := $(wildcard tests/test_hf_*.py tests/test_cli_*.py tests/test_config*.py)
-
-trainings: $(BUILT)
-	$(PYTEST) $(TRAININGS)
-
-pytest: $(BUILT)
-	$(PYTEST) $(addprefix --ignore=,$(TRAININGS))
+pytest: $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
+	$(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
 
 mutants: build
 	$(BIN)/python -u tests/mutants.py
