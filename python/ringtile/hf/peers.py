@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +21,7 @@ from torch.distributed import distributed_c10d
 from ringtile.errors import PeerLost
 from ringtile.hf.ledger import Ledger
 from ringtile.transport import sockets
-from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, Gone, decode
+from ringtile.transport.agreement import Gone, decode, farewell
 from ringtile.transport.groups import transport_of
 
 _NOT_KNOWN = -1
@@ -112,9 +111,7 @@ class Peers:
             transport_of(world).hang_up()
 
     def _tell(self, reason: str, blamed: int) -> None:
-        said = reason[:MAX_REASON].encode("ascii", "replace").decode()
-        text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
-        self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
+        self._channel.send_last(farewell(reason, blamed))
 
     def _find(self, reason: str, suspect: Lost | None) -> Lost | None:
         """Who was lost: a rank that ended without a word, else whom another rank blames, else a rank that is silent.

@@ -196,9 +196,7 @@ class Headers:
         if self._gave_up:
             return
         self._gave_up = True
-        said = reason[:MAX_REASON].encode("ascii", "replace").decode()
-        text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
-        self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
+        self._channel.send_last(farewell(reason, blamed))
 
     def close(self) -> None:
         self._channel.close()
@@ -232,6 +230,13 @@ class Headers:
         if not isinstance(blamed, int) or blamed in (peer, self._rank):
             return Gone(peer, str(fields["gave up"]))
         return Gone(blamed, f"rank {peer} gave up when it lost rank {blamed} ({fields['gave up']})")
+
+
+def farewell(reason: str, blamed: int) -> bytes:
+    """HEADER_BYTES bytes in place of a header: a rank gives up, why, and whom it blames."""
+    said = reason[:MAX_REASON].encode("ascii", "replace").decode()
+    text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
+    return text.encode("ascii").ljust(HEADER_BYTES)
 
 
 def describe_difference(
