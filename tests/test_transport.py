@@ -98,10 +98,11 @@ def test_another_op_is_named() -> None:
     )
 
 
-def test_a_message_that_is_no_header_is_named() -> None:
+@pytest.mark.parametrize("noise", [bytes(HEADER_BYTES), b"[" * HEADER_BYTES])
+def test_a_message_that_is_no_header_is_named(noise: bytes) -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 1:
-            group.transport._open_channel().send(bytes(HEADER_BYTES))
+            group.transport._open_channel().send(noise)
             return ""
         return message_of(RingMismatch, lambda: pass_on(group))
 

@@ -43,7 +43,6 @@ class Terms:
     """What all ranks must agree on for one kind of call: the op, the device type, and the fields of the caller."""
 
     def __init__(self, op: str, device_type: str, fields: Mapping[str, HeaderValue]) -> None:
-        self.op = op
         text = json.dumps({"op": op, "device": device_type, **fields}).encode("ascii")
         # Fixed width: a header is made by writing three numbers, each as wide as an int64, into this template. What
         # differs first is named, so the fields of the caller precede what follows from them.
@@ -255,6 +254,6 @@ def describe_difference(
 def decode(header: bytes) -> dict[str, HeaderValue]:
     try:
         fields = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter from 1024 brackets
         fields = None
     return fields if isinstance(fields, dict) else {"version": "no ringtile header"}
