@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 from oracle import dense_gradients
+from pool import run_program
 from ringtile import IntervalMask, attention, ops
 from strategies import dense
 from torch import Tensor
@@ -115,17 +114,11 @@ else:
 """
 
 
-def forced(isa: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "RINGTILE_CPU_ISA": isa, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.Popen([sys.executable, "-c", FORCED], env=environment, stdout=subprocess.PIPE, text=True)
-
-
 def test_every_instruction_set_computes_attention_and_others_are_refused() -> None:
     """Bound: scores and dP are sums of 41 products of size 1, dk and dv sums over 450 pairs: some 600 roundings of
     numbers up to 10, of which random signs leave the root."""
-    runs = {isa: forced(isa) for isa in (*ops.ISA_NAMES, "sse9")}
-    results = {isa: json.loads(process.communicate(timeout=100)[0]) for isa, process in runs.items()}
+    runs = {isa: run_program(FORCED, RINGTILE_CPU_ISA=isa, OMP_NUM_THREADS="1") for isa in (*ops.ISA_NAMES, "sse9")}
+    results = {isa: json.loads(run.stdout) for isa, run in runs.items()}
     assert results.pop("sse9") == {
         "refused": "BuildError: ringtile.cpu_isa: RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16"
     }

@@ -224,7 +224,9 @@ def _train_dpo_lora(config, engine="DDP"):
     return _train_trl("DPOTrainer", config, lora=True, max_steps=2, num_rows=16, engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize(
+    "engine", ["DDP", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("FSDP2", "ZeRO-2"))]
+)
 def test_dpo_with_lora_equals_one_process(engine):
     pytest.importorskip("trl")
     pytest.importorskip("peft")

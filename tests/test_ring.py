@@ -6,6 +6,7 @@ W ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -204,9 +205,10 @@ def test_ring_of_two_passes_gradcheck() -> None:
 # and chance says whose is larger.
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("full", torch.float32)]
+    [("full", torch.float32), ("causal", torch.float16), ("documents", torch.bfloat16), ("window", torch.float16)]
     + [
-        (name, dtype) for name in ("full", "causal", "documents", "window") for dtype in (torch.bfloat16, torch.float16)
+        pytest.param(name, dtype, marks=pytest.mark.matrix)
+        for name, dtype in itertools.product(("full", "causal", "documents", "window"), (torch.bfloat16, torch.float16))
     ],
 )
 def test_ring_is_not_less_exact_than_torch(name: str, dtype: torch.dtype) -> None:
@@ -223,7 +225,7 @@ def test_ring_is_not_less_exact_than_torch(name: str, dtype: torch.dtype) -> Non
     leaves = [x.transpose(1, 2).clone().requires_grad_() for x in (p.q, p.k, p.v)]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=dense(mask)[:, None])
     torchs = (out, *torch.autograd.grad(out, leaves, p.dout.transpose(1, 2)))
-    for world_size in (1, 2, 8):
+    for world_size in (1, 4):
         ours = run_ring(p._replace(dlse=torch.zeros_like(p.dlse)), mask, Layout.zigzag(seq_len, world_size))
         for field, theirs in zip(("out", "dq", "dk", "dv"), torchs, strict=True):
             expected = getattr(exact, field)

@@ -58,8 +58,15 @@ def every_case(world_size: int, dtype: torch.dtype) -> dict[tuple[str, str], Any
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [
+        (2, torch.bfloat16),
+        (3, torch.float64),
+        pytest.param(4, torch.float64, marks=pytest.mark.matrix),
+        *(pytest.param(size, torch.bfloat16, marks=pytest.mark.matrix) for size in (3, 4)),
+    ],
+)
 def test_processes_equal_virtual_ranks_and_send_what_the_plan_says(world_size: int, dtype: torch.dtype) -> None:
     p = problem(dtype=dtype)
     ranks = run_ranks(2 if world_size == 2 else 4, every_case, world_size, dtype)[-world_size:]
