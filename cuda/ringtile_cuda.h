@@ -2,7 +2,7 @@
 // arrays are in the memory of the current device, but runs, and the sizes and strides of a shard, are in host
 // memory and are read before the call returns. Kernels are launched on `stream` (a cudaStream_t). No call allocates
 // or waits for the device, and each can be captured in a CUDA graph. Besides the errors of ringtile.h:
-//   RT_CUDA           the CUDA runtime refused
+//   RT_CUDA           the CUDA runtime refused; rt_cuda_last_error() says what, and why
 //   RT_BAD_CUDA_ISA   attention in bf16 and f16: RINGTILE_CUDA_ISA names kernels that do not exist or cannot run here
 #ifndef RINGTILE_CUDA_H
 #define RINGTILE_CUDA_H
@@ -12,6 +12,10 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// About the last RT_CUDA of this thread: the CUDA runtime's text, the kernel, its grid, the device and versions. Never
+// NULL; "" if there was none. It stays until the next one. Nothing else here is kept between calls.
+const char *rt_cuda_last_error(void);
 
 rt_status rt_cuda_shard(const rt_shard_params *p, const void *global, void *local, void *stream);
 rt_status rt_cuda_unshard(const rt_shard_params *p, const void *local, void *global, void *stream);

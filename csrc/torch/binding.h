@@ -35,6 +35,9 @@ template <class... Parts> void require(bool holds, const char *op, const Parts &
 }
 
 inline void check(rt_status status, const char *op) {
+#ifdef RINGTILE_CUDA
+    require(status != RT_CUDA, op, rt_status_message(status), ": ", rt_cuda_last_error());
+#endif
     require(status == RT_OK, op, rt_status_message(status));
 }
 

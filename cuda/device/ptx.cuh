@@ -36,6 +36,9 @@ struct grid_size {
     grid_size(int64_t x, int64_t y = 1, int64_t z = 1) : x(x), y(y), z(z) {}
 };
 
+// Sets the text of rt_cuda_last_error(); whoever then returns RT_CUDA has called it.
+void set_last_error(const char *text);
+
 #ifndef __CUDACC__
 
 #include "emulator.h"
@@ -62,19 +65,38 @@ inline int compute_capability() {
     return known ? 10 * major + minor : 0;
 }
 
-// Launches a kernel on a stream (a cudaStream_t) of the current device, without waiting for it.
+// A kernel that did not start: the launch, and the line of the source that made it.
+struct failed_launch {
+    int error; // a cudaError_t
+    const void *kernel;
+    const char *file;
+    int line;
+    grid_size grid;
+    int num_threads, shared_bytes;
+};
+// Sets the text of rt_cuda_last_error(), and clears the CUDA runtime's last error. Returns RT_CUDA.
+rt_status launch_failed(const failed_launch &failed);
+
+// Launches a kernel on a stream (a cudaStream_t) of the current device, without waiting for it. An error that is
+// pending in the CUDA runtime from an earlier call is not taken for this launch's.
 //   RT_BAD_SHAPE   the grid exceeds x < 2^31, y and z < 2^16
-//   RT_CUDA        the CUDA runtime refused; its last error is cleared
+//   RT_CUDA        the CUDA runtime refused
 template <class Params>
 rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *stream,
-                 const Params &params) {
+                 const Params &params, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return RT_OK;
     if (grid.x > INT32_MAX || grid.y > UINT16_MAX || grid.z > UINT16_MAX) return RT_BAD_SHAPE;
+    const void *const function = reinterpret_cast<const void *>(kernel);
+    void *arguments[] = {const_cast<Params *>(&params)};
+    cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 * 1024)
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    kernel<<<dim3((unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z), (unsigned)num_threads,
-             (size_t)shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
-    return cudaGetLastError() == cudaSuccess ? RT_OK : RT_CUDA;
+        error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess)
+        error = cudaLaunchKernel(function, dim3((unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z),
+                                 dim3((unsigned)num_threads), arguments, (size_t)shared_bytes,
+                                 static_cast<cudaStream_t>(stream));
+    if (error == cudaSuccess) return RT_OK;
+    return launch_failed({error, function, file, line, grid, num_threads, shared_bytes});
 }
 
 // ---- special registers -------------------------------------------------------------------------

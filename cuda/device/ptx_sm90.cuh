@@ -24,14 +24,15 @@ struct alignas(8) mbarrier { // as it lies in shared memory; opaque
 #else
 
 #include <cuda.h>
+#include <stdio.h>
 
 // ---- tensor maps (host) ------------------------------------------------------------------------
 
 using tensor_map = CUtensorMap; // part of a kernel's argument
 
 // Describes a tensor (size[3], size[2], size[1], size[0]) of T, a 16-bit type or float: dimension 0 is contiguous
-// and the others are stride[0 .. 2] bytes apart. Boxes have `box_rows` rows of 128 bytes. False if the driver
-// refuses.
+// and the others are stride[0 .. 2] bytes apart. Boxes have `box_rows` rows of 128 bytes. False, with the text of
+// rt_cuda_last_error(), if the driver refuses.
 // https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TENSOR__MEMORY.html
 template <class T>
 bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4], const int64_t (&stride)[3],
@@ -47,16 +48,29 @@ bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4
 #endif
         return function;
     }();
-    if (encode == nullptr) return false;
+    if (encode == nullptr) {
+        set_last_error(
+            "the driver has no cuTensorMapEncodeTiled; kernels of sm_90a need a driver for CUDA 12.0 or "
+            "later, and RINGTILE_CUDA_ISA=sm_80 keeps to those that do without");
+        return false;
+    }
     cuuint64_t sizes[4], strides[3];
     for (int i = 0; i < 4; i++) sizes[i] = (cuuint64_t)size[i];
     for (int i = 0; i < 3; i++) strides[i] = (cuuint64_t)stride[i];
     const cuuint32_t box[4] = {128 / sizeof(T), (cuuint32_t)box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-               &map, sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4,
-               const_cast<void *>(array), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        &map, sizeof(T) == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4,
+        const_cast<void *>(array), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return true;
+    char text[256];
+    snprintf(text, sizeof(text),
+             "cuTensorMapEncodeTiled refused with CUresult %d: sizes (%lld, %lld, %lld, %lld), strides in "
+             "bytes (%lld, %lld, %lld), boxes of %d rows, first byte at %p",
+             (int)result, (long long)size[3], (long long)size[2], (long long)size[1], (long long)size[0],
+             (long long)stride[2], (long long)stride[1], (long long)stride[0], box_rows, array);
+    set_last_error(text);
+    return false;
 }
 
 // ---- named barriers ----------------------------------------------------------------------------

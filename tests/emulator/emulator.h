@@ -122,6 +122,7 @@ rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int sh
         emulator::run([&] { kernel(params); }, grid, num_threads, shared_bytes);
     } catch (const emulator::Fault &fault) {
         emulator_report(fault.message.c_str());
+        set_last_error(fault.message.c_str());
         return RT_CUDA;
     }
     return RT_OK;

@@ -2,8 +2,10 @@
 // the PTX manual.
 #include "../../csrc/half.h"
 #include "../../cuda/device/elements.cuh"
+#include "../../cuda/ringtile_cuda.h"
 #include "expect.h"
 
+#include <thread>
 #include <vector>
 
 static shared_address slot(int i) { return shared_base() + 4 * (shared_address)i; }
@@ -339,6 +341,28 @@ static void test_grids_of_more_items_than_an_int_counts() {
     check(ok && grid_for((int64_t)1 << 40, 256) == INT32_MAX, "item_index", "wraps at 2^31");
 }
 
+struct address_params {
+    shared_address address;
+};
+RT_KERNEL(32) write_at(RT_PARAMS address_params p) { st_shared(p.address, 1); }
+
+static void test_last_error() {
+    const auto status = [](shared_address address) {
+        return launch(write_at, 1, 32, 64, nullptr, address_params{address});
+    };
+    const auto text_is = [](const char *expected) {
+        const std::string got = rt_cuda_last_error();
+        check(got.find(expected) != std::string::npos && got.empty() == (*expected == 0),
+              "the text of the last error", got);
+    };
+    text_is("");
+    check(status(2) == RT_CUDA, "a kernel with a fault", "");
+    text_is("misaligned access of 4 bytes");
+    check(status(128) == RT_CUDA, "a kernel with another fault", "");
+    text_is("outside the CTA's 64 bytes");
+    std::thread([&] { text_is(""); }).join(); // one text per thread
+}
+
 int main() {
     test_grids_of_more_items_than_an_int_counts();
     test_shared_memory();
@@ -350,5 +374,6 @@ int main() {
     test_product<f16>("a product of f16 fragments");
     test_bank_conflicts_are_counted();
     test_numbers();
+    test_last_error();
     return finish();
 }

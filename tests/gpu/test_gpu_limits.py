@@ -5,6 +5,9 @@ Shape letters: B batch, N queries, K keys, H query heads, G kv heads, D head dim
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterable
 
 import pytest
@@ -81,6 +84,31 @@ def test_small_attention_of_any_scale_and_cap(scale: float, softcap: float, head
     gradients = torch.autograd.grad([out, lse], leaves, [dout, dlse])
     exact = dense_gradients(*leaves, dense(mask).to(DEVICE), dout, dlse, scale, softcap)
     assert_close((out, lse, *gradients), exact, dtype)
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+LOST_DEVICE = """
+import torch
+from ringtile import ops
+x = torch.ones(2, 8, device="cuda")
+prod = ops.glu_fwd(x, x, 0)
+del prod  # its memory is found again without asking the device
+torch.arange(4, device="cuda")[torch.tensor([9], device="cuda")]
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    ops.glu_fwd(x, x, 0)
+"""
+
+
+@ON_GPU
+def test_a_kernel_that_cannot_start_is_named_with_the_reason() -> None:
+    """In a process whose device an earlier kernel has broken."""
+    done = subprocess.run([sys.executable, "-c", LOST_DEVICE], capture_output=True, text=True)
+    said = done.stderr.strip().splitlines()[-1]
+    assert "ringtile.glu_fwd: the CUDA runtime refused to start a kernel: device-side assert" in said
+    assert re.search(r"; kernel .*at glu\.cu:\d+, grid \(1, 1, 1\)", said)
 
 
 # ---- more than 2^31 numbers ---------------------------------------------------------------------
