@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from device import DEVICE, ON_GPU
 from oracle import dense_gradients
-from ringtile import IntervalMask, attention, ops
+from ringtile import IntervalMask, Refused, attention, ops
 from strategies import dense
 from torch import Tensor
 
@@ -372,3 +372,47 @@ def test_calls_on_several_streams_give_the_same_bits() -> None:
     torch.cuda.synchronize()
     for results in found:
         assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
+def forget_masks() -> list[Tensor]:
+    """Has the sequences of all masks evicted by others, and their memory on the GPU, if it is free, overwritten."""
+    p = problem(torch.bfloat16, 64, 64)
+    for window in range(1, 40):
+        attention(p.q, p.k, p.v, mask=IntervalMask.sliding_window(S, window))
+    return [torch.full((1, S), S, dtype=torch.int32, device=DEVICE) for _ in range(400)]
+
+
+@ON_GPU
+def test_a_graph_outlives_the_sequence_that_it_was_captured_with() -> None:
+    p, mask, graph = problem(torch.bfloat16, 64, 64), IntervalMask.sliding_window(S, 77), torch.cuda.CUDAGraph()
+    expected = attention(p.q, p.k, p.v, mask=mask)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = attention(p.q, p.k, p.v, mask=mask)
+    junk = forget_masks()
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, expected)
+    assert len(junk) == 400
+
+
+@ON_GPU
+def test_a_mask_may_go_while_another_stream_is_yet_to_read_it() -> None:
+    p, mask, other = problem(torch.bfloat16, 64, 64), IntervalMask.sliding_window(S, 78), torch.cuda.Stream()
+    expected = ours(p, mask)
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(10**9)  # clock cycles
+        found = ours(p, mask)
+    junk = forget_masks()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert len(junk) == 400
+
+
+@ON_GPU
+def test_a_mask_that_is_first_met_in_a_capture_is_refused_by_name() -> None:
+    p, graph = problem(torch.bfloat16, 64, 64), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(Refused, match="make the same call once before the capture"):
+        attention(p.q, p.k, p.v, mask=IntervalMask.sliding_window(S, 79))

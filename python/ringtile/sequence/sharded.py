@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.errors import InputError
+from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.fingerprint import found_on
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
@@ -65,7 +66,7 @@ class ShardedSequence:
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
         self._narrowed: dict[IntervalMask, ShardedSequence] = {}
         self._windows: dict[int, ShardedSequence] = {}  # apart: torch.compile traces it, and would guard on every key
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._on_device: dict[torch.device, DeviceMask] = {}
         self._versions = _version(self.begin), _version(self.end)
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
         _Seen.remember(self, self.begin, self.end, self.layout_tensor)
@@ -150,12 +151,15 @@ class ShardedSequence:
         return zlib.crc32(repr((self._data, found_on(*locals_))).encode())
 
     def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """begin and end of the local queries, int32 (B or 1, N), copied to the device once."""
-        if device.type == "cpu":
-            return self.plan.begin, self.plan.end
+        """begin and end of the local queries, int32 (B or 1, N), copied to a GPU once.
+
+        Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
+        """
+        if device.type != "cuda":
+            return self.plan.begin.to(device), self.plan.end.to(device)
         if device not in self._on_device:
-            self._on_device[device] = self.plan.begin.to(device), self.plan.end.to(device)
-        return self._on_device[device]
+            self._on_device[device] = DeviceMask(self.plan.begin, self.plan.end, device)
+        return self._on_device[device].read()
 
     # ---- found again ----------------------------------------------------------------------------
 

@@ -1,0 +1,44 @@
+"""The mask of a rank's queries in the memory of a GPU, kept for as long as the GPU may read it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import Refused
+
+
+class DeviceMask:
+    """begin and end of the local queries on a GPU, int32 (B or 1, N), copied when this object is made.
+
+    It may go while kernels that read it are still to run, on any stream: the allocator gives freed memory to the stream
+    that it was allocated on at once, and on others waits for what they have been given to do if it knows of them.
+
+    A CUDA graph reads the same memory again in every replay, and nothing tells when the last one was. So a mask that a
+    graph was captured with is never freed. That adds 8 bytes a token for each sequence that graphs are captured with,
+    a small part of the queries and outputs of the same tokens that every such graph holds.
+    """
+
+    def __init__(self, begin: Tensor, end: Tensor, device: torch.device) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise Refused(
+                f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph is "
+                f"captured; make the same call once before the capture"
+            )
+        self._tensors = begin.to(device), end.to(device)
+        self._streams = {torch.cuda.current_stream(device)}  # which the allocator knows of
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """begin and end, for kernels that the caller launches on the current stream."""
+        begin, end = self._tensors
+        stream = torch.cuda.current_stream(begin.device)
+        if stream not in self._streams:
+            begin.record_stream(stream)
+            end.record_stream(stream)
+            self._streams.add(stream)
+        if torch.cuda.is_current_stream_capturing():
+            _in_graphs.setdefault(id(self), self)
+        return self._tensors
+
+
+_in_graphs: dict[int, DeviceMask] = {}  # by id; for the life of the process

@@ -1,0 +1,83 @@
+"""A mask on a GPU stays there for as long as the GPU may read it. The GPU is fake: tensors that claim to be on one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from ringtile import IntervalMask, Layout, Refused, ShardedSequence
+from ringtile.sequence import device_mask
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+GPU = torch.device("cuda:0")
+
+
+@dataclass
+class FakeGpu:
+    stream: str = "the first stream"
+    captures: bool = False
+    recorded: list[tuple[int, str]] = field(default_factory=list)  # tensor, stream
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+
+    def mask_of(self, sequence: ShardedSequence) -> tuple[Tensor, Tensor]:
+        assert sequence.plan  # made of real tensors
+        with self.mode:
+            return sequence.mask_on(GPU)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
+    monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: fake.recorded.append((id(x), stream)))
+    monkeypatch.setattr(device_mask, "_in_graphs", {})
+    return fake
+
+
+def sequence() -> ShardedSequence:
+    return ShardedSequence(IntervalMask.causal(40), Layout.contiguous(40, 1))
+
+
+def alive(tensors: tuple[Tensor, Tensor]) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(x) for x in tensors]
+
+
+def test_every_other_stream_that_reads_a_mask_is_told_to_the_allocator_once(gpu: FakeGpu) -> None:
+    one = sequence()
+    begin, end = gpu.mask_of(one)
+    assert begin.device == GPU
+    assert gpu.recorded == []  # the allocator knows the stream that it allocated on
+    for gpu.stream in ("the first stream", "a second", "a third", "a second"):
+        assert gpu.mask_of(one)[0] is begin
+    expected = [(id(x), stream) for stream in ("a second", "a third") for x in (begin, end)]
+    assert gpu.recorded == expected
+
+
+def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) -> None:
+    eager, captured = sequence(), sequence()
+    tensors = [alive(gpu.mask_of(one)) for one in (eager, captured)]
+    gpu.captures = True
+    for _ in range(3):
+        gpu.mask_of(captured)
+    gpu.captures = False
+    gpu.mask_of(captured)
+    del eager, captured
+    gc.collect()
+    assert [[ref() is not None for ref in refs] for refs in tensors] == [[False] * 2, [True] * 2]
+    assert len(device_mask._in_graphs) == 1  # however many calls were captured
+
+
+def test_a_copy_that_a_capture_cannot_make_is_refused_by_name(gpu: FakeGpu) -> None:
+    one = sequence()
+    gpu.captures = True
+    with pytest.raises(Refused, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
+        gpu.mask_of(one)
+    gpu.captures = False
+    gpu.mask_of(one)
+    gpu.captures = True
+    assert gpu.mask_of(one)[0].device == GPU
