@@ -44,7 +44,7 @@ class AsOverNccl(ProcessGroupTransport):
 
 def as_over_nccl(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """Gives a gloo group the transport that a group gets whose backend carries no CPU tensors."""
-    with patch.object(process_group, "_backend", lambda group, device_type: None):
+    with patch.object(process_group, "backend_name", lambda group, device_type: None):
         groups._transports[group] = made = AsOverNccl(group)
     return made
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringtile.errors import ConfigError, RingMismatch
+from ringtile.transport.process_group import backend_name
 
 _CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modulo 2^64
 
@@ -38,7 +39,7 @@ class ContextParallelGroup:
         self.data_size = world_size // size
         timeout = datetime.timedelta(seconds=timeout_seconds)
         all_ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
-        groups = [dist.new_group(ranks, timeout=timeout) for ranks in all_ranks]
+        groups = [dist.new_group(ranks, timeout=timeout, pg_options=_options(device, timeout)) for ranks in all_ranks]
         self.process_group: dist.ProcessGroup = groups[self.data_index]
         self.sum(torch.zeros((), device=device))  # connects all ranks before any of them can close the group
 
@@ -80,6 +81,19 @@ class ContextParallelGroup:
                         f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on "
                         f"every rank of a context-parallel group (same seed and data, a sampler that ignores the rank)"
                     )
+
+
+def _options(device: torch.device, timeout: datetime.timedelta) -> Any:
+    """Over NCCL, options of one group, which new_group fills in: streams of high priority. None over anything else.
+
+    The thread blocks of a round's attention and those of NCCL for the next keys become ready together. There are
+    thousands of the former; in line behind them, the keys would travel when the round is over.
+    """
+    if backend_name(dist.distributed_c10d._get_default_group(), device.type) != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # as given to new_group, which warns of any other
+    return options
 
 
 def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int]:

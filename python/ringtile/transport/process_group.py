@@ -29,7 +29,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
-        self._beside = None if _backend(group, "cpu") else _gloo_beside(group)
+        self._beside = None if backend_name(group, "cpu") else _gloo_beside(group)
         self._opened = False
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
@@ -52,10 +52,10 @@ class ProcessGroupTransport(Transport):
         group = self._group()
         if device.type == "cpu" or group is None or self.world_size == 1:
             return
-        if _backend(group, device.type) != "nccl":
+        if backend_name(group, device.type) != "nccl":
             raise InputError(
                 f"the tensors are on {device} but the group's backend for {device.type} is "
-                f"{_backend(group, device.type)}; expected nccl: init_process_group or new_group with "
+                f"{backend_name(group, device.type)}; expected nccl: init_process_group or new_group with "
                 f'backend="cpu:gloo,cuda:nccl"'
             )
 
@@ -112,7 +112,7 @@ class ProcessGroupTransport(Transport):
                     never.wait(datetime.timedelta(milliseconds=1))
 
 
-def _backend(group: dist.ProcessGroup, device_type: str) -> str | None:
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
     """The name of what carries a group's tensors of that device type; None: nothing does."""
     try:
         return str(group._get_backend(torch.device(device_type)).name())
