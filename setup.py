@@ -9,8 +9,9 @@ Environment, read here and nowhere else in the build (setuptools reads CC and CX
     CC, CXX          the compilers
     CUDA_HOME        where to look for nvcc before PATH
     RINGTILE_CUDA    0: leave the CUDA kernels out; 1: fail without nvcc; auto, the default: build them where nvcc is
-    RINGTILE_CUDA_ARCHS  one: each kernel for one architecture only, in a third of the time, as `make test` does; a GPU
-                     of another one compiles what it runs from PTX
+    RINGTILE_CUDA_ARCHS  the GPUs to compile for, by compute capability: "80;90a". all, the default, is the list of all
+                     known ones; one, as in `make test`, is 80, in a third of the time. 80 adds PTX, which a GPU that is
+                     not in the list compiles when it first runs a kernel; without 80 such a GPU has no kernels
     RINGTILE_WERROR  1: every warning fails the build, ptxas' included. The Makefile sets it; an installation does not,
                      so that a newer compiler with a new warning still installs
 """
@@ -63,7 +64,24 @@ CC = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
 CXX = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
 CUDA_HOME = os.environ.get("CUDA_HOME")
 CUDA = setting("RINGTILE_CUDA", "auto", {"0": "CPU only", "1": "CPU and CUDA", "auto": "CUDA where nvcc is"})
-ARCHS = setting("RINGTILE_CUDA_ARCHS", "all", {"all": "every GPU from A100 on", "one": "quick to compile"})
+KNOWN_ARCHS = {"80": "A100", "86": "A10, RTX 30", "89": "L4, RTX 40", "90a": "H100, H200"}
+
+
+def cuda_archs(value: str) -> list[str]:
+    """The architectures that RINGTILE_CUDA_ARCHS asks for, in the order of KNOWN_ARCHS."""
+    value = {"": ";".join(KNOWN_ARCHS), "all": ";".join(KNOWN_ARCHS), "one": "80"}.get(value, value)
+    asked = [arch.strip() for arch in value.split(";")]
+    for arch in asked:
+        if arch not in KNOWN_ARCHS:
+            known = ", ".join(f"{known} ({gpus})" for known, gpus in KNOWN_ARCHS.items())
+            refuse(
+                f"RINGTILE_CUDA_ARCHS names {arch!r}; expected all, one (which is 80, quick to compile), or some of "
+                f"{known}, separated by semicolons."
+            )
+    return [arch for arch in KNOWN_ARCHS if arch in asked]
+
+
+ARCHS = cuda_archs(os.environ.get("RINGTILE_CUDA_ARCHS", ""))
 STRICT = setting("RINGTILE_WERROR", "0", {"0": "warnings are printed", "1": "warnings fail the build"}) == "1"
 
 
@@ -130,10 +148,6 @@ NVCC_FLAGS = [
 ]
 # ptxas only remarks, and never warns, that it serialized the wgmma products of a warp group.
 SERIALIZED = "Potential Performance Loss"
-# Machine code for A100, RTX 30, RTX 40 and H100, and PTX for later GPUs; *_sm90*.cu are for H100 alone.
-SM_90A = "-gencode=arch=compute_90a,code=sm_90a"
-ALL_ARCHS = ["-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]", SM_90A]
-ONE_ARCH = ["-gencode=arch=compute_80,code=[sm_80,compute_80]"] if ARCHS == "one" else []
 core_sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.c"))
 core_headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
 cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*.*"))
@@ -156,29 +170,50 @@ def compile_cuda(nvcc: str) -> list[str]:
     for source in cuda_files:
         if not source.endswith(".cu"):
             continue
-        target = ROOT / "build" / pathlib.Path(source).with_suffix(".o")
-        archs = [SM_90A] if "_sm90" in target.stem else ONE_ARCH or ALL_ARCHS
-        if archs == ONE_ARCH:
-            target = target.with_suffix(".one.o")
+        archs = ["90a"] if "_sm90" in source else ARCHS  # *_sm90*.cu are for it alone, and always there to be linked
+        target = ROOT / "build" / pathlib.Path(source).with_suffix(f".{'_'.join(archs)}.o")
         objects.append(str(target))
         needed = target.with_suffix(".d")  # "object : file file ...", lines ending in a backslash
         files = needed.read_text().replace("\\\n", " ").split()[2:] if needed.exists() else []
         files = [*files, __file__]
         if not target.exists() or not needed.exists() or is_older(target, files):
             target.parent.mkdir(parents=True, exist_ok=True)
-            outdated.append([nvcc, *NVCC_FLAGS, *archs, "-MD", "-MF", str(needed), "-c", source, "-o", str(target)])
+            outputs = ["-MD", "-MF", str(needed), "-c", source, "-o", str(target)]
+            outdated.append([nvcc, *NVCC_FLAGS, *arch_flags(archs), *outputs])
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for command, done in zip(outdated, pool.map(run_nvcc, outdated), strict=True):
             print(done.stdout, end="", file=sys.stderr)
-            if done.returncode != 0 or (STRICT and SERIALIZED in done.stdout):
-                pathlib.Path(command[-1]).unlink(missing_ok=True)
+            if done.returncode != 0:
                 refuse(f"nvcc failed: {' '.join(command)}")
     return objects
 
 
+def arch_flags(archs: list[str]) -> list[str]:
+    """nvcc's flags for machine code of these architectures, and with 80 for PTX."""
+    # With code of several architectures of one PTX, ptxas alone runs again for each.
+    from_80 = [f"sm_{arch}" for arch in archs if arch != "90a"] + (["compute_80"] if "80" in archs else [])
+    flags = [f"-gencode=arch=compute_80,code=[{','.join(from_80)}]"] if from_80 else []
+    return [*flags, *(["-gencode=arch=compute_90a,code=sm_90a"] if "90a" in archs else [])]
+
+
+def archs_of_binary() -> str:
+    """A file that changes with the architectures; no source does, and an unchanged binary is not linked again."""
+    file = ROOT / "build" / "cuda" / "archs"
+    if not file.exists() or file.read_text() != ";".join(ARCHS):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(";".join(ARCHS))
+    return str(file)
+
+
 def run_nvcc(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs nvcc; stdout holds all that it and ptxas print."""
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Runs nvcc; stdout holds all that it and ptxas print. If it fails, also for a remark in a strict build, no object
+    is left that the next build would take for a good one."""
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode == 0 and STRICT and SERIALIZED in done.stdout:
+        done.returncode = 1
+    if done.returncode != 0:
+        pathlib.Path(command[-1]).unlink(missing_ok=True)
+    return done
 
 
 def is_older(target: pathlib.Path, files: list[str]) -> bool:
@@ -221,6 +256,7 @@ class BuildExtensions(BuildExtension):
         for ext in self.extensions:
             if ext.name == "ringtile._cuda":
                 ext.extra_objects = compile_cuda(NVCC)
+                ext.depends = [*ext.depends, archs_of_binary()]
         super().build_extensions()
 
 

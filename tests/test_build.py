@@ -93,7 +93,7 @@ def test_strict_build_fails_on_products_that_ptxas_serializes(tmp_path: pathlib.
     assert done.returncode != 0
     assert "(C7512)" in done.stderr
     assert "ringtile: cannot build: nvcc failed" in done.stderr
-    assert not (tmp_path / "build" / "cuda" / "attn.o").exists()
+    assert list((tmp_path / "build" / "cuda").rglob("*.o")) == []
 
 
 def evaluate_in_setup(
@@ -138,6 +138,38 @@ def test_warnings_fail_strict_builds_only() -> None:
 @pytest.mark.parametrize("variable", ["RINGTILE_CUDA", "RINGTILE_WERROR"])
 def test_unknown_choice_is_one_line(variable: str) -> None:
     assert_refused(run_setup(**{variable: "yes"}), f"{variable} is 'yes'; expected one of 0 (")
+
+
+def test_architectures_of_a_build_are_a_list(tmp_path: pathlib.Path) -> None:
+    """nvcc's flags follow the list; 80 brings PTX for GPUs beyond it; another list links the binary again."""
+    copy_with_fake_nvcc(tmp_path)
+    lists = ("", "all", "one", "80", "90a;80", " 86 ; 89", "90a")
+    stamp = "(ARCHS.clear(), ARCHS.append(arch), archs_of_binary(), open(archs_of_binary()).read())[3]"
+    expression = f"[[arch_flags(cuda_archs(value)) for value in {lists}], [{stamp} for arch in ('80', '89')]]"
+    done = evaluate_in_setup(expression, tmp_path, RINGTILE_CUDA="0", RINGTILE_CUDA_ARCHS="")
+    flags, stamps = eval(done.stdout.splitlines()[-1])
+    every, only_90a = (
+        "-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]",
+        "-gencode=arch=compute_90a,code=sm_90a",
+    )
+    only_80, newer = "-gencode=arch=compute_80,code=[sm_80,compute_80]", "-gencode=arch=compute_80,code=[sm_86,sm_89]"
+    assert dict(zip(lists, flags, strict=True)) == {
+        "": [every, only_90a],
+        "all": [every, only_90a],
+        "one": [only_80],
+        "80": [only_80],
+        "90a;80": [only_80, only_90a],
+        " 86 ; 89": [newer],
+        "90a": [only_90a],
+    }
+    assert stamps == ["80", "89"]
+
+
+def test_unknown_architecture_is_refused_by_name() -> None:
+    expected = (
+        "RINGTILE_CUDA_ARCHS names '75'; expected all, one (which is 80, quick to compile), or some of 80 (A100), "
+    )
+    assert_refused(run_setup(RINGTILE_CUDA_ARCHS="80;75;90a"), expected)
 
 
 # ---- the binaries --------------------------------------------------------------------------------
