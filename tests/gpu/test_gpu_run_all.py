@@ -8,11 +8,13 @@ import json
 import pathlib
 import subprocess
 import sys
+import tarfile
 import time
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 import pytest
+import smoke
 from device import DEVICE
 from ringtile.bench import attention
 from ringtile.cli import bench
@@ -40,7 +42,7 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: pathlib.Path) -> No
 
 def test_steps_name_existing_files(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
     for step in run_all.steps(tmp_path).values():
-        assert 0 < step.seconds < run_all.SECONDS
+        assert 0 < step.seconds < run_all.SECONDS < 600
         assert all((run_all.ROOT / part).exists() for part in step.command if part.endswith(".py"))
 
 
@@ -57,17 +59,28 @@ def test_measurements_cover_the_quick_bench(run_all: ModuleType, tmp_path: pathl
     assert points["bench_sm80"] == points["bench"]
 
 
+def archived(folder: pathlib.Path) -> dict[str, bytes]:
+    """What the one file that comes back holds."""
+    with tarfile.open(folder / "results.tar.gz") as file:
+        return {name.removeprefix("results/"): file.extractfile(name).read() for name in file.getnames()}  # type: ignore[union-attr]
+
+
 def test_a_step_that_fails_or_hangs_is_reported(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
-    """A step that hangs is killed with its children."""
+    """A step that hangs is killed with its children; what it had said is archived before and after."""
+    folder, parts = tmp_path / "out", tmp_path / "parts"
+    folder.mkdir()
+    parts.mkdir()
+    run_all.ARCHIVE_SECONDS = 0.2
 
     def status(program: str, seconds: float = 60) -> object:
-        return run_all.run("step", run_all.Step(seconds, (sys.executable, "-c", program)), tmp_path)["status"]
+        return run_all.run("step", run_all.Step(seconds, (sys.executable, "-c", program)), folder, parts)["status"]
 
     assert (status(""), status("exit(3)")) == (0, 3)
     pid = tmp_path / "pid"
     sleep = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
+    hangs = f"import subprocess, sys; print('said', flush=True); subprocess.run([sys.executable, '-c', {sleep!r}])"
     assert status(hangs, 3) == "took longer than 3 s"
+    assert archived(folder) == {"step.log": b"said\n"}
     if pid.exists():  # else the step was killed before its child started
         while is_running(int(pid.read_text())):  # a child that survives fails the test by its timeout
             time.sleep(0.01)
@@ -80,30 +93,102 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def fake_steps(run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]) -> None:
+    """Steps that are Python programs, on a machine with a GPU."""
+
+    def steps(parts: pathlib.Path) -> dict[str, object]:
+        return {
+            name: run_all.Step(60, (sys.executable, "-c", text), run_all.SM_80 if "sm80" in name else {})
+            for name, text in programs.items()
+        }
+
+    monkeypatch.setattr(run_all, "steps", steps)
+    monkeypatch.setattr(run_all, "why_not", lambda: "")
+    monkeypatch.setattr(run_all, "binaries", lambda parts: ("binaries: carried", None))
+
+
 def test_a_step_that_fails_does_not_stop_the_others_and_can_be_run_again(
     run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fixed = tmp_path / "fixed"
+    fixed, folder = tmp_path / "fixed", tmp_path / "out"
     programs = {
-        "build": f"import os; exit(not os.path.exists({str(fixed)!r}))",
-        "kernels": "import os; print(os.environ['RINGTILE_CUDA_ISA'])",
+        "kernels": f"import os; exit(not os.path.exists({str(fixed)!r}))",
+        "kernels_sm80": "import os; print(os.environ['RINGTILE_CUDA_ISA'])",
     }
-    plan = {name: run_all.Step(60, (sys.executable, "-c", text), run_all.SM_80) for name, text in programs.items()}
-    monkeypatch.setattr(run_all, "steps", lambda folder: plan)
-    monkeypatch.setattr(run_all, "why_not", lambda: "")
-    folder = tmp_path / "out"
+    fake_steps(run_all, monkeypatch, programs)
 
     def statuses() -> dict[str, object]:
         return {name: found["status"] for name, found in json.loads((folder / "summary.json").read_text()).items()}
 
     assert run_all.main([str(folder)]) == 1
-    assert statuses() == {"build": 1, "kernels": 0}
-    assert (folder / "kernels.log").read_text() == "sm_80\n"
+    assert statuses() == {"kernels": 1, "kernels_sm80": 0}
+    assert archived(folder)["kernels_sm80.log"] == b"sm_80\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["results.tar.gz", "summary.json"]
+    assert "again: python tests/gpu/run_all FOLDER --seconds 540 kernels\n" in capfd.readouterr().out
     fixed.touch()
-    assert run_all.main([str(folder), "build"]) == 0
-    assert statuses() == {"build": 0, "kernels": 0}
-    monkeypatch.setattr(run_all, "SECONDS", 0)
-    assert run_all.main([str(folder), "kernels"]) == 1
-    assert statuses() == {"build": 0, "kernels": "no time was left"}
+    assert run_all.main([str(folder), "kernels"]) == 0
+    assert statuses() == {"kernels": 0, "kernels_sm80": 0}
+    assert run_all.main([str(folder), "--seconds", "0", "kernels_sm80"]) == 1
+    assert statuses() == {"kernels": 0, "kernels_sm80": "no time was left"}
     assert run_all.main([str(folder), "kernel"]) == 2
-    assert "there is no step kernel here; expected some of build, kernels" in capfd.readouterr().out
+    assert "there is no step kernel here; expected some of kernels, kernels_sm80" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("sm_90a", ["ok", "started, and did not end"])
+def test_kernels_that_fail_the_smoke_step_are_not_used_by_the_others(
+    run_all: ModuleType,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    sm_90a: str,
+) -> None:
+    """The smoke step runs first, whichever steps are wanted."""
+    folder, parts = tmp_path / "out", tmp_path / "out.parts"
+    found = {"sm_80": "ok", "sm_90a": sm_90a}
+    smoke = f"open({str(parts / 'smoke.json')!r}, 'w').write({json.dumps(found)!r}); exit({sm_90a != 'ok'})"
+    isa = "import os; print(os.environ.get('RINGTILE_CUDA_ISA'))"
+    fake_steps(run_all, monkeypatch, {"smoke": smoke, "kernels": isa, "kernels_sm80": isa})
+    assert run_all.main([str(folder), "kernels", "kernels_sm80"]) == int(sm_90a != "ok")
+    files, printed = archived(folder), capfd.readouterr().out
+    if sm_90a == "ok":
+        assert (files["kernels.log"], files["kernels_sm80.log"]) == (b"None\n", b"sm_80\n")
+    else:
+        assert files["kernels.log"] == b"sm_80\n"
+        assert "kernels_sm80.log" not in files
+        assert "sm_90a failed (sm_90a: started, and did not end); ALL OTHER STEPS RUN WITH RINGTILE_CUDA_ISA" in printed
+
+
+def test_carried_binaries_are_used_if_they_are_of_these_sources(
+    run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried, package = tmp_path / "carried", tmp_path / "package"
+    monkeypatch.setattr(run_all, "CARRIED", carried)
+    monkeypatch.setattr(run_all, "PACKAGE", package)
+    monkeypatch.setattr(run_all.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess(args, 0))
+    package.mkdir()
+    assert "no binaries in" in run_all.binaries(tmp_path)[0]
+    carried.mkdir()
+    (carried / "_cuda.abi3.so").write_bytes(b"new")
+    (carried / "sources.sha256").write_text("of another day")
+    said, build = run_all.binaries(tmp_path)
+    assert "were made of other sources, so they are built here" in said
+    assert build.command == run_all.BUILD
+    assert not list(package.iterdir())
+    (carried / "sources.sha256").write_text(run_all.digest_of_sources())
+    assert run_all.binaries(tmp_path) == ("binaries: carried", None)
+    assert {path.name: path.read_bytes() for path in package.iterdir()} == {"_cuda.abi3.so": b"new"}
+
+
+def test_smoke_names_what_is_wrong(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine it passes; a kernel that is off, and one that raises, do not."""
+    file = tmp_path / "smoke.json"
+    assert smoke.main(file) == 0
+    assert set(json.loads(file.read_text()).values()) == {"ok"}
+    monkeypatch.setattr(smoke, "errors", lambda head_dim: {"out": 1e-3, "dq": 1e-3 if head_dim == 64 else float("nan")})
+    assert smoke.try_isa("the CPU's") == "head dim 128: dq is off by nan of its norm, expected at most 2.0e-02"
+    monkeypatch.setattr(smoke, "errors", raises)
+    assert smoke.try_isa("the CPU's") == "head dim 64: no kernel image"
+
+
+def raises(head_dim: int) -> dict[str, float]:
+    raise RuntimeError("no kernel\n image")
