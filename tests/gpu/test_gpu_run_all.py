@@ -104,7 +104,7 @@ def fake_steps(run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, programs: d
 
     monkeypatch.setattr(run_all, "steps", steps)
     monkeypatch.setattr(run_all, "why_not", lambda: "")
-    monkeypatch.setattr(run_all, "binaries", lambda parts: ("binaries: carried", None))
+    monkeypatch.setattr(run_all, "binaries", lambda: ("binaries: carried", None))
 
 
 def test_a_step_that_fails_does_not_stop_the_others_and_can_be_run_again(
@@ -166,16 +166,16 @@ def test_carried_binaries_are_used_if_they_are_of_these_sources(
     monkeypatch.setattr(run_all, "PACKAGE", package)
     monkeypatch.setattr(run_all.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess(args, 0))
     package.mkdir()
-    assert "no binaries in" in run_all.binaries(tmp_path)[0]
+    assert "no binaries in" in run_all.binaries()[0]
     carried.mkdir()
     (carried / "_cuda.abi3.so").write_bytes(b"new")
     (carried / "sources.sha256").write_text("of another day")
-    said, build = run_all.binaries(tmp_path)
+    said, build = run_all.binaries()
     assert "were made of other sources, so they are built here" in said
     assert build.command == run_all.BUILD
     assert not list(package.iterdir())
     (carried / "sources.sha256").write_text(run_all.digest_of_sources())
-    assert run_all.binaries(tmp_path) == ("binaries: carried", None)
+    assert run_all.binaries() == ("binaries: carried", None)
     assert {path.name: path.read_bytes() for path in package.iterdir()} == {"_cuda.abi3.so": b"new"}
 
 
