@@ -134,6 +134,24 @@ def test_a_step_that_fails_does_not_stop_the_others_and_can_be_run_again(
     assert "there is no step kernel here; expected some of kernels, kernels_sm80" in capfd.readouterr().out
 
 
+def test_a_step_that_needs_a_gpu_is_rehearsed_up_to_its_refusal(
+    run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only in a rehearsal: on a machine with a GPU the same words are a failure. Other errors always are."""
+    refusal = f"print({run_all.NO_GPU!r}); exit(2)"
+    fake_steps(run_all, monkeypatch, {"bench": refusal, "bench_masks": "exit(2)", "ring": refusal})
+    plan = run_all.steps(tmp_path)
+    plan |= {name: step._replace(needs_gpu=name != "ring") for name, step in plan.items()}
+    monkeypatch.setattr(run_all, "steps", lambda parts: plan)
+    assert run_all.main([str(tmp_path / "there"), "bench"]) == 1
+    monkeypatch.setattr(run_all, "why_not", lambda: "torch sees no GPU")
+    assert run_all.main([str(tmp_path / "here"), "--rehearse"]) == 1
+    printed = capfd.readouterr().out
+    assert "rehearsal: torch sees no GPU\nbinaries: carried\n" in printed
+    assert "bench: fine, there is no more to rehearse without a GPU" in printed
+    assert printed.endswith("FOLDER --seconds 540 bench_masks ring\n")
+
+
 @pytest.mark.parametrize("sm_90a", ["ok", "started, and did not end"])
 def test_kernels_that_fail_the_smoke_step_are_not_used_by_the_others(
     run_all: ModuleType,
