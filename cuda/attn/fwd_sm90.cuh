@@ -197,6 +197,10 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
     const typename shape::shared smem{shared_base()};
     const typename shape::walk walk{args.attn, RT_SHARED(smem, ranges)};
     if (thread_index() == 0) init_mbarriers<D>(smem);
+    if (thread_index() == 32 * shape::CONSUMERS) {
+        prefetch_tensormap(args.q);
+        prefetch_key_maps(args.k, args.v, args.attn.num_runs);
+    }
     syncthreads();
     const auto first = walk.first();
     if (walk.ended(first)) return finish_without_keys<shape::ROWS>(args.attn);

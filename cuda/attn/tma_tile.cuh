@@ -46,6 +46,16 @@ bool map_keys(tensor_map (&maps)[MAX_RUNS_SM90], const attn_args &args, token_ro
     return mapped;
 }
 
+// Prefetches the maps of k and v, run by run.
+RT_DEVICE void prefetch_key_maps(const tensor_map (&k)[MAX_RUNS_SM90], const tensor_map (&v)[MAX_RUNS_SM90],
+                                 int num_runs) {
+#pragma unroll 1
+    for (int run = 0; run < num_runs; run++) {
+        prefetch_tensormap(k[run]);
+        prefetch_tensormap(v[run]);
+    }
+}
+
 // Starts to copy a tile, from `row` of a head on; the caller has announced its bytes. One thread calls it.
 template <int ROWS, int COLS>
 RT_DEVICE void copy_tile(shared_address to, shared_address full, const tensor_map &map, int row, int head,

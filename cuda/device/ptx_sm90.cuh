@@ -120,6 +120,12 @@ RT_DEVICE bool mbarrier_try_wait_parity(shared_address mbarrier, int parity) {
 
 // ---- bulk copies of tensors --------------------------------------------------------------------
 
+// Loads a tensor map into the cache of the copy engine, so that the first copy does not wait for it.
+// PTX prefetch.tensormap: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
+RT_DEVICE void prefetch_tensormap(const tensor_map &map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Starts to copy the box at (col, row) of the matrix (i, j) of a tensor to shared memory; what lies outside the
 // tensor is zeros. Row r of the box lands at `to` + 128 r with its chunk c of 16 bytes in place c ^ (r % 8); `to`
 // is a multiple of 1024. One thread calls it.

@@ -83,6 +83,7 @@ inline bool mbarrier_try_wait_parity(shared_address mbarrier, int parity) {
     emulator::mbarrier_wait_parity(mbarrier, parity);
     return true;
 }
+inline void prefetch_tensormap(const tensor_map &) {}
 inline void cp_async_bulk_tensor_4d(shared_address to, const tensor_map &map, shared_address mbarrier,
                                     int col, int row, int i, int j) {
     emulator::cp_async_bulk_tensor(to, map, mbarrier, {col, row, i, j});
