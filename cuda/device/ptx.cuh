@@ -229,14 +229,17 @@ template <class T> RT_DEVICE void st_global(T *to, const T &value) { *to = value
 // Returns the old value.
 // PTX atom: https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-atom
 RT_DEVICE int atom_add(int *counter, int x) { return atomicAdd(counter, x); }
-// Spins on ld.acquire until *word == value (CUTLASS's GenericBarrier::wait_eq). The calling thread then sees
-// whatever the releasing thread had done or seen; the rest of its thread block does after a barrier.
+// Spins until *word == value (CUTLASS's GenericBarrier::wait_eq). The calling thread then sees whatever the releasing
+// thread had done or seen; the rest of its thread block does after a barrier. Polls with ld.relaxed, because each
+// ld.acquire empties the L1 cache; the word keeps the value until this thread block releases it, so that one acquire
+// reads it again.
 // PTX ld.acquire: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 RT_DEVICE void wait_eq(const int *word, int value) {
     int now;
     do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
     } while (now != value);
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
 }
 // PTX st.release: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 RT_DEVICE void st_release(int *word, int value) {
