@@ -54,8 +54,8 @@ RT_DEVICE void weigh(const Numbers &numbers, float scale_log2, const accumulator
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int n = i / 4, j = i % 4;
-        const auto sums = numbers.sums_of_lane(2 * k + n);
-        const float weight = ex2_approx_ftz(fmaf(scores[0][2 * k + n][j], scale_log2, -sums.of[j % 2].lse));
+        const float weight = ex2_approx_ftz(
+            fmaf(scores[0][2 * k + n][j], scale_log2, -numbers.lse_of_lane(2 * k + n).of[j % 2]));
         weights[0][n][j] = weight;
         dscores[0][n][j] = weight == 0 ? 0 : weight * dweights[0][2 * k + n][j];
     }

@@ -6,13 +6,11 @@
 
 // ---- intervals and sums of the queries ---------------------------------------------------------
 
-// lse is in units of log 2, and inf for a query that attends no key, which gives weights of 0.
-struct query_sums {
-    float lse, delta;
-};
+// lse is in units of log 2, and inf for a query that attends no key, which gives weights of 0. Both are read at
+// different times, hence two arrays.
 template <int TILE> struct query_storage {
     tile_bounds intervals[TILE];
-    alignas(16) query_sums sums[TILE];
+    alignas(16) float lse[TILE], delta[TILE];
 };
 
 // The intervals and sums of a tile of queries in shared memory, of which a warp reads Shape::QUERIES from `first`
@@ -20,7 +18,7 @@ template <int TILE> struct query_storage {
 template <class Shape> struct query_numbers {
     struct numbers {
         tile_bounds interval;
-        query_sums sums;
+        float lse, delta;
     };
     const typename Shape::walk &walk;
     shared_ref<query_storage<Shape::TILE>> at;
@@ -30,17 +28,19 @@ template <class Shape> struct query_numbers {
     RT_DEVICE numbers fetch(typename Shape::walk::place at, int query) const {
         const rt_attn_params &p = walk.args.p;
         const int token = at.tile * Shape::TILE + query, batch = walk.keys().batch;
-        if (walk.ended(at) || query >= Shape::TILE || token >= p.num_queries) return {{0, 0}, {0, 0}};
+        if (walk.ended(at) || query >= Shape::TILE || token >= p.num_queries) return {{0, 0}, 0, 0};
         const int64_t mask_at = batch * p.mask_batch_stride + token;
         const int64_t row = (batch * p.num_heads + walk.head_of(at)) * p.num_queries + token;
         const float lse = (float)(load_lse(p, row) * LOG2_E);
         return {{ld_global(p.begin + mask_at), ld_global(p.end + mask_at)},
-                {lse == -INFINITY ? INFINITY : lse, ld_global((const float *)p.delta + row)}};
+                lse == -INFINITY ? INFINITY : lse,
+                ld_global((const float *)p.delta + row)};
     }
     RT_DEVICE void store(int query, const numbers &of) const {
         if (query >= Shape::TILE) return;
         st_shared(RT_SHARED(at, intervals)[query], of.interval);
-        st_shared(RT_SHARED(at, sums)[query], of.sums);
+        st_shared(RT_SHARED(at, lse)[query], of.lse);
+        st_shared(RT_SHARED(at, delta)[query], of.delta);
     }
     RT_DEVICE tile_bounds interval(int query) const {
         return ld_shared(RT_SHARED(at, intervals)[first + query]);
@@ -61,16 +61,15 @@ template <class Shape> struct query_numbers {
         return {any_sync(lane.any), all_sync(lane.all)};
     }
 
-    // The sums of a lane's two columns in fragment n.
-    struct alignas(16) pair_of_sums {
-        query_sums of[2];
+    // lse and delta of a lane's two columns in fragment n.
+    struct alignas(8) pair {
+        float of[2];
     };
-    RT_DEVICE pair_of_sums sums_of_lane(int n) const {
-        return ld_shared<pair_of_sums>(RT_SHARED(at, sums)[first + 8 * n + lane_index() % 4 * 2]);
-    }
+    RT_DEVICE pair lse_of_lane(int n) const { return ld_shared<pair>(RT_SHARED(at, lse)[column(n)]); }
+    RT_DEVICE pair delta_of_lane(int n) const { return ld_shared<pair>(RT_SHARED(at, delta)[column(n)]); }
     template <int N> RT_DEVICE void subtract_delta(accumulator<1, N> &dweights) const {
 #pragma unroll
-        for (int i = 0; i < 4 * N; i++) dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;
+        for (int i = 0; i < 4 * N; i++) dweights[0][i / 4][i % 4] -= delta_of_lane(i / 4).of[i % 2];
     }
     // Sets scores to -inf where a query does not attend a key.
     template <int N> RT_DEVICE void mask_scores(accumulator<1, N> &scores) const {
@@ -82,6 +81,9 @@ template <class Shape> struct query_numbers {
             if (position < of.begin || position >= of.end) scores[0][i / 4][i % 4] = -INFINITY;
         }
     }
+
+  private:
+    RT_DEVICE int column(int n) const { return first + 8 * n + lane_index() % 4 * 2; }
 };
 
 // ---- dS ----------------------------------------------------------------------------------------

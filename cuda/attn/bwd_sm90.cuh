@@ -1,15 +1,20 @@
 // Attention backward for bf16 and f16 on sm_90a: the same pass, sums and semaphores as bwd.cuh, by a thread block
 // of three warp groups (the warp specialization of FlashAttention-3, arXiv:2407.08608).
 //
-//   producer    one warp: K and V once, then Q, dout and the numbers of each attended tile of queries, into a ring of stages
+//   copier      one warp: K and V once, then Q and dout of each attended tile of queries, into a ring of stages
+//   numbers     two warps: intervals, lse and delta of the tile, into the same stage
 //   consumers   two groups of 64 keys each:   S^T = K Q^T,   dP^T = V dout^T,   dv += P^T dout,   dk += dS^T Q   with P and dS
 //               from registers. They write dS^T to shared memory, compute 64 x 64 numbers of dq = dS K each, and write those
 //               to shared memory too
 //   adder       one warp: waits for the semaphore, and has bulk copies add dq to global memory
 //
+//   consumer, a tile:   start S^T;  start dP^T;  P from S^T;  start dv;  dS from dP^T;  store dS;  barrier;  start dq;  start dk;
+//                       store dq while dk runs
+//
 // A stage is full when bytes and numbers are there, and empty when the consumers and the adder have read them. dS^T
-// alternates between two places, so one barrier of the consumers per tile is enough. dq has one place: the adder
-// empties it during the next tile, so consumers do not wait for a semaphore that comes within that time.
+// alternates between two places, so one barrier of the consumers per tile is enough. So does dq at D = 128; at D = 64
+// it has one place, for lack of memory. The adder empties a place while the consumers work on the tiles that follow, so
+// they do not wait for a semaphore that comes within two tiles, or one.
 //
 // At D = 128 a lane of a consumer holds 64 numbers each of dk and dv, 32 of S and dP, and later 32 of dq. At D = 64
 // a tile of 64 queries would leave it only 32 of dq: there a tile has 128 queries, processed in two parts, and each
@@ -29,10 +34,12 @@ static_assert(sizeof(attn_bwd_sm90_args) <= 4096); // accepted by every driver
 
 template <int D> struct backward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
-    static constexpr int PRODUCER = CONSUMERS, ADDER = CONSUMERS + 1;   // warps
+    static constexpr int COPIER = CONSUMERS, ADDER = CONSUMERS + 1,
+                         NUMBERS = CONSUMERS + 2; // warps, NUMBERS 2
     static constexpr int KEYS = 16 * CONSUMERS, QUERIES = 64, PARTS = 128 / D, TILE = QUERIES * PARTS;
     static constexpr int KEY_PANEL = KEYS * 128, QUERY_PANEL = TILE * 128; // bytes
     static constexpr int BOXES = 4, BOX_ROWS = 64, BOX_COLS = 32;          // of dq, 128 bytes a row
+    static constexpr int DQ_PLACES = D == 128 ? 2 : 1;
     using walk = query_walk<KEYS, TILE>;
     using dscore_tile = tile<KEYS, QUERIES>; // dS^T of a part
 
@@ -47,36 +54,38 @@ template <int D> struct backward_sm90_shape {
         panels<KEYS, D> k, v;
         panels<TILE, D> q[2], dout[2];
         typename dscore_tile::storage dscores[2][PARTS];
-        chunk dq[BOXES][BOX_ROWS][8];
+        chunk dq[DQ_PLACES][BOXES][BOX_ROWS][8];
         stage stages[2];
         typename walk::storage keys;
-        mbarrier keys_full, dq_full, dq_empty;
-        stage_mbarriers ring[2];
+        mbarrier keys_full;
+        stage_mbarriers dq_ring[DQ_PLACES], ring[2];
     };
     static_assert(sizeof(shared_memory) <= MAX_SHARED_BYTES_SM90);
     using shared = shared_ref<shared_memory>;
 };
 
-// The n-th tile of queries is in stage n % 2; the phases of its mbarriers have this parity.
-RT_DEVICE int parity_of(int n) { return n / 2 % 2; }
+// The n-th tile of queries is in stage n % 2, its dq in place n % DQ_PLACES; the phases of the mbarriers have this parity.
+template <int PLACES = 2> RT_DEVICE int parity_of(int n) { return n / PLACES % 2; }
 
 template <int D> RT_DEVICE void init_mbarriers(typename backward_sm90_shape<D>::shared smem) {
     using shape = backward_sm90_shape<D>;
     mbarrier_init(RT_SHARED(smem, keys_full), 1);
-    mbarrier_init(RT_SHARED(smem, dq_full), shape::CONSUMERS);
-    mbarrier_init(RT_SHARED(smem, dq_empty), 1);
+    for (int place = 0; place < shape::DQ_PLACES; place++) {
+        mbarrier_init(RT_SHARED(RT_SHARED(smem, dq_ring)[place], full), shape::CONSUMERS);
+        mbarrier_init(RT_SHARED(RT_SHARED(smem, dq_ring)[place], empty), 1);
+    }
     for (int stage = 0; stage < 2; stage++) {
-        mbarrier_init(RT_SHARED(RT_SHARED(smem, ring)[stage], full), 2);
+        mbarrier_init(RT_SHARED(RT_SHARED(smem, ring)[stage], full), 3);
         mbarrier_init(RT_SHARED(RT_SHARED(smem, ring)[stage], empty), shape::CONSUMERS + 1);
     }
     fence_mbarrier_init();
 }
 
-// ---- the producer --------------------------------------------------------------------------------
+// ---- the producers -------------------------------------------------------------------------------
 
 template <int D>
-RT_DEVICE void produce_queries(const attn_bwd_sm90_args &args, typename backward_sm90_shape<D>::shared smem,
-                               const typename backward_sm90_shape<D>::walk &walk) {
+RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm90_shape<D>::shared smem,
+                            const typename backward_sm90_shape<D>::walk &walk) {
     using shape = backward_sm90_shape<D>;
     constexpr int KEYS = shape::KEYS, TILE = shape::TILE;
     const bool copies = lane_index() == 0;
@@ -91,23 +100,43 @@ RT_DEVICE void produce_queries(const attn_bwd_sm90_args &args, typename backward
     }
     auto at = walk.first();
     for (int n = 0;; n++) {
-        const auto stage = RT_SHARED(smem, stages)[n % 2];
-        const auto full = RT_SHARED(RT_SHARED(smem, ring)[n % 2], full);
-        mbarrier_wait_parity(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty), parity_of(n) ^ 1);
-        if (copies && !walk.ended(at)) {
-            const int token = at.tile * TILE, head = walk.head_of(at), batch = walk.keys().batch;
-            mbarrier_arrive_expect_tx(full, 2 * sizeof(panels<TILE, D>));
-            copy_tile<TILE, D>(RT_SHARED(smem, q)[n % 2], full, args.q, token, head, batch);
-            copy_tile<TILE, D>(RT_SHARED(smem, dout)[n % 2], full, args.dout, token, head, batch);
-        } else if (copies) {
-            mbarrier_arrive(full);
+        if (copies) {
+            const auto full = RT_SHARED(RT_SHARED(smem, ring)[n % 2], full);
+            mbarrier_wait_parity(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty), parity_of(n) ^ 1);
+            if (walk.ended(at)) {
+                mbarrier_arrive(full);
+            } else {
+                const int token = at.tile * TILE, head = walk.head_of(at), batch = walk.keys().batch;
+                mbarrier_arrive_expect_tx(full, 2 * sizeof(panels<TILE, D>));
+                copy_tile<TILE, D>(RT_SHARED(smem, q)[n % 2], full, args.q, token, head, batch);
+                copy_tile<TILE, D>(RT_SHARED(smem, dout)[n % 2], full, args.dout, token, head, batch);
+            }
         }
+        syncwarp(); // the other lanes wait here, not tiles ahead
+        if (walk.ended(at)) break;
+        at = walk.after(at);
+    }
+}
+
+// Two warps fetch the numbers of a tile, half each: the first of each lane while the stage is still in use. The place
+// behind the last tile tells the others to end.
+template <int D>
+RT_DEVICE void store_numbers(typename backward_sm90_shape<D>::shared smem,
+                             const typename backward_sm90_shape<D>::walk &walk) {
+    using shape = backward_sm90_shape<D>;
+    constexpr int HALF = shape::TILE / 2;
+    const int first = (warp_index() - shape::NUMBERS) * HALF + lane_index();
+    auto at = walk.first();
+    for (int n = 0;; n++) {
+        const auto stage = RT_SHARED(smem, stages)[n % 2];
         const query_numbers<shape> numbers{walk, RT_SHARED(stage, numbers)};
-#pragma unroll 1
-        for (int query = lane_index(); query < TILE; query += 32)
-            numbers.store(query, numbers.fetch(at, query));
-        if (copies) st_shared(RT_SHARED(stage, at), at);
-        arrive_as_warp(full);
+        const auto ahead = numbers.fetch(at, first);
+        mbarrier_wait_parity(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty), parity_of(n) ^ 1);
+        numbers.store(first, ahead);
+#pragma unroll
+        for (int i = 32; i < HALF; i += 32) numbers.store(first + i, numbers.fetch(at, first + i));
+        if (first == 0) st_shared(RT_SHARED(stage, at), at);
+        arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], full));
         if (walk.ended(at)) break;
         at = walk.after(at);
     }
@@ -125,23 +154,24 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
         if (walk.ended(at)) break;
         if (lane_index() == 0) {
-            const int next_to_add = walk.next_to_add(at);
-            mbarrier_wait_parity(RT_SHARED(smem, dq_full), n % 2);
-            int *const semaphore = walk.dq_semaphore(at);
-            walk.wait_for_dq(semaphore);
+            walk.wait_for_dq(walk.dq_semaphore(at)); // mostly over before dq is there
             fence_proxy_async_global();
+            const auto ring = RT_SHARED(smem, dq_ring)[n % shape::DQ_PLACES];
+            mbarrier_wait_parity(RT_SHARED(ring, full), parity_of<shape::DQ_PLACES>(n));
+            const auto dq = RT_SHARED(smem, dq)[n % shape::DQ_PLACES];
 #pragma unroll 1
             for (int i = 0; i < shape::BOXES; i++) // two from each group
-                cp_reduce_async_bulk_tensor_4d(
-                    args.dq, RT_SHARED(smem, dq)[i], shape::BOX_COLS * (i % (D / shape::BOX_COLS)),
-                    at.tile * shape::TILE + i / (D / shape::BOX_COLS) * shape::BOX_ROWS, walk.head_of(at),
-                    walk.keys().batch);
+                cp_reduce_async_bulk_tensor_4d(args.dq, dq[i], shape::BOX_COLS * (i % (D / shape::BOX_COLS)),
+                                               at.tile * shape::TILE +
+                                                   i / (D / shape::BOX_COLS) * shape::BOX_ROWS,
+                                               walk.head_of(at), walk.keys().batch);
             cp_async_bulk_commit_group();
             cp_async_bulk_wait_group_read<0>();
-            mbarrier_arrive(RT_SHARED(smem, dq_empty));
+            mbarrier_arrive(RT_SHARED(ring, empty));
+            const int next_to_add = walk.next_to_add(at); // found while the sums are on their way
             cp_async_bulk_wait_group<0>();
             fence_proxy_async_global();
-            st_release(semaphore, next_to_add);
+            st_release(walk.dq_semaphore(at), next_to_add);
         }
         syncwarp(); // the other lanes wait here, not a tile ahead
     }
@@ -149,23 +179,27 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
 
 // ---- the consumers -------------------------------------------------------------------------------
 
-// Stores a group's 64 x 64 numbers of dq in its two boxes.
+// Stores a group's 64 x 64 numbers of dq in its two boxes. Odd rows store fragment n ^ 2 when even ones store n: half a
+// warp stores at once, to four rows of 128 bytes, and two of them would be in the same banks.
 template <int D>
-RT_DEVICE void store_dq(typename backward_sm90_shape<D>::shared smem, float factor,
+RT_DEVICE void store_dq(shared_ref<chunk[backward_sm90_shape<D>::BOXES][64][8]> boxes, float factor,
                         const accumulator<1, 8> &dq) {
     struct alignas(8) pair {
         float x, y;
     };
     const int lane = lane_index(), warp = warp_index();
+    const bool odd = lane / 4 % 2 != 0;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int row = 16 * (warp % 4) + 8 * r + lane / 4;
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const tile<64, 64> box{
-                RT_SHARED(smem, dq)[warp / 4 * 2 + n / 4]}; // swizzled alike: 128 bytes a row
-            st_shared(box.chunk_at(row, n % 4 * 2 + lane % 4 / 2) + (shared_address)(lane % 2 * 8),
-                      pair{factor * dq[0][n][2 * r], factor * dq[0][n][2 * r + 1]});
+            const tile<64, 64> box{boxes[warp / 4 * 2 + n / 4]}; // swizzled alike: 128 bytes a row
+            const float x = odd ? dq[0][n ^ 2][2 * r] : dq[0][n][2 * r];
+            const float y = odd ? dq[0][n ^ 2][2 * r + 1] : dq[0][n][2 * r + 1];
+            st_shared(box.chunk_at(row, (n % 4 * 2 ^ (odd ? 4 : 0)) + lane % 4 / 2) +
+                          (shared_address)(lane % 2 * 8),
+                      pair{factor * x, factor * y});
         }
     }
 }
@@ -244,6 +278,7 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
                                         (shared_address)(part * shape::QUERIES * 128);
             start_rows(scores, RT_SHARED(smem, k), q);      // S^T
             start_rows(dweights, RT_SHARED(smem, v), dout); // dP^T
+            const bool attends_all = numbers.attended().all;
             wgmma_wait_group<1>(scores[0]);
             if (p.scale <= 0) fix_sign<1, 8>(scores, p.scale);
             const bool capped = args.inverse_softcap > 0;
@@ -253,11 +288,11 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
                 numbers.subtract_delta(dweights);
                 multiply_slopes<1, 8>(dweights, scores);
             }
-            if (!numbers.attended().all) numbers.mask_scores(scores);
+            if (!attends_all) numbers.mask_scores(scores);
 #pragma unroll
             for (int i = 0; i < 32; i++) { // S becomes P
                 float &x = scores[0][i / 4][i % 4];
-                x = ex2_approx_ftz(fmaf(x, args.scale_log2, -numbers.sums_of_lane(i / 4).of[i % 2].lse));
+                x = ex2_approx_ftz(fmaf(x, args.scale_log2, -numbers.lse_of_lane(i / 4).of[i % 2]));
             }
 #pragma unroll
             for (int k = 0; k < 4; k++) round_to_factor<T, 1>(weights[k], scores, k);
@@ -265,31 +300,34 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
             wgmma_wait_group<1>(dweights[0]);
             if (!capped) numbers.subtract_delta(dweights);
 #pragma unroll
-            for (int i = 0; i < 32; i++) { // dP becomes dS: 0 where P is 0, whatever dP is
-                const float weight = scores[0][i / 4][i % 4];
-                float &x = dweights[0][i / 4][i % 4];
-                x = weight == 0 ? 0 : weight * x;
+            for (int i = 0; i < 32; i++) { // P becomes dS: 0 stays 0, whatever dP is
+                float &x = scores[0][i / 4][i % 4];
+                if (x != 0) x *= dweights[0][i / 4][i % 4];
             }
             const typename shape::dscore_tile to{RT_SHARED(smem, dscores)[n % 2][part]};
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                round_to_factor<T, 1>(dscores[k], dweights, k);
+                round_to_factor<T, 1>(dscores[k], scores, k);
                 store_dscores(to, dscores[k][0], k);
             }
-            start_columns(dk, dscores, q);
+            if (part + 1 < shape::PARTS) start_columns(dk, dscores, q);
         }
         fence_proxy_async_shared();
         named_barrier_sync(
             1, 32 * shape::CONSUMERS); // dS of both groups is stored, and both are done with the previous one
         start_dq(RT_SHARED(smem, dscores)[n % 2]);
-        wgmma_wait_group<0>(dq[0]);
-        warpgroup_fence_operand(dk[0]);
+        start_columns(dk, dscores,
+                      RT_SHARED(smem, q)[n % 2] +
+                          (shared_address)((shape::PARTS - 1) * shape::QUERIES * 128));
+        wgmma_wait_group<1>(dq[0]);
+        const auto dq_ring = RT_SHARED(smem, dq_ring)[n % shape::DQ_PLACES];
+        mbarrier_wait_parity(RT_SHARED(dq_ring, empty), parity_of<shape::DQ_PLACES>(n) ^ 1);
+        store_dq<D>(RT_SHARED(smem, dq)[n % shape::DQ_PLACES], (float)p.scale, dq);
+        fence_proxy_async_shared();
+        arrive_as_warp(RT_SHARED(dq_ring, full));
+        wgmma_wait_group<0>(dk[0]);
         warpgroup_fence_operand(dv[0]);
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
-        mbarrier_wait_parity(RT_SHARED(smem, dq_empty), n % 2 ^ 1);
-        store_dq<D>(smem, (float)p.scale, dq);
-        fence_proxy_async_shared();
-        arrive_as_warp(RT_SHARED(smem, dq_full));
     }
     if (n == 0 && !p.fresh) return;
     add_key_rows(walk, dk_of(p), (float)p.scale, dk);
@@ -308,11 +346,18 @@ attn_bwd_sm90_kernel(RT_PARAMS attn_bwd_sm90_args args) {
         init_mbarriers<D>(smem);
         walk.choose_keys(walk.keys_of_ticket(walk.take_ticket()));
     }
+    if (thread_index() == 32 * shape::COPIER) {
+        prefetch_tensormap(args.q);
+        prefetch_tensormap(args.dout);
+        prefetch_key_maps(args.k, args.v, args.attn.num_runs);
+    }
+    if (thread_index() == 32 * shape::ADDER) prefetch_tensormap(args.dq);
     syncthreads();
     if (warp_index() >= shape::CONSUMERS) {
         setmaxnreg_dec<24>();
-        if (warp_index() == shape::PRODUCER) produce_queries<D>(args, smem, walk);
+        if (warp_index() == shape::COPIER) copy_queries<D>(args, smem, walk);
         if (warp_index() == shape::ADDER) add_dq<D>(args, smem, walk);
+        if (warp_index() >= shape::NUMBERS) store_numbers<D>(smem, walk);
     } else {
         setmaxnreg_inc<240>();
         consume_queries<T, D>(args.attn, smem, walk);

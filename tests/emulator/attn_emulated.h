@@ -348,6 +348,28 @@ static inline void check_that_unattended_tiles_stay_unread(pass pass, rt_dtype d
     free_case(&c);
 }
 
+// Where a weight is 0, so is dS: a value that is infinite reaches dq of the only query that attends its key, and dk of
+// that key, and nothing else.
+static inline void check_that_a_weight_of_0_silences(rt_dtype dtype) {
+    enum { N = 128, DIM = 64 };
+    const attn_shape shape = {dtype, 1, N, N, 1, 1, DIM, DIM, true};
+    uint64_t state = 8;
+    attn_case c = new_case(&state, shape, MASK_EMPTY, 1);
+    while (!rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(&state, shape, MASK_EMPTY, 1);
+    }
+    c.p.mask_batch_stride = 0, c.p.fresh = false;
+    for (int32_t i = 0; i < N; i++) c.begin[i] = 0, c.end[i] = i == N - 1 ? N : N - 1;
+    fill(&c.x[LSE], 5);
+    for (int i = DELTA; i <= DV; i++) fill(&c.x[i], 0);
+    for (int64_t d = 0; d < DIM; d++) set(&c.x[V], 0, N - 1, 0, d, INFINITY);
+    run_on_emulator(BACKWARD, &c, 1);
+    for (int i = DQ; i <= DK; i++) FOR_EACH_ELEMENT(&c.x[i], b, token, head, d)
+    CHECK_INT(isfinite(get(&c.x[i], b, token, head, d)), token < N - 1);
+    free_case(&c);
+}
+
 // The largest weight of a row is 1, which its dtype holds exactly: where the other values are 0, out has no error of
 // 16 bits. The row's max rises late, by up to 2^8, from a score whose weights are not negligible.
 static inline void check_that_the_largest_weight_is_exact(rt_dtype dtype) {
