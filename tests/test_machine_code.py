@@ -3,7 +3,7 @@
 An instruction that the compiler moved, repeated or dropped is not seen by the emulator. So the products, waits, copies,
 descriptors and registers of the sm_90a kernels are counted here and compared with what their source says.
 
-Shape letters: D head dim.
+Shape letters: D head dim, Dv value head dim.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import ringtile
 BINARY = pathlib.Path(ringtile.__file__).with_name("_cuda.abi3.so")
 CACHE = pathlib.Path(__file__).parents[1] / "build" / "machine_code"  # disassembled cubins, by their hash
 TOOLS = os.pathsep.join([f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin", os.environ.get("PATH", "")])
-KERNEL = re.compile(r"attn_(fwd|bwd)_sm90_kernelI(?:4bf16|3f16)Li(\d+)E")
+KERNEL = re.compile(r"attn_(fwd|bwd)_sm90_kernelI(?:4bf16|3f16)Li(\d+)E(?:Li(\d+)E)?")
+DIMS = {"fwd": {(64, 64), (128, 128), (192, 128)}, "bwd": {(64, 64), (128, 128)}}  # D, Dv
 # 16 further numbers of a factor, in the descriptor's units of 16 bytes: along a row, and rows below
 ALONG, BELOW = 2, 128
 HIGH_WORD = 0x40000040  # swizzle of 128 bytes, 1024 bytes between swizzle atoms
@@ -114,14 +115,14 @@ def below(rows: int) -> list[int]:
     return [i * BELOW for i in range(rows // 16)]
 
 
-def forward(dim: int) -> tuple[list[Product], Counter[int]]:
+def forward(dim: int, v_dim: int) -> tuple[list[Product], Counter[int]]:
     """fwd_sm90.cuh: S = Q K^T before the loop and in it, O += P V in it and behind it."""
     scores = Product(128, "", along_rows(dim, 128), along_rows(dim, 128))
-    values = Product(dim, ".tnspB", None, below(128), 128 * 128)
+    values = Product(v_dim, ".tnspB", None, below(128), 128 * 128)
     return [scores, scores, values, values], Counter({0: 3, 1: 1})
 
 
-def backward(dim: int) -> tuple[list[Product], Counter[int]]:
+def backward(dim: int, _: int) -> tuple[list[Product], Counter[int]]:
     """bwd_sm90.cuh: per part of a tile of queries S^T, dP^T, dv, dk; but dq of the whole tile before the last dk."""
     parts = 128 // dim
     tile = 64 * parts
@@ -133,9 +134,9 @@ def backward(dim: int) -> tuple[list[Product], Counter[int]]:
     return [*products[:-1], dq, products[-1]], waits
 
 
-def boxes(dim: int, tiles: int) -> int:
-    """Bulk copies of so many tiles: 64 columns each."""
-    return tiles * dim // 64
+def boxes(*dims: int) -> int:
+    """Bulk copies of tiles: 64 columns each."""
+    return sum(dims) // 64
 
 
 # ---- what the machine code says ------------------------------------------------------------------
@@ -231,12 +232,14 @@ def count(code: list[Instruction], opcode: str) -> int:
     return sum(instruction.opcode.startswith(opcode) for instruction in code)
 
 
-def kernels(*passes: str) -> list[tuple[str, int, list[Instruction]]]:
-    """Name, D and code of the kernels of the passes: two dtypes and two head dims of each."""
+def kernels(*passes: str) -> list[tuple[str, tuple[int, int], list[Instruction]]]:
+    """Name, (D, Dv) and code of the kernels of the passes, in two dtypes each."""
     found = [(match, code) for name, code in machine_code().items() if (match := KERNEL.search(name))]
-    wanted = [(match.string, int(match[2]), code) for match, code in found if match[1] in passes]
-    assert len(wanted) == 4 * len(passes)
-    return wanted
+    for kind in passes:
+        dims = Counter((int(match[2]), int(match[3] or match[2])) for match, _ in found if match[1] == kind)
+        assert dims == dict.fromkeys(DIMS[kind], 2)
+    wanted = [(match, code) for match, code in found if match[1] in passes]
+    return [(match.string, (int(match[2]), int(match[3] or match[2])), code) for match, code in wanted]
 
 
 # ---- tests ---------------------------------------------------------------------------------------
@@ -254,19 +257,20 @@ def test_no_kernel_uses_local_memory() -> None:
 
 @pytest.mark.parametrize(("kind", "source"), [("fwd", forward), ("bwd", backward)], ids=["fwd", "bwd"])
 def test_products_and_waits_are_those_of_the_source(
-    kind: str, source: Callable[[int], tuple[list[Product], Counter[int]]]
+    kind: str, source: Callable[[int, int], tuple[list[Product], Counter[int]]]
 ) -> None:
-    for name, dim, code in kernels(kind):
-        expected, waits = source(dim)
+    for name, dims, code in kernels(kind):
+        expected, waits = source(*dims)
         assert products(code) == expected, name
         assert count(code, "WARPGROUP.ARRIVE") == len(expected), name
         assert Counter(int(i.operands[1], 16) for i in code if i.opcode == "WARPGROUP.DEPBAR.LE") == waits, name
 
 
 def test_copies_and_additions_are_those_of_the_source() -> None:
-    for name, dim, code in kernels("fwd", "bwd"):
+    for name, (dim, v_dim), code in kernels("fwd", "bwd"):
         backward = "bwd" in name
-        assert count(code, "UTMALDG.4D") == boxes(dim, 4 if backward else 3), name  # q, k, v, dout
+        copied = (dim, dim, v_dim, v_dim) if backward else (dim, dim, v_dim)  # q, k, v, dout
+        assert count(code, "UTMALDG.4D") == boxes(*copied), name
         assert count(code, "UTMACCTL.PF") == (5 if backward else 3), name  # their maps, and that of dq
         assert count(code, "UTMAREDG.4D.ADD") == backward, name  # in a loop
         assert count(code, "UTMACMDFLUSH") == backward, name
@@ -277,3 +281,12 @@ def test_warp_groups_share_the_registers() -> None:
     for name, _, code in kernels("fwd", "bwd"):
         limits = {i.opcode.split(".")[1]: i.operands[-1] for i in code if i.opcode.startswith("USETMAXREG")}
         assert limits == {"DEALLOC": hex(24), "TRY_ALLOC": hex(240)}, name
+
+
+def test_dq_is_stored_while_dk_is_multiplied() -> None:
+    """The last product of a tile is dk: after it a wait for dq, its 64 x 64 numbers in pairs, and the wait for dk."""
+    for name, _, code in kernels("bwd"):
+        last = max(i for i, instruction in enumerate(code) if instruction.opcode.startswith("HGMMA"))
+        waits = [i for i in range(last, len(code)) if code[i].opcode == "WARPGROUP.DEPBAR.LE"]
+        assert [code[i].operands[1] for i in waits] == ["0x1", "0x0"], name
+        assert count(code[waits[0] : waits[1]], "STS.64") == 64 * 64 // 128 // 2, name

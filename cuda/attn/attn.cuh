@@ -6,7 +6,7 @@
 #include "../device/ptx.cuh"
 
 template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream);
-template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream); // D = DV
+template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream);
 template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream);
 template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void *stream); // D = DV
 

@@ -43,16 +43,19 @@ static rt_status choose_isa(int *isa) {
     return strcmp(asked, "sm_80") == 0 ? RT_OK : RT_BAD_CUDA_ISA;
 }
 
-// The kernels of sm_90a have head dims of 64 and 128. Those in between run padded to 128 there: bulk copies bring zeros
-// behind a row's end, and what they add is left out.
-template <int D, int DV> constexpr bool has_sm90 = D == DV && D <= 128;
+// The kernels of sm_90a have head dims of 64 and 128, and the forward 192 with values of 128. Those in between run padded
+// there: bulk copies bring zeros behind a row's end, and what they add is left out.
+template <int D, int DV> constexpr bool has_bwd_sm90 = D == DV && D <= 128;
+template <int D, int DV> constexpr bool has_fwd_sm90 = has_bwd_sm90<D, DV> || D == 192;
+constexpr int padded_sm90(int dim) { return dim == 96 ? 128 : dim; }
 
 template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {
     int isa;
     const rt_status status = choose_isa(&isa);
     if (status != RT_OK) return status;
-    if constexpr (has_sm90<D, DV>)
-        if (isa == 90 && can_be_mapped(p)) return attn_fwd_sm90<T, D == 64 ? 64 : 128>(p, stream);
+    if constexpr (has_fwd_sm90<D, DV>)
+        if (isa == 90 && can_be_mapped(p))
+            return attn_fwd_sm90<T, padded_sm90(D), padded_sm90(DV)>(p, stream);
     return attn_fwd<T, D, DV>(p, stream);
 }
 
@@ -60,10 +63,10 @@ template <class T, int D, int DV> static rt_status backward(const rt_attn_params
     int isa;
     const rt_status status = choose_isa(&isa);
     if (status != RT_OK) return status;
-    if constexpr (has_sm90<D, DV>)
+    if constexpr (has_bwd_sm90<D, DV>)
         if (isa == 90 && can_be_mapped(p) && rows_can_be_mapped(p.dout, p.dout_stride) &&
             rows_can_be_mapped(p.dq, p.dq_stride, sizeof(float)))
-            return attn_bwd_sm90<T, D == 64 ? 64 : 128>(p, stream);
+            return attn_bwd_sm90<T, padded_sm90(D)>(p, stream);
     return attn_bwd<T, D, DV>(p, stream);
 }
 

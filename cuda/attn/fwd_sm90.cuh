@@ -12,7 +12,7 @@
 // Each stage has two mbarriers for K and two for V: `full` completes when the bytes have arrived, `empty` when all
 // consumer warps have read them. The producer group releases registers for the consumers: 24 and 240 per thread.
 //
-// Bound by the tensor cores, 2 ROWS KEYS 2 D flops a tile, with ROWS KEYS exponentials beside them. At D = 128 a
+// Bound by the tensor cores, 2 ROWS KEYS (D + DV) flops a tile, with ROWS KEYS exponentials beside them. At DV = 128 a
 // lane holds 64 numbers of O, 64 of S, and 32 words of P.
 #ifndef RINGTILE_CUDA_ATTN_FWD_SM90_CUH
 #define RINGTILE_CUDA_ATTN_FWD_SM90_CUH
@@ -27,7 +27,7 @@ struct attn_sm90_args {
 };
 static_assert(sizeof(attn_sm90_args) <= 4096); // accepted by every driver
 
-template <int D> struct forward_sm90_shape {
+template <int D, int DV> struct forward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
     static constexpr int ROWS = 16 * CONSUMERS, KEYS = 128, STAGES = D == 64 ? 4 : 2;
     static constexpr int PANEL_BYTES = KEYS * 128;
@@ -36,7 +36,8 @@ template <int D> struct forward_sm90_shape {
 
     struct shared_memory {
         panels<ROWS, D> q;
-        panels<KEYS, D> k[STAGES], v[STAGES];
+        panels<KEYS, D> k[STAGES];
+        panels<KEYS, DV> v[STAGES];
         typename walk::storage ranges;
         mbarrier q_full;
         mbarrier k_full[STAGES], v_full[STAGES], k_empty[STAGES], v_empty[STAGES];
@@ -54,8 +55,8 @@ template <int STAGES> struct ring_place {
     }
 };
 
-template <int D> RT_DEVICE void init_mbarriers(typename forward_sm90_shape<D>::shared smem) {
-    using shape = forward_sm90_shape<D>;
+template <int D, int DV> RT_DEVICE void init_mbarriers(typename forward_sm90_shape<D, DV>::shared smem) {
+    using shape = forward_sm90_shape<D, DV>;
     mbarrier_init(RT_SHARED(smem, q_full), 1);
     for (int stage = 0; stage < shape::STAGES; stage++) {
         mbarrier_init(RT_SHARED(smem, k_full)[stage], 1);
@@ -67,11 +68,11 @@ template <int D> RT_DEVICE void init_mbarriers(typename forward_sm90_shape<D>::s
 }
 
 // One thread of the producer group copies; its other warps take part in the walk.
-template <int D>
-RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D>::shared smem,
-                       const typename forward_sm90_shape<D>::walk &walk,
-                       typename forward_sm90_shape<D>::walk::place at) {
-    using shape = forward_sm90_shape<D>;
+template <int D, int DV>
+RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D, DV>::shared smem,
+                       const typename forward_sm90_shape<D, DV>::walk &walk,
+                       typename forward_sm90_shape<D, DV>::walk::place at) {
+    using shape = forward_sm90_shape<D, DV>;
     constexpr int ROWS = shape::ROWS, KEYS = shape::KEYS;
     const bool copies = thread_index() == 32 * shape::CONSUMERS;
     if (copies) {
@@ -91,20 +92,20 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
             copy_tile<KEYS, D>(RT_SHARED(smem, k)[next.stage], k_full, args.k[keys.run], keys.first_key,
                                keys.kv_head, keys.batch);
             mbarrier_wait_parity(RT_SHARED(smem, v_empty)[next.stage], next.parity ^ 1);
-            mbarrier_arrive_expect_tx(v_full, sizeof(panels<KEYS, D>));
-            copy_tile<KEYS, D>(RT_SHARED(smem, v)[next.stage], v_full, args.v[keys.run], keys.first_key,
-                               keys.kv_head, keys.batch);
+            mbarrier_arrive_expect_tx(v_full, sizeof(panels<KEYS, DV>));
+            copy_tile<KEYS, DV>(RT_SHARED(smem, v)[next.stage], v_full, args.v[keys.run], keys.first_key,
+                                keys.kv_head, keys.batch);
         }
         syncwarp();
     }
 }
 
-template <class T, int D>
-RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D>::shared smem,
-                       const typename forward_sm90_shape<D>::walk &walk,
-                       typename forward_sm90_shape<D>::walk::place at) {
-    using shape = forward_sm90_shape<D>;
-    constexpr int KEYS = shape::KEYS, N = KEYS / 8, O_COLS = D / 8;
+template <class T, int D, int DV>
+RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D, DV>::shared smem,
+                       const typename forward_sm90_shape<D, DV>::walk &walk,
+                       typename forward_sm90_shape<D, DV>::walk::place at) {
+    using shape = forward_sm90_shape<D, DV>;
+    constexpr int KEYS = shape::KEYS, N = KEYS / 8, O_COLS = DV / 8;
     ring_place<shape::STAGES> k_at, v_at;
     softmax_rows<1> rows;
     clear<1>(rows);
@@ -190,13 +191,13 @@ RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D>::sh
     merge_rows(args, query_tile_of_cta<shape::ROWS>(args.p), rows, o);
 }
 
-template <class T, int D>
-RT_KERNEL((forward_sm90_shape<D>::THREADS), 1)
+template <class T, int D, int DV>
+RT_KERNEL((forward_sm90_shape<D, DV>::THREADS), 1)
 attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
-    using shape = forward_sm90_shape<D>;
+    using shape = forward_sm90_shape<D, DV>;
     const typename shape::shared smem{shared_base()};
     const typename shape::walk walk{args.attn, RT_SHARED(smem, ranges)};
-    if (thread_index() == 0) init_mbarriers<D>(smem);
+    if (thread_index() == 0) init_mbarriers<D, DV>(smem);
     if (thread_index() == 32 * shape::CONSUMERS) {
         prefetch_tensormap(args.q);
         prefetch_key_maps(args.k, args.v, args.attn.num_runs);
@@ -206,15 +207,15 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
     if (walk.ended(first)) return finish_without_keys<shape::ROWS>(args.attn);
     if (warp_index() >= shape::CONSUMERS) {
         setmaxnreg_dec<24>();
-        produce<D>(args, smem, walk, first);
+        produce<D, DV>(args, smem, walk, first);
     } else {
         setmaxnreg_inc<240>();
-        consume<T, D>(args.attn, smem, walk, first);
+        consume<T, D, DV>(args.attn, smem, walk, first);
     }
 }
 
-template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {
-    using shape = forward_sm90_shape<D>;
+template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {
+    using shape = forward_sm90_shape<D, DV>;
     return for_runs(
         p,
         [&](const attn_args &attn) {
@@ -224,7 +225,7 @@ template <class T, int D> rt_status attn_fwd_sm90(const rt_attn_params &p, void 
                                 map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
                                 map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
             if (!mapped) return RT_CUDA;
-            return launch(attn_fwd_sm90_kernel<T, D>, query_grid<shape::ROWS>(p), shape::THREADS,
+            return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(p), shape::THREADS,
                           sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);

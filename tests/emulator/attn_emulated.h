@@ -242,9 +242,12 @@ static const head_dims all_dims[] = {{64, 64},   {1, 3},     {40, 64},  // tile 
                                      {256, 256}, {192, 192}, {250, 129}};
 static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32}; // tensor cores take the first two
 enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
-static const head_dims sm90_dims[] = {{64, 64}, {128, 128}, {8, 24}, {128, 64},
-                                      {40, 64}, {64, 128},  {96, 88}};
-enum { NUM_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]) };
+static const head_dims sm90_dims[] = {{64, 64},  {128, 128}, {8, 24},   {128, 64}, {40, 64},
+                                      {64, 128}, {96, 88},   {192, 128}}; // the last in the forward only
+enum {
+    NUM_FWD_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]),
+    NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 1
+};
 static const case_range everything = {all_dims, all_cuda_dtypes, NUM_DIMS, 3, 140, 300, false};
 
 // Whether all rows of an array begin at multiples of 16 bytes.

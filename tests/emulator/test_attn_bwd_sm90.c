@@ -1,12 +1,12 @@
 // The CUDA attention backward for sm_90a on the emulator, against the f64 reference.
 #include "attn_emulated.h"
 
-static const case_range mapped = {sm90_dims, all_cuda_dtypes, NUM_SM90_DIMS, 2, 200, 400, true};
+static const case_range mapped = {sm90_dims, all_cuda_dtypes, NUM_BWD_SM90_DIMS, 2, 200, 400, true};
 
 // In one call or several, with CTAs one at a time and concurrent.
 static void test_random_problems_agree_with_the_reference(void) {
     uint64_t state = 1;
-    for (int round = 0; round < NUM_SM90_DIMS * NUM_MASKS; round++) {
+    for (int round = 0; round < NUM_BWD_SM90_DIMS * NUM_MASKS; round++) {
         if (!is_in_this_run(&mapped, round)) continue;
         attn_case c = draw_case(&state, &mapped, round);
         const int64_t before = emulator_group_products();
