@@ -12,20 +12,22 @@ import torch
 from device import ON_GPU
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOURCE = ROOT / "tests" / "emulator" / "test_primitives.cu"
-PROGRAM = ROOT / "build" / "primitives"  # may be brought along
+SOURCES = [ROOT / "tests" / "emulator" / "test_primitives.cu", ROOT / "cuda" / "device" / "last_error.cu"]
+PROGRAM = ROOT / "build" / "primitives"
 NVCC = shutil.which(
     "nvcc", path=os.pathsep.join([os.environ.get("CUDA_HOME", "") + "/bin", os.environ.get("PATH", "")])
 )
 
 
 def program() -> pathlib.Path:
-    """The tiny kernels, compiled if they are older than the source."""
-    if not PROGRAM.exists() or PROGRAM.stat().st_mtime < SOURCE.stat().st_mtime:
+    """The tiny kernels, compiled if they are older than what they are made of."""
+    headers = (ROOT / "cuda" / "device").glob("*.cuh")
+    newest = max(file.stat().st_mtime for file in (*SOURCES, *headers))
+    if not PROGRAM.exists() or PROGRAM.stat().st_mtime < newest:
         assert NVCC, "tests/emulator/test_primitives.cu is not compiled, and there is no nvcc"
         PROGRAM.parent.mkdir(exist_ok=True)
         flags = ["-std=c++17", "-O3", "-Werror=all-warnings", "-gencode=arch=compute_90a,code=sm_90a"]
-        subprocess.run([NVCC, *flags, str(SOURCE), "-o", str(PROGRAM)], check=True)
+        subprocess.run([NVCC, *flags, *map(str, SOURCES), "-o", str(PROGRAM)], check=True)
     return PROGRAM
 
 
