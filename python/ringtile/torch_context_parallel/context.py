@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, Refused
+from ringtile.random_states import drawn_since, random_states
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -94,10 +95,10 @@ def _in_force(
             yield
 
     mode = RingMode(scope, buffers, enter)
-    before = _random_states()
+    before = random_states()
     with refusals_on_the_surface(), enter():
         yield
-    drawn = [name for name, state in _random_states().items() if name not in before or not state.equal(before[name])]
+    drawn = drawn_since(before)
     transport = transport_of(group)
     if drawn and transport.world_size > 1:
         with transport.telling("context_parallel"):
@@ -106,14 +107,6 @@ def _in_force(
                 "context_parallel: dropout, noise or sampling of local tokens is not what one process draws. Switch it "
                 "off, or draw before the block and pass the numbers as buffers"
             )
-
-
-def _random_states() -> dict[str, Tensor]:
-    """The states of the default generators; a GPU's only if the process uses it."""
-    states = {"the CPU": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["the GPU"] = torch.cuda.get_rng_state()
-    return states
 
 
 def _seq_len(
