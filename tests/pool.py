@@ -186,7 +186,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc-per-node world_size -m ringtile ARGUMENTS`, without importing everything again on each rank.
 
-    prepare is called first, in each of the processes.
+    prepare is called first, in each of the processes. In the result, args are the statuses of the ranks.
     """
     context = _context()
     with socket.socket() as probe:
@@ -205,7 +205,9 @@ def run_command(
             command.start()
             ranks.append(command)
         status = _wait_for(ranks, time.monotonic() + timeout)
-        return subprocess.CompletedProcess(arguments, status, *(path.read_text() for path in outputs))
+        done = subprocess.CompletedProcess(arguments, status, *(path.read_text() for path in outputs))
+        done.args = [rank.exitcode for rank in ranks]
+        return done
 
 
 def run_program(

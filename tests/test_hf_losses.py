@@ -236,8 +236,10 @@ def test_dpo_with_lora_equals_one_process(engine):
 
 
 def _train_reward(config, engine="DDP", **options):
+    """In float64: a reward is one number per sequence, small and of either sign, and its gradient a difference of two
+    sequences', so that rounding in float32 is not small against the weights."""
     torch.manual_seed(0)
-    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1))
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).double()
     return _train_trl("RewardTrainer", config, model=model, max_steps=2, num_rows=16, engine=engine, **options)
 
 

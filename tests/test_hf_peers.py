@@ -18,7 +18,9 @@ from transformers import Trainer
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
 KILLS = [
     KILL,
-    dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3),  # rank 1 of its group
+    dataclasses.replace(
+        KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3, workers=2
+    ),  # rank 1 of its group
     dataclasses.replace(KILL, phase="saving", victim=0),
     dataclasses.replace(KILL, world_size=2, context_parallel_size=2, phase="evaluation", stops=True, timeout=2.0),
 ]

@@ -113,7 +113,7 @@ def test_a_model_that_draws_trains_on_one_rank():
 
 def test_only_training_is_watched():
     model = tiny_model("starcoder2", residual_dropout=0.1)
-    draws = RandomDraws(model, torch.device("cpu"))
+    draws = RandomDraws(model)
     ids = torch.ones(1, 4, dtype=torch.long)
     with draws.refused(model):
         torch.rand(())

@@ -134,7 +134,7 @@ def draw_and_fail(x: list[Tensor]) -> None:
 
 
 def test_draws_from_the_default_generator_are_refused_when_the_block_ends() -> None:
-    with pytest.raises(Refused, match="drawn from the default generator of the CPU inside context_parallel"):
+    with pytest.raises(Refused, match="drawn from the default generator of cpu inside context_parallel"):
         in_block(draw)
     in_block(lambda qkv: qkv[0].uniform_(generator=torch.Generator().manual_seed(0)))
     in_block(draw, world_size=1, mask=IntervalMask.causal(16))

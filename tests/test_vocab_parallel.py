@@ -172,9 +172,11 @@ def refusals() -> None:
         "the number of tokens": {"hidden": hidden[: 23 - rank], "labels": labels[: 23 - rank]},
         "hidden.requires_grad": {"hidden": hidden.detach().requires_grad_(rank == 0)},
         "softcap": {"softcap": 2.0 + rank},
+        "reduction": {"reduction": ["none", "sum"][rank]},
+        "the divisor": {"num_items": 1 + rank},
     }.items():
         arguments = {"hidden": hidden, "weight": own, "labels": labels, **world, **change}
-        with pytest.raises(RingMismatch, match=f"{name} is .* on rank 0 and .* on rank 1.*module.unshard"):
+        with pytest.raises(RingMismatch, match=rf"disagree on {name} in call .* rank \d has .*unshard\(\)"):
             tiled_linear_cross_entropy(**arguments)
     with pytest.raises(InputError, match=r"labels go from .* to 31, expected 0\.\.30"):
         tiled_linear_cross_entropy(hidden, own, labels.clamp(min=31), **world)

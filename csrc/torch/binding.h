@@ -70,18 +70,15 @@ struct Arg {
     const char *op, *name;
     const Tensor &x;
 
-    // Python's None arrives as an undefined tensor.
-    const Arg &defined() const {
+    // Python's None arrives as an undefined tensor, which has no dtype and no shape to ask for.
+    Arg(const char *op, const char *name, const Tensor &x) : op(op), name(name), x(x) {
         require(x.defined(), op, name, " is None, expected a tensor");
-        return *this;
     }
     const Arg &on_cpu() const {
-        defined();
         require(x.is_cpu(), op, name, " must be a CPU tensor; move it with .cpu()");
         return *this;
     }
     const Arg &on(const Device &device) const {
-        defined();
         require(device.is_cpu() ? x.is_cpu() : x.device() == device, op, name,
                 " is not on the device of the op's first tensor; move all tensors to one device");
         return *this;

@@ -36,8 +36,7 @@ struct Place {
     Place(const char *op, const Tensor &x) : device(checked(op, x)), guard(device.index()) {}
 
     static Device checked(const char *op, const Tensor &x) {
-        Arg{op, "the first tensor", x}.defined();
-        require(x.is_cuda(), op,
+        require(Arg{op, "the first tensor", x}.x.is_cuda(), op,
                 "the first tensor is on the CPU and another one on a GPU; move all tensors to one device");
         return x.device();
     }
@@ -50,7 +49,7 @@ struct Place {
     static int64_t attn_fwd_bytes(const rt_attn_params *) { return 0; }
     static int64_t attn_bwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_bwd_workspace_bytes(p); }
 #else
-    Place(const char *op, const Tensor &x) : device(Arg{op, "the first tensor", x}.defined().x.device()) {}
+    Place(const char *op, const Tensor &x) : device(Arg{op, "the first tensor", x}.x.device()) {}
 
     rt_parallel queue() const { return torch_threads(); }
     int64_t attn_fwd_bytes(const rt_attn_params *p) const {

@@ -7,6 +7,7 @@ the inputs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,32 +51,42 @@ def _transform_of(x: Tensor) -> str:
     return ""
 
 
+Telling = Callable[[str], contextlib.AbstractContextManager[None]]  # by an op's name: Transport.telling, where it is
+
+
 def gradients(
-    op: str, compute: Callable[[], Iterable[Tensor | None]], *inputs: Tensor | None
+    op: str,
+    compute: Callable[[], Iterable[Tensor | None]],
+    *inputs: Tensor | None,
+    telling: Telling = lambda op: contextlib.nullcontext(),
 ) -> tuple[Tensor | None, ...]:
     """compute(), the gradients that a backward of op returns; to differentiate them raises Refused.
 
-    inputs: what the gradients depend on: the incoming gradients and the tensors saved by the forward.
+    inputs: what the gradients depend on: the incoming gradients and the tensors saved by the forward. telling: around
+    a refusal of which other ranks are to hear.
     """
     check_once(f"the backward of {op}", *inputs)
     with torch.no_grad():
         grads = tuple(compute())
     if not torch.is_grad_enabled():  # autograd: create_graph=False
         return grads
-    return _Refusing.apply(op, len(grads), *grads, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return _Refusing.apply(op, telling, len(grads), *grads, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Refusing(torch.autograd.Function):
     """Gradients, in a graph that joins them to what they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, num_grads: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.op = op
+    def forward(
+        ctx: Any, op: str, telling: Telling, num_grads: int, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.op, ctx.telling = op, telling
         return tensors[:num_grads]
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> None:
-        raise differentiated_again(ctx.op)
+        with ctx.telling(f"the second derivative of {ctx.op}"):
+            raise differentiated_again(ctx.op)
 
 
 def differentiated_again(op: str) -> Refused:

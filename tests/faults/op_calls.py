@@ -2,6 +2,8 @@
 
 A worker process makes them, so that a crash ends it and is counted. An accepted call is compared with its definition in
 float64. A rare call is over several virtual ranks, of which one may pass something else.
+
+`python -m faults.op_calls TRIAL ...` makes the trials of these numbers again, in its own process, and shows tracebacks.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import contextlib
 import io
 import multiprocessing
 import random
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -325,6 +329,7 @@ def outcome_of(seed: int) -> tuple[str, str]:
     except RingtileError:
         return "named", ""
     except Exception as error:
+        traceback.print_exc()
         return "unnamed", f"trial {seed} ({trial.__name__}): {type(error).__name__}: {str(error).splitlines()[:1]}"
     return ("silent", f"trial {seed} ({trial.__name__}): {problem}") if problem else ("right", "")
 
@@ -364,3 +369,8 @@ def campaign(trials: int | None, seed: int) -> Counts:
             first += 1
         worker.kill()
     return counts
+
+
+if __name__ == "__main__":
+    for number in sys.argv[1:]:
+        print(number, *outcome_of(int(number)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 import random
 import signal
@@ -43,6 +44,7 @@ class Trial:
     delay: float  # seconds after the beginning of the phase
     timeout: float = TIMEOUT_SECONDS
     engine: str = "DDP"
+    workers: int = 0  # that load data, forked from each rank
 
     @classmethod
     def draw(cls, rng: random.Random, number: int) -> Trial:
@@ -50,8 +52,8 @@ class Trial:
         phase = PHASES[number % len(PHASES)]
         delay = rng.choice([0.0, rng.uniform(0.0, 0.02)])
         stops, victim, step = rng.random() < 0.25, rng.randrange(world_size), rng.randint(1, 3)
-        engine = rng.choice(["DDP", "DDP", "FSDP2"])
-        return cls(world_size, size, phase, stops, victim, step, delay, engine=engine)
+        engine, workers = rng.choice(["DDP", "DDP", "FSDP2"]), rng.choice([0, 2])
+        return cls(world_size, size, phase, stops, victim, step, delay, engine=engine, workers=workers)
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
@@ -119,6 +121,7 @@ def _rank(rank: int, trial: Trial, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
+    multiprocessing.set_start_method("fork", force=True)  # of data-loading workers, which inherit connections then
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=trial.timeout)
     dist.init_process_group(
@@ -147,6 +150,7 @@ def _train(rank: int, trial: Trial, folder: str) -> None:
             save_strategy="steps",
             save_steps=1,
             save_total_limit=2,
+            dataloader_num_workers=trial.workers,
             **arguments,
         )
         size = trial.context_parallel_size

@@ -64,7 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (PeerLost, RingMismatch) as error:
         return refuse(f"rank {environment.rank()}: {error}", every_rank=True)
     except RingtileError as error:
-        return refuse(str(error), every_rank=not environment.is_sound())
+        every_rank = not environment.is_sound()
+        return refuse(str(error) if every_rank else world.fail(str(error)), every_rank)
+    except Exception as error:
+        from ringtile.hf.peers import first_sentence, of_a_collective
+
+        if not of_a_collective(error):
+            world.fail(f"{type(error).__name__}: {error}")
+            raise
+        if reason := world.heard():
+            return refuse(reason)
+        lost = f"a rank was lost: {first_sentence(str(error))}; see the other ranks' logs for the cause"
+        return refuse(f"rank {environment.rank()}: {lost}", every_rank=True)
     return outcome.status
 
 

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, set_seed
 
 import ringtile
+from ringtile.cli import world
 from ringtile.cli.data import digest_files, find_files, load_documents, make_collator, make_rows
 from ringtile.cli.doctor import owner_name, versions
 from ringtile.cli.meter import DEVICE, Meter
 from ringtile.cli.output import check_output_folder
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model, told_as_ours
 from ringtile.config import Config
-from ringtile.errors import ConfigError
-from ringtile.hf.peers import limit_timeouts
+from ringtile.errors import ConfigError, PeerLost
+from ringtile.hf.peers import leave_groups, limit_timeouts
 from ringtile.peak_memory import peak_bytes
 from ringtile.tiled.loss import loss_tile_tokens
 
@@ -35,13 +36,14 @@ class LossBar(ProgressCallback):
 class LimitTimeouts(TrainerCallback):
     """Makes `timeout_seconds` hold for the collectives of the engine too, whose groups all exist by then.
 
-    Not earlier: reading the data, for which the other ranks wait, may take longer.
+    Not earlier: reading the data, for which the other ranks wait, may take longer. Until then they watch each other.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        world.end_watch()
         limit_timeouts(self.seconds)
 
 
@@ -50,7 +52,12 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
     Raises ConfigError for a recipe that cannot run, and whatever the ring raises.
     """
-    report = _train(recipe)
+    try:
+        report = _train(recipe)
+    except Exception as error:
+        if dist.is_initialized() and not isinstance(error, PeerLost):  # with which the ranks have hung up already
+            leave_groups(error)
+        raise
     if dist.is_initialized():
         # Free the model first. The last owner of a process group joins gloo's threads; DDP would join them while it
         # holds the GIL, which such a thread may need to free a tensor (seen to hang with torch 2.13).

@@ -1,6 +1,8 @@
 """Before training: the ranks tell each other, over the launcher's store, what they are about to do, or why they cannot.
 
 The store is there before any process group is, so a rank whose file is broken, or another, is named by all at once.
+From then on until training begins each rank watches the store: one that fails, for whatever reason only it has, ends
+all others with its reason, wherever they wait for it. Once training has begun, hf/peers.py does that.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ import contextlib
 import datetime
 import hashlib
 import json
+import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -22,6 +27,8 @@ from ringtile.cli import environment
 from ringtile.errors import ConfigError, PeerLost, RingtileError, shown
 
 _LINGER_SECONDS = 3.0  # how long the rank that hosts the store waits for the others to read why they end
+_TOGETHER_SECONDS = 0.5  # how long a rank that fails waits for the others to fail too
+_LOOK_SECONDS = 0.2  # between two looks at the store
 
 
 class Described(Protocol):
@@ -32,13 +39,14 @@ class Described(Protocol):
 
 T = TypeVar("T", bound=Described)
 _store: Store | None = None  # kept: the ranks use it until they end
+_watch: Watch | None = None
 
 
 def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
     """load(), on every rank of the world. ConfigError on all ranks, with one text, when a rank cannot load, or when
     two ranks load different things; PeerLost: a rank does not come.
     """
-    global _store
+    global _store, _watch
     environment.check_world()
     if environment.world_size() == 1:
         return load()
@@ -67,6 +75,7 @@ def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
     if verdict:
         raise ConfigError(verdict)
     assert mine is not None
+    _watch = Watch(store.clone())  # type: ignore[attr-defined]
     return mine
 
 
@@ -107,6 +116,72 @@ def _flat(said: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+# ---- until training begins ----------------------------------------------------------------------
+
+
+class Watch:
+    """A thread that ends this process, with status 2, when another rank has failed and this one goes on, or waits."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store  # a connection of its own
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # who hosts the store has ended
+            while not self._ended.wait(_LOOK_SECONDS):
+                if self._store.check(["failed"]):
+                    break
+            # This rank may fail too, and say so itself.
+            if not self._ended.wait(2 * _TOGETHER_SECONDS):
+                self._end_process(self._store.get("failed").decode())
+
+    def _end_process(self, message: str) -> None:
+        from ringtile.cli import refuse
+
+        refuse(message)
+        sys.stdout.flush()
+        os._exit(2)
+
+
+def end_watch() -> None:
+    """Called when training begins: from then on ranks wait for each other in collectives only."""
+    if _watch is not None:
+        _watch.end()
+
+
+def fail(message: str) -> str:
+    """Tells the other ranks why this one ends. Returns the message, with the rank unless all ranks fail alike."""
+    if _store is None:
+        return message
+    end_watch()
+    rank, world_size = environment.rank(), environment.world_size()
+    named = f"rank {rank}: {message}"
+    keys = [f"failed {other}" for other in range(world_size)]
+    try:
+        _store.set(keys[rank], message)
+        if _store.add("failures", 1) == 1:
+            _store.set("failed", named)
+        _store.wait(keys, datetime.timedelta(seconds=_TOGETHER_SECONDS))
+        return message if len(set(_store.multi_get(keys))) == 1 else named
+    except RuntimeError:  # some ranks do not fail, or who hosts the store has ended
+        return named
+
+
+def heard() -> str:
+    """Why another rank has failed; "" if none has said so."""
+    with contextlib.suppress(RuntimeError):
+        if _store is not None and _store.check(["failed"]):
+            return _store.get("failed").decode()
+    return ""
+
+
+# ---- one line -----------------------------------------------------------------------------------
 
 
 def first_to_say(line: str) -> bool:

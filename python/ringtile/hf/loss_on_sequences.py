@@ -46,7 +46,7 @@ class LossOnSequences(Strategy):
                 self.switch_model(wrapped, base)
                 if not has_score(base):
                     model.watch_loss(base, self.ledger)
-                draws = RandomDraws(base, trainer.args.device)
+                draws = RandomDraws(base)
                 hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
                 hooks.install(wrapped, base, self.ledger)
                 self.hooks.append(hooks)

@@ -33,7 +33,7 @@ class LossOnShards(Strategy):
     def install_loss(self) -> None:
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
-        self.draws = RandomDraws(self.base, trainer.args.device)
+        self.draws = RandomDraws(self.base)
         self.watches_loss = checks.uses_model_loss(trainer)
         self.replace(trainer, "compute_loss", self._compute_loss)
         self.replace(trainer, "prediction_step", self._prediction_step)

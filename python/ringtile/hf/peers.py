@@ -2,7 +2,7 @@
 
 gloo's own error says that a connection was closed, on the rank that noticed, and names no rank. The ranks of a training
 are therefore connected once more, by sockets that carry nothing while all is well: the connection of a rank that has
-died shows it at once, and a rank that gives up says whom it lost. A rank that is stopped says nothing.
+died shows it at once, and a rank that gives up says why, or whom it lost. A rank that is stopped says nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,8 +21,9 @@ from torch.distributed import distributed_c10d
 from ringtile.errors import PeerLost
 from ringtile.hf.ledger import Ledger
 from ringtile.transport import sockets
-from ringtile.transport.agreement import Gone, decode, farewell
+from ringtile.transport.agreement import Gone, HeaderValue, decode, farewell
 from ringtile.transport.groups import transport_of
+from ringtile.transport.transport import Transport
 
 _NOT_KNOWN = -1
 _SEARCH_SECONDS = 1.5  # how long a rank listens to what the others have to say
@@ -46,6 +47,7 @@ class Peers:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._world_rank = world_rank
         self._failure: PeerLost | None = None
+        self._depth = self._entries = 0  # of `named`: how deep this rank is in it, and how often it has entered
         self._channel = sockets.connect(self.rank, self.world_size, timeout_seconds, self._exchange)
 
     def _exchange(self, hello: bytes) -> dict[int, bytes]:
@@ -69,7 +71,12 @@ class Peers:
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """Turns the loss of a rank inside the context into a PeerLost that names it by its rank in the world."""
+        """Turns the loss of a rank inside the context into a PeerLost that names it by its rank in the world.
+
+        Any other error is told to the other ranks, which will lose this one, unless they fail too.
+        """
+        self._entries += self._depth == 0
+        self._depth += 1
         try:
             yield
         except PeerLost as error:
@@ -77,9 +84,13 @@ class Peers:
                 raise
             self._give_up(what, error, None if error.rank is None else Lost(self._world_rank(error.rank), str(error)))
         except Exception as error:
-            if not of_a_collective(error):
-                raise
-            self._give_up(what, error, None)
+            if of_a_collective(error):
+                self._give_up(what, error, None)
+            if self._depth == 1:
+                self._tell(f"{type(error).__name__}: {error}", self.rank)
+            raise
+        finally:
+            self._depth -= 1
 
     def _give_up(self, what: str, error: Exception, suspect: Lost | None) -> NoReturn:
         """Raises PeerLost, and leaves the world: the others hear of it, and none of them waits for this rank."""
@@ -102,16 +113,14 @@ class Peers:
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank fails, and why, and ends its messages."""
         self._tell(f"{type(error).__name__}: {error}", self.rank)
-        self._hang_up()
+        leave_groups(error)
 
     def _hang_up(self) -> None:
-        world = distributed_c10d._get_default_group()
-        with contextlib.suppress(RuntimeError):  # without a backend for the CPU it has no connections to close
-            world._get_backend(torch.device("cpu"))
-            transport_of(world).hang_up()
+        if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
+            world.hang_up()
 
     def _tell(self, reason: str, blamed: int) -> None:
-        self._channel.send_last(farewell(reason, blamed))
+        self._channel.send_last(farewell(reason, blamed, entry=self._entries))
 
     def _find(self, reason: str, suspect: Lost | None) -> Lost | None:
         """Who was lost: a rank that ended without a word, else whom another rank blames, else a rank that is silent.
@@ -132,8 +141,11 @@ class Peers:
                     continue
                 if header is None:
                     continue
+                fields = decode(header)
+                if fields.get("entry") != self._entries:  # all ranks failed then, and have gone on together
+                    continue
                 silent.discard(peer)
-                if (lost := self._blamed(peer, header)) is not None:
+                if (lost := self._blamed(peer, fields)) is not None:
                     return lost
             if suspect is not None and silent == {suspect.rank}:
                 break
@@ -142,16 +154,32 @@ class Peers:
         if suspect is not None or not silent:
             return suspect
         others = f", as are ranks {', '.join(map(str, sorted(silent)[1:]))}" if len(silent) > 1 else ""
-        return Lost(min(silent), f"it is silent{others}, and a collective failed: {_first_sentence(reason)}")
+        return Lost(min(silent), f"it is silent{others}, and a collective failed: {first_sentence(reason)}")
 
-    def _blamed(self, peer: int, header: bytes) -> Lost | None:
-        fields = decode(header)
+    def _blamed(self, peer: int, fields: Mapping[str, HeaderValue]) -> Lost | None:
         blamed, said = fields.get("blamed"), str(fields.get("gave up"))
         if not isinstance(blamed, int) or blamed == _NOT_KNOWN:
             return None
         if blamed in (peer, self.rank):
             return Lost(peer, said)
         return Lost(blamed, f"rank {peer} has lost it ({said})")
+
+
+def leave_groups(error: Exception) -> None:
+    """Ends this rank's messages in all of its groups: no rank waits for it any longer, and those of a ring hear why."""
+    for group in list(distributed_c10d._world.pg_map):
+        if (transport := _transport_on_cpu(group)) is not None:
+            with contextlib.suppress(RuntimeError):
+                transport.give_up(error)
+
+
+def _transport_on_cpu(group: dist.ProcessGroup) -> Transport | None:
+    """None without a backend for the CPU: then there are no connections to close."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+    return transport_of(group)
 
 
 def limit_timeouts(seconds: float) -> None:
@@ -169,6 +197,6 @@ def of_a_collective(error: BaseException | None) -> bool:
     return False
 
 
-def _first_sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
     """gloo says: [file:line] reason. Advice."""
     return text.split("] ", 1)[-1].split(". ", 1)[0].splitlines()[0] if text else "no reason"

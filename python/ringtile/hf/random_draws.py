@@ -11,19 +11,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
+from ringtile.random_states import drawn_since, random_states
 
 
 class RandomDraws:
     """Refuses draws in forward passes of one model in training. Finds the module that drew in the first of them."""
 
-    def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
-        self._base, self._device = base, device
+    def __init__(self, base: PreTrainedModel) -> None:
+        self._base = base
         self._searched = False
 
     def watch(self, model: nn.Module) -> Watch | None:
@@ -31,7 +31,7 @@ class RandomDraws:
         if not model.training:
             return None
         finds, self._searched = not self._searched and not _is_compiled(model), True
-        return Watch(self._base, self._device, finds)
+        return Watch(self._base, finds)
 
     @contextlib.contextmanager
     def refused(self, model: nn.Module) -> Iterator[None]:
@@ -54,12 +54,11 @@ class Watch:
     with hooks of its own, a module could not be tiled.
     """
 
-    def __init__(self, base: PreTrainedModel, device: torch.device, finds: bool) -> None:
-        self._device = device
+    def __init__(self, base: PreTrainedModel, finds: bool) -> None:
         self._inside = [f"{type(base).__name__}, outside of its layers,"]  # the modules that run, outermost first
         self._found = None if finds else f"{type(base).__name__}, in a module that is not known,"
         self._handles: list[Any] = []
-        self._state = self._states()
+        self._before = random_states()
         self._places: dict[nn.Module, str] = {}
         if finds:
             self._places = {
@@ -76,7 +75,7 @@ class Watch:
     def check(self) -> None:
         """Ends the watch. Raises Refused if random numbers were drawn since its start."""
         self.stop()
-        if not self._drawn():
+        if not drawn_since(self._before):
             return
         raise Refused(
             f"{self._found or self._inside[0]} draws random numbers in its forward pass (dropout or noise); expected "
@@ -96,18 +95,8 @@ class Watch:
 
     def _blame(self) -> None:
         """Nothing was drawn before the last hook, so that a draw was made by the innermost module that runs."""
-        if self._found is None and self._drawn():
+        if self._found is None and drawn_since(self._before):
             self._found = self._inside[-1]
-
-    def _drawn(self) -> bool:
-        return not all(torch.equal(*states) for states in zip(self._state, self._states(), strict=True))
-
-    def _states(self) -> list[Tensor]:
-        """CUDA's is a seed and an offset, which the host keeps: reading it does not wait for the device."""
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states
 
 
 def _is_compiled(model: nn.Module) -> bool:

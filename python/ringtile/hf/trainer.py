@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
-from ringtile.hf import checks, model
+from ringtile.hf import checks, model, workers
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.ledger import Ledger
@@ -114,6 +114,7 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         peers = Peers(config.timeout_seconds, world_rank)
         ledger.on_restore(peers.close)
+        workers.install(trainer.accelerator, ledger)
     Checkpoints(trainer, peers).install(ledger)
     if peers is not None:
         for name in _ENTRIES:

@@ -23,7 +23,7 @@ from ringtile.ring.block_kernel import BLOCK_KERNELS, AttentionCall, BlockKernel
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
+from ringtile.transport.groups import Group, group_name, is_traced, only_group_of, telling, transport_of
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -101,17 +101,20 @@ def _attend(
     block_kernel: BlockKernel,
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
-    if torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q)):
+    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
+    try:
         scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
+        if not through_op:
+            found = sequence or ShardedSequence.of(*cast(_CheckedParts, parts))
+            call = AttentionCall(found, scale, softcap, block_kernel)
+    except Exception as error:
+        if not is_traced(q):
+            _tell(error, sequence, parts)
+        raise
+    if through_op:
         begin, end, layout, group = _tensors(sequence, parts)
         out, lse = torch.ops.ringtile.ring_attention(q, k, v, begin, end, layout, scale, softcap, group, block_kernel)
         return out, lse
-    try:
-        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
-        call = AttentionCall(sequence or ShardedSequence.of(*cast(_CheckedParts, parts)), scale, softcap, block_kernel)
-    except Exception as error:
-        _tell(error, sequence, parts)
-        raise
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return out, lse
@@ -191,12 +194,15 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = derivatives.gradients(
-            "ring_attention",
-            lambda: ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number),
-            *(dout, dlse, q, k, v, out, lse),
-        )
+        transport = ctx.call.sequence.transport
+        with transport.telling("ring_attention backward"):
+            q, k, v, out, lse = ctx.saved_tensors
+            dq, dk, dv = derivatives.gradients(
+                "ring_attention",
+                lambda: ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number),
+                *(dout, dlse, q, k, v, out, lse),
+                telling=transport.telling,
+            )
         return dq, dk, dv, None
 
 
@@ -281,14 +287,20 @@ def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tens
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    derivatives.check_once("the backward of ring_attention", dout, dlse)
-    dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
+    with telling(ctx.numbers[2], "ring_attention backward", dout):  # type: ignore[attr-defined]
+        derivatives.check_once("the backward of ring_attention", dout, dlse)
+        dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
     return dq, dk, dv, None, None, None, None, None, None, None
 
 
+def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.group_name = inputs[-1]  # type: ignore[attr-defined]
+
+
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    raise derivatives.differentiated_again("ring_attention")
+    with telling(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
+        raise derivatives.differentiated_again("ring_attention")
 
 
 _ring_attention.register_autograd(_backward, setup_context=_setup_context)
-_ring_attention_backward.register_autograd(_refuse_backward)
+_ring_attention_backward.register_autograd(_refuse_backward, setup_context=_keep_group)

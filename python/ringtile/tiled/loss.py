@@ -10,19 +10,21 @@ Shape letters: T tokens, t tokens of a tile, E hidden size, V vocabulary, v clas
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, linear, tiles
-from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, local_vocab_shard
+from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, group_of, local_vocab_shard
 from ringtile.tiled.weight_grad import add_linear_grads_, new_grad_sums, round_grad_sums
+from ringtile.transport.agreement import HeaderValue
+from ringtile.transport.groups import Group, transport_of
 
 _NAME = "the tiled loss"
 LOGITS_BYTES = 64 * 2**20  # default bound on the logits of one tile
@@ -53,7 +55,7 @@ def tiled_linear_cross_entropy(
     z_loss: float = 0.0,
     num_items: int | float | Tensor | None = None,
     tile_tokens: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """cross_entropy(hidden weight^T + bias, labels), holding the logits of one tile of tokens at a time.
 
@@ -80,74 +82,76 @@ def tiled_linear_cross_entropy(
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
     RingMismatch: the ranks of the group were given different hidden sizes, labels or options.
     """
-    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
-        if x is not None or name != "bias":
-            arguments.check_tensor(name, x)
-    label_smoothing, softcap = (
-        arguments.check_number("label_smoothing", label_smoothing),
-        arguments.check_number("softcap", softcap),
-    )
-    z_loss, logit_scale = arguments.check_number("z_loss", z_loss), arguments.check_number("logit_scale", logit_scale)
-    ignore_index = arguments.check_int("ignore_index", ignore_index)
-    for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
-        if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
-            raise InputError(f"{name} is {number}, expected {'0..1' if name == 'label_smoothing' else 'at least 0'}")
-    if not math.isfinite(logit_scale):
-        raise InputError(f"logit_scale is {logit_scale}, expected a finite number")
-    if tile_tokens is not None:
-        check_tile_tokens(tile_tokens)
-    weight, bias, mesh_group = local_vocab_shard(weight, bias)
-    group = mesh_group if group is None else group
-    _check(hidden, weight, labels, bias, reduction, min_classes=1 if group is None else 0)
-    arguments.check_devices("hidden", hidden, weight=weight, labels=labels, bias=bias)
-    if hidden.device.type == "meta":
-        raise InputError("hidden is on meta; expected a real device: the loss reads the labels")
-    derivatives.check_once(_NAME, hidden, weight, bias, vmap=False)
-    labels_flat = labels.reshape(-1)
-    rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
-    labels_flat = labels_flat[rows]
-    denominator = 1.0 if reduction == "sum" else float(rows.numel())
-    if num_items is not None:
-        denominator = arguments.check_number("num_items", num_items)
-        if reduction != "mean" or not 0.0 < denominator < math.inf:
+    group = group_of(weight, group)
+    with transport_of(group).telling(_NAME):
+        for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+            if x is not None or name != "bias":
+                arguments.check_tensor(name, x)
+        label_smoothing = arguments.check_number("label_smoothing", label_smoothing)
+        softcap, z_loss = arguments.check_number("softcap", softcap), arguments.check_number("z_loss", z_loss)
+        logit_scale = arguments.check_number("logit_scale", logit_scale)
+        ignore_index = arguments.check_int("ignore_index", ignore_index)
+        for name, number in (("label_smoothing", label_smoothing), ("softcap", softcap), ("z_loss", z_loss)):
+            if not 0.0 <= number < math.inf or (name == "label_smoothing" and number > 1.0):
+                expected = "0..1" if name == "label_smoothing" else "at least 0"
+                raise InputError(f"{name} is {number}, expected {expected}")
+        if not math.isfinite(logit_scale):
+            raise InputError(f"logit_scale is {logit_scale}, expected a finite number")
+        if tile_tokens is not None:
+            check_tile_tokens(tile_tokens)
+        weight, bias = local_vocab_shard(weight, bias)
+        _check(hidden, weight, labels, bias, reduction, min_classes=1 if group is None else 0)
+        arguments.check_devices("hidden", hidden, weight=weight, labels=labels, bias=bias)
+        if hidden.device.type == "meta":
+            raise InputError("hidden is on meta; expected a real device: the loss reads the labels")
+        derivatives.check_once(_NAME, hidden, weight, bias, vmap=False)
+        labels_flat = labels.reshape(-1)
+        rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
+        labels_flat = labels_flat[rows]
+        denominator = 1.0 if reduction == "sum" else float(rows.numel())
+        if num_items is not None:
+            denominator = arguments.check_number("num_items", num_items)
+            if reduction != "mean" or not 0.0 < denominator < math.inf:
+                raise InputError(
+                    f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
+                    "the sum of the losses is divided by it"
+                )
+        dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
+        ops.check_scale_and_softcap(dtype, logit_scale, softcap)
+        options = LossOptions(label_smoothing, softcap, z_loss)
+        vocab_parallel = None
+        if group is not None:
+            numbers = torch.arange(1, rows.numel() + 1, device=rows.device)
+            facts: dict[str, HeaderValue] = {
+                "the number of tokens": labels.numel(),
+                "the number of tokens with a label": rows.numel(),
+                "a checksum of the labels": int((labels_flat * numbers).sum()),
+                "the hidden size": hidden.size(-1),
+                "hidden.requires_grad": hidden.requires_grad and want_grad,
+                "the size of a number": dtype.itemsize,
+                "tile_tokens": tile_tokens or 0,
+                "reduction": reduction,
+                "the divisor": denominator,
+                "logit_scale": logit_scale,
+                **options._asdict(),
+            }
+            vocab_parallel = VocabParallel.agree(transport_of(group), weight.size(0), facts, hidden.device)
+        num_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.num_classes
+        if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < num_classes:
             raise InputError(
-                f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
-                "the sum of the losses is divided by it"
+                f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{num_classes - 1} "
+                f"or ignore_index {ignore_index}"
             )
-    dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
-    ops.check_scale_and_softcap(dtype, logit_scale, softcap)
-    options = LossOptions(label_smoothing, softcap, z_loss)
-    vocab_parallel = None
-    if group is not None:
-        facts = {
-            "the number of tokens": labels.numel(),
-            "the number of tokens with a label": rows.numel(),
-            "a checksum of the labels": int((labels_flat * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
-            % 2**52,
-            "the hidden size": hidden.size(-1),
-            "hidden.requires_grad": hidden.requires_grad and want_grad,
-            "the size of a number": dtype.itemsize,
-            "tile_tokens": tile_tokens or 0,
-            "logit_scale": logit_scale,
-            **options._asdict(),
-        }
-        vocab_parallel = VocabParallel.agree(group, weight.size(0), facts, hidden.device)
-    num_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.num_classes
-    if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < num_classes:
-        raise InputError(
-            f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{num_classes - 1} "
-            f"or ignore_index {ignore_index}"
-        )
-    if tile_tokens is None:  # the same on all ranks: each tile is a collective
-        max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
-        tile_tokens = loss_tile_tokens(max_local_classes, dtype)
-    job = _Job(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
-    hidden_rows = hidden.flatten(0, -2)
-    if reduction == "none":
-        per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
-        return per_token.view(labels.shape)
-    total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
-    return total
+        if tile_tokens is None:  # the same on all ranks: each tile is a collective
+            max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
+            tile_tokens = loss_tile_tokens(max_local_classes, dtype)
+        job = _Job(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
+        hidden_rows = hidden.flatten(0, -2)
+        if reduction == "none":
+            per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+            return per_token.view(labels.shape)
+        total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
+        return total
 
 
 def _check(
@@ -189,8 +193,18 @@ class _Job:
     options: LossOptions
     vocab_parallel: VocabParallel | None  # None: this rank holds all classes
 
+    def telling(self, op: str) -> contextlib.AbstractContextManager[None]:
+        """Around what may fail on one rank: told to the others, if there are any."""
+        return contextlib.nullcontext() if self.vocab_parallel is None else self.vocab_parallel.transport.telling(op)
+
     def run(
-        self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        self,
+        direction: str,
+        needed: tuple[bool, ...],
+        factors: Tensor | None,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, list[Tensor | None]]:
         """The loss of each token (T), and the gradients of sum(factors * loss), not yet multiplied by logit_scale.
 
@@ -198,6 +212,14 @@ class _Job:
         gradients of weight and bias are float32 (float64 for float64); hidden's has hidden's dtype, except under
         vocabulary parallelism, where it is summed over the ranks in float32 (float64).
         """
+        if self.vocab_parallel is None:
+            return self._run(needed, factors, hidden, weight, bias)
+        with self.vocab_parallel.call(direction, self.rows.numel(), hidden.device):
+            return self._run(needed, factors, hidden, weight, bias)
+
+    def _run(
+        self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         state, product = ops.state_dtype(self.dtype), product_dtype(self.dtype, hidden.device)
         loss = hidden.new_zeros(hidden.size(0), dtype=state)
         dhidden = torch.zeros_like(hidden, dtype=state if self.vocab_parallel else None) if needed[0] else None
@@ -269,18 +291,19 @@ class _PerToken(torch.autograd.Function):
     def forward(ctx: Any, job: _Job, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.job = job
         ctx.save_for_backward(hidden, weight, bias)
-        loss, _ = job.run((False, False, False), None, hidden, weight, bias)
+        loss, _ = job.run("forward", (False, False, False), None, hidden, weight, bias)
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-
         def compute() -> list[Tensor | None]:
-            _, gradients = ctx.job.run(ctx.needs_input_grad[1:], dloss * ctx.job.logit_scale, *inputs)
+            factors = dloss * ctx.job.logit_scale
+            _, gradients = ctx.job.run("backward", ctx.needs_input_grad[1:], factors, *inputs)
             return round_grad_sums(gradients, inputs)
 
-        return None, *derivatives.gradients(_NAME, compute, dloss, *inputs)
+        with ctx.job.telling(f"{_NAME} backward"):
+            inputs = ctx.saved_tensors
+            return None, *derivatives.gradients(_NAME, compute, dloss, *inputs, telling=ctx.job.telling)
 
 
 class _Reduced(torch.autograd.Function):
@@ -299,17 +322,15 @@ class _Reduced(torch.autograd.Function):
         ctx.job, ctx.denominator = job, denominator
         ctx.save_for_backward(hidden, weight, bias)
         needed = ctx.needs_input_grad[3:] if want_grad else (False, False, False)
-        loss, ctx.gradients = job.run(needed, None, hidden, weight, bias)
+        loss, ctx.gradients = job.run("forward", needed, None, hidden, weight, bias)
         return (loss.sum(dtype=torch.float64) / denominator).to(loss.dtype)
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-
         def compute() -> list[Tensor | None]:
             gradients, ctx.gradients = ctx.gradients, None  # scaled in place below: a second backward recomputes them
             if gradients is None:
-                _, gradients = ctx.job.run(ctx.needs_input_grad[3:], None, *inputs)
+                _, gradients = ctx.job.run("backward", ctx.needs_input_grad[3:], None, *inputs)
             # `or 1.0`: the mean over no tokens has gradient 0. view(1): a 0-dim factor would be rounded to bfloat16.
             factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)
             for gradient in gradients:
@@ -317,4 +338,6 @@ class _Reduced(torch.autograd.Function):
                     gradient.mul_(factor)
             return round_grad_sums(gradients, inputs)
 
-        return None, None, None, *derivatives.gradients(_NAME, compute, dtotal, *inputs)
+        with ctx.job.telling(f"{_NAME} backward"):
+            inputs = ctx.saved_tensors
+            return None, None, None, *derivatives.gradients(_NAME, compute, dtotal, *inputs, telling=ctx.job.telling)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy: each rank of a process group holds a shard of the classes.
+"""Vocabulary-parallel cross entropy: each rank of a group holds a shard of the classes.
 
 All ranks hold the same tokens, each with the logits of its own classes. For each tile the ranks exchange three numbers
 per token, from which each computes the log-sum-exp over all classes; logits never travel. This is the
@@ -9,16 +9,19 @@ Shape letters: t tokens of a tile, V classes of all ranks, v classes of this ran
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ringtile.errors import InputError, RingMismatch
+from ringtile.transport.agreement import HeaderValue
+from ringtile.transport.groups import Group
+from ringtile.transport.transport import Transport
 
 _CHUNK_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
 
@@ -35,35 +38,43 @@ class LossOptions(NamedTuple):
 class VocabParallel:
     """This rank holds the classes first_class .. first_class + v of num_classes."""
 
-    group: dist.ProcessGroup
+    transport: Transport
     first_class: int
     num_classes: int  # V
     max_local_classes: int  # the largest v of any rank
 
     @classmethod
     def agree(
-        cls, group: dist.ProcessGroup, num_local_classes: int, facts: Mapping[str, float], device: torch.device
+        cls,
+        transport: Transport,
+        num_local_classes: int,
+        facts: Mapping[str, HeaderValue],
+        device: torch.device,
     ) -> VocabParallel:
         """Exchanges the shard sizes; classes are numbered in rank order.
 
-        facts: numbers that must be equal on all ranks, by name. RingMismatch: they differ.
+        facts: what must be equal on all ranks, by name. RingMismatch: it is not.
         """
-        mine = torch.tensor([num_local_classes, *facts.values()], dtype=torch.float64, device=device)
-        gathered = _gather(mine, group).tolist()
-        for rank, theirs in enumerate(gathered):
-            for name, value, first in zip(facts, theirs[1:], gathered[0][1:], strict=True):
-                if value != first:
-                    raise RingMismatch(
-                        f"vocabulary-parallel loss: {name} is {first:g} on rank 0 and {value:g} on rank {rank} of the "
-                        "group; expected the same hidden states, labels and options on all ranks, and on each its own "
-                        "shard of the classes. If FSDP2 has sharded the weight over data-parallel ranks, gather it "
-                        "first: module.unshard()"
-                    )
-        sizes = [int(theirs[0]) for theirs in gathered]
-        return cls(group, sum(sizes[: dist.get_rank(group)]), sum(sizes), max(sizes))
+        with _call(transport, "the tiled loss", facts, device):
+            mine = torch.tensor([num_local_classes], device=device)
+            sizes = [int(size) for size in _gather(mine, transport)]
+        return cls(transport, sum(sizes[: transport.rank]), sum(sizes), max(sizes))
+
+    def call(self, direction: str, num_tokens: int, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Around a pass over that many tokens, in which the ranks exchange messages."""
+        return _call(self.transport, f"the tiled loss {direction}", {"tokens": num_tokens}, device)
 
     def sum_(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self.group)
+        """x (T, ...), summed over the ranks in their order: each sums a part of the rows, and sends it to all."""
+        rank, parts = self.transport.rank, x.tensor_split(self.transport.world_size)
+        others = {peer: part for peer, part in enumerate(parts) if peer != rank}
+        received = {peer: torch.empty_like(parts[rank]) for peer in others}
+        self.transport.start(others, received, "the gradient of hidden").wait()
+        total = received.get(0, parts[rank]).clone()
+        for peer in range(1, len(parts)):
+            total += received.get(peer, parts[rank])
+        parts[rank].copy_(total)
+        self.transport.start(dict.fromkeys(others, total), others, "the gradient of hidden").wait()
         return x
 
     def cross_entropy_fwd_bwd_(self, logits: Tensor, labels: Tensor, options: LossOptions, want_grad: bool) -> Tensor:
@@ -86,7 +97,7 @@ class VocabParallel:
         mine[1, rows] = label_logits
         if smoothing:
             mine[2] = logits.sum(-1, dtype=torch.float64)
-        gathered = _gather(mine, self.group)
+        gathered = _gather(mine, self.transport)
         lse, (label_logit, total) = gathered[:, 0].logsumexp(0), gathered[:, 1:].sum(0)
         loss: Tensor = (1 - smoothing) * (lse - label_logit) + z_loss * lse**2
         if smoothing:
@@ -115,21 +126,44 @@ def _log_sum_exp(chunks: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(parts).logsumexp(0)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+@contextlib.contextmanager
+def _call(transport: Transport, op: str, facts: Mapping[str, HeaderValue], device: torch.device) -> Iterator[None]:
+    try:
+        with transport.call(op, facts, device):
+            yield
+    except RingMismatch as error:
+        raise RingMismatch(
+            f"vocabulary-parallel loss: {error}, labels and options, and on each its own shard of the classes. If "
+            f"FSDP2 has sharded the weight over data-parallel ranks, gather it first: module.unshard()"
+        ) from None
+
+
+def _gather(x: Tensor, transport: Transport) -> Tensor:
     """x of all ranks, (W, *x.shape)."""
-    out = x.new_empty((dist.get_world_size(group), *x.shape))
-    dist.all_gather(list(out.unbind()), x, group=group)
+    out = x.new_empty((transport.world_size, *x.shape))
+    out[transport.rank] = x
+    received = {peer: part for peer, part in enumerate(out) if peer != transport.rank}
+    transport.start(dict.fromkeys(received, x), received, "the numbers of the tokens").wait()
     return out
 
 
-def local_vocab_shard(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
-    """This rank's shard of weight and bias, and the group they are sharded over; for plain tensors themselves and None.
+def group_of(weight: Any, group: Group | None) -> Group | None:
+    """The group that a call of the loss is over, as far as its unchecked arguments say."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # a DTensor can only exist if this has been imported
+    if group is None and tensor is not None and isinstance(weight, tensor.DTensor) and weight.device_mesh.ndim == 1:
+        mesh_group: Group = weight.device_mesh.get_group()
+        return mesh_group
+    return group
+
+
+def local_vocab_shard(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """This rank's shard of weight and bias; plain tensors are shards already.
 
     InputError: a DTensor that is not sharded along its classes over a one-dimensional mesh.
     """
-    tensor = sys.modules.get("torch.distributed.tensor")  # a DTensor can only exist if this has been imported
+    tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None or not isinstance(weight, tensor.DTensor):
-        return weight, bias, None
+        return weight, bias
     expected = (tensor.Shard(0),)
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and (not isinstance(x, tensor.DTensor) or x.placements != expected):
@@ -139,5 +173,4 @@ def local_vocab_shard(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
             )
         if x is not None and x.device_mesh != weight.device_mesh:
             raise InputError(f"{name} is on {x.device_mesh} and the weight on {weight.device_mesh}; expected one mesh")
-    group: dist.ProcessGroup = weight.device_mesh.get_group()
-    return weight.to_local(), None if bias is None else bias.to_local(), group  # type: ignore[attr-defined]
+    return weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ringtile.errors import InputError, LayoutError, Refused
+from ringtile.errors import InputError, Refused
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import shard_block_mask
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, layout_to_unshard, remember_layout
@@ -59,15 +59,16 @@ def context_parallel_shard(
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    pairs = _pairs(buffers, seq_dims)
-    layout = _layout(load_balancer, _seq_len(list(pairs.values())), transport.world_size)
-    remember_layout(group, layout)
-    shards: dict[Any, Buffer] = {}
-    for name, (buffer, dim) in pairs.items():
-        if isinstance(buffer, Tensor):
-            shards[name] = layout.shard(buffer, dim, transport.rank)
-        else:
-            shards[name] = shard_block_mask(buffer, group, layout)
+    with transport.telling("context_parallel_shard"):
+        pairs = _pairs(buffers, seq_dims)
+        layout = _layout(load_balancer, _seq_len(list(pairs.values())), transport.world_size)
+        remember_layout(group, layout)
+        shards: dict[Any, Buffer] = {}
+        for name, (buffer, dim) in pairs.items():
+            if isinstance(buffer, Tensor):
+                shards[name] = layout.shard(buffer, dim, transport.rank)
+            else:
+                shards[name] = shard_block_mask(buffer, group, layout)
     return shards if isinstance(buffers, Mapping) else list(shards.values())
 
 
@@ -83,7 +84,7 @@ def context_parallel_unshard(
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    try:
+    with transport.telling("context_parallel_unshard"):
         pairs = _pairs(buffers, seq_dims)
         for name, (buffer, _) in pairs.items():
             if not isinstance(buffer, Tensor):
@@ -99,9 +100,6 @@ def context_parallel_unshard(
             else:
                 layout = _layout(load_balancer, local_len * transport.world_size, transport.world_size)
             full.append((layout, buffer, dim))
-    except (InputError, LayoutError, Refused) as error:
-        transport.refuse("context_parallel_unshard", error)
-        raise
     return [layout.unshard(buffer, dim, group) for layout, buffer, dim in full]
 
 

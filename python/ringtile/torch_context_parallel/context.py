@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, Refused
+from ringtile.random_states import drawn_since, random_states
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -49,9 +50,10 @@ def context_parallel(
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    buffers, buffer_seq_dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
-    kept = as_list(no_restore_buffers, "no_restore_buffers")
-    seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
+    with transport.telling("context_parallel"):
+        buffers, buffer_seq_dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
+        kept = as_list(no_restore_buffers, "no_restore_buffers")
+        seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
     if transport.world_size == 1 and mask is None:
         yield
         return
@@ -60,8 +62,9 @@ def context_parallel(
         with _in_force(group, AttentionScope(group, layout_name=layout), layout):
             yield
         return
-    layout = layout_of(layout, seq_len, transport.world_size)
-    sequence = unmasked_sequence(layout, group) if mask is None else ShardedSequence.of(mask, layout, group)
+    with transport.telling("context_parallel"):
+        layout = layout_of(layout, seq_len, transport.world_size)
+        sequence = unmasked_sequence(layout, group) if mask is None else ShardedSequence.of(mask, layout, group)
     _ = sequence.causal  # made here: a compiled call of attention can read it but not make it
     scope = AttentionScope(group, sequence=sequence, is_masked=mask is not None)
     full = [buffer.detach() for buffer in buffers]
@@ -92,24 +95,18 @@ def _in_force(
             yield
 
     mode = RingMode(scope, buffers, enter)
-    before = _random_states()
+    before = random_states()
     with refusals_on_the_surface(), enter():
         yield
-    drawn = [name for name, state in _random_states().items() if name not in before or not state.equal(before[name])]
-    if drawn and transport_of(group).world_size > 1:
-        raise Refused(
-            f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside context_parallel: "
-            "dropout, noise or sampling of local tokens is not what one process draws. Switch it off, or draw before "
-            "the block and pass the numbers as buffers"
-        )
-
-
-def _random_states() -> dict[str, Tensor]:
-    """The states of the default generators; a GPU's only if the process uses it."""
-    states = {"the CPU": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["the GPU"] = torch.cuda.get_rng_state()
-    return states
+    drawn = drawn_since(before)
+    transport = transport_of(group)
+    if drawn and transport.world_size > 1:
+        with transport.telling("context_parallel"):
+            raise Refused(
+                f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside "
+                "context_parallel: dropout, noise or sampling of local tokens is not what one process draws. Switch it "
+                "off, or draw before the block and pass the numbers as buffers"
+            )
 
 
 def _seq_len(

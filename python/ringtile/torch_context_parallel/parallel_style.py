@@ -39,6 +39,7 @@ from ringtile.torch_context_parallel.group_layouts import check_layout, group_of
 from ringtile.torch_context_parallel.mode import RingMode, run_in_mode
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
+from ringtile.transport.groups import telling
 
 
 class _AttentionType(Enum):
@@ -233,12 +234,15 @@ def _sdpa_of_dtensors(query: DTensor, key: DTensor, value: DTensor, *args: Any, 
     others = [placement for placement in placements if placement != Shard(2)]
     if not dims:
         return scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    if len(dims) > 1 or any(not (p.is_replicate() or p in (Shard(0), Shard(1))) for p in others):
-        raise InputError(f"query is placed {placements}; expected Shard(2) once, else Shard(0), Shard(1), Replicate()")
-    for name, x in (("key", key), ("value", value)):
-        if not isinstance(x, DTensor) or x.placements != placements or x.device_mesh != mesh:
-            raise InputError(f"{name} is not placed as query is, {placements} on {mesh}; redistribute it")
     group = mesh.get_group(dims[0])
+    with telling(group, "scaled_dot_product_attention", query.to_local()):
+        if len(dims) > 1 or any(not (p.is_replicate() or p in (Shard(0), Shard(1))) for p in others):
+            raise InputError(
+                f"query is placed {placements}; expected Shard(2) once, else Shard(0), Shard(1), Replicate()"
+            )
+        for name, x in (("key", key), ("value", value)):
+            if not isinstance(x, DTensor) or x.placements != placements or x.device_mesh != mesh:
+                raise InputError(f"{name} is not placed as query is, {placements} on {mesh}; redistribute it")
     q, k, v = (x.to_local() for x in (query, key, value))
     out = sdpa(AttentionScope(group), q, k, v, *args, **kwargs)
     return DTensor.from_local(out, mesh, placements, run_check=False)

@@ -17,7 +17,7 @@ from ringtile.ops import state_dtype
 from ringtile.ring.attention import is_plain, ring_attention
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
-from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.groups import Group, group_name, telling, transport_of
 
 _E = TypeVar("_E", bound=RingtileError)
 
@@ -86,7 +86,8 @@ class AttentionScope:
         """`ring_attention` of this scope's sequence: out (B, N, H, Dv), with return_lse (out, lse)."""
         sequence = self.sequence
         if sequence is None and (torch.compiler.is_compiling() or not is_plain(q)):
-            check_once("ring_attention", q, k, v)
+            with telling(self.group, "attention", q):
+                check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
             bounds_and_layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale

@@ -135,6 +135,7 @@ class _Sent(NamedTuple):
     op: str
     call: int
     header: bytes
+    refused: bool  # this rank does not make the call: the others hear why, and what they say does not matter
 
 
 class Headers:
@@ -149,9 +150,9 @@ class Headers:
         self._sent: dict[int, _Sent] = {}  # the last of them, until all peers have sent theirs
         self.agreeing: set[int] = set()  # the peers whose header equals the last one of this rank
 
-    def send(self, op: str, call: int, header: bytes) -> None:
+    def send(self, op: str, call: int, header: bytes, *, refused: bool = False) -> None:
         self._num_sent += 1
-        self._sent[self._num_sent] = _Sent(op, call, header)
+        self._sent[self._num_sent] = _Sent(op, call, header, refused)
         self.agreeing.clear()
         self._channel.send(header)
 
@@ -177,11 +178,14 @@ class Headers:
         self._num_received[peer] += 1
         mine = self._sent[self._num_received[peer]]
         if header == mine.header:
-            self.agreeing.add(peer)
+            if self._num_received[peer] == self._num_sent:
+                self.agreeing.add(peer)
             return None
         fields = decode(header)
         if "gave up" in fields:
             raise self._blame(peer, fields)
+        if mine.refused:
+            return None
         text = describe_difference(self._rank, decode(mine.header), peer, fields, mine.call, mine.op)
         return Mismatch(mine.call, peer, text)
 
@@ -231,10 +235,10 @@ class Headers:
         return Gone(blamed, f"rank {peer} gave up when it lost rank {blamed} ({fields['gave up']})")
 
 
-def farewell(reason: str, blamed: int) -> bytes:
+def farewell(reason: str, blamed: int, **more: HeaderValue) -> bytes:
     """HEADER_BYTES bytes in place of a header: a rank gives up, why, and whom it blames."""
     said = reason[:MAX_REASON].encode("ascii", "replace").decode()
-    text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
+    text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed, **more})
     return text.encode("ascii").ljust(HEADER_BYTES)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.transport.agreement import HeaderValue
-from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.groups import Group, group_name, telling, transport_of
 from ringtile.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -32,10 +32,9 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     PeerLost.
     """
     if not torch.compiler.is_compiling():
-        transport = transport_of(group)
-        with transport.telling("unshard"):
+        with telling(group, "unshard", local):
             dim = arguments.check_dim("local", local, dim)
-            if local.device.type == "meta" and transport.world_size > 1:  # would not get as far as the op
+            if local.device.type == "meta" and transport_of(group).world_size > 1:  # would not get as far as the op
                 raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
             derivatives.check_once("unshard", local)
     full: Tensor = _all_gather_seq(local, layout, dim % local.dim(), seq_len, group_name(group))
@@ -142,15 +141,17 @@ def _setup(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, int, int, str], outpu
 
 
 def _all_gather_backward(ctx: FunctionCtx, dfull: Tensor) -> tuple[Tensor, None, None, None, None]:
-    derivatives.check_once("the backward of unshard", dfull)
-    (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    dlocal: Tensor = _reduce_scatter_seq(dfull, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
+    with telling(ctx.group_name, "gradient of unshard", dfull):  # type: ignore[attr-defined]
+        derivatives.check_once("the backward of unshard", dfull)
+        (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        dlocal: Tensor = _reduce_scatter_seq(dfull, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
     return dlocal, None, None, None, None
 
 
 def _reduce_scatter_backward(ctx: FunctionCtx, dlocal: Tensor) -> tuple[Tensor, None, None, None, None]:
-    (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
-    dx: Tensor = _all_gather_seq(dlocal, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
+    with telling(ctx.group_name, "unshard", dlocal):  # type: ignore[attr-defined]
+        (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        dx: Tensor = _all_gather_seq(dlocal, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
     return dx, None, None, None, None
 
 

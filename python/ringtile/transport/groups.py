@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 
@@ -51,6 +54,16 @@ def transport_of(group: Group | None) -> Transport:
         if group not in _transports:
             _transports[group] = ProcessGroupTransport(group)
         return _transports[group]
+
+
+def telling(group: Group | None, op: str, x: object) -> contextlib.AbstractContextManager[None]:
+    """`Transport.telling` of a group for a call of op on x; nothing while the call is only traced."""
+    return contextlib.nullcontext() if is_traced(x) else transport_of(group).telling(op)
+
+
+def is_traced(x: object) -> bool:
+    """Whether x stands for a tensor of a later run: a compiler's fake one."""
+    return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter))
 
 
 def only_group_of(world_size: int) -> dist.ProcessGroup | None:

@@ -42,6 +42,7 @@ class Message(Protocol):
     def wait(self) -> Any: ...
 
 
+_TOLD = "_ringtile_told"  # an attribute of an error that the other ranks have heard of
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
 
 
@@ -120,26 +121,25 @@ class Transport(abc.ABC):
             yield
             return
         self._check_process_and_thread(op)
-        with self._numbered_call(op, fields, torch.device(device), forward_call, data):
+        with self._numbered(op):
+            self._agree(op, fields, torch.device(device), forward_call, data)
             yield
+            self.compare_headers()
 
     @contextlib.contextmanager
-    def _numbered_call(
-        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int = 0, data: int = 0
-    ) -> Iterator[None]:
+    def _numbered(self, op: str) -> Iterator[None]:
+        """The next call of this group. Any error in it but RingMismatch breaks the group."""
         with self._lock:
             self._raise_failure(op)
             self.num_calls += 1
             self._op = op
             try:
-                self._agree(op, fields, device, forward_call, data)
                 yield
-                self.compare_headers()
             except RingMismatch:
                 raise
             except BaseException as error:
                 self._failure = error
-                self._give_up(error)
+                self.give_up(error)
                 raise
             finally:
                 self._behind = False
@@ -182,12 +182,7 @@ class Transport(abc.ABC):
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self.num_calls)
-        place = self._place("the header")
-        if self._headers is None:
-            with self.naming((), place):
-                self._headers = Headers(self.rank, self.world_size, self._open_channel())
-        with self.naming((), place):
-            self._headers.send(op, self.num_calls, terms.header(self.num_calls, forward_call, data))
+        self._send_header(op, terms.header(self.num_calls, forward_call, data))
         self._behind = True
         if agreed is None:
             self.compare_headers()
@@ -195,6 +190,12 @@ class Transport(abc.ABC):
             self._open(device)
         elif self._host_runs_ahead(device):
             self._compare_arrived()
+
+    def _send_header(self, op: str, header: bytes, *, refused: bool = False) -> None:
+        with self.naming((), self._place("the header")):
+            if self._headers is None:
+                self._headers = Headers(self.rank, self.world_size, self._open_channel())
+            self._headers.send(op, self.num_calls, header, refused=refused)
 
     def compare_headers(self) -> None:
         """Compares the headers of this call with those of all peers, once. Raises PeerLost, RingMismatch."""
@@ -223,7 +224,7 @@ class Transport(abc.ABC):
             self._failure = RingMismatch(mismatch.text)
             raise self._failure
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""
         if self._headers is not None:
             self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
@@ -231,21 +232,25 @@ class Transport(abc.ABC):
         self.hang_up()
 
     def refuse(self, op: str, reason: Exception) -> None:
-        """Tells the others, in place of the header of a call, why this rank cannot take part: they raise RingMismatch.
+        """Tells the others, in place of the header of a call, why this rank does not make it, and waits for none.
 
-        Without it they would wait for this rank until it ends. Ranks that refuse for the same reason agree.
+        Those that make a call raise RingMismatch with the reason; without it they would wait for this rank until it
+        ends. Ranks that refuse together go on together. An error is told once.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or os.getpid() != self._pid or _TOLD in reason.__dict__:
             return
+        reason.__dict__[_TOLD] = True
         said = f"{op}, refused: {reason}"[:MAX_REASON].encode("ascii", "replace").decode()
-        with contextlib.suppress(RingtileError), self._numbered_call(said, {}, torch.device("cpu")):
-            pass
+        with contextlib.suppress(RingtileError), self._numbered(said):
+            self._send_header(said, Terms(said, "cpu", {}).header(self.num_calls), refused=True)
 
     @contextlib.contextmanager
     def telling(self, op: str) -> Iterator[None]:
         """Around what a call of op does before its first message: any error there is told to the others."""
         try:
             yield
+        except (RingMismatch, PeerLost):  # which the others have too
+            raise
         except Exception as error:
             self.refuse(op, error)
             raise
