@@ -132,10 +132,10 @@ def test_a_checkpoint_that_is_only_begun_is_not_whole(left, copy):
 
 
 def test_a_checkpoint_is_damaged_from_its_first_deleted_file_on(copy, monkeypatch):
-    def checked(path):
+    def checked(path, **options):
         assert "while it was being saved or deleted" in damage_of(path.parent)
         deleted.append(path.name)
-        unlink(path)
+        unlink(path, **options)
 
     deleted, unlink = [], pathlib.Path.unlink
     monkeypatch.setattr(pathlib.Path, "unlink", checked)

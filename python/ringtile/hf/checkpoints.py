@@ -229,14 +229,18 @@ def _delete_older(run: pathlib.Path, limit: int, kept: Set[pathlib.Path]) -> Non
 
 
 def _empty(folder: pathlib.Path) -> None:
-    """Deletes the files of a checkpoint, which is damaged from the first one on: a draft is left."""
-    if (folder / MANIFEST).exists():
+    """Deletes the files of a checkpoint, which is damaged from the first one on: a draft is left.
+
+    Several nodes may do so at once.
+    """
+    with contextlib.suppress(FileNotFoundError):
         (folder / MANIFEST).replace(folder / _DRAFT)
-    else:
-        (folder / _DRAFT).touch()
+    (folder / _DRAFT).touch()
     for path in folder.iterdir():
-        if path.name != _DRAFT:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _DRAFT:
+            path.unlink(missing_ok=True)
 
 
 # ---- the manifest -------------------------------------------------------------------------------
