@@ -2,7 +2,8 @@
 # make test    set up, build, lint, and test: C under sanitizers, CUDA kernels on the emulator, Python
 # make test-all  the same with every cell of every matrix, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
-# make faults    hostile trials by the thousand, counted: kills, fuzzed calls, malformed files (ten minutes)
+# make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
+#              minutes); `cd tests && python -m faults --trials N MODULE` for more of one kind
 # make tsan    run every threaded kernel under the thread sanitizer; by hand
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU

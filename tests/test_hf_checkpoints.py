@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import ringtile
 import torch
+from hf_engines import engine
 from hf_training import make_trainer
 from pool import Pool, run_ranks
 from ringtile import CheckpointError, PeerLost
@@ -85,20 +86,22 @@ def test_damaged_manifest_is_named(text, copy):
     assert damage_of(copy / "checkpoint-4") == f"{MANIFEST} is not readable"
 
 
-def _resumes(folder, resume):
+def _resumes(folder, resume, **options):
     try:
-        return _train(folder, resume)
+        return _train(folder, resume, **options)
     except CheckpointError as error:
         return str(error)
 
 
 def test_resume_refuses_a_damaged_checkpoint_on_every_rank_and_finds_the_whole_one(saved, copy):
     _flip_a_bit(copy / "checkpoint-4" / "model.safetensors")
+    (copy / "checkpoint-4" / "rng_state_7.pth").touch()  # of a larger world
     for message in run_ranks(2, _resumes, copy, str(copy / "checkpoint-4")):
         assert "checkpoint-4 is damaged: model.safetensors is not what was saved" in message
     for weights in run_ranks(2, _resumes, copy, True):  # goes on from step 2 to step 4
         assert all(torch.equal(weight, saved[1][name]) for name, weight in weights.items())
     assert damage_of(copy / "checkpoint-4") is None
+    assert not (copy / "checkpoint-4" / "rng_state_7.pth").exists()
 
 
 def test_no_whole_checkpoint_is_named(copy):
@@ -108,6 +111,71 @@ def test_no_whole_checkpoint_is_named(copy):
         _train(copy, True, {"tiled_mlp": True})
     with pytest.raises(CheckpointError, match="which is no folder"):
         _train(copy, str(copy / "checkpoint-5"), {"tiled_mlp": True})
+
+
+LEFT = {
+    "nothing": (),
+    "weights": ("model.safetensors", "optimizer.pt"),
+    "a draft": (f"{MANIFEST}.new", "trainer_state.json"),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_checkpoint_that_is_only_begun_is_not_whole(left, copy):
+    last = copy / "checkpoint-4"
+    (last / f"{MANIFEST}.new").touch()
+    for path in last.iterdir():
+        if path.name not in LEFT[left]:
+            path.unlink()
+    assert damage_of(last)
+    assert find(str(copy)) == copy / "checkpoint-2"
+
+
+def test_a_checkpoint_is_damaged_from_its_first_deleted_file_on(copy, monkeypatch):
+    def checked(path, **options):
+        assert "while it was being saved or deleted" in damage_of(path.parent)
+        deleted.append(path.name)
+        unlink(path, **options)
+
+    deleted, unlink = [], pathlib.Path.unlink
+    monkeypatch.setattr(pathlib.Path, "unlink", checked)
+    checkpoints._delete_older(copy, 1, {copy / "checkpoint-4"})
+    assert set(FILES) <= set(deleted)
+    assert [path.name for path in copy.iterdir()] == ["checkpoint-4"]
+
+
+ENGINES = {
+    "optimizer.bin": "FSDP (FULL_STATE_DICT)",
+    "optimizer_0": "FSDP (SHARDED_STATE_DICT)",
+    "latest": "DeepSpeed",
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_checkpoint_of_another_engine_is_refused(name, copy):
+    last = copy / "checkpoint-4"
+    checkpoints._check_engine(last, "DDP or one process")
+    with pytest.raises(CheckpointError, match="was saved under DDP or one process, and this training runs under FSDP"):
+        checkpoints._check_engine(last, "FSDP (FULL_STATE_DICT)")
+    (last / "optimizer.pt").rename(last / name)
+    checkpoints._check_engine(last, ENGINES[name])
+
+
+def _resumes_under_fsdp(folder):
+    with engine("FSDP2") as arguments:
+        return _resumes(folder, True, **arguments)
+
+
+def test_fsdp_refuses_a_checkpoint_of_ddp(copy):
+    for message in run_ranks(2, _resumes_under_fsdp, copy):
+        assert "was saved under DDP or one process, and this training runs under FSDP (FULL_STATE_DICT);" in message
+
+
+def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path):
+    """transformers would go on with a new optimizer, and say nothing."""
+    _train(tmp_path, config={"tiled_mlp": True}, save_only_model=True, max_steps=2)
+    with pytest.raises(CheckpointError, match="checkpoint-2 holds no optimizer state; expected"):
+        _train(tmp_path, True, {"tiled_mlp": True})
 
 
 def test_checkpoint_without_a_manifest_is_accepted_with_a_warning(copy, caplog):
@@ -132,7 +200,7 @@ def test_a_save_that_was_killed_is_not_whole(tmp_path):
     assert isinstance(outcomes[0], EOFError)
     assert isinstance(outcomes[1], PeerLost)
     assert str(outcomes[1]).startswith("rank 0 was lost in train() of rank 1")
-    assert damage_of(tmp_path / "checkpoint-4") == "its training ended while it was being saved"
+    assert damage_of(tmp_path / "checkpoint-4") == "its training ended while it was being saved or deleted"
     assert find(str(tmp_path)) == tmp_path / "checkpoint-2"
 
 

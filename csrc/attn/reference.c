@@ -78,6 +78,7 @@ static void for_attended_keys(const rt_attn_params *p, const query *i, pair_body
 
 static void for_queries(const rt_attn_params *p, void (*body)(const rt_attn_params *p, const query *i)) {
     query i;
+    if (p->num_queries == 0) return; // of any number of batches
     for (i.batch = 0; i.batch < p->batch; i.batch++)
         for (i.head = 0; i.head < p->num_heads; i.head++)
             for (i.token = 0; i.token < p->num_queries; i.token++) {
@@ -177,6 +178,7 @@ static void backward_query(const rt_attn_params *p, const query *i) {
 }
 
 static void clear_key_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim) {
+    if (p->num_keys == 0) return;
     for (int64_t batch = 0; batch < p->batch; batch++)
         for (int64_t row = 0; row < p->num_keys; row++)
             for (int64_t head = 0; head < p->num_kv_heads; head++)

@@ -21,7 +21,7 @@ def campaign(trials: int | None, seed: int) -> Counts:
     fuzz = build("fuzz_*.c", "ctest", "address,undefined")
     for program in fuzz:
         for isa in ISAS:
-            run(counts, program, isa, (trials or 400_000) // (len(ISAS) * len(fuzz)), seed)
+            run(counts, program, isa, (trials or 1_000_000) // (len(ISAS) * len(fuzz)), seed)
     for program in build("race_*.c", "tsan", "thread"):
         for isa in ISAS:
             run(counts, program, isa, 1, seed)

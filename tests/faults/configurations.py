@@ -25,7 +25,7 @@ import yaml
 
 from faults.counts import Counts
 
-TRIALS = 1000
+TRIALS = 500
 BEGAN = 77  # the status of a process that would train now
 CPU_SECONDS = 10  # of one trial; a machine may be busy, so that no wall clock counts
 WALL_SECONDS = 120

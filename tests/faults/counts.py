@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass
 class Counts:
     """right: the correct result. named: ringtile's own error. The others are bugs; `notes` describes each of them."""
 
+    BUGS: ClassVar = ("silent", "unnamed", "hangs", "crashes")
     right: int = 0
     named: int = 0
     silent: int = 0  # a wrong number, and no error
@@ -24,8 +25,7 @@ class Counts:
 
     @property
     def bugs(self) -> int:
-        return self.silent + self.unnamed + self.hangs + self.crashes
+        return sum(getattr(self, name) for name in self.BUGS)
 
     def row(self) -> dict[str, int]:
-        counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "notes"}
-        return {"trials": self.trials, **counts}
+        return {"trials": self.trials, **{name: getattr(self, name) for name in ("right", "named", *self.BUGS)}}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from faults.counts import Counts
 
-DEFAULT_TRIALS = 2_000
+DEFAULT_TRIALS = 20_000
 TRIAL_SECONDS = 30.0
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Of the largest magnitude of a tensor: rounding of inputs and weights, with room for sums over a few dozen tokens.

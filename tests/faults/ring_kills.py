@@ -18,8 +18,9 @@ from test_ring_failures import USUAL
 
 from faults.counts import Counts
 
-_GROUP_TIMEOUT = 2.0
-_SOON = {signal.SIGKILL: 3.0, signal.SIGSTOP: _GROUP_TIMEOUT + 3.0}  # seconds from the signal to a survivor's error
+# A killed rank is noticed without a timeout; a stopped one is missed after it.
+_GROUP_TIMEOUT = {signal.SIGKILL: 60.0, signal.SIGSTOP: 2.0}
+_SOON = {signal.SIGKILL: 3.0, signal.SIGSTOP: 2.0 + 3.0}  # seconds from the signal to a survivor's error
 
 
 def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[int | None, str, float]:
@@ -45,22 +46,29 @@ def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[i
 def campaign(trials: int | None, seed: int) -> Counts:
     counts, chance = Counts(), random.Random(seed)
     seconds: dict[signal.Signals, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
-    for trial in range(trials or 30):
+    for trial in range(trials or 50):
         world_size = 2 + trial % 3
         number = signal.SIGSTOP if trial % 5 == 4 else signal.SIGKILL
         victim, after = chance.randrange(world_size), chance.uniform(0.0, 0.1)
-        pool = Pool(world_size, _GROUP_TIMEOUT)
+        pool = Pool(world_size, _GROUP_TIMEOUT[number])
         try:
             with tempfile.TemporaryDirectory() as folder:
                 when = Path(folder) / "when"
                 stopped = victim if number == signal.SIGSTOP else None
                 outcomes = pool.outcomes(
-                    run_until_lost, victim, number, after, str(when), timeout=10.0, stopped=stopped
+                    run_until_lost, victim, number, after, str(when), timeout=60.0, stopped=stopped
                 )
-                start = float(when.read_text())
+                start = float(when.read_text()) if when.exists() else None
         finally:
             pool.close()
         what = f"trial {trial}: {number.name} of rank {victim} of {world_size}"
+        if start is None and number == signal.SIGSTOP:  # a busy machine exceeded the short timeout before: no trial
+            print(f"{what}: no signal was sent: {outcomes}", flush=True)
+            continue
+        if start is None:
+            counts.unnamed += 1
+            counts.notes.append(f"{what}: no signal was sent: {outcomes}")
+            continue
         survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
         hung = [outcome for outcome in survivors if isinstance(outcome, BaseException)]
         wrong = [outcome for outcome in survivors if not isinstance(outcome, BaseException) and outcome[0] != victim]
@@ -76,5 +84,8 @@ def campaign(trials: int | None, seed: int) -> Counts:
             seconds[number] += [outcome[2] - start for outcome in survivors]
     for number, times in seconds.items():
         if times:
-            print(f"  {number.name} to error: median {statistics.median(times):.2f} s, longest {max(times):.2f} s")
+            median, longest = statistics.median(times), max(times)
+            counts.notes.insert(
+                0, f"{len(times)} ranks, {number.name} to error: median {median:.2f} s, longest {longest:.2f} s"
+            )
     return counts

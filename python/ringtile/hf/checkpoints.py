@@ -1,32 +1,36 @@
 """Checkpoints that are whole, or refused by name.
 
-A manifest lists every file of a checkpoint with its size and checksum. While the files are written it says that they
-are not complete; it is replaced once all ranks have written theirs. Older checkpoints are deleted only after that. A
+A manifest lists every file of a checkpoint with its size and checksum. It is written once all ranks have written their
+files; older checkpoints are deleted only after that. While files are written or deleted, a draft stands in its place. A
 checkpoint is whole if its files are those of its manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ringtile.errors import CheckpointError, RingtileError
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.peers import Peers, of_a_collective
 
 MANIFEST = "ringtile_manifest.json"
+_DRAFT = f"{MANIFEST}.new"
 _VERSION = 1
 _CHUNK_BYTES = 1 << 20
 
@@ -61,7 +65,8 @@ class Checkpoints:
         try:
             if args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
-                _write_manifest(folder, None)
+                _empty(folder)
+            trainer.accelerator.wait_for_everyone()  # the others write into it
             original(model, trial)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
@@ -78,13 +83,9 @@ class Checkpoints:
             raise failure from error
         finally:
             args.save_total_limit = limit
-        if args.should_save:
-            rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=limit,
-                best_model_checkpoint=trainer.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+        if args.should_save and limit is not None and limit > 0:
+            best = trainer.state.best_model_checkpoint
+            _delete_older(run, limit, kept={folder, *([pathlib.Path(best)] if best else [])})
 
     # ---- resuming -------------------------------------------------------------------------------
 
@@ -100,7 +101,9 @@ class Checkpoints:
         answer: list[Any] = [None, None]  # (path, what is wrong)
         if self._trainer.args.process_index == 0:
             try:
-                answer[0] = find(self._trainer.args.output_dir) if resume is True else check(pathlib.Path(str(resume)))
+                folder = find(self._trainer.args.output_dir) if resume is True else check(pathlib.Path(str(resume)))
+                _check_engine(folder, _engine_of(self._trainer))
+                answer[0] = folder
             except CheckpointError as error:
                 answer[1] = str(error)
         if self._peers is not None:
@@ -141,16 +144,47 @@ def check(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+_PLAIN = "DDP or one process"
+
+
+def _engine_of(trainer: Trainer) -> str:
+    if trainer.is_fsdp_enabled:
+        return f"FSDP ({trainer.accelerator.state.fsdp_plugin.state_dict_type.name})"
+    return "DeepSpeed" if trainer.is_deepspeed_enabled else _PLAIN
+
+
+def _check_engine(folder: pathlib.Path, engine: str) -> None:
+    """Raises CheckpointError unless this engine saved the checkpoint, with the state of the optimizer."""
+    engines = {
+        "optimizer.pt": _PLAIN,
+        "optimizer.bin": "FSDP (FULL_STATE_DICT)",
+        "optimizer_0": "FSDP (SHARDED_STATE_DICT)",
+        "latest": "DeepSpeed",
+    }
+    saved = next((engines[path.name] for path in folder.iterdir() if path.name in engines), None)
+    if saved is None:
+        raise CheckpointError(
+            f"resume_from_checkpoint: {folder} holds no optimizer state; expected a checkpoint saved with it: set "
+            "save_only_model to false, or start anew from its weights"
+        )
+    if saved != engine:
+        raise CheckpointError(
+            f"resume_from_checkpoint: {folder} was saved under {saved}, and this training runs under {engine}; "
+            "expected the same: change this training's, or start anew from its weights"
+        )
+
+
 def damage_of(folder: pathlib.Path) -> str | None:
     """The first difference between a checkpoint and its manifest; None: it is whole, or has no manifest."""
     try:
         files = _read_manifest(folder)
     except FileNotFoundError:
-        return None
+        if (folder / _DRAFT).exists():
+            return "its training ended while it was being saved or deleted"
+        # Of all files of a checkpoint, transformers writes this one last.
+        return None if (folder / TRAINER_STATE_NAME).exists() else f"{TRAINER_STATE_NAME} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
-    if files is None:
-        return "its training ended while it was being saved"
     for name, (size, _) in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -181,22 +215,49 @@ def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
     return [folders[step] for step in sorted(folders, reverse=True)]
 
 
+# ---- deleting -----------------------------------------------------------------------------------
+
+
+def _delete_older(run: pathlib.Path, limit: int, kept: Set[pathlib.Path]) -> None:
+    """Deletes the oldest checkpoints until `limit` are left, or those that must be kept."""
+    checkpoints = [pathlib.Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
+    surplus = max(len(checkpoints) - limit, 0)
+    for folder in [path for path in checkpoints if path not in kept][:surplus]:
+        with contextlib.suppress(OSError):
+            _empty(folder)
+            shutil.rmtree(folder)
+
+
+def _empty(folder: pathlib.Path) -> None:
+    """Deletes the files of a checkpoint, which is damaged from the first one on: a draft is left.
+
+    Several nodes may do so at once.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        (folder / MANIFEST).replace(folder / _DRAFT)
+    (folder / _DRAFT).touch()
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _DRAFT:
+            path.unlink(missing_ok=True)
+
+
 # ---- the manifest -------------------------------------------------------------------------------
 
 
-def _write_manifest(folder: pathlib.Path, files: Mapping[str, tuple[int, str]] | None) -> None:
-    """Replaces the manifest at once. files: (size in bytes, checksum) by name; None: they are being written."""
-    temporary = folder / f"{MANIFEST}.new"
-    with temporary.open("w", encoding="ascii") as file:
+def _write_manifest(folder: pathlib.Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Writes a draft, which then takes the manifest's place. files: (size in bytes, checksum) by name."""
+    with (folder / _DRAFT).open("w", encoding="ascii") as file:
         json.dump({"version": _VERSION, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(folder / MANIFEST)
+    (folder / _DRAFT).replace(folder / MANIFEST)
 
 
-def _read_manifest(folder: pathlib.Path) -> dict[str, tuple[int, str]] | None:
+def _read_manifest(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
     files = json.loads((folder / MANIFEST).read_text(encoding="ascii"))["files"]
-    return None if files is None else {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+    return {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
 
 
 def _checksums(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
