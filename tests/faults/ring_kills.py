@@ -11,9 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from pool import Pool
-from ringtile import PeerLost
+from ringtile import IntervalMask, Layout, PeerLost, ShardedSequence
 from test_ring_failures import USUAL
 
 from faults.counts import Counts
@@ -24,8 +25,16 @@ _SOON = {signal.SIGKILL: 3.0, signal.SIGSTOP: _GROUP_TIMEOUT + 3.0}  # seconds f
 
 def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[int | None, str, float]:
     """Forwards and backwards for ever; the victim sends itself the signal. Who was lost, what was said, and when."""
-    for _ in range(2):  # all ranks have agreed and are connected
+    layout = Layout.contiguous(48, dist.get_world_size())
+    sequence = ShardedSequence(IntervalMask.causal(48), layout, dist.group.WORLD)
+    long = torch.zeros(48 // dist.get_world_size(), 2**17)  # megabytes: a helper thread moves them
+
+    def communicate() -> None:
         USUAL.forward(dist.group.WORLD).sum().backward()
+        sequence.unshard(long, 0)
+
+    for _ in range(2):  # all ranks have agreed and are connected
+        communicate()
     dist.barrier()
     if dist.get_rank() == victim:
 
@@ -37,7 +46,7 @@ def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[i
         threading.Thread(target=send, daemon=True).start()
     try:
         while True:
-            USUAL.forward(dist.group.WORLD).sum().backward()
+            communicate()
     except PeerLost as error:
         return error.rank, str(error), time.monotonic()
 
@@ -55,12 +64,16 @@ def campaign(trials: int | None, seed: int) -> Counts:
                 when = Path(folder) / "when"
                 stopped = victim if number == signal.SIGSTOP else None
                 outcomes = pool.outcomes(
-                    run_until_lost, victim, number, after, str(when), timeout=10.0, stopped=stopped
+                    run_until_lost, victim, number, after, str(when), timeout=30.0, stopped=stopped
                 )
-                start = float(when.read_text())
+                start = float(when.read_text()) if when.exists() else 0.0
         finally:
             pool.close()
         what = f"trial {trial}: {number.name} of rank {victim} of {world_size}"
+        if not start:
+            counts.unnamed += 1
+            counts.notes.append(f"{what}: before the signal: {outcomes!r}")
+            continue
         survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
         hung = [outcome for outcome in survivors if isinstance(outcome, BaseException)]
         wrong = [outcome for outcome in survivors if not isinstance(outcome, BaseException) and outcome[0] != victim]
@@ -74,6 +87,10 @@ def campaign(trials: int | None, seed: int) -> Counts:
         else:
             counts.named += 1
             seconds[number] += [outcome[2] - start for outcome in survivors]
+    left = [name for name in os.listdir("/dev/shm") if "ringtile" in name]
+    if left:
+        counts.unnamed += 1
+        counts.notes.append(f"left in /dev/shm: {left}")
     for number, times in seconds.items():
         if times:
             print(f"  {number.name} to error: median {statistics.median(times):.2f} s, longest {max(times):.2f} s")
