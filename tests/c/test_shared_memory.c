@@ -5,7 +5,7 @@
 
 #include "../../csrc/transport/shared_memory.h"
 
-#include <sys/mman.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -151,6 +151,52 @@ static void test_long_messages_move_while_one_side_computes(void) {
     }
 }
 
+// The caller of rank 0 waits in vain, and its helper stands back; then rank 1 needs the helper.
+static void test_a_caller_that_leaves_wakes_the_helper(void) {
+    world w = new_world(2);
+    rt_shm_message never = message(false, 1, 5, 8, 0);
+    for (int i = 0; i < 5; i++) {
+        rt_shm_message sent = message(true, 1, 5, 2 * CAPACITY, 9),
+                       got = message(false, 0, 5, 2 * CAPACITY, 0);
+        rt_shm_post(w.ends[0], &sent);
+        CHECK_INT(post_and_wait(w.ends[0], &never, 20), RT_SHM_PENDING);
+        rt_shm_drop(w.ends[0], &never);
+        CHECK_INT(post_and_wait(w.ends[1], &got, LONG), RT_SHM_DONE);
+        CHECK(holds(&got, 9));
+        free(sent.data), free(got.data);
+    }
+    free(never.data);
+    free_world(&w);
+}
+
+enum { NUM_ANSWERS = 100 };
+
+static void ask_and_answer(void *arg, int64_t rank) {
+    traffic *t = arg;
+    for (int i = 0; i < NUM_ANSWERS; i++) {
+        for (int step = 0; step < 2; step++) {
+            rt_shm_message m = message(step == rank, 1 - rank, 7, 8, 1);
+            for (int late = 0; rank == 1 && step == 1 && late < 200; late++)
+                sched_yield(); // rank 0 sleeps by then
+            t->num_wrong[rank] += post_and_wait(t->w->ends[rank], &m, LONG) != RT_SHM_DONE;
+            free(m.data);
+        }
+    }
+}
+
+// The helper of rank 0 sleeps, since a long message to rank 2 finds no room. The byte that wakes it is the caller's.
+static void test_the_helper_leaves_the_caller_its_byte(void) {
+    world w = new_world(3);
+    rt_shm_message sent = message(true, 2, 5, 3 * CAPACITY, 9);
+    rt_shm_post(w.ends[0], &sent);
+    traffic t = {&w, 0, 0, {0}};
+    run_threads(NULL, 2, ask_and_answer, &t);
+    CHECK_INT(t.num_wrong[0] + t.num_wrong[1], 0);
+    rt_shm_drop(w.ends[0], NULL);
+    free(sent.data);
+    free_world(&w);
+}
+
 static void test_a_short_message_needs_no_receiver(void) {
     world w = new_world(2);
     rt_shm_message sent = message(true, 1, 5, CAPACITY, 9), got = message(false, 0, 5, CAPACITY, 0);
@@ -292,6 +338,8 @@ int main(int argc, char **argv) {
     test_traffic(seed, 2, rounds);
     test_traffic(seed + 100, 3, rounds);
     test_long_messages_move_while_one_side_computes();
+    test_a_caller_that_leaves_wakes_the_helper();
+    test_the_helper_leaves_the_caller_its_byte();
     test_a_short_message_needs_no_receiver();
     test_messages_of_another_tag_are_skipped();
     test_a_closed_peer_is_lost();
