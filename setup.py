@@ -262,7 +262,7 @@ class BuildExtensions(BuildExtension):
 
 NVCC = find_nvcc()
 extensions = [
-    extension("_C", ["csrc/torch/kernels.cpp", "csrc/torch/sequence.cpp"]),
+    extension("_C", ["csrc/torch/kernels.cpp", "csrc/torch/sequence.cpp", "csrc/torch/shared_memory.cpp"]),
     extension("_bench", ["csrc/torch/bench.cpp"]),
 ]
 if NVCC:

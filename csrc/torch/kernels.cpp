@@ -12,6 +12,7 @@
 #define RT_DISPATCH_KEY CUDA
 #define RT_MODULE "_cuda"
 #define RT_MODULE_INIT PyInit__cuda
+#define RT_METHODS nullptr
 // Weak: a torch without CUDA lacks it, and the object, which binds all its symbols at once, must load there for the tests.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void **stream);
@@ -20,6 +21,8 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 #define RT_DISPATCH_KEY CPU
 #define RT_MODULE "_C"
 #define RT_MODULE_INIT PyInit__C
+extern PyMethodDef shared_memory_methods[]; // csrc/torch/shared_memory.cpp
+#define RT_METHODS shared_memory_methods
 #endif
 
 namespace {
@@ -312,5 +315,5 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
 
 // Importing the module loads the shared object, whose static initializers register the ops above.
 static struct PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, RT_MODULE, nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+    PyModuleDef_HEAD_INIT, RT_MODULE, nullptr, -1, RT_METHODS, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC RT_MODULE_INIT(void) { return PyModule_Create(&module_def); }

@@ -11,9 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from pool import Pool
-from ringtile import PeerLost
+from ringtile import IntervalMask, Layout, PeerLost, ShardedSequence
 from test_ring_failures import USUAL
 
 from faults.counts import Counts
@@ -25,8 +26,16 @@ _SOON = {signal.SIGKILL: 3.0, signal.SIGSTOP: 2.0 + 3.0}  # seconds from the sig
 
 def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[int | None, str, float]:
     """Forwards and backwards for ever; the victim sends itself the signal. Who was lost, what was said, and when."""
-    for _ in range(2):  # all ranks have agreed and are connected
+    layout = Layout.contiguous(48, dist.get_world_size())
+    sequence = ShardedSequence(IntervalMask.causal(48), layout, dist.group.WORLD)
+    long = torch.zeros(48 // dist.get_world_size(), 2**17)  # megabytes: a helper thread moves them
+
+    def communicate() -> None:
         USUAL.forward(dist.group.WORLD).sum().backward()
+        sequence.unshard(long, 0)
+
+    for _ in range(2):  # all ranks have agreed and are connected
+        communicate()
     dist.barrier()
     if dist.get_rank() == victim:
 
@@ -38,7 +47,7 @@ def run_until_lost(victim: int, number: int, after: float, when: str) -> tuple[i
         threading.Thread(target=send, daemon=True).start()
     try:
         while True:
-            USUAL.forward(dist.group.WORLD).sum().backward()
+            communicate()
     except PeerLost as error:
         return error.rank, str(error), time.monotonic()
 
@@ -82,6 +91,10 @@ def campaign(trials: int | None, seed: int) -> Counts:
         else:
             counts.named += 1
             seconds[number] += [outcome[2] - start for outcome in survivors]
+    left = [name for name in os.listdir("/dev/shm") if "ringtile" in name]
+    if left:
+        counts.unnamed += 1
+        counts.notes.append(f"left in /dev/shm: {left}")
     for number, times in seconds.items():
         if times:
             median, longest = statistics.median(times), max(times)

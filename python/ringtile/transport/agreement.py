@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ringtile.errors import InputError
 
-HEADER_VERSION = 3
+HEADER_VERSION = 4
 # One size for ever: a receive of the wrong size kills the process, so a header must fit whatever the peer's version.
 HEADER_BYTES = 1024
 # Users may send on the group too (tags from 0 up); ours begin with the bytes "RT".

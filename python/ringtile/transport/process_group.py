@@ -14,16 +14,18 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ringtile.errors import InputError
-from ringtile.transport import sockets
+from ringtile.transport import shared_memory, sockets
 from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, Channel
+from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.transport import Exchange, Message, Transport
 
 
 class ProcessGroupTransport(Transport):
     """Point-to-point messages of a process group. Ranks are ranks within the group.
 
-    CPU tensors travel over the group if it has a backend for them, else over a gloo group beside it, which all of its
-    ranks make in their first call. CUDA tensors travel over NCCL, headers over sockets.
+    CPU tensors travel through shared memory between ranks of one host. Between others they travel over the group if it
+    has a backend for them, else over a gloo group beside it, which all of its ranks make in their first call. CUDA
+    tensors travel over NCCL, headers over sockets.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -31,6 +33,7 @@ class ProcessGroupTransport(Transport):
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
         self._beside = None if backend_name(group, "cpu") else _gloo_beside(group)
         self._opened = False
+        self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         if self._beside is not None and tensor.device.type == "cpu":
@@ -40,11 +43,20 @@ class ProcessGroupTransport(Transport):
             raise InputError("the process group was destroyed; make a new one, and what was built on it")
         return group
 
+    def _shares(self, tensor: Tensor, peer: int) -> SharedMemory | None:
+        """What carries the tensor to or from that peer; None: the process group."""
+        shared = self._shared
+        return shared if shared is not None and peer in shared.peers and tensor.device.type == "cpu" else None
+
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        if (shared := self._shares(tensor, peer)) is not None:
+            return shared.post(tensor, peer, tag, outgoing=True)
         message: Message = self._group_for(tensor).send([tensor], peer, tag)
         return message
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        if (shared := self._shares(tensor, peer)) is not None:
+            return shared.post(tensor, peer, tag, outgoing=False)
         message: Message = self._group_for(tensor).recv([tensor], peer, tag)
         return message
 
@@ -69,7 +81,14 @@ class ProcessGroupTransport(Transport):
 
         carrier = self._group_for(torch.empty(0, device="cpu"))._get_backend(torch.device("cpu"))
         timeout: datetime.timedelta = carrier.options._timeout
-        return sockets.connect(self.rank, self.world_size, timeout.total_seconds(), exchange)
+        seconds = timeout.total_seconds()
+        channel = sockets.connect(self.rank, self.world_size, seconds, exchange)
+        self._shared = shared_memory.share(self.rank, self.world_size, seconds, exchange)
+        return channel
+
+    def _drop_messages(self) -> None:
+        if self._shared is not None:
+            self._shared.drop()
 
     def _open(self, device: torch.device) -> None:
         if device.type == "cpu" or self._opened:
@@ -102,6 +121,8 @@ class ProcessGroupTransport(Transport):
         return Exchange([(peers, work) for work in works], [*sends.values(), *receives.values()], self, what)
 
     def hang_up(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
         # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
         nothing = torch.empty(1, device="cpu")

@@ -19,7 +19,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringtile.errors import RingMismatch
 from ringtile.transport.agreement import (
@@ -47,8 +47,8 @@ class SocketChannel(Channel):
         for connection in sockets.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._close = weakref.finalize(self, _close_all, sockets.values())
-        _channels.add(self)
+        self._close = weakref.finalize(self, close_all, sockets.values())
+        to_close_in_child.add(self)
 
     def send(self, header: bytes) -> None:
         for peer, connection in self._sockets.items():
@@ -103,18 +103,18 @@ class SocketChannel(Channel):
 
 
 # A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
-_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
+to_close_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for channel in list(_channels):
-        channel.close()
+    for each in list(to_close_in_child):
+        each.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _close_all(connections: Iterable[socket.socket]) -> None:
+def close_all(connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         connection.close()
 
@@ -156,7 +156,7 @@ def connect(
                 peer, connection = _accept(listener, own.token, missing, deadline)
                 sockets[peer] = connection
         except BaseException:
-            _close_all(sockets.values())
+            close_all(sockets.values())
             raise
     return SocketChannel(sockets, timeout_seconds)
 

@@ -143,7 +143,9 @@ class Transport(abc.ABC):
                 raise
             finally:
                 self._behind = False
-                self._under_way.clear()
+                if self._under_way:
+                    self._drop_messages()
+                    self._under_way.clear()
 
     def _check_process_and_thread(self, op: str) -> None:
         """InputError where calls would come in an order that the other ranks do not see.
@@ -284,6 +286,9 @@ class Transport(abc.ABC):
 
     def check_device(self, device: torch.device) -> None:  # noqa: B027
         """InputError: this group cannot carry tensors of that device."""
+
+    def _drop_messages(self) -> None:  # noqa: B027
+        """Forgets messages that nobody will wait for: their tensors may be freed, and others take their places."""
 
     def _host_runs_ahead(self, device: torch.device) -> bool:
         """Whether the host goes on before kernels and messages are done, so that it must not wait for headers."""

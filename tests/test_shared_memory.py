@@ -1,0 +1,243 @@
+"""CPU tensors between ranks of one host: who shares memory, what happens where that fails, and that bits stay."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool, run_ranks
+from ringtile import InputError, IntervalMask, Layout, PeerLost, ShardedSequence
+from ringtile.transport.groups import transport_of
+from ringtile.transport.process_group import ProcessGroupTransport
+from ringtile.transport.shared_memory import VARIABLE, Segment
+from test_ring_failures import USUAL
+
+LONG = 2**21  # float32: four times what a ring of chunks holds
+
+
+@contextlib.contextmanager
+def switched(value: str) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {VARIABLE: value}):
+        yield
+
+
+def opened(value: str = "1") -> tuple[dist.ProcessGroup, frozenset[int]]:
+    """A group whose ranks have made their first call, and the ranks that share memory with this one."""
+    group = dist.new_group()
+    assert group is not None
+    transport = transport_of(group)
+    assert isinstance(transport, ProcessGroupTransport)
+    with switched(value), transport.call("test", {}):
+        pass
+    return group, frozenset() if transport._shared is None else transport._shared.peers
+
+
+def numbers_of(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Of a ring, forward and backward, and of a long message to and from every rank."""
+    out = USUAL.forward(group)
+    (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    sequence = ShardedSequence(IntervalMask.causal(LONG), Layout.contiguous(LONG, world_size), group)
+    full = sequence.unshard(torch.arange(LONG // world_size) + rank * LONG, 0)
+    return [out.detach(), full]
+
+
+def over_both() -> tuple[bool, frozenset[int], frozenset[int]]:
+    (fast, sharing), (slow, sharing_slow) = opened(), opened("0")
+    same = all(torch.equal(x, y) for x, y in zip(numbers_of(fast), numbers_of(slow), strict=True))
+    return same, sharing, sharing_slow
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shared_memory_and_gloo_give_the_same_bits(world_size: int) -> None:
+    ranks = frozenset(range(world_size))
+    expected = [(True, ranks - {rank}, frozenset()) for rank in ranks]
+    assert run_ranks(world_size, over_both) == expected
+
+
+def one_rank_does_not() -> tuple[bool, frozenset[int]]:
+    mixed, sharing = opened("0" if dist.get_rank() == 1 else "1")
+    slow, _ = opened("0")
+    return all(torch.equal(x, y) for x, y in zip(numbers_of(mixed), numbers_of(slow), strict=True)), sharing
+
+
+def test_a_rank_that_shares_nothing_talks_to_the_others_over_gloo() -> None:
+    shared = [{2, 3}, set(), {0, 3}, {0, 2}]
+    assert run_ranks(4, one_rank_does_not) == [(True, frozenset(peers)) for peers in shared]
+
+
+def unknown_value() -> str:
+    with pytest.raises(InputError) as caught:
+        opened("yes")
+    return str(caught.value)
+
+
+def test_an_unknown_value_of_the_variable_is_refused() -> None:
+    expected = "RINGTILE_SHARED_MEMORY is 'yes'; expected 1, or 0 to send all messages over the process group"
+    assert run_ranks(2, unknown_value) == [expected] * 2
+
+
+# ---- where sharing fails ------------------------------------------------------------------------
+
+_open = Segment.open
+
+
+def no_files(segment: Segment, world_size: int) -> None:
+    raise OSError("Too many open files")
+
+
+def another_token(segment: Segment, world_size: int) -> None:
+    """As if the file were another one than its owner told of."""
+    _open(segment, world_size)
+    assert segment.file is not None
+    os.pwrite(segment.file, bytes(len(segment.token)), 0)
+
+
+def unsealed(segment: Segment, world_size: int) -> None:
+    with mock.patch.object(fcntl, "fcntl"):
+        _open(segment, world_size)
+
+
+def too_small(segment: Segment, world_size: int) -> None:
+    _open(segment, world_size - 1)
+
+
+def cannot_be_reached(segment: Segment, world_size: int) -> None:
+    """As on another host."""
+    _open(segment, world_size)
+    segment.name += "-elsewhere"
+
+
+def stranger(segment: Segment, world_size: int) -> None:
+    """Somebody else connects first, and says something."""
+    _open(segment, world_size)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as noise:
+        noise.connect("\0" + segment.name)
+        noise.send(b"noise" * 4)
+
+
+def with_fault(odd: int) -> list[frozenset[int]]:
+    """By fault of one rank, who shares memory with this one; the group works in any case."""
+    sharing = []
+    for fault in (no_files, another_token, unsealed, too_small, cannot_be_reached, stranger):
+        with mock.patch.object(Segment, "open", fault) if dist.get_rank() == odd else contextlib.nullcontext():
+            group, peers = opened()
+        assert numbers_of(group)[1].sum() > 0
+        sharing.append(peers)
+    return sharing
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_that_cannot_share_go_on_over_gloo(odd: int) -> None:
+    for rank, sharing in enumerate(run_ranks(2, with_fault, odd)):
+        # A rank connects to the lower ones: an address of rank 1 that leads nowhere is never used.
+        reached = {1 - rank} if odd == 1 else set()
+        assert sharing == [set(), set(), set(), set(), reached, {1 - rank}]
+
+
+# ---- under way ----------------------------------------------------------------------------------
+
+
+def long_message_to_a_busy_rank(busy: int) -> float:
+    """The busy rank does not come to wait before its peer has waited."""
+    group, _ = opened()
+    transport, rank = transport_of(group), dist.get_rank()
+    x = torch.full((LONG,), 3.0) if rank == 0 else torch.zeros(LONG)
+    with transport.call("test", {"busy": busy}):
+        message = transport.start({1: x} if rank == 0 else {}, {} if rank == 0 else {0: x}, "round 0")
+        done = torch.ones(1)
+        if rank == busy:
+            dist.recv(done, 1 - rank)
+            message.wait()
+        else:
+            message.wait()
+            dist.send(done, 1 - rank)
+    return x.sum().item()
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_long_message_travels_while_one_side_computes(busy: int) -> None:
+    assert run_ranks(2, long_message_to_a_busy_rank, busy) == [3.0 * LONG] * 2
+
+
+def maps_and_threads() -> tuple[int, int]:
+    maps = Path("/proc/self/maps").read_text().count("memfd:ringtile")
+    return maps, len(list(Path("/proc/self/task").iterdir()))
+
+
+def segments_of_a_group() -> list[int]:
+    before, _ = maps_and_threads()
+    group, _ = opened()
+    numbers_of(group)
+    during, _ = maps_and_threads()
+    child = os.fork()
+    if child == 0:
+        os._exit(maps_and_threads()[0])
+    inherited = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    dist.destroy_process_group(group)
+    del group
+    return [during - before, inherited, maps_and_threads()[0] - before]
+
+
+def test_segments_go_with_their_group_and_not_to_forked_processes() -> None:
+    assert run_ranks(2, segments_of_a_group) == [[2, 0, 0]] * 2
+
+
+@pytest.fixture
+def fresh_pool() -> Iterator[Any]:
+    pool = Pool(2, 60.0)
+    yield pool
+    pool.close()
+
+
+def killed_with_a_child() -> tuple[str, float]:
+    """Rank 1 forks a process that outlives it, as a DataLoader does, and is killed in a long message."""
+    group, sharing = opened()
+    assert len(sharing) == 1
+    transport, child = transport_of(group), torch.zeros(1, dtype=torch.int64)
+    if dist.get_rank() == 1:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        child[0] = pid
+        dist.send(child, 0)
+    else:
+        dist.recv(child, 1)
+    x = torch.zeros(LONG)
+    try:
+        with transport.call("test", {"long": 1}):
+            if dist.get_rank() == 1:
+                transport.start({0: x}, {}, "round 0")
+                os.kill(os.getpid(), signal.SIGKILL)
+            start = time.monotonic()
+            transport.start(
+                {},
+                {
+                    1: x,
+                },
+                "round 0",
+            ).wait()
+            transport.start({}, {1: x}, "round 1").wait()
+    except PeerLost as error:
+        return str(error), time.monotonic() - start
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+    return "nothing happened", 0.0
+
+
+def test_a_rank_that_is_killed_while_its_child_lives_on_is_named_at_once(fresh_pool: Any) -> None:
+    message, seconds = fresh_pool.outcomes(killed_with_a_child)[0]
+    assert re.match(r"rank 1 was lost in (round [01]|the header) of call 2 \(test\) of rank 0: ", message), message
+    assert seconds < 2, message
