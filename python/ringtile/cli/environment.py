@@ -10,7 +10,7 @@ from ringtile.errors import ConfigError
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # one of them makes a process part of a world
-REPORTED = ("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_CONFIG", "OMP_NUM_THREADS")
+REPORTED = ("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_SELF_CHECK", "RINGTILE_CONFIG", "OMP_NUM_THREADS")
 _LAUNCHER = "start ringtile with torchrun, which sets all of them, or unset all of them for one process"
 
 
