@@ -10,6 +10,9 @@ import pytest
 import torch
 from ringtile import Layout, Refused, ops, self_check, tiled_linear_cross_entropy
 from ringtile.cli import doctor
+from ringtile.ring import judge
+from ringtile.ring.aten import ATEN
+from ringtile.ring.block_kernel import RINGTILE
 from torch import Tensor
 
 REAL = torch.ops.ringtile
@@ -97,6 +100,19 @@ def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.glu_fwd(x, x, 0)
         ops.glu_bwd_(x.clone(), x.clone(), x.clone(), 0)
     assert calls == [torch.float32]
+
+
+def test_a_check_saves_nothing_for_a_backward() -> None:
+    """The first use may be inside a checkpoint, which counts what is saved."""
+
+    def saved(x: Tensor) -> None:
+        raise AssertionError("a tensor was saved")
+
+    with torch.autograd.graph.saved_tensors_hooks(saved, saved), torch.enable_grad():
+        for name in ARGUMENTS:
+            assert ops.why_not_kernel(name, torch.device("cpu"), torch.float32) == ""
+        for provider in (RINGTILE, *ATEN["cpu"]):
+            assert judge.verdict(provider, torch.device("cpu"), torch.float32, 8, 8, True) == ""
 
 
 def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

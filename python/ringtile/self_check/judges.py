@@ -8,6 +8,7 @@ Shape letters: T tokens, F MLP intermediate size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,11 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 
 FEW = 32  # roundings of a GLU's elementary functions and products
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
+# Without autograd, whose hooks belong to the caller.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (functional.silu, torch.ops.aten.silu_backward),
+    "gelu": (functional.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (
+        functools.partial(functional.gelu, approximate="tanh"),
+        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+    "relu": (functional.relu, lambda dout, x: dout * (x > 0)),
 }
 
 
@@ -54,11 +59,8 @@ def glu(
     u, e, least = _roundings(dtype)
     for name, kind in kinds.items():
         g, up64, d64 = (x.double() for x in (gate, up, dprod))
-        with torch.enable_grad():
-            g.requires_grad_()
-            act = ACTIVATIONS[name](g)
-            (slope,) = torch.autograd.grad(act.sum(), g)
-        act, size = act.detach(), 1 + g.detach().abs()
+        activation, backward = ACTIVATIONS[name]
+        act, slope, size = activation(g), backward(torch.ones_like(g), g), 1 + g.abs()
         dgate, dup, product = (x.clone() for x in (gate, up, dprod))
         got = [fwd(gate, up, kind), dgate, dup, product]
         bwd_(dgate, dup, product, kind)
