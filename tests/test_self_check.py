@@ -102,6 +102,15 @@ def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [torch.float32]
 
 
+def test_no_memory_is_no_verdict() -> None:
+    def judge() -> str:
+        raise torch.OutOfMemoryError("no memory left")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        self_check.why_not("a kernel", judge)
+    assert self_check.why_not("a kernel", lambda: "") == ""
+
+
 def test_a_check_saves_nothing_for_a_backward() -> None:
     """The first use may be inside a checkpoint, which counts what is saved."""
 

@@ -55,6 +55,8 @@ def judged(judge: Callable[[], str]) -> str:
     try:
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
             return judge()
+    except torch.OutOfMemoryError:  # which says nothing of the kernel
+        raise
     except RuntimeError as error:  # NotImplementedError too
         return f"raises {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
