@@ -171,8 +171,8 @@ def bounds_of_bfloat16(p: Problem, mask: IntervalMask) -> Attention:
 
     dv = P^T dout likewise: 3 U P^T |dout|. dscores = P (dout v^T - delta), delta = sum dout out: out is off by as much
     as its bound, and that times P |dout| is what comes to dscores. They are rounded to bfloat16 before dq = dscores k
-    and dk = dscores^T q, whose blocks are rounded, and their sum once more: 3 U |dscores| |k|. lse is the log of a sum of
-    exponentials that may be as good as weights in bfloat16: U.
+    and dk = dscores^T q, whose blocks are rounded, and their sum once more: 3 U |dscores| |k|. lse is the log of a sum
+    of exponentials that may be as good as weights in bfloat16: U.
     """
     q, k, v, dout = (x.double().transpose(1, 2) for x in (p.q, p.k, p.v, p.dout))
     repeats = q.size(1) // k.size(1)
