@@ -70,12 +70,12 @@ def test_two_ranks_with_tiles_equal_one_process():
         assert_equal_runs(run, _reference(collator=packed))
 
 
-def _block_kernels(config):
+def _attention_kernels(config):
     """What the attention layers of a run ask the ring for."""
     asked, ring_attention = set(), attention.ring_attention
 
     def spy(*arguments, **options):
-        asked.add(options["block_kernel"])
+        asked.add(options["attention_kernel"])
         return ring_attention(*arguments, **options)
 
     with patch.object(attention, "ring_attention", spy):
@@ -83,8 +83,8 @@ def _block_kernels(config):
     return asked
 
 
-def test_block_kernel_of_the_configuration_reaches_the_ring():
-    assert run_ranks(2, _block_kernels, {"context_parallel_size": 2, "block_kernel": "auto"}) == [{"auto"}] * 2
+def test_attention_kernel_of_the_configuration_reaches_the_ring():
+    assert run_ranks(2, _attention_kernels, {"context_parallel_size": 2, "attention_kernel": "auto"}) == [{"auto"}] * 2
 
 
 def test_two_groups_of_two_ranks_equal_two_ranks_without():

@@ -48,7 +48,7 @@ WRONG_OF_ONE_RANK: dict[str, dict[str, Any]] = {
     "scale with a gradient": {"scale": torch.tensor(0.5, requires_grad=True)},
     "scale too large": {"scale": 1e400},
     "softcap None": {"softcap": None},
-    "block kernel": {"block_kernel": "fast"},
+    "attention kernel": {"attention_kernel": "fast"},
     "a dual number": {},  # made below
 }
 

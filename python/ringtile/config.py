@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -39,7 +40,7 @@ class Config(Section):
 
     context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
-    block_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # of the attention forward, see docs/design/ring.md
+    attention_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # who computes attention: docs/design/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
@@ -48,6 +49,16 @@ class Config(Section):
     activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
     gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
     timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "block_kernel" not in values:
+            return values
+        if "attention_kernel" in values:
+            raise ValueError("block_kernel is the old name of attention_kernel; expected one of the two")
+        warnings.warn("block_kernel is now called attention_kernel", FutureWarning, stacklevel=2)
+        return {"attention_kernel" if key == "block_kernel" else key: value for key, value in values.items()}
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

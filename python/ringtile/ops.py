@@ -13,14 +13,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives
-from ringtile.errors import BuildError, InputError
+from ringtile import arguments, derivatives, self_check
+from ringtile.errors import BuildError, InputError, Refused
+from ringtile.self_check import judges
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -105,6 +106,39 @@ def cpu_isa() -> str:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of running outputs, log-sum-exps and gradients: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- self-check ---------------------------------------------------------------------------------
+
+KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wrong with each, apart from attention
+    "GLU": lambda device, dtype: judges.glu(_ops.glu_fwd, _ops.glu_bwd_, GLU_KINDS, device, dtype),
+    "loss": lambda device, dtype: judges.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
+    "shard": lambda device, dtype: judges.shard(_ops.shard_seq_, _ops.unshard_seq_, device, dtype),
+}
+_INSTEAD = {
+    "GLU": "set tiled_mlp_use_original_mlp: true",
+    "loss": "set tiled_loss: false",
+    "shard": "report this with the output of: ringtile doctor",
+}
+
+
+def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
+    return self_check.why_not((name, device, dtype), lambda: KERNELS[name](device, dtype))
+
+
+def _check_kernel(name: str, x: Tensor) -> None:
+    """Refused where a kernel for tensors such as x is wrong."""
+    if torch.compiler.is_compiling() or self_check.verdicts.get((name, x.device, x.dtype)) == "":
+        return
+    if x.device.type == "meta" or (name != "shard" and x.dtype not in FLOAT_DTYPES):
+        return
+    if reason := why_not_kernel(name, x.device, x.dtype):
+        variable = "RINGTILE_CUDA_ISA=sm_80" if x.is_cuda else "RINGTILE_CPU_ISA=generic"
+        raise Refused(
+            f"ringtile's {name} kernel cannot be used for {x.dtype} on {x.device}: it {reason}; {_INSTEAD[name]}, or "
+            f"try {variable}"
+        )
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -289,12 +323,14 @@ def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
 def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
     check_device("x", x)
+    _check_kernel("shard", x)
     _ops.shard_seq_(x, runs, dim, y)
 
 
 def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
     check_device("x", x)
+    _check_kernel("shard", x)
     _ops.unshard_seq_(x, runs, dim, y)
 
 
@@ -395,6 +431,7 @@ torch.library.register_fake("ringtile::digest", _digest_fake)
 def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """act(gate) * up for (T, F) matrices of any row stride; kind is a value of GLU_KINDS (arXiv:2002.05202)."""
     check_device("gate", gate)
+    _check_kernel("GLU", gate)
     result: Tensor = _ops.glu_fwd(gate, up, kind)
     return result
 
@@ -402,6 +439,7 @@ def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     """In place, in one pass over (T, F): gate and up become their gradients, dprod becomes act(gate) * up."""
     check_device("gate", gate)
+    _check_kernel("GLU", gate)
     _ops.glu_bwd_(gate, up, dprod, kind)
 
 
@@ -430,4 +468,5 @@ def cross_entropy_fwd_bwd_(
     outside [0, V) is a RuntimeError on the CPU; on a GPU, which the call does not wait for, its token becomes NaN.
     """
     check_device("logits", logits)
+    _check_kernel("loss", logits)
     _ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad)

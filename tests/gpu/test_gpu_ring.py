@@ -12,7 +12,8 @@ import torch
 from device import DEVICE, ON_GPU
 from oracle import Attention
 from ringtile import Layout, LoopbackWorld, ring_attention
-from ringtile.ring import block_kernel as block
+from ringtile.ring import judge
+from ringtile.ring.aten import ATEN
 from ringtile.transport.loopback import LoopbackGroup
 from test_gpu_kernels import MASKS, RESULTS, Problem, assert_not_less_exact_than_torch, problem
 from test_ring import assemble
@@ -56,7 +57,8 @@ def test_ranks_on_separate_streams_give_the_same_bits(world_size: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
 def test_aten_kernels_return_what_ringtile_expects(head_dim: int, num_kv_heads: int, dtype: torch.dtype) -> None:
-    reasons = {name: block.why_not(name, DEVICE, dtype, head_dim, 4, num_kv_heads) for name in block.ATEN[DEVICE.type]}
+    shapes = [torch.empty(1, 1, heads, head_dim, dtype=dtype, device=DEVICE) for heads in (4, *[num_kv_heads] * 2)]
+    reasons = {provider.name: judge.why_wrong(provider, *shapes) for provider in ATEN[DEVICE.type]}
     print(reasons)
     assert "" in reasons.values()
     assert not any("gives another" in reason for reason in reasons.values())
@@ -67,5 +69,5 @@ def test_aten_kernels_return_what_ringtile_expects(head_dim: int, num_kv_heads: 
 def test_attention_by_aten_kernels_obeys_the_accuracy_rule(mask: str, kernel: str) -> None:
     p = problem(torch.bfloat16, 128, 128, num_kv_heads=2)
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    out = ring_attention(*leaves, mask=MASKS[mask], layout=Layout.contiguous(256, 1), block_kernel=kernel)
+    out = ring_attention(*leaves, mask=MASKS[mask], layout=Layout.contiguous(256, 1), attention_kernel=kernel)
     assert_not_less_exact_than_torch(p, MASKS[mask], [out.detach(), *torch.autograd.grad(out, leaves, p.dout)])

@@ -1,4 +1,4 @@
-"""`ringtile doctor`: reports versions, compiled kernels, devices, and what is patched. Never raises."""
+"""`ringtile doctor`: reports versions, kernels and their checks, devices, and what is patched. Never raises."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,8 @@ from ringtile.cli import Outcome, environment
 from ringtile.errors import BuildError
 
 PACKAGES = ("transformers", "accelerate", "datasets", "trl", "peft", "deepspeed")
+HEAD_DIMS = (64, 128)  # of the attention kernels that are checked
+WRONG = "not used"
 BACKENDS = ("gloo", "nccl", "mpi", "xccl")
 
 
@@ -28,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints the report; status 1 when the compiled ops do not load."""
+    """Prints the report; status 1 when the compiled ops do not load, or some kernel of ringtile's is wrong."""
     report = examine()
     console = Console()
     for title, rows in report.items():
@@ -36,7 +40,8 @@ def run(args: argparse.Namespace) -> Outcome:
         for name, value in rows.items():
             table.add_row(name, as_text(value))
         console.print(table)
-    return Outcome(int(report["kernels"]["error"] is not None), report)
+    wrong = any(WRONG in verdict for name, verdict in report["self-check"].items() if "aten" not in name)
+    return Outcome(int(report["kernels"]["error"] is not None or wrong), report)
 
 
 def as_text(value: Any) -> str:
@@ -68,7 +73,8 @@ def examine() -> dict[str, dict[str, Any]]:
     """The whole report, by section; every value is JSON."""
     return {
         "versions": versions(),
-        "kernels": kernels(),
+        "kernels": (found := kernels()),
+        "self-check": self_checks() if found["error"] is None else {},
         "devices": devices(),
         "process groups": {name: is_backend_available(name) for name in BACKENDS},
         "patched": patched(),
@@ -100,6 +106,44 @@ def cuda(ops: ModuleType) -> str:
         return reason
     refused = [f"not on cuda:{i}, {why}" for i in range(torch.cuda.device_count()) if (why := ops.why_not_on(i))]
     return "; ".join(["in use", *refused])
+
+
+def self_checks() -> dict[str, str]:
+    """By device and kernel: the dtypes for which it computes what it should, and what is wrong with the others."""
+    from ringtile import ops, self_check
+    from ringtile.ring import judge
+    from ringtile.ring.aten import ATEN
+    from ringtile.ring.block_kernel import RINGTILE
+
+    if not self_check.is_on():
+        return {"switched off": f"{self_check.VARIABLE}=0"}
+    found: dict[str, str] = {}
+    usable = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if not ops.why_not_on(i)]
+    for device in (torch.device("cpu"), *usable):
+        halves = (torch.bfloat16, torch.float16)
+        for provider in (RINGTILE, *ATEN[device.type]):
+            ours = provider is RINGTILE
+            dtypes = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:] if ours else halves
+            for head_dim in HEAD_DIMS:
+                dims = (head_dim, head_dim)
+                found[f"{device}: {provider.name}, head dim {head_dim}"] = verdicts(
+                    {dtype: (judge.verdict, (provider, device, dtype, *dims, True)) for dtype in dtypes}
+                )
+        for name in ops.KERNELS:
+            found[f"{device}: ringtile's {name}"] = verdicts(
+                {dtype: (ops.why_not_kernel, (name, device, dtype)) for dtype in ops.FLOAT_DTYPES}
+            )
+    return found
+
+
+def verdicts(questions: dict[torch.dtype, tuple[Callable[..., str], tuple[Any, ...]]]) -> str:
+    """For which dtypes a kernel is right, and the milliseconds that it took to find out; and why not for others."""
+    began = time.perf_counter()
+    reasons = {str(dtype).removeprefix("torch."): why(*given) for dtype, (why, given) in questions.items()}
+    milliseconds = (time.perf_counter() - began) * 1e3
+    right = [name for name, reason in reasons.items() if not reason]
+    wrong = [f"{WRONG} for {name}: it {reason}" for name, reason in reasons.items() if reason]
+    return "; ".join([f"right for {', '.join(right)} ({milliseconds:.0f} ms)"] * bool(right) + wrong)
 
 
 def best_isa() -> str | None:

@@ -11,7 +11,7 @@ TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # one of them makes a process part of a world
 REPORTED = (
-    *("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_CONFIG", "RINGTILE_SHARED_MEMORY"),
+    *("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_SELF_CHECK", "RINGTILE_SHARED_MEMORY", "RINGTILE_CONFIG"),
     "OMP_NUM_THREADS",
 )
 _LAUNCHER = "start ringtile with torchrun, which sets all of them, or unset all of them for one process"

@@ -100,7 +100,7 @@ def attention_forward(
         batch.sequence.with_window(options.get("sliding_window")),
         scale=options.get("scaling"),
         softcap=options.get("softcap") or 0.0,
-        block_kernel=batch.block_kernel,
+        attention_kernel=batch.attention_kernel,
     )
     return out, None
 

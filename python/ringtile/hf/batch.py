@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ringtile.ring.block_kernel import BlockKernel
+from ringtile.ring.block_kernel import AttentionKernel
 from ringtile.sequence.sharded import ShardedSequence
 
 BATCH_ARGUMENT = "ringtile_batch"  # the keyword argument that carries a ShardedBatch through the model
@@ -23,7 +23,7 @@ class ShardedBatch:
     seq_len: int  # S, before padding
     max_position: int  # the largest global position id
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
-    block_kernel: BlockKernel = "ringtile"
+    attention_kernel: AttentionKernel = "ringtile"
     attention_calls: int = 0  # attention layers that have used this batch
     loss_calls: int = 0  # loss functions that have received it
 

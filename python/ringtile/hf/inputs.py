@@ -18,7 +18,7 @@ from torch.nn import functional
 from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.masks import mask_of_batch
-from ringtile.ring.block_kernel import BlockKernel
+from ringtile.ring.block_kernel import AttentionKernel
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
@@ -52,7 +52,7 @@ def shard_batch(
     group: Group | None,
     makes_positions: bool,
     windows: Iterable[int | None] = (),
-    block_kernel: BlockKernel = "ringtile",
+    attention_kernel: AttentionKernel = "ringtile",
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch (also in the part, for the attention layers).
 
@@ -80,7 +80,7 @@ def shard_batch(
         seq_len=seq_len,
         max_position=int(per_token["position_ids"].max()),
         num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
-        block_kernel=block_kernel,
+        attention_kernel=attention_kernel,
     )
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
     for name, tensor in per_token.items():

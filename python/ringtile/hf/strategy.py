@@ -93,7 +93,7 @@ class Strategy(abc.ABC):
             group=self.group.process_group,
             makes_positions=self.makes_positions,
             windows=self.windows,
-            block_kernel=self.config.block_kernel,
+            attention_kernel=self.config.attention_kernel,
         )
         return local, self.active_batch
 

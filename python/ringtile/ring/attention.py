@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, RingtileError
 from ringtile.ring import ring
-from ringtile.ring.block_kernel import BLOCK_KERNELS, AttentionCall, BlockKernel
+from ringtile.ring.block_kernel import ATTENTION_KERNELS, AttentionCall, AttentionKernel
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -40,8 +41,9 @@ def ring_attention(
     group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    block_kernel: BlockKernel = "ringtile",
+    attention_kernel: AttentionKernel = "ringtile",
     return_lse: bool = False,
+    block_kernel: AttentionKernel | None = None,
 ) -> Any:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
 
@@ -49,8 +51,9 @@ def ring_attention(
     float16; unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or
     mask, layout and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into
     c tanh(x / c). Every rank of the group makes the same calls in the same order, forward and backward; one group
-    serves one thread. Differentiable once. block_kernel: "aten" lets aten's kernels compute the parts of the forward
-    that they can, "auto" where they measure faster (so that bits may differ from run to run).
+    serves one thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute it, and refuses
+    what they cannot; "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may
+    differ from run to run). block_kernel: its old name.
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and
@@ -59,7 +62,10 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
     PeerLost when one is gone.
     """
-    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, block_kernel)
+    if block_kernel is not None:
+        warnings.warn("block_kernel is now called attention_kernel", FutureWarning, stacklevel=2)
+        attention_kernel = block_kernel
+    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, attention_kernel)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
@@ -98,22 +104,24 @@ def _attend(
     parts: _Parts,
     scale: float | None,
     softcap: float,
-    block_kernel: BlockKernel,
+    attention_kernel: AttentionKernel,
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
     through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
     try:
-        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, attention_kernel)
         if not through_op:
             found = sequence or ShardedSequence.of(*cast(_CheckedParts, parts))
-            call = AttentionCall(found, scale, softcap, block_kernel)
+            call = AttentionCall(found, scale, softcap, attention_kernel)
     except Exception as error:
         if not is_traced(q):
             _tell(error, sequence, parts)
         raise
     if through_op:
         begin, end, layout, group = _tensors(sequence, parts)
-        out, lse = torch.ops.ringtile.ring_attention(q, k, v, begin, end, layout, scale, softcap, group, block_kernel)
+        out, lse = torch.ops.ringtile.ring_attention(
+            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel
+        )
         return out, lse
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
@@ -122,7 +130,7 @@ def _attend(
 
 
 def _check(
-    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, block_kernel: str
+    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, attention_kernel: str
 ) -> tuple[float, float]:
     """scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes, which ring.py checks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -136,8 +144,8 @@ def _check(
         )
     elif any(part is not None for part in parts):
         raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
-    if block_kernel not in BLOCK_KERNELS:
-        raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(BLOCK_KERNELS)}")
+    if attention_kernel not in ATTENTION_KERNELS:
+        raise InputError(f"attention_kernel is {attention_kernel!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
     derivatives.check_once("ring_attention", q, k, v)
     if scale is None:
         head_dim = q.size(-1) if q.dim() else 0
@@ -190,16 +198,19 @@ class _RingAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.number = call.sequence.transport.num_calls
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
         with transport.telling("ring_attention backward"):
             q, k, v, out, lse = ctx.saved_tensors
             dq, dk, dv = derivatives.gradients(
                 "ring_attention",
-                lambda: ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number),
+                lambda: ring.backward(
+                    ctx.call, torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, ctx.number
+                ),
                 *(dout, dlse, q, k, v, out, lse),
                 telling=transport.telling,
             )
@@ -220,16 +231,16 @@ def _ring_attention(
     scale: float,
     softcap: float,
     group_name: str,
-    block_kernel: str = "ringtile",
+    attention_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor]:
     sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
-    return ring.forward(AttentionCall(sequence, scale, softcap, block_kernel), q, k, v)
+    return ring.forward(AttentionCall(sequence, scale, softcap, attention_kernel), q, k, v)
 
 
 @torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(
     dout: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -241,9 +252,10 @@ def _ring_attention_backward(
     scale: float,
     softcap: float,
     group_name: str,
+    attention_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor, Tensor]:
     sequence = _sequence_of_tensors("backward", begin, end, layout, group_name)
-    return ring.backward(AttentionCall(sequence, scale, softcap), dout, dlse, q, k, v, out, lse)
+    return ring.backward(AttentionCall(sequence, scale, softcap, attention_kernel), dout, dlse, q, k, v, out, lse)
 
 
 def _sequence_of_tensors(
@@ -264,7 +276,7 @@ def _(
     scale: float,
     softcap: float,
     group_name: str,
-    block_kernel: str = "ringtile",
+    attention_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
     return ring.empty_outputs(q, v, q.dtype)
@@ -272,7 +284,7 @@ def _(
 
 @_ring_attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Tensor | float | str
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Tensor | float | str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -281,14 +293,17 @@ _Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, floa
 
 
 def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, group_name, _ = inputs
+    *tensors, scale, softcap, group_name, attention_kernel = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.numbers = (scale, softcap, group_name)  # type: ignore[attr-defined]
+    ctx.numbers = (scale, softcap, group_name, attention_kernel)  # type: ignore[attr-defined]
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: FunctionCtx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    with telling(ctx.numbers[2], "ring_attention backward", dout):  # type: ignore[attr-defined]
+def _backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    with telling(ctx.numbers[2], "ring_attention backward", ctx.saved_tensors[0]):  # type: ignore[attr-defined]
         derivatives.check_once("the backward of ring_attention", dout, dlse)
+        if dout is None:
+            dout = torch.zeros_like(ctx.saved_tensors[3])  # type: ignore[attr-defined]
         dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
     return dq, dk, dv, None, None, None, None, None, None, None
 

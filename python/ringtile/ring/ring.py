@@ -25,6 +25,7 @@ from ringtile import arguments, ops
 from ringtile.errors import InputError
 from ringtile.ring import block_kernel
 from ringtile.ring.block_kernel import AttentionCall
+from ringtile.ring.provider import Final
 from ringtile.sequence.plan import RankPlan, Round
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
@@ -42,7 +43,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 def backward(
     call: AttentionCall,
     dout: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -52,13 +53,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout (B, N, H, Dv), dlse (B, H, N) float64, what `forward` took and gave -> dq, dk, dv of the inputs' dtype.
 
+    dlse: None where nothing depends on lse.
+
     forward_call: the number of the forward's call on the group, which must be the same on all ranks; 0: not known.
     """
-    with _open("backward", call, q, k, v, forward_call) as ring:
-        begin, end = call.sequence.mask_on(q.device)
+    with _open("backward", call, q, k, v, forward_call, dlse) as ring:
         state = ops.state_dtype(q.dtype)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        delta = ops.attn_delta(dout, out, dlse.contiguous())
+        final = Final(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse)
         dq = q.new_zeros(q.shape, dtype=state)
         fresh = ring.plan.rounds[0].num_keys == k.size(1)  # round 0 writes all of dk and dv
         dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
@@ -69,23 +70,7 @@ def backward(
             else:
                 partial = ring.message(round.num_keys, state)
                 round_dk, round_dv, fresh = partial.k, partial.v, True
-            ops.attn_bwd_(
-                q,
-                round_k,
-                round_v,
-                begin,
-                end,
-                round.k_runs,
-                dout,
-                lse,
-                delta,
-                dq,
-                round_dk,
-                round_dv,
-                call.scale,
-                call.softcap,
-                fresh,
-            )
+            block_kernel.attn_bwd_(call, i, q, round_k, round_v, final, dq, round_dk, round_dv, fresh)
             if returning is not None:
                 returning.add_to(dk, dv)
             if i > 0:
@@ -189,6 +174,7 @@ def _open(
     k: Tensor,
     v: Tensor,
     forward_call: int = 0,
+    dlse: Tensor | None = None,
 ) -> Iterator[_Ring]:
     """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
     sequence = call.sequence
@@ -197,7 +183,7 @@ def _open(
     with transport.telling(op):
         if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
-            block_kernel.check(call, q, k, v)
+        block_kernel.check(call, q, k, v, dlse)
         ring = _Ring(k, v, sequence.plan, transport)
         layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:

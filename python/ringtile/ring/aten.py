@@ -1,0 +1,245 @@
+"""aten's attention kernels as providers: flash attention and cuDNN's, forward and backward.
+
+They know a mask by its pieces (pieces.py). Their results have q's dtype: in bfloat16 and float16 each block is rounded
+once more than by ringtile's kernels, and merged or added in float32. docs/design/ring.md has the bound.
+
+All of these are private functions of torch, so what is expected of each is compared with its definition before it is
+used (judge.py).
+
+Shape letters: B batch, N local queries, K keys of the block, H query heads, G kv heads, D head dim, M queries of a
+square or of a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringtile import ops
+from ringtile.ring.pieces import Pack, Square
+from ringtile.ring.provider import Block, Final, Provider
+
+MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
+
+# Both with q (B, H, M, D) and k, v (B, G, K, D) of any strides: (q, k, v, causal, scale) -> out like q, lse of B H M
+# numbers; (dout, q, k, v, out, lse (B, H, M), causal, scale) -> dq, dk, dv.
+Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+AttendBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class InSquares:
+    """A kernel that knows full and causal blocks: a call for each square."""
+
+    name: str
+    attend: Attend
+    attend_backward: AttendBackward
+    head_dim_step: ClassVar[int] = 1
+
+    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
+        if reason := _why_not(block, q, v):
+            return reason
+        num = len(block.mask.squares)
+        return (
+            ""
+            if num <= MAX_SQUARES
+            else f"would be called {num} times for a block's mask, more than {MAX_SQUARES} times"
+        )
+
+    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        _start(block, out, lse)
+        for rows, square in block.mask.squares:
+            queries, keys = _places(rows, square)
+            part, part_lse = self.attend(
+                _heads_first(q[queries], square),
+                _heads_first(k[keys], square),
+                _heads_first(v[keys], square),
+                square.causal,
+                block.scale,
+            )
+            part_lse = part_lse.reshape(part.shape[:3])
+            part_lse = part_lse.flip(2) if square.flipped else part_lse
+            _merge_(out[queries], lse.transpose(1, 2)[queries], _tokens_first(part, square), part_lse.transpose(1, 2))
+
+    def backward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        _start_gradients(block, dk, dv)
+        lse = final.lse.to(ops.state_dtype(q.dtype))
+        for rows, square in block.mask.squares:
+            queries, keys = _places(rows, square)
+            lse_part = lse[rows, :, square.q_begin : square.q_end]
+            parts = self.attend_backward(
+                _heads_first(final.dout[queries], square),
+                _heads_first(q[queries], square),
+                _heads_first(k[keys], square),
+                _heads_first(v[keys], square),
+                _heads_first(final.out[queries], square),
+                (lse_part.flip(2) if square.flipped else lse_part).contiguous(),
+                square.causal,
+                block.scale,
+            )
+            for gradient, part, at in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
+                gradient[at] += _tokens_first(part, square)
+
+
+@dataclass(frozen=True)
+class InPacks:
+    """aten's flash attention for CUDA, which takes many sequences in one call, and windows: a call for each pack."""
+
+    name: str
+    head_dim_step: ClassVar[int] = 1
+
+    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
+        return _why_not(block, q, v)
+
+    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        _start(block, out, lse)
+        out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1).clone()  # (B N, H, D); (B N, H)
+        for pack in block.mask.packs(q, k):
+            given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
+            part, part_lse = torch.ops.aten._flash_attention_forward(
+                *given, *_sequences(pack), False, **_options(pack, block)
+            )[:2]
+            if pack.q_rows is None:
+                _merge_(out_rows, lse_rows, part, part_lse.t())
+            else:
+                running = out_rows.index_select(0, pack.q_rows), lse_rows.index_select(0, pack.q_rows)
+                _merge_(*running, part, part_lse.t())
+                out_rows.index_copy_(0, pack.q_rows, running[0])
+                lse_rows.index_copy_(0, pack.q_rows, running[1])
+        lse.copy_(lse_rows.view(*q.shape[:2], -1).mT)
+
+    def backward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        _start_gradients(block, dk, dv)
+        lse = final.lse.to(ops.state_dtype(q.dtype)).mT
+        of_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        for pack in block.mask.packs(q, k):
+            q_rows, k_rows = pack.q_rows, pack.k_rows
+            sides = ((final.dout, q_rows), (q, q_rows), (k, k_rows), (v, k_rows), (final.out, q_rows))
+            parts = torch.ops.aten._flash_attention_backward(
+                *(_take(x, rows) for x, rows in sides),
+                _take(lse, q_rows).t().contiguous(),
+                *_sequences(pack),
+                *of_dropout,
+                **_options(pack, block),
+            )
+            for gradient, part, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
+                if rows is None:
+                    gradient.flatten(0, 1).add_(part)
+                else:  # which hold none twice, so that no order matters
+                    gradient.flatten(0, 1).index_add_(0, rows, part.to(gradient.dtype))
+
+
+def _why_not(block: Block, q: Tensor, v: Tensor) -> str:
+    """Why aten has no kernel for a block; "" if it may have one."""
+    if block.softcap != 0:
+        return f"has no softcap, which is {block.softcap}"
+    if v.size(3) != q.size(3):
+        return f"has one head dim, which is {q.size(3)} for q and k, and {v.size(3)} for v"
+    if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16 on CUDA, not {q.dtype}"
+    if block.mask.pieces is None:
+        return "takes masks of few pieces, of keys in the order of their positions"
+    return ""
+
+
+def _start(block: Block, out: Tensor, lse: Tensor) -> None:
+    if block.fresh:
+        out.zero_()
+        lse.fill_(float("-inf"))
+
+
+def _start_gradients(block: Block, dk: Tensor, dv: Tensor) -> None:
+    if block.fresh:
+        dk.zero_()
+        dv.zero_()
+
+
+def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """out -= sigmoid(lse_part - lse) * (out - out_part), lse = log(exp lse + exp lse_part) (arXiv:2310.01889).
+
+    out, part (..., H, D); lse, part_lse (..., H).
+    """
+    part_lse = part_lse.to(lse.dtype)
+    share = torch.sigmoid(part_lse - lse)  # of the part; 1 where no key came before
+    out.lerp_(part.to(out.dtype), share[..., None].to(out.dtype))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+# ---- squares and packs --------------------------------------------------------------------------
+
+
+def _places(rows: slice, square: Square) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    """Where a square has its queries in (B, N, ...), and its keys in (B, K, ...)."""
+    return (rows, slice(square.q_begin, square.q_end)), (rows, slice(square.k_begin, square.k_end))
+
+
+def _heads_first(x: Tensor, square: Square) -> Tensor:
+    """(B, M, H, D) to (B, H, M, D), the last token first where the square is flipped: then it is causal."""
+    return (x.flip(1) if square.flipped else x).transpose(1, 2)
+
+
+def _tokens_first(x: Tensor, square: Square) -> Tensor:
+    """(B, H, M, D) back to (B, M, H, D)."""
+    return (x.flip(2) if square.flipped else x).transpose(1, 2)
+
+
+def _take(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Those rows of (B, M, ...), or all, as one sequence."""
+    return x.flatten(0, 1) if rows is None else x.flatten(0, 1).index_select(0, rows)
+
+
+def _sequences(pack: Pack) -> tuple[Any, ...]:
+    """Where the sequences begin, the longest of them, no dropout, and whether each is causal, as aten takes them."""
+    causal = pack.left < 0 and pack.right == 0
+    return pack.q_offsets, pack.k_offsets, pack.max_queries, pack.max_keys, 0.0, causal
+
+
+def _options(pack: Pack, block: Block) -> dict[str, Any]:
+    return {"scale": block.scale, "window_size_left": pack.left, "window_size_right": pack.right}
+
+
+# ---- the kernels --------------------------------------------------------------------------------
+
+
+def _flash_for_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _flash_for_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))  # of no dropout
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, q.size(2), k.size(2), 0.0, causal),
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+ATEN: dict[str, tuple[Provider, ...]] = {  # by type of device
+    "cpu": (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),),
+    "cuda": (InPacks("aten's flash attention"), InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward)),
+}

@@ -1,0 +1,139 @@
+"""Whether a provider computes attention: a small case, forward and backward, against the definition in float64.
+
+A window over some keys more than a tile, in two blocks, has what a block can have: keys before a causal diagonal, keys
+that drop out one by one, a state to merge into, gradients to add to.
+
+The bounds follow one rounding after the other. u is half an eps of q's dtype, e an eps of the state.
+- A score is off by a rounding e of |q| |k| a term, the log of a sum of N by N e, and exponentials may be as good as
+  weights in q's dtype: that bounds the log-sum-exp. A weight is off by two such errors, and one u for its own rounding.
+- out = P v is off by that times P |v|, and by u P |v| for the rounding of each block, and again for the last one.
+- dv = P^T dout is off as out is. dscores = P (dout v^T - delta) are off as P is, and by P times what dout v^T (a
+  rounding e a term) and delta (|dout| times what out is off by) are. They may be rounded to q's dtype, and so are dq
+  and dk, block by block: three u of the sum of their terms' magnitudes.
+Where numbers may be subnormal, an absolute rounding comes to each weight and each dscore.
+
+Shape letters: N queries and keys, H query heads, G kv heads, D head dim, Dv value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ringtile import ops, self_check
+from ringtile.ring.provider import Block, BlockMask, Final, Provider
+
+NUM_TOKENS = 140  # no multiple of any tile
+WINDOW = 133
+CUT = 131  # the second block begins here
+
+
+def why_wrong(provider: Provider, q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why a provider is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
+    return verdict(provider, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2))
+
+
+def verdict(
+    provider: Provider, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, grouped: bool
+) -> str:
+    """The same. Judged once for each of these, head dims up to a multiple of the provider's step.
+
+    grouped: several query heads share a kv head.
+    """
+    step = provider.head_dim_step
+    key = (provider.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped)
+    found = self_check.verdicts.get(key)
+    if found is not None:
+        return found
+    given = (device, dtype, head_dim, v_head_dim, 4 if grouped else 2, 2)
+    return self_check.why_not(key, lambda: judge(provider, *given))
+
+
+def judge(
+    provider: Provider,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> str:
+    """What is wrong with a provider; "" if nothing is."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(heads: int, dim: int) -> Tensor:
+        x = torch.randn(1, NUM_TOKENS, heads, dim, generator=generator, dtype=torch.float32, device="cpu")
+        return x.to(device, dtype)
+
+    q, dout = normal(num_heads, head_dim), normal(num_heads, v_head_dim)
+    k, v = normal(num_kv_heads, head_dim), normal(num_kv_heads, v_head_dim)
+    for what, got, expected, bound in _compared(provider, q, k, v, dout, head_dim**-0.5):
+        difference = (got.double() - expected).abs()
+        if not bool((difference <= bound).all()):  # nor a nan
+            worst = (difference / bound).nan_to_num(torch.inf).argmax()
+            off, most = float(difference.flatten()[worst]), float(bound.flatten()[worst])
+            return f"gives another {what} than its definition: off by {off:.1e}, rounding explains {most:.1e}"
+    return ""
+
+
+def _compared(
+    provider: Provider, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Name, what the provider computes, what it should, and by how much it may be off."""
+    state = ops.state_dtype(q.dtype)
+    u, e = torch.finfo(q.dtype).eps / 2, torch.finfo(state).eps
+    least = torch.finfo(q.dtype).tiny * 2 * u  # the least subnormal number
+    # (1, N, H, D) to (H, N, D), kv heads repeated.
+    heads = [x[0].transpose(0, 1).double() for x in (q, k, v, dout)]
+    repeats = q.size(2) // k.size(2)
+    q64, k64, v64, dout64 = (x if x.size(0) == q.size(2) else x.repeat_interleave(repeats, 0) for x in heads)
+
+    def summed(x: Tensor) -> Tensor:
+        """(H, N, D), of which the query heads of a kv head are summed, to (1, N, G, D)."""
+        return x.view(-1, repeats, *x.shape[1:]).sum(1).transpose(0, 1)[None]
+
+    def back(x: Tensor) -> Tensor:
+        return x.transpose(0, 1)[None]
+
+    at = torch.arange(NUM_TOKENS, device=q.device)
+    attend = (at <= at[:, None]) & (at > at[:, None] - WINDOW)
+    scores = (scale * q64 @ k64.mT).masked_fill(~attend, -torch.inf)
+    lse64 = scores.logsumexp(-1)
+    weights = (scores - lse64[..., None]).exp()
+    largest = scale * q64.norm(dim=-1).amax() * k64.norm(dim=-1).amax()
+    lse_bound = float(2 * e * (q.size(3) * largest + NUM_TOKENS)) + u
+    rounded = 2 * lse_bound + u
+    of_weights = rounded * weights + least * attend
+    out64, out_bound = weights @ v64, (of_weights + 2 * u * weights) @ v64.abs() + least
+
+    begin = (at - (WINDOW - 1)).clamp(min=0).to(torch.int32)[None]
+    end = (at + 1).to(torch.int32)[None]
+    out = torch.empty_like(q, dtype=state).resize_(*q.shape[:3], v.size(3))
+    lse = torch.empty(1, q.size(2), NUM_TOKENS, dtype=torch.float64, device=q.device)
+    parts = (slice(0, CUT), slice(CUT, NUM_TOKENS))
+    blocks = []
+    for part in parts:
+        k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
+        mask = BlockMask(begin.cpu(), end.cpu(), k_runs)
+        blocks.append(Block(mask, begin, end, scale, 0.0, fresh=part.start == 0))
+    for block, part in zip(blocks, parts, strict=True):
+        provider.forward_(block, q, k[:, part], v[:, part], out, lse)
+    yield "out", out, back(out64), back(out_bound)
+    yield "lse", lse, lse64[None], torch.full_like(lse, lse_bound)
+
+    final = Final(dout, out.to(q.dtype), lse, None)
+    dq = torch.zeros_like(q, dtype=state)
+    dk, dv = (torch.zeros_like(x, dtype=state) for x in (k, v))
+    for block, part in zip(blocks, parts, strict=True):
+        provider.backward_(block, q, k[:, part], v[:, part], final, dq, dk[:, part], dv[:, part])
+    dweights, delta = dout64 @ v64.mT, (dout64 * out64).sum(-1, keepdim=True)
+    dscores = weights * (dweights - delta)
+    delta_bound = (dout64.abs() * (out_bound + u * out64.abs())).sum(-1, keepdim=True)
+    dweights_bound = 2 * e * v.size(3) * (dout64.abs() @ v64.abs().mT)
+    of_dscores = of_weights * (dweights - delta).abs() + weights * (delta_bound + dweights_bound)
+    terms = scale * (of_dscores + 3 * u * dscores.abs() + least * attend)
+    yield "dv", dv, summed(weights.mT @ dout64), summed((of_weights + 2 * u * weights).mT @ dout64.abs() + least)
+    yield "dq", dq, back(scale * dscores @ k64), back(terms @ k64.abs() + least)
+    yield "dk", dk, summed(scale * dscores.mT @ q64), summed(terms.mT @ q64.abs() + least)

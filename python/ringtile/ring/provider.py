@@ -1,0 +1,121 @@
+"""What computes attention on a block of keys: the contract, and ringtile's kernels behind it.
+
+Forward: one block of keys is merged into the running out and log-sum-exp of every query. Backward: its part of dq, dk
+and dv, from the final out, log-sum-exp and dout, is added. All of these are of state_dtype, and the log-sum-exp is
+float64, so providers can take turns: from block to block, and from forward to backward.
+
+Shape letters: B batch, N local queries, K keys of the block, H query heads, G kv heads, D head dim, Dv value head dim,
+R runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ringtile import ops
+from ringtile.ring.pieces import Pack, Piece, Square, find_pieces, packs, squares
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which keys of a block each local query attends; the same for all calls with one plan."""
+
+    begin: Tensor  # int32 CPU (Bm, N): the mask of the local queries, of the whole batch if Bm is 1
+    end: Tensor
+    k_runs: Tensor  # int64 CPU (R, 4): positions of the keys, and their rows
+    _packs: dict[object, tuple[Pack, ...]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Sequence[Piece], ...] | None:
+        """The pieces of each row of the mask; None where it takes too many."""
+        return find_pieces(self.begin, self.end, self.k_runs)
+
+    @functools.cached_property
+    def squares(self) -> list[tuple[slice, Square]]:
+        """The pieces in squares, each with the rows of the batch that it is of."""
+        pieces = self.pieces or ()
+        rows = [slice(None)] if len(pieces) == 1 else [slice(row, row + 1) for row in range(len(pieces))]
+        return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
+
+    def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
+        """The pieces in packs, for q (B, N, ...) and k (B, K, ...)."""
+        key = (q.device, q.size(0))
+        if key not in self._packs:
+            self._packs[key] = packs(self.pieces or (), q.size(0), q.size(1), k.size(1), q.device)
+        return self._packs[key]
+
+
+class Block(NamedTuple):
+    """A call on a block of keys, besides its tensors."""
+
+    mask: BlockMask
+    begin: Tensor  # of the mask, on q's device
+    end: Tensor
+    scale: float
+    softcap: float
+    fresh: bool  # forward: no block came before; backward: dk, dv are new, and each of their rows is in the block.
+    # Then out and lse, or dk and dv, may be uninitialized.
+
+
+@dataclass(frozen=True, eq=False)
+class Final:
+    """What the backward knows of all blocks."""
+
+    dout: Tensor  # (B, N, H, Dv) of q's dtype, unit stride in the last dim
+    out: Tensor  # (B, N, H, Dv) of q's dtype
+    lse: Tensor  # (B, H, N) float64
+    dlse: Tensor | None  # the gradient of lse, (B, H, N) float64; None: there is none
+
+    @functools.cached_property
+    def delta(self) -> Tensor:
+        """What `ops.attn_bwd_` takes."""
+        dlse = torch.zeros_like(self.lse) if self.dlse is None else self.dlse.contiguous()
+        return ops.attn_delta(self.dout, self.out, dlse)
+
+
+class Provider(Protocol):
+    """q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); out (B, N, H, Dv), lse (B, H, N); each gradient like its x."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def head_dim_step(self) -> int:
+        """Head dims that are the same when rounded up to a multiple of it run the same code."""
+
+    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
+        """Why it does not compute such a block; "" if it does."""
+
+    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merges the block into out and lse."""
+
+    def backward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Adds the block's part to dq, dk and dv."""
+
+
+class Ringtile:
+    """ringtile's own kernels, which take every mask."""
+
+    name = "ringtile's attention"
+    head_dim_step = 16
+
+    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
+        return ""
+
+    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        mask = (block.begin, block.end, block.mask.k_runs)
+        ops.attn_fwd_(q, k, v, *mask, out, lse, block.scale, block.softcap, block.fresh)
+
+    def backward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        mask, upstream = (block.begin, block.end, block.mask.k_runs), (final.dout, final.lse, final.delta)
+        ops.attn_bwd_(q, k, v, *mask, *upstream, dq, dk, dv, block.scale, block.softcap, block.fresh)

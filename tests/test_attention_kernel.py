@@ -1,0 +1,546 @@
+"""Who computes attention on a block of keys: masks in pieces, aten's kernels in the ring, what auto does, refusals.
+
+Shape letters: B batch, S global tokens, N local tokens, K keys, H query heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Attention, dense_gradients
+from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, Refused, ring_attention
+from ringtile import self_check as checks
+from ringtile.ring import aten, judge
+from ringtile.ring import block_kernel as block
+from ringtile.ring.aten import InSquares
+from ringtile.ring.pieces import Piece, find_pieces, packs, squares
+from ringtile.sequence.plan import rank_plan
+from ringtile.transport.loopback import LoopbackGroup
+from strategies import dense, layouts, masks
+from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, assert_within_8_ulp, problem
+from torch import Tensor
+
+NAMED = ("contiguous", "zigzag", "striped")
+CPU = torch.device("cpu")
+
+
+def run_ring(p: Problem, mask: IntervalMask, layout: Layout, kernel: str, **options: Any) -> Attention:
+    """out and lse, and the gradients by dout."""
+
+    def on_rank(group: LoopbackGroup) -> Attention:
+        rank = group.transport.rank
+        leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
+        parts = {"mask": mask, "layout": layout, "group": group}
+        out, lse = ring_attention(*leaves, **parts, return_lse=True, attention_kernel=kernel, **options)
+        return Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, rank)))
+
+    return assemble(LoopbackWorld(layout.world_size).run(on_rank), layout)
+
+
+# ---- masks in pieces ----------------------------------------------------------------------------
+
+
+def drawn(pieces: tuple[Piece, ...], picture: Tensor) -> Tensor:
+    """picture int (N, K), and 1 more for each piece that lets a query attend a key."""
+    picture = picture.clone()
+    for piece in pieces:
+        for t in range(piece.num_queries):
+            first = piece.k_begin + (t if piece.drops else 0)
+            end = piece.k_end - (piece.num_queries - 1 - t if piece.gains else 0)
+            assert piece.k_begin <= first < end <= piece.k_end
+            picture[piece.q_begin + t, first:end] += 1
+    return picture
+
+
+def drawn_in_squares(pieces: tuple[Piece, ...], picture: Tensor) -> Tensor:
+    picture = picture.clone()
+    for q_begin, q_end, k_begin, k_end, causal, flipped in squares(pieces):
+        area = torch.ones(q_end - q_begin, k_end - k_begin, dtype=torch.int64)
+        assert area.numel()
+        assert not causal or q_end - q_begin == k_end - k_begin
+        area = area.tril() if causal else area
+        picture[q_begin:q_end, k_begin:k_end] += area.flip(0, 1) if flipped else area
+    return picture
+
+
+def drawn_in_packs(pieces: tuple[tuple[Piece, ...], ...], batch: int, picture: Tensor) -> Tensor:
+    """int (B N, B K)."""
+    picture = torch.block_diag(*[picture] * batch)
+    for pack in packs(pieces, batch, picture.size(0) // batch, picture.size(1) // batch, CPU):
+        q_rows, k_rows = (
+            torch.arange(picture.size(dim)) if rows is None else rows
+            for dim, rows in ((0, pack.q_rows), (1, pack.k_rows))
+        )
+        for rows in (q_rows, k_rows):
+            assert rows.unique().numel() == rows.numel()
+        sizes = []
+        for q, q_end, k, k_end in zip(
+            pack.q_offsets[:-1], pack.q_offsets[1:], pack.k_offsets[:-1], pack.k_offsets[1:], strict=True
+        ):
+            attend = in_a_sequence(int(q_end - q), int(k_end - k), pack.left, pack.right)
+            picture[q_rows[q:q_end, None], k_rows[k:k_end]] += attend
+            sizes.append(attend.shape)
+        assert [max(each) for each in zip(*sizes, strict=True)] == [pack.max_queries, pack.max_keys]
+    return picture
+
+
+def in_a_sequence(num_queries: int, num_keys: int, left: int, right: int) -> Tensor:
+    """bool (M, K): which keys a query attends in flash attention with a window; -1 is no bound."""
+    last = torch.arange(num_queries)[:, None] + num_keys - num_queries
+    key = torch.arange(num_keys)
+    return ((key >= last - left) | (left < 0)) & ((key <= last + right) | (right < 0))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
+    """Of any round: together they say what the mask says of the block's rows, and nothing twice."""
+    world_size, batch = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    seq_len = data.draw(st.integers(world_size, 24))
+    mask, layout = data.draw(masks(batch, seq_len)), data.draw(layouts(seq_len, world_size))
+    for rank in range(world_size):
+        plan = rank_plan(mask, layout, rank)
+        for round in plan.rounds:
+            found = find_pieces(plan.begin, plan.end, round.k_runs)
+            if found is None:
+                continue
+            num_rows = max([plan.local_len, round.num_keys])
+            nothing = torch.zeros(plan.local_len, num_rows, dtype=torch.int64)
+            expected = []
+            for begin, end, pieces in zip(plan.begin, plan.end, found, strict=True):
+                of_row = nothing.clone()
+                for at, stride, row, length in round.k_runs.tolist():
+                    positions = at + stride * torch.arange(length)
+                    of_row[:, row : row + length] += (positions >= begin[:, None]) & (positions < end[:, None])
+                assert torch.equal(drawn(pieces, nothing), of_row)
+                assert torch.equal(drawn_in_squares(pieces, nothing), of_row)
+                expected.append(of_row)
+            if len(expected) < batch:
+                expected *= batch
+            assert torch.equal(drawn_in_packs(found, batch, nothing), torch.block_diag(*expected))
+
+
+@pytest.mark.parametrize("layout", NAMED)
+@pytest.mark.parametrize(("mask", "most"), [("full", 1), ("causal", 1), ("documents", 4), ("window", 4)])
+def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None:
+    for rank in range(4):
+        plan = rank_plan(MASKS[mask], Layout.named(layout, 48, 4), rank)
+        for round in plan.rounds:
+            found = find_pieces(plan.begin, plan.end, round.k_runs)
+            assert found is not None
+            assert len(found[0]) <= most
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", NAMED)
+@pytest.mark.parametrize("mask", MASKS)
+def test_ring_by_aten_equals_the_definition(mask: str, layout: str) -> None:
+    """float32, forward and backward, within 8 ulp of float64."""
+    p = problem(v_head_dim=16, dtype=torch.float32)
+    expected = dense_gradients(p.q, p.k, p.v, dense(MASKS[mask]), p.dout)
+    for world_size in (2, 3, 4):
+        ring = run_ring(p, MASKS[mask], Layout.named(layout, 48, world_size), "aten")
+        assert_within_8_ulp(Attention(*(x.double() for x in ring)), expected, world_size)
+
+
+def test_rows_of_a_batch_may_have_masks_of_their_own() -> None:
+    p, mask = problem(batch=2, v_head_dim=16), IntervalMask.documents([[20, 28], [30, 18]])
+    expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
+    assert_close(run_ring(p, mask, Layout.zigzag(48, 2), "aten"), expected, FLOAT64_TOLERANCE)
+
+
+U = torch.finfo(torch.bfloat16).eps / 2
+REST = 1.1  # all else: float32, and products of two of the roundings
+
+
+def bounds_of_bfloat16(p: Problem, mask: IntervalMask) -> Attention:
+    """How far out and gradients may be from the definition, in bfloat16.
+
+    A block of keys b has the share w_b of a query's weights and gives out_b, rounded: together the blocks move out by
+    at most U sum w_b |out_b| <= U P |v|, however many there are, because w_b |out_b| <= the part of P |v| that is in b.
+    Besides, aten rounds P to bfloat16 before P v (U P |v|), and the sum is rounded once more (U |out| <= U P |v|).
+
+    dv = P^T dout likewise: 3 U P^T |dout|. dscores = P (dout v^T - delta), delta = sum dout out: out is off by as much
+    as its bound, and that times P |dout| is what comes to dscores. They are rounded to bfloat16 before dq = dscores k
+    and dk = dscores^T q, whose blocks are rounded, and their sum once more: 3 U |dscores| |k|. lse is the log of a sum
+    of exponentials that may be as good as weights in bfloat16: U.
+    """
+    q, k, v, dout = (x.double().transpose(1, 2) for x in (p.q, p.k, p.v, p.dout))
+    repeats = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    scale = q.size(3) ** -0.5
+    weights = (scale * q @ k.mT).masked_fill(~dense(mask)[:, None], -torch.inf).softmax(-1)
+    out, out_bound = weights @ v, 3 * U * weights @ v.abs()
+    dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    terms = scale * (3 * U * dscores.abs() + weights * (dout.abs() * out_bound).sum(-1, keepdim=True))
+
+    def summed(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, repeats)).sum(2)
+
+    found = (out_bound, terms @ k.abs(), summed(terms.mT @ q.abs()), summed(3 * U * weights.mT @ dout.abs()))
+    out_bound, dq, dk, dv = (REST * x.transpose(1, 2) for x in found)
+    return Attention(out_bound, torch.full((), U), dq, dk, dv)
+
+
+@pytest.mark.parametrize("layout", NAMED)
+@pytest.mark.parametrize("mask", ["full", "causal", "documents", "window"])
+def test_blocks_in_bfloat16_stay_within_the_bound(mask: str, layout: str) -> None:
+    seq_len = 96
+    whole = {
+        "full": IntervalMask.full(seq_len),
+        "causal": IntervalMask.causal(seq_len),
+        "documents": IntervalMask.documents([32, 16, 48]),
+        "window": IntervalMask.sliding_window(seq_len, 19),
+    }[mask]
+    p = problem(1, seq_len, 4, 2, 32, 32, torch.bfloat16)
+    exact, bound = dense_gradients(p.q, p.k, p.v, dense(whole), p.dout), bounds_of_bfloat16(p, whole)
+    for world_size in (2, 3, 4):
+        ring = run_ring(p, whole, Layout.named(layout, seq_len, world_size), "aten")
+        for name, x, y, most in zip(Attention._fields, ring, exact, bound, strict=True):
+            assert ((x.double() - y).abs() <= most).all(), (name, world_size, ((x.double() - y).abs() / most).max())
+
+
+# ---- the CUDA kernels' calls, by stand-ins on the CPU -------------------------------------------
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q (H, M, D): out, lse and weights."""
+    k, v = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
+    scores = (scale * q @ k.mT).masked_fill(~attend, -torch.inf)
+    weights = scores.softmax(-1)
+    return weights @ v, scores.logsumexp(-1), weights
+
+
+def _attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Tensor, scale: float
+):
+    repeats = q.size(0) // k.size(0)
+    k, v = (x.repeat_interleave(repeats, 0) for x in (k, v))
+    weights = ((scale * q @ k.mT) - lse[..., None]).exp() * attend
+    dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    dk, dv = (x.unflatten(0, (-1, repeats)).sum(1) for x in (scale * dscores.mT @ q, weights.mT @ dout))
+    return scale * dscores @ k, dk, dv
+
+
+def flash_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+    scale=None, window_size_left=None, window_size_right=None, **options,
+):  # fmt: skip
+    """aten._flash_attention_forward of packed sequences (total, H, D)."""
+    assert dropout_p == 0
+    assert is_causal == (window_size_left < 0 and window_size_right == 0)
+    out, lse = torch.empty_like(query), query.new_empty(query.size(1), query.size(0))
+    for q, k in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True):
+        attend = in_a_sequence(q.stop - q.start, k.stop - k.start, window_size_left, window_size_right)
+        given = (x.transpose(0, 1) for x in (query[q], key[k], value[k]))
+        one, lse[:, q], _ = _attend(*given, attend, scale)
+        out[q] = one.transpose(0, 1)
+    return out, lse, query.new_empty(2).to(torch.uint64), query.new_empty(0), query.new_empty(0)
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+    unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    grads = [torch.full_like(x, torch.nan) for x in (query, key, value)]
+    for q, k in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True):
+        attend = in_a_sequence(q.stop - q.start, k.stop - k.start, window_size_left, window_size_right)
+        given = [x.transpose(0, 1) for x in (grad_out[q], query[q], key[k], value[k], out[q])]
+        found = _attend_backward(*given, logsumexp[:, q], attend, scale)
+        for grad, rows, one in zip(grads, (q, k, k), found, strict=True):
+            grad[rows] = one.transpose(0, 1)
+    return tuple(grads)
+
+
+def _spans(offsets: Tensor) -> list[slice]:
+    return [slice(begin, end) for begin, end in zip(offsets.tolist(), offsets[1:].tolist(), strict=False)]
+
+
+def cudnn_forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+    scale=None,
+):  # fmt: skip
+    """aten._scaled_dot_product_cudnn_attention: (B, H, M, D), and lse (B, H, M, 1)."""
+    assert compute_log_sumexp
+    assert dropout_p == 0
+    assert attn_bias is None
+    attend = torch.ones(query.size(2), key.size(2), dtype=torch.bool)
+    attend = attend.tril() if is_causal else attend
+    found = [_attend(*each, attend, scale) for each in zip(query, key, value, strict=True)]
+    seed = torch.zeros((), dtype=torch.int64)
+    out, lse = (torch.stack([each[i] for each in found]) for i in range(2))
+    return out, lse[..., None], seed, seed, query.size(2), key.size(2), seed, seed, seed
+
+
+def cudnn_backward(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
+    max_k, dropout_p, is_causal, *, scale=None,
+):  # fmt: skip
+    assert (max_q, max_k) == (query.size(2), key.size(2))
+    assert attn_bias is None
+    attend = torch.ones(max_q, max_k, dtype=torch.bool)
+    attend = attend.tril() if is_causal else attend
+    given = zip(grad_out, query, key, value, out, logsumexp[..., 0], strict=True)
+    found = [_attend_backward(*each, attend, scale) for each in given]
+    return tuple(torch.stack(x) for x in zip(*found, strict=True))
+
+
+@pytest.fixture
+def of_cuda() -> Iterator[None]:
+    """aten's CUDA kernels, by their schemas, for CPU tensors of float64."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("of_cuda")
+@pytest.mark.parametrize("layout", NAMED)
+@pytest.mark.parametrize("name", ["aten's flash attention", "aten's cuDNN attention"])
+def test_calls_of_atens_cuda_kernels_mean_what_they_should(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
+) -> None:
+    """By stand-ins that take the arguments of aten's schemas, so nothing here is of the kernels themselves."""
+    provider = next(each for each in aten.ATEN["cuda"] if each.name == name)
+    monkeypatch.setitem(aten.ATEN, "cpu", (provider,))
+    assert judge.judge(provider, CPU, torch.float64, 16, 16, 4, 2) == ""
+    p = problem(batch=2, v_head_dim=16)
+    for mask in (*(MASKS[name] for name in ("causal", "documents", "window")), IntervalMask.documents([[9, 39], [48]])):
+        expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
+        assert_close(run_ring(p, mask, Layout.named(layout, 48, 3), "aten"), expected, FLOAT64_TOLERANCE)
+
+
+# ---- auto ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel is judged, none measured."""
+    monkeypatch.setattr(block, "_chosen", {})
+    checks.forget()
+    yield
+    checks.forget()
+
+
+def test_auto_is_ringtile_on_a_cpu() -> None:
+    p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
+    one, other = (run_ring(p, MASKS["window"], layout, kernel) for kernel in ("auto", "ringtile"))
+    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_where_several_may_run_the_faster_is_measured_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As auto does on a GPU. The running state is left alone meanwhile."""
+    p, layout = problem(v_head_dim=16), Layout.contiguous(48, 1)
+    monkeypatch.setattr(block, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
+    expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), p.dout)
+    assert_close(run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "auto"), expected, FLOAT64_TOLERANCE)
+    for seconds, chosen in (((1.0, 2.0), "ringtile"), ((2.0, 1.0), "aten")):
+        answers = [*seconds, *seconds]  # forward and backward
+        monkeypatch.setattr(block, "_chosen", {})
+        monkeypatch.setattr(block, "_seconds", lambda *arguments, answers=answers: answers.pop(0))
+        results = [run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "auto", chosen)]
+        assert answers == []
+        assert all(torch.equal(x, y) for result in results[:2] for x, y in zip(result, results[2], strict=True))
+
+
+# ---- a kernel that is not what it was taken for -------------------------------------------------
+
+RIGHT = aten.ATEN["cpu"][0]
+assert isinstance(RIGHT, InSquares)
+attend, attend_backward = RIGHT.attend, RIGHT.attend_backward
+WRONG: dict[str, tuple[dict[str, Any], str]] = {  # and what is said of them
+    "lse in base 2": ({"attend": lambda *x: (attend(*x)[0], attend(*x)[1] / math.log(2))}, "gives another out"),
+    "lse without the scale": ({"attend": lambda *x: (attend(*x)[0], attend(*x[:4], 1.0)[1])}, "gives another out"),
+    "causal from the last key": (
+        {"attend": lambda q, k, v, causal, scale: attend(q.flip(2), k.flip(2), v.flip(2), causal, scale)},
+        "gives another out",
+    ),
+    "nan": ({"attend": lambda *x: (attend(*x)[0] * torch.nan, attend(*x)[1])}, "gives another out"),
+    "of one head": ({"attend": lambda q, k, v, *x: attend(q[:, :1], k[:, :1], v[:, :1], *x)}, "gives another out"),
+    "one that is not there": (
+        {"attend": aten._cudnn},
+        "raises NotImplementedError: Could not run 'aten::_scaled_dot_product_cudnn_attention'",
+    ),
+    "dq and dk without the scale": (
+        {"attend_backward": lambda *x: (*(grad / x[-1] for grad in attend_backward(*x)[:2]), attend_backward(*x)[2])},
+        "gives another dq",
+    ),
+    "dv halved": (
+        {"attend_backward": lambda *x: (*attend_backward(*x)[:2], attend_backward(*x)[2] / 2)},
+        "gives another dv",
+    ),
+    "without delta": (
+        {"attend_backward": lambda dout, q, k, v, out, *x: attend_backward(dout, q, k, v, out * 0, *x)},
+        "gives another dq",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_found(fresh: None, name: str, dtype: torch.dtype) -> None:
+    functions, reason = WRONG[name]
+    stand_in = dataclasses.replace(RIGHT, name=name, **functions)
+    assert checks.judged(lambda: judge.judge(stand_in, CPU, dtype, 16, 16, 2, 2)).startswith(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 96])
+def test_atens_flash_attention_is_what_it_is_taken_for(head_dim: int, dtype: torch.dtype) -> None:
+    shapes = [torch.empty(1, 1, heads, head_dim, dtype=dtype) for heads in (8, 2, 2)]
+    assert judge.why_wrong(RIGHT, *shapes) == ""
+    assert judge.why_wrong(block.RINGTILE, *shapes) == ""
+
+
+class OffBy(type(block.RINGTILE)):  # type: ignore[misc]
+    """ringtile's kernels, except that a dk is wrong."""
+
+    def backward_(self, *arguments: Any) -> None:
+        super().backward_(*arguments)
+        arguments[-2][:, 0] *= 1.001
+
+
+def test_the_next_provider_takes_over_from_a_wrong_kernel(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same losses and gradients as before, step after step, and one warning."""
+    p, mask, layout = problem(v_head_dim=16, dtype=torch.float32), MASKS["documents"], Layout.zigzag(48, 2)
+
+    def losses(kernel: str) -> list[float]:
+        q, found = p.q, []
+        for _ in range(3):
+            result = run_ring(p._replace(q=q), mask, layout, kernel)
+            found.append(float((result.out * p.dout).sum()))
+            q = q - 0.1 * result.dq
+        return found
+
+    right = losses("auto")
+    assert caplog.messages == []
+    checks.forget()
+    monkeypatch.setattr(block, "RINGTILE", OffBy())
+    assert losses("auto") == pytest.approx(right, rel=1e-5)
+    (message,) = caplog.messages
+    assert message.startswith(
+        "ringtile's attention is not used for torch.float32 with head dims 16 and 16 on cpu: it gives another dk than "
+        "its definition: off by "
+    )
+    assert "aten's flash attention runs instead" in message
+
+
+def test_no_key_is_sent_where_no_provider_is_right(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank says why, and none that it lost another one."""
+    monkeypatch.setattr(block, "RINGTILE", OffBy())
+    p, layout = problem(v_head_dim=16), Layout.zigzag(48, 2)
+
+    def on_rank(group: LoopbackGroup) -> str:
+        q, k, v = (layout.shard(x.detach(), 1, group.transport.rank) for x in (p.q, p.k, p.v))
+        with pytest.raises(Refused) as caught:
+            ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group)
+        ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="aten")
+        return str(caught.value)
+
+    for message in LoopbackWorld(2).run(on_rank):
+        assert message.startswith(
+            "attention_kernel is 'ringtile', but for torch.float64 with head dims 16 and 16 on cpu: ringtile's "
+            "attention gives another dk than its definition"
+        )
+        assert message.endswith("set attention_kernel to auto or aten")
+
+
+def test_the_check_can_be_switched_off(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(checks.VARIABLE, "0")
+    monkeypatch.setattr(block, "RINGTILE", OffBy())
+    p, layout = problem(dtype=torch.float32), Layout.contiguous(48, 1)
+    run_ring(p, MASKS["causal"], layout, "ringtile")
+    assert checks.verdicts == {}
+
+
+def test_a_kernel_is_judged_once_and_without_the_callers_modes(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, calls, right = problem(dtype=torch.float32), [], judge.judge
+
+    def judging(*arguments: Any) -> str:
+        calls.append(arguments)
+        return right(*arguments)
+
+    monkeypatch.setattr(judge, "judge", judging)
+    before = torch.get_rng_state()
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        ring_attention(p.q, p.k, p.v, mask=MASKS["causal"], layout=Layout.contiguous(48, 1))
+    run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "ringtile")
+    assert len(calls) == 1
+    assert set(checks.verdicts.values()) == {""}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- what aten has no kernel for ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({"v_head_dim": 8}, {}, "has one head dim, which is 16 for q and k, and 8 for v"),
+        ({}, {"softcap": 2.0}, "has no softcap, which is 2.0"),
+        ({}, {"layout": Layout.from_runs([[(24, 1, 0, 24), (0, 1, 24, 24)]])}, "keys in the order of their positions"),
+    ],
+)
+def test_what_aten_cannot_compute_is_refused_by_name(change: dict[str, Any], options: Any, reason: str) -> None:
+    """And is ringtile's with auto, also where the faster is asked for."""
+    p = problem(**{"v_head_dim": 16, **change})
+    given = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), **options}
+    with pytest.raises(Refused, match=f"attention_kernel is 'aten', but for .*{reason}.*to auto or ringtile"):
+        ring_attention(p.q, p.k, p.v, **given, attention_kernel="aten")
+    out = ring_attention(p.q, p.k, p.v, **given, attention_kernel="auto")
+    assert torch.equal(out, ring_attention(p.q, p.k, p.v, **given))
+
+
+def test_a_gradient_of_the_log_sum_exp_is_refused_by_name() -> None:
+    p = problem(v_head_dim=16)
+    leaves = [x.requires_grad_() for x in (p.q, p.k, p.v)]
+    given: Any = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), "return_lse": True}
+    out, lse = ring_attention(*leaves, **given, attention_kernel="aten")
+    with pytest.raises(Refused, match="takes no gradient of the log-sum-exp"):
+        torch.autograd.grad([out, lse], leaves, [p.dout, p.dlse])
+    expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), torch.zeros_like(p.dout), p.dlse)
+    _, lse = ring_attention(*leaves, **given, attention_kernel="auto")
+    for one, other in zip(torch.autograd.grad(lse, leaves, p.dlse), expected[2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_mask_of_too_many_calls_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "MAX_SQUARES", 3)
+    p = problem(v_head_dim=16)
+    with pytest.raises(Refused, match=r"would be called \d+ times for a block's mask, more than 3 times"):
+        ring_attention(*(p.q, p.k, p.v), mask=MASKS["window"], layout=Layout.contiguous(48, 1), attention_kernel="aten")
+
+
+def test_unknown_kernels_are_refused() -> None:
+    p = problem()
+    given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}
+    with pytest.raises(InputError, match="attention_kernel is 'cudnn'; expected one of auto, ringtile, aten"):
+        ring_attention(p.q, p.k, p.v, **given, attention_kernel="cudnn")
+    with pytest.raises(ConfigError, match="attention_kernel is 'flash'"):
+        Config(attention_kernel="flash")
+
+
+def test_the_old_name_works_with_a_note() -> None:
+    p = problem(v_head_dim=16)
+    given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}
+    with pytest.warns(FutureWarning, match="block_kernel is now called attention_kernel"):
+        out = ring_attention(p.q, p.k, p.v, **given, block_kernel="aten")
+    assert torch.equal(out, ring_attention(p.q, p.k, p.v, **given, attention_kernel="aten"))
+    with pytest.warns(FutureWarning, match="block_kernel is now called attention_kernel"):
+        assert Config(block_kernel="aten") == Config(attention_kernel="aten")
+    with pytest.raises(ConfigError, match="block_kernel is the old name of attention_kernel; expected one of the two"):
+        Config(block_kernel="aten", attention_kernel="aten")

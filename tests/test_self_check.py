@@ -1,0 +1,150 @@
+"""Kernels that are wrong on purpose are found at their first use, and refused by name. (test_attention_kernel.py has
+attention.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ringtile import Layout, Refused, ops, self_check, tiled_linear_cross_entropy
+from ringtile.cli import doctor
+from ringtile.ring import judge
+from ringtile.ring.aten import ATEN
+from ringtile.ring.block_kernel import RINGTILE
+from torch import Tensor
+
+REAL = torch.ops.ringtile
+ARGUMENTS = {"GLU": "glu_bwd_", "loss": "cross_entropy_fwd_bwd_", "shard": "shard_seq_"}  # by kernel: one of its ops
+DTYPES = {"GLU": ops.FLOAT_DTYPES, "loss": ops.FLOAT_DTYPES, "shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
+
+
+class Ops:
+    """ringtile's ops, of which some are replaced."""
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(REAL, name)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    self_check.forget()
+    yield
+    self_check.forget()
+
+
+def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
+    REAL.glu_bwd_(gate, up, dprod, kind)
+    gate[-1, -1] *= 1.02
+
+
+def cross_entropy_fwd_bwd_(logits: Tensor, *arguments: Any) -> None:
+    REAL.cross_entropy_fwd_bwd_(logits, *arguments)
+    logits[:, -1] *= 1.02  # of one class
+
+
+def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    REAL.shard_seq_(x, runs, dim, y)
+    last = y.narrow(dim, y.size(dim) - 1, 1)
+    last.copy_(y.narrow(dim, 0, 1))
+
+
+def raises(*arguments: Any) -> None:
+    raise RuntimeError("an illegal instruction\nand where")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in DTYPES for dtype in DTYPES[name]])
+def test_every_kernel_is_right_and_a_wrong_one_is_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    cpu = torch.device("cpu")
+    assert ops.why_not_kernel(name, cpu, dtype) == ""
+    for replaced, reason in ((globals()[ARGUMENTS[name]], "gives another "), (raises, "raises RuntimeError: an illeg")):
+        self_check.forget()
+        monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: replaced}))
+        assert ops.why_not_kernel(name, cpu, dtype).startswith(reason)
+
+
+def use(name: str) -> None:
+    x = torch.ones(4, 6)
+    if name == "GLU":
+        ops.glu_fwd(x, x, 0)
+    elif name == "loss":
+        tiled_linear_cross_entropy(x, torch.ones(5, 6), torch.zeros(4, dtype=torch.int64))
+    else:
+        Layout.zigzag(4, 2).shard(x, 0, 1)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    use(name)
+    self_check.forget()
+    monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: raises}))
+    with pytest.raises(Refused, match=f"ringtile's {name} kernel cannot be used for torch.float32 on cpu: it raises"):
+        use(name)
+    self_check.forget()
+    monkeypatch.setenv(self_check.VARIABLE, "0")
+    monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: globals()[ARGUMENTS[name]]}))
+    use(name)
+
+
+def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setitem(ops.KERNELS, "GLU", lambda device, dtype: calls.append(dtype) or "")
+    x = torch.ones(2, 3)
+    for _ in range(3):
+        ops.glu_fwd(x, x, 0)
+        ops.glu_bwd_(x.clone(), x.clone(), x.clone(), 0)
+    assert calls == [torch.float32]
+
+
+def test_no_memory_is_no_verdict() -> None:
+    def judge() -> str:
+        raise torch.OutOfMemoryError("no memory left")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        self_check.why_not("a kernel", judge)
+    assert self_check.why_not("a kernel", lambda: "") == ""
+
+
+def test_a_check_saves_nothing_for_a_backward() -> None:
+    """The first use may be inside a checkpoint, which counts what is saved."""
+
+    def saved(x: Tensor) -> None:
+        raise AssertionError("a tensor was saved")
+
+    with torch.autograd.graph.saved_tensors_hooks(saved, saved), torch.enable_grad():
+        for name in ARGUMENTS:
+            assert ops.why_not_kernel(name, torch.device("cpu"), torch.float32) == ""
+        for provider in (RINGTILE, *ATEN["cpu"]):
+            assert judge.verdict(provider, torch.device("cpu"), torch.float32, 8, 8, True) == ""
+
+
+def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its verdict count later."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert self_check.why_not("a kernel", lambda: "is wrong") == ""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert self_check.why_not("a kernel", lambda: "is wrong") == "is wrong"
+
+
+def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "HEAD_DIMS", (64,))
+    monkeypatch.setattr(ops, "_ops", Ops(glu_bwd_=raises))
+    report = doctor.self_checks()
+    wrong = [name for name, verdict in report.items() if doctor.WRONG in verdict]
+    assert wrong == ["cpu: ringtile's GLU"]
+    assert report["cpu: ringtile's GLU"].startswith("not used for float64: it raises RuntimeError: an illegal instruct")
+    assert report["cpu: ringtile's attention, head dim 64"].startswith(
+        "right for float64, float32, bfloat16, float16 ("
+    )
+    monkeypatch.setattr(doctor, "kernels", lambda: {"error": None})
+    assert doctor.run(None).status == 1
+    monkeypatch.setattr(ops, "_ops", REAL)
+    self_check.forget()
+    assert doctor.run(None).status == 0
