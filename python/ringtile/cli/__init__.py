@@ -1,4 +1,4 @@
-"""The command line: `ringtile train`, `verify`, `models`, `plan`, `bench`, `doctor`; `python -m ringtile`, torchrun too.
+"""The command line: `ringtile train`, `verify`, `models`, `plan`, `bench`, `doctor`; or `python -m ringtile`.
 
 A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit status: 0 done; 1 a check failed;
 2 refused (bad usage, bad input, a lost peer: one line on stderr, no traceback).
