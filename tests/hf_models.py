@@ -33,6 +33,8 @@ FAMILIES = {
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False}),
+    "stablelm": ("stablelm", {}),
     "llama-dynamic": (
         "llama",
         {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
@@ -53,6 +55,10 @@ FAMILIES = {
     "llama4": ("llama4_text", {"num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "mixtral": ("mixtral", {"num_local_experts": 2}),
+    "mixtral-balanced": (
+        "mixtral",
+        {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5, "initializer_range": 0.1},
+    ),
     "seed-oss": ("seed_oss", {}),
     "phimoe": ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     "starcoder2": ("starcoder2", {}),
@@ -69,13 +75,14 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: object) -> Pre
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def with_lora(model: PreTrainedModel) -> Any:
+def with_lora(model: PreTrainedModel, dropout: float = 0.0) -> Any:
     """The model with LoRA adapters on attention and MLP. Neither factor starts at zero, so both have gradients."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, lora_dropout=dropout)
+    return get_peft_model(model, config)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -181,11 +181,20 @@ def train(config: dict[str, Any] | None, *, engine: str = "DDP", **options: Any)
         return _train(config, **{**arguments, **options})
 
 
-def _train(config: dict[str, Any] | None, *, evaluate: bool = True, resume: str | None = None, **options: Any) -> Run:
+def _train(
+    config: dict[str, Any] | None,
+    *,
+    evaluate: bool = True,
+    evaluate_first: bool = False,
+    resume: str | None = None,
+    **options: Any,
+) -> Run:
     trainer = make_trainer(**options)
     run = Run()
     if config is not None:
         ringtile.enable(trainer, config)
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     for entry in trainer.state.log_history:
         if "loss" in entry:

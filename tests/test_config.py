@@ -22,7 +22,10 @@ def test_defaults_change_nothing():
         ({"context_parallel_size": 0}, ["context_parallel_size", "0", "greater than or equal to 1"]),
         ({"context_parallel_size": True}, ["context_parallel_size", "True", "integer"]),
         ({"context_parallel_size": "2"}, ["context_parallel_size", "'2'", "integer"]),
-        ({"layout": "zigzak"}, ["layout", "'zigzak'", "'zigzag', 'contiguous' or 'striped'"]),
+        (
+            {"layout": "zigzak"},
+            ["layout", "'zigzak'", "'zigzag', 'contiguous', 'striped', 'per_document' or 'balanced'"],
+        ),
         ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
         ({"timeout_seconds": float("inf")}, ["timeout_seconds", "finite"]),
         ({"tiled_mlp_num_shards": 4}, ["tiled_mlp_num_shards", "4", "set tiled_mlp: true"]),

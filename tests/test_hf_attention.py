@@ -42,7 +42,7 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
 
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
-        local, sharded = shard_batch(batch, layout=layout, group=group, makes_positions=model.makes_positions(own))
+        local, sharded = shard_batch(batch, layout=layout, group=group, makes_positions=True)
         model.pin_rope_length(own, Ledger(), lambda: sharded)
         with torch.no_grad():
             return sharded.unshard(own(**local).logits)
@@ -169,6 +169,7 @@ def test_batch_that_does_not_arrive_is_refused():
 
 def _forward_without_batch(original, *args, **kwargs):
     kwargs.pop(BATCH_ARGUMENT)
+    kwargs["attention_mask"] = kwargs["attention_mask"].clone()
     return original(*args, **kwargs)
 
 

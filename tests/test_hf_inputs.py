@@ -185,7 +185,7 @@ def test_document_ids_may_end_in_padding():
         ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.Refused, "pixel_values"),
         ({"token_type_ids": torch.zeros(2, 8)}, ringtile.Refused, "token_type_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
-        ({"output_router_logits": True}, ringtile.Refused, "load-balancing"),
+        ({"output_router_logits": True}, ringtile.Refused, "the batch sets output_router_logits"),
         ({"logits_to_keep": 1}, ringtile.Refused, "logits_to_keep"),
     ],
 )

@@ -39,7 +39,7 @@ class Config(Section):
     """
 
     context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
-    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"  # which tokens a rank holds
+    layout: Literal["zigzag", "contiguous", "striped", "per_document", "balanced"] = "zigzag"  # who holds which tokens
     attention_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # who computes attention: docs/design/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens

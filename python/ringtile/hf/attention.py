@@ -3,8 +3,8 @@
 A sharded batch carries its `ShardedBatch` through the model as the keyword argument `ringtile_batch`: models hand
 unknown keyword arguments down to their attention function, also under activation checkpointing. Before the model runs,
 its attention mask is replaced by a 4-D tensor without elements. transformers returns 4-D masks unchanged, so no S x S
-mask is built; and an attention function that gets the empty mask without a `ShardedBatch` knows that the model dropped
-the keyword argument.
+mask is built. The empty mask holds the `ShardedBatch` too, for models that drop the keyword argument on the way to
+their layers (StableLM, Nemotron); an attention function that gets neither knows that it has a shard without its batch.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     if kwargs.get(BATCH_ARGUMENT) is not None:
         position_ids = kwargs["position_ids"]
         empty = torch.empty(position_ids.size(0), 1, 0, 0, dtype=torch.bool, device=position_ids.device)
+        setattr(empty, BATCH_ARGUMENT, kwargs[BATCH_ARGUMENT])  # for models that do not hand keyword arguments down
         kwargs = {**kwargs, "attention_mask": empty}
     return args, kwargs
 
@@ -82,7 +83,7 @@ def attention_forward(
     options: dropout, scaling, sliding_window, softcap, and whatever else the model hands down.
     Raises Refused for options that the kernels cannot compute exactly, and for a shard without its ShardedBatch.
     """
-    batch: ShardedBatch | None = options.get(BATCH_ARGUMENT)
+    batch: ShardedBatch | None = options.get(BATCH_ARGUMENT, getattr(attention_mask, BATCH_ARGUMENT, None))
     if batch is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise Refused(

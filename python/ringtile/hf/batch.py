@@ -24,6 +24,10 @@ class ShardedBatch:
     max_position: int  # the largest global position id
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     attention_kernel: AttentionKernel = "ringtile"
+    position_ids: Tensor | None = None  # (B, N)
+    token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
+    balancing_share: float = 1.0  # the factor of a balancing loss that is added to the loss of a shard
+    balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
     attention_calls: int = 0  # attention layers that have used this batch
     loss_calls: int = 0  # loss functions that have received it
 

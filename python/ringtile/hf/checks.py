@@ -18,6 +18,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
+from ringtile.hf.balancing_loss import check_balancing_loss
+from ringtile.hf.model import text_modules
 from ringtile.hf.parallelism import parallelism_of
 
 # Methods that ringtile replaces or relies on, with the arguments it passes. Other versions may lack them.
@@ -60,6 +62,7 @@ _WORK_ON_SHARDS = (
 _GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
 
@@ -121,10 +124,10 @@ def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
     """
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     reason = "a mean over each shard is not the mean over the sequence"
-    if not getattr(model, "accepts_loss_kwargs", takes_any):
+    if not takes_any and not getattr(model, "accepts_loss_kwargs", False):
         raise Refused(
-            f"{type(model).__name__} does not take num_items_in_batch (accepts_loss_kwargs is false, or its forward "
-            f"has no **kwargs); expected a model that does: {reason}"
+            f"{type(model).__name__} does not take num_items_in_batch (its forward has no **kwargs); expected a model "
+            f"that hands **kwargs to self.loss_function: {reason}"
         )
     if not trainer.model_accepts_loss_kwargs and _home(trainer, "compute_loss").__module__ == _SFT:
         raise Refused(f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}")
@@ -136,11 +139,17 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
     classifier: the model scores the last token, and its Trainer computes the loss.
     """
     config, name = model.config.get_text_config(), type(model).__name__
-    if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "") is not ForCausalLMLoss:
+    # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
+    if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is not ForCausalLMLoss:
         raise Refused(
             f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model"
         )
-    bidirectional = [path for path, module in model.named_modules() if getattr(module, "is_causal", True) is False]
+    modules = text_modules(model)
+    bidirectional = [
+        path
+        for path, module in modules
+        if getattr(module, "is_causal", True) is False and not path.endswith(_CROSS_ATTENTION)
+    ]
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
         raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder")
     layer_types = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
@@ -149,30 +158,37 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
             f"{', '.join(sorted(_KNOWN_LAYER_TYPES))}: other layers mix tokens without the ring"
         )
-    convolutions = [path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    convolutions = [path for path, module in modules if isinstance(module, nn.Conv1d)]
     if convolutions:
         raise Refused(f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only")
-    if getattr(config, "output_router_logits", False):
-        raise Refused(
-            f"{name} adds a load-balancing loss (config.output_router_logits is true), which is not linear in the "
-            f"tokens; set model.config.output_router_logits = False"
-        )
+    check_balancing_loss(model)
 
 
 def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
     """Raises Refused for a model that drops units, or whose gradients no engine averages."""
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if not isinstance(inner, _ENGINES) and type(inner).__name__ not in _ENGINE_NAMES:
+    if not has_engine(model):
+        inner = getattr(model, "_orig_mod", model)
         raise Refused(
             f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
             f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
-            f"a model bare when evaluate() or predict() runs before train() (build a new Trainer, or use eval_on_start)"
-            f", and on CPU ranks (set use_cpu=True in TrainingArguments)"
+            f"a model bare on CPU ranks (set use_cpu=True in TrainingArguments)"
         )
-    for path, module in base.named_modules():
+    check_dropout(base)
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether an engine that averages gradients over the ranks has wrapped the model."""
+    inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    return isinstance(inner, _ENGINES) or type(inner).__name__ in _ENGINE_NAMES
+
+
+def check_dropout(model: PreTrainedModel) -> None:
+    """Raises Refused for a module of the model that drops units in training, an adapter's too."""
+    for path, module in text_modules(model):
         if isinstance(module, nn.Dropout) and module.p > 0:
+            setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
             raise Refused(
-                f"{path} drops with p = {module.p}; expected 0: the random numbers of a shard are not those of the "
+                f"{path} drops with p = {module.p}; set {setting}: the random numbers of a shard are not those of the "
                 f"full sequence"
             )
 

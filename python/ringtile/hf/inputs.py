@@ -19,7 +19,7 @@ from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.masks import mask_of_batch
 from ringtile.ring.block_kernel import AttentionKernel
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
 
@@ -38,7 +38,7 @@ _PADDING = {
 _GLOBAL_KEYS = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Switches under which the model would treat a shard as the full sequence.
 _REFUSED_SWITCHES = {
-    "output_router_logits": "the load-balancing loss is not linear in the tokens",
+    "output_router_logits": "only model.config.output_router_logits has been checked",
     "output_attentions": "attention weights are never formed",
     "logits_to_keep": "the last positions lie on one rank",
     "past_key_values": "a cache holds full sequences",
@@ -51,6 +51,7 @@ def shard_batch(
     layout: str,
     group: Group | None,
     makes_positions: bool,
+    positions: Tensor | None = None,
     windows: Iterable[int | None] = (),
     attention_kernel: AttentionKernel = "ringtile",
 ) -> tuple[dict[str, Any], ShardedBatch]:
@@ -59,7 +60,8 @@ def shard_batch(
     `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
     `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is left
     for code that counts tokens. makes_positions: the model counts 0, 1, ... for a batch without position ids, and so
-    does this function. windows: the sliding windows of the model's layers, whose masks torch.compile cannot make.
+    does this function; positions (B, S): the model would make these instead. windows: the sliding windows of the
+    model's layers, whose masks torch.compile cannot make.
     Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
     main = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -67,12 +69,12 @@ def shard_batch(
         raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
     batch_size, seq_len = main.shape[:2]
     _refuse(inputs)
-    per_token = _per_token(inputs, main, makes_positions)
+    per_token = _per_token(inputs, main, makes_positions, positions)
     mask = mask_of_batch(inputs, batch_size, seq_len)
     world_size = transport_of(group).world_size
-    padding = -seq_len % Layout.multiple(layout, world_size)
-    named = Layout.named(layout, seq_len + padding, world_size)
-    sequence = ShardedSequence.of(mask.padded(padding), named, group)
+    padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
+    mask = mask.padded(padding)
+    sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group)
     for window in windows:
         sequence.with_window(window)
     batch = ShardedBatch(
@@ -86,6 +88,7 @@ def shard_batch(
     for name, tensor in per_token.items():
         width = (0, 0) * (tensor.dim() - 2) + (0, padding)
         local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1)
+    batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
     if inputs.get("labels") is not None:
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
     local.update({"use_cache": False, BATCH_ARGUMENT: batch})
@@ -104,7 +107,9 @@ def _refuse(inputs: Mapping[str, Any]) -> None:
             )
 
 
-def _per_token(inputs: Mapping[str, Any], main: Tensor, makes_positions: bool) -> dict[str, Tensor]:
+def _per_token(
+    inputs: Mapping[str, Any], main: Tensor, makes_positions: bool, positions: Tensor | None
+) -> dict[str, Tensor]:
     """The global tensors with one entry per token, by the keys of _PADDING; labels are shifted."""
     batch_size, seq_len = main.shape[:2]
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
@@ -114,10 +119,11 @@ def _per_token(inputs: Mapping[str, Any], main: Tensor, makes_positions: bool) -
     if "position_ids" not in per_token:
         if not makes_positions:
             raise Refused(
-                "the batch has no position_ids and this model has no rotary embedding; expected position_ids (B, S), "
-                "because a shard does not know its positions"
+                "the batch has no position_ids, and ringtile does not know how this model counts positions; add "
+                "position_ids (B, S) in your data collator: a shard does not know its positions"
             )
-        per_token["position_ids"] = torch.arange(seq_len, device=main.device)[None]
+        counted = torch.arange(seq_len, device=main.device)[None]
+        per_token["position_ids"] = counted if positions is None else positions
     per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len)
     per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
     if "shift_labels" not in per_token and inputs.get("labels") is not None:

@@ -73,6 +73,7 @@ class LossOnShards(Strategy):
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
         self.check_training(model)
         with self._sharded(inputs) as (local, batch):
+            batch.balancing_share = self._balancing_share(num_items_in_batch is not None)
             if num_items_in_batch is None and batch.num_targets is not None:
                 num_items_in_batch = self._targets_per_rank(batch.num_targets)
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
@@ -86,8 +87,21 @@ class LossOnShards(Strategy):
         The mean over the group of N * local_sum / count is the sum of local_sum over num_targets. The factor N is left
         out where the Trainer does not apply it.
         """
+        return num_targets * self._trainer_factor() / self.group.size
+
+    def _trainer_factor(self) -> int:
+        """What the Trainer multiplies a loss by that was divided by a number of items."""
         scales = self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs
-        return num_targets * (self.trainer.accelerator.num_processes if scales else 1) / self.group.size
+        return self.trainer.accelerator.num_processes if scales else 1
+
+    def _balancing_share(self, num_items_given: bool) -> float:
+        """The factor of a balancing loss, which is not divided by a number of items, in the loss of a shard.
+
+        With one process per batch, the Trainer would multiply the loss by their number where items were counted over
+        all devices, and by 1 elsewhere; here it multiplies by the number of ranks.
+        """
+        wanted = self.group.data_size if num_items_given and self._trainer_factor() > 1 else 1
+        return wanted / self._trainer_factor()
 
     def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """T: the original counts every batch once per rank of a group.

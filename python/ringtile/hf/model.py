@@ -16,6 +16,8 @@ from ringtile.hf import attention
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.ledger import Ledger
 
+_NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
+
 
 def base_model(model: nn.Module | None) -> PreTrainedModel:
     """The transformers model inside PEFT's adapters. Raises Refused when there is none."""
@@ -26,9 +28,29 @@ def base_model(model: nn.Module | None) -> PreTrainedModel:
     return base
 
 
-def makes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model counts positions 0, 1, ... for a batch without position ids: with rotary embeddings it does."""
-    return bool(_rotary_embeddings(model))
+def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The modules that run for text, with their paths: without the towers of a model that takes images or sound too."""
+    roots = [f"{path}." for path in _towers(model)]
+    return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
+
+
+def refuse_towers(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+    """Raises Refused in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
+    for path, tower in _towers(model).items():
+
+        def refuse(module: nn.Module, args: Any, path: str = path) -> None:
+            if active_batch() is not None:
+                raise Refused(f"the batch makes {path} run; expected text only: images and sound are not sharded")
+
+        ledger.on_restore(tower.register_forward_pre_hook(refuse).remove)
+
+
+def _towers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The parts of a model that turn images or sound into embeddings, by path."""
+    names = [name for name in model.config.sub_configs if any(kind in name for kind in _NOT_TEXT)]
+    configs = {type(getattr(model.config, name)) for name in names} - {type(model.config.get_text_config())}
+    modules = model.named_modules()
+    return {path: m for path, m in modules if isinstance(m, PreTrainedModel) and path and type(m.config) in configs}
 
 
 def layer_windows(config: Any) -> list[int | None]:
@@ -45,13 +67,22 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
     ledger.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
     model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
+    without = []  # the configs of parts that do not attend: only the attribute takes None back
     for name in model.config.sub_configs:
         sub_config = getattr(model.config, name)
-        if sub_config is not None:
+        if sub_config is not None and sub_config._attn_implementation is None:
+            without.append(sub_config)
+        elif sub_config is not None:
             previous[name] = sub_config._attn_implementation
-    ledger.on_restore(lambda: model.set_attn_implementation(previous))
+
+    def restore() -> None:
+        model.set_attn_implementation(previous)
+        for config in without:
+            config._attn_implementation = None
+
+    ledger.on_restore(restore)
     model.set_attn_implementation(attention.NAME)
-    if model.config._attn_implementation != attention.NAME:
+    if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise Refused(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
             f"model that does"
@@ -59,16 +90,17 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
 
 
 def watch_loss(model: PreTrainedModel, ledger: Ledger) -> None:
-    """Counts, on the ShardedBatch, calls of the model's loss function with the globally shifted labels.
+    """Counts, on the ShardedBatch, calls of the model's loss function with globally shifted labels and their number.
 
-    A model that computes its loss in another way would shift the labels again, within each shard.
+    A model that computes its loss in another way would shift the labels again, within each shard, and take its mean.
     """
     ledger.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function))
 
 
 def _watched_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     batch: ShardedBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
-    if batch is not None and kwargs.get("shift_labels") is not None:
+    given = all(kwargs.get(name) is not None for name in ("shift_labels", "num_items_in_batch"))
+    if batch is not None and given:
         batch.loss_calls += 1
     return original(*args, **kwargs)
 

@@ -19,11 +19,13 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ringtile.config import Config
 from ringtile.errors import Refused
 from ringtile.hf import checks, data, model
+from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
+from ringtile.hf.positions import Positions
 
 
 class Strategy(abc.ABC):
@@ -35,12 +37,14 @@ class Strategy(abc.ABC):
     def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, ledger: Ledger) -> None:
         self.trainer, self.base, self.config, self.ledger = trainer, base, config, ledger
         self.check()
+        if trainer.train_dataset is not None:
+            checks.check_dropout(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
-        self.makes_positions = model.makes_positions(base)
         self.windows = set(model.layer_windows(base.config.get_text_config()))
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
+        self.positions = Positions(base, ledger, lambda: self.active_batch)
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -78,6 +82,8 @@ class Strategy(abc.ABC):
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.ledger)
         model.pin_rope_length(base, self.ledger, lambda: self.active_batch)
+        model.refuse_towers(base, self.ledger, lambda: self.active_batch)
+        install_balancing_loss(base, self.ledger, lambda: self.active_batch, self.group)
 
     # ---- one batch ------------------------------------------------------------------------------
 
@@ -91,10 +97,12 @@ class Strategy(abc.ABC):
             inputs,
             layout=self.config.layout,
             group=self.group.process_group,
-            makes_positions=self.makes_positions,
+            makes_positions=self.positions.makes_ids,
+            positions=self.positions.of_batch(inputs),
             windows=self.windows,
             attention_kernel=self.config.attention_kernel,
         )
+        self.active_batch.balancing_share = 1 / self.group.size
         return local, self.active_batch
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
@@ -139,12 +147,23 @@ class Strategy(abc.ABC):
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
         trainer = self.trainer
-        previous = trainer.gather_function
+        previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
         trainer.gather_function = functools.partial(data.gather_for_metrics, trainer.accelerator, self.group)
         try:
             return original(*args, **kwargs)
         finally:
             trainer.gather_function = previous
+            self._forget_bare_model(prepared)
+
+    def _forget_bare_model(self, prepared: list[nn.Module]) -> None:
+        """Lets train() prepare the model again. Before training, accelerate prepares it for evaluation only and then
+        takes it for prepared, so that it would train without an engine. prepared: the models before the evaluation."""
+        models, bare = self.trainer.accelerator._models, self.trainer.model
+        if bare is not None and bare not in prepared and bare in models and not checks.has_engine(bare):
+            models.remove(bare)
+            del bare._is_accelerate_prepared
+            if (original := vars(bare).pop("_original_forward", None)) is not None:  # mixed precision has wrapped it
+                bare.forward = original
 
     def _track_num_input_tokens(self, original: Callable[..., Any], inputs: dict[str, Any]) -> None:
         before = self.trainer.state.num_input_tokens_seen

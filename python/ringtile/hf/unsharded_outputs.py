@@ -126,12 +126,16 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
     """One output of the model, unsharded. Raises Refused for an output that is not known to be per token."""
-    if value is None or isinstance(value, TiledLogits):  # TiledLogits refuse to be read themselves
-        return value
+    if value is None or name == "aux_loss" or isinstance(value, TiledLogits):  # TiledLogits refuse to be read
+        return value  # a balancing loss is that of the whole sequence
     if name == "hidden_states" and isinstance(value, tuple):
         return tuple(_unshard(batch, model, name, layer) for layer in value)
     if name in _PER_TOKEN and isinstance(value, Tensor):
         return batch.unshard(value)
+    if name == "router_logits" and isinstance(value, tuple):  # of a layer (B N, E)
+        assert batch.token_weights is not None
+        rows = batch.token_weights.size(0)
+        return tuple(batch.unshard(layer.unflatten(0, (rows, -1))).flatten(0, 1) for layer in value)
     if name in _PER_TARGET and isinstance(value, Tensor):
         return batch.unshard(value)[:, :-1]  # the last token predicts nothing
     raise Refused(

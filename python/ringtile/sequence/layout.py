@@ -23,6 +23,9 @@ from ringtile.sequence.mask import MAX_SEQ_LEN, IntervalMask
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group
 
+# The layouts that depend on the mask, and the one whose multiple a sequence is padded to for them.
+PADDED_LIKE = {"per_document": "zigzag", "balanced": "contiguous"}
+
 
 class Run(NamedTuple):
     """Local tokens local_begin .. local_begin + length - 1 hold global_begin, global_begin + stride, ..."""
@@ -166,6 +169,22 @@ class Layout:
         cls.multiple(name, world_size)
         layout: Layout = getattr(cls, name)(seq_len, world_size)
         return layout
+
+    @classmethod
+    def of_mask(cls, name: str, mask: IntervalMask, world_size: int) -> Layout:
+        """The layout a configuration names, for this mask: those of `named`, "per_document" or "balanced".
+
+        Documents are those of the mask's first row. Chunks are smaller than `balanced` makes them where the sequence is
+        short, so that every rank gets several.
+        """
+        if name == "per_document":
+            attends = mask.end[0] > mask.begin[0]
+            starts = {0, *mask.begin[0][attends].tolist()}
+            bounds = [*sorted(starts), mask.seq_len]
+            return cls.per_document([end - begin for begin, end in itertools.pairwise(bounds)], world_size)
+        if name == "balanced":
+            return cls.balanced(mask, world_size, max(1, min(512, mask.seq_len // (8 * world_size))))
+        return cls.named(name, mask.seq_len, world_size)
 
     @staticmethod
     def multiple(name: str, world_size: int) -> int:

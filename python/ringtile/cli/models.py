@@ -1,0 +1,138 @@
+"""`ringtile models [NAME ...]`: which of transformers' causal language models train exactly on two ranks.
+
+Each type is built tiny from its default configuration, with every kind of layer that it has, and trained for two steps
+on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's balancing loss is switched on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ringtile.cli import Outcome
+from ringtile.cli.output import write_output
+from ringtile.errors import ConfigError
+
+SECONDS = 120.0  # of one training, after which its ranks are taken to hang
+CONFIG = {"context_parallel_size": 2}
+BEGIN, END = "<!-- begin: ringtile models --markdown -->\n", "<!-- end -->\n"
+
+
+class Processes(Protocol):
+    """Processes that run one function each, see `Workers`."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> list[Any]: ...
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help="model types, or folders with a config.json; all types"
+    )
+    parser.add_argument("--markdown", metavar="FILE", type=pathlib.Path, help="replace the table in this page")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Prints a line per type. Status 1: one trains to other numbers, or fails without a refusal."""
+    from ringtile.cli.tiny_models import causal_types
+    from ringtile.cli.workers import Workers
+
+    if args.markdown is not None:
+        split_page(args.markdown)
+    ranks, alone = Workers(2), Workers(1)
+    began, rows = time.monotonic(), []
+    try:
+        for name in args.names or causal_types():
+            row = decide(name, ranks, alone)
+            rows.append(row)
+            print(f"{name:28} {row['verdict']:9} {' '.join(row.get('reason', '').split())}", flush=True)
+    finally:
+        ranks.close()
+        alone.close()
+    if args.markdown is not None:
+        before, after = split_page(args.markdown)
+        page = before + BEGIN + markdown(rows) + END + after
+        write_output(args.markdown, lambda path: _write(path, page))
+    failed = any(row["verdict"] in ("wrong", "failed") for row in rows)
+    return Outcome(int(failed), {"types": rows, "seconds": time.monotonic() - began})
+
+
+def decide(name: str, ranks: Processes, alone: Processes) -> dict[str, Any]:
+    """The verdict on one type: exact, refused, wrong, failed, or untried: one process cannot train it either."""
+    from ringtile.cli.tiny_models import read_config
+    from ringtile.cli.tiny_training import differences, equal, train
+
+    source = read_config(name) if pathlib.Path(name).is_dir() else name
+    row: dict[str, Any] = {"type": name}
+    results = ranks.call(train, source, CONFIG, seconds=SECONDS)
+    errors = [str(result) for result in results if isinstance(result, BaseException)]
+    refusals = [result for result in results if isinstance(result, dict) and "refused" in result]
+    if refusals and not errors:
+        return row | {"verdict": "refused", "class": refusals[0]["class"], "reason": refusals[0]["refused"]}
+    (expected,) = alone.call(train, source, None, seconds=SECONDS)
+    if isinstance(expected, BaseException):
+        return row | {"verdict": "untried", "reason": str(expected)}
+    if errors:
+        return row | {"verdict": "failed", "class": expected["class"], "reason": " | ".join(errors)}
+    difference = max((differences(result, expected) for result in results), key=lambda each: max(each.values()))
+    row |= {"class": expected["class"], "differences": difference}
+    if equal(difference):
+        return row | {"verdict": "exact"}
+    return row | {"verdict": "wrong", "reason": ", ".join(f"{key} {value:.1e}" for key, value in difference.items())}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/guide/models.md: the exact types, and the others by reason."""
+    import transformers
+
+    of: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        of.setdefault(row["verdict"], []).append(row)
+    counts = ", ".join(f"{len(of[verdict])} {verdict}" for verdict in sorted(of))
+    lines = [f"{len(rows)} types of transformers {transformers.__version__}: {counts}.", ""]
+    if "exact" in of:
+        lines += [f"**Exact**: {_names(of.pop('exact'))}.", ""]
+    for verdict in sorted(of):
+        reasons: dict[str, list[dict[str, Any]]] = {}
+        for row in of[verdict]:
+            reasons.setdefault(reason_of(row), []).append(row)
+        lines += [f"| {verdict} | reason |", "| --- | --- |"]
+        most_first = sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
+        lines += [f"| {_names(types)} | {reason} |" for reason, types in most_first]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def reason_of(row: dict[str, Any]) -> str:
+    """The reason of a refusal or an error without what differs from model to model: class names and paths."""
+    reason = " ".join(row["reason"].split()).split(";")[0]
+    reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|LMHead|Decoder|Attention)\b", "it", reason)
+    reason = re.sub(r"\b(it is bidirectional) .*", r"\1", reason)
+    reason = re.sub(r"it has \d+ layers but called ringtile's attention \d+ times", "some layers do not attend", reason)
+    return re.sub(r"[|<>]", " ", reason)[:200]
+
+
+def split_page(path: pathlib.Path) -> tuple[str, str]:
+    """What stands before and after the table of a page. Raises ConfigError for a page without its marks."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--markdown: cannot read {path} ({error}); expected a page with a table to replace"
+        ) from None
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"--markdown: {path} has no table; expected the lines {BEGIN.strip()} and {END.strip()}")
+    return before, after
+
+
+def _names(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"`{row['type']}`" for row in rows)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    path.write_text(text)

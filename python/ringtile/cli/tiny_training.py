@@ -1,0 +1,95 @@
+"""Two training steps of a tiny model, in one process or on the ranks of a group, and the comparison of both."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PrinterCallback, Trainer, TrainingArguments
+
+import ringtile
+from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
+from ringtile.cli.tiny_models import VOCABULARY, tiny_config, tiny_model
+from ringtile.errors import RingtileError
+
+STEPS = 2
+LENGTHS = (24, 19, 21, 16)  # of the rows, two in a batch: longer than the windows and chunks of tiny configurations
+MAX_REL_WEIGHT_DIFF = 1e-5  # of a parameter, relative to its largest number
+
+
+def train(source: str | PretrainedConfig, config: dict[str, Any] | None) -> dict[str, Any]:
+    """Trains STEPS steps, with `config` under ringtile -> losses, grad_norms, weights; or refused, the sentence."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("ringtile").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
+    model = tiny_model(tiny_config(source))
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(prefix="ringtile-models-"),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,  # reports the norm and clips nothing: clipping would hide a wrong scale of the loss
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        remove_unused_columns=False,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=_rows())
+    trainer.remove_callback(PrinterCallback)
+    try:
+        if config is not None:
+            ringtile.enable(trainer, config)
+        trainer.train()
+    except RingtileError as error:
+        return {"refused": str(error), "class": type(model).__name__}
+    finally:
+        ringtile.restore(trainer)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "class": type(model).__name__,
+        "losses": [entry["loss"] for entry in logs],
+        "grad_norms": [float(entry["grad_norm"]) for entry in logs],
+        "weights": {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()},
+    }
+
+
+def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """The largest relative difference of losses, gradient norms and weights."""
+    weights = 0.0
+    for name, weight in expected["weights"].items():
+        largest = float(abs(weight).max()) or 1.0
+        difference = float(abs(run["weights"][name] - weight).max()) / largest
+        weights = max(weights, difference if difference == difference else float("inf"))
+    return {
+        "losses": max_rel_diff(run["losses"], expected["losses"]),
+        "gradient norms": max_rel_diff(run["grad_norms"], expected["grad_norms"]),
+        "weights": weights,
+    }
+
+
+def equal(difference: dict[str, float]) -> bool:
+    """Whether two runs agree to float32 rounding. False for NaN."""
+    limits = {"losses": MAX_REL_LOSS_DIFF, "gradient norms": MAX_REL_GRAD_NORM_DIFF, "weights": MAX_REL_WEIGHT_DIFF}
+    return all(difference[name] <= limit for name, limit in limits.items())
+
+
+def _rows() -> list[dict[str, torch.Tensor]]:
+    """Rows padded on the right to one length, whose first targets are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in LENGTHS:
+        ids = torch.randint(3, VOCABULARY, (max(LENGTHS),), generator=generator)
+        held = torch.arange(max(LENGTHS)) < length
+        ids[~held] = 0
+        labels = ids.masked_fill(~held, -100)
+        labels[: length // 4] = -100
+        rows.append({"input_ids": ids, "labels": labels, "attention_mask": held.long()})
+    return rows

@@ -1,0 +1,136 @@
+"""The balancing loss of mixtures of experts (`output_router_logits: true`), over the tokens of all ranks of a group.
+
+transformers' formula, with E experts, weights w_t of the tokens t of all layers (the attention mask, or 1), router
+probabilities p_te and c_te = 1 where token t goes to expert e:
+
+    loss = E sum_e (sum_t w_t c_te) (sum_t w_t p_te) / (sum_t w_t)^2
+
+It is linear in the probabilities once the counts and the weights are summed over the group, so each rank computes the
+gradients of its own part. Every rank gets the value of the whole, and the size of the group times its own part as the
+gradient: the mean over all ranks, which the engine takes, is then the mean over the different batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ringtile.errors import Refused
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.ledger import Ledger
+
+_NAME = "load_balancing_loss_func"  # in the file of each model that has a balancing loss
+_Logits = tuple[Tensor, ...]
+
+
+def check_balancing_loss(model: PreTrainedModel) -> None:
+    """Raises Refused when the model adds a balancing loss that is not transformers' formula."""
+    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+        return
+    function, name = _function_of(model), type(model).__name__
+    what_to_do = "set model.config.output_router_logits = False to train without it"
+    if function is None:
+        if _computes_one(model):
+            raise Refused(
+                f"{name} adds a balancing loss (config.output_router_logits is true) that ringtile does not know; "
+                f"expected transformers' {_NAME}: {what_to_do}"
+            )
+    elif not _is_known(function):
+        raise Refused(
+            f"{name} adds a balancing loss (config.output_router_logits is true) whose formula is not the one of "
+            f"Mixtral, which ringtile computes over a group; {what_to_do}"
+        )
+
+
+def install_balancing_loss(
+    model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None], group: ContextParallelGroup
+) -> None:
+    """Makes the model's balancing loss that of the group's sequence, for batches that are sharded.
+
+    The function is one of the model's file, so other models of that type call the replacement too: without a sharded
+    batch it is the original.
+    """
+    original = _function_of(model)
+    if original is None or not _is_known(original):
+        return
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def balancing_loss(
+        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+    ) -> Any:
+        batch = active_batch()
+        if batch is None or not isinstance(gate_logits, tuple):
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        assert num_experts is not None
+        weights = None if batch.token_weights is None else batch.token_weights.reshape(-1)
+        counts, probabilities, total = _sums(gate_logits, num_experts, top_k, weights)
+        sums = group.sum(torch.cat([counts, probabilities.detach(), total[None]]))
+        counts, total = sums[:num_experts], sums[-1]
+        weighted = num_experts / total**2 * counts  # what each expert's sum of probabilities counts
+        part = group.size * (weighted * probabilities).sum()
+        batch.balancing_loss = part + ((weighted * sums[num_experts:-1]).sum() - part).detach()
+        return batch.balancing_share * batch.balancing_loss
+
+    balancing_loss.formula_of = original
+
+    def without_share(module: Any, args: Any, outputs: Any) -> None:
+        """Callers of the model log the balancing loss, or add it to a loss of their own."""
+        batch = active_batch()
+        if batch is not None and batch.balancing_loss is not None and isinstance(outputs, dict):
+            outputs["aux_loss"] = batch.balancing_loss
+
+    ledger.set(sys.modules[type(model).__module__], _NAME, balancing_loss)
+    ledger.on_restore(model.register_forward_hook(without_share).remove)
+
+
+def _sums(gate_logits: _Logits, num_experts: int, top_k: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the layers' tokens: weights by expert (E,), weighted probabilities by expert (E,), the weights ()."""
+    device = gate_logits[0].device
+    counts, probabilities = (torch.zeros(num_experts, device=device) for _ in range(2))
+    total = torch.zeros((), device=device)
+    for logits in gate_logits:  # (T, E)
+        layer = torch.softmax(logits.to(device), dim=-1)
+        of_tokens = torch.ones(len(layer), device=device) if weights is None else weights.to(device).float()
+        experts = torch.topk(layer, top_k, dim=-1).indices
+        counts = counts.scatter_add(0, experts.reshape(-1), of_tokens.repeat_interleave(top_k))
+        probabilities = probabilities + (layer.float() * of_tokens[:, None]).sum(dim=0)
+        total = total + of_tokens.sum()
+    return counts, probabilities, total
+
+
+def _function_of(model: PreTrainedModel) -> Callable[..., Any] | None:
+    function: Callable[..., Any] | None = getattr(sys.modules[type(model).__module__], _NAME, None)
+    return function
+
+
+def _computes_one(model: PreTrainedModel) -> bool:
+    """Whether a model without the function may still compute a balancing loss. Of transformers' own, the forward that
+    does has a variable for it."""
+    if not type(model).__module__.startswith("transformers.models."):
+        return True
+    return "aux_loss" in inspect.unwrap(type(model).forward).__code__.co_varnames
+
+
+def _is_known(function: Callable[..., Any]) -> bool:
+    """Whether a function computes the formula: it is called on small logits of two layers, with and without a mask."""
+    if hasattr(function, "formula_of"):  # the replacement of another Trainer
+        return True
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(6, 5, generator=generator) for _ in range(2))
+    for mask in (None, torch.tensor([[1, 1, 1], [1, 0, 0]])):
+        counts, probabilities, total = _sums(logits, 5, 2, None if mask is None else mask.reshape(-1))
+        expected = 5 / total**2 * (counts * probabilities).sum()
+        try:
+            got = function(logits, 5, 2, mask)
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            return False
+        if not isinstance(got, Tensor) or not torch.allclose(got, expected, rtol=1e-5, atol=0.0):
+            return False
+    return True

@@ -1,0 +1,87 @@
+"""The position ids that a model would make itself for a batch without any: a shard does not know its positions.
+
+Models with rotary embeddings count 0, 1, ... Those with learned or sinusoidal positions take ids as an argument (GPT-2,
+BERT), or make them for an embedding module, which ringtile then hands the right ones (BART). Some count otherwise: OPT
+the tokens of the attention mask, RoBERTa those that are not padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringtile.errors import Refused
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.ledger import Ledger
+
+_COUNTS_MASK = "OPTLearnedPositionalEmbedding"
+_COUNTS_IDS = "create_position_ids_from_input_ids"  # the method of RoBERTa's embeddings, and of those made after it
+
+
+class Positions:
+    """How one model numbers the tokens of a batch without position ids."""
+
+    def __init__(self, model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+        self._name = type(model).__name__
+        modules = list(model.modules())
+        rotary = any(type(module).__name__.endswith("RotaryEmbedding") for module in modules)
+        ours = type(model).__module__.startswith("transformers.models.")  # code whose ways of counting are known
+        takes_ids = "position_ids" in inspect.signature(type(model).forward).parameters
+        self._counted_inside = [
+            module
+            for module in modules
+            if ours
+            and not rotary
+            and not takes_ids
+            and isinstance(module, nn.Embedding)
+            and "position_ids" in inspect.signature(module.forward).parameters
+        ]
+        for module in self._counted_inside:
+            ledger.set(module, "forward", _with_global_ids(module.forward, active_batch))
+        self.makes_ids = rotary or (ours and takes_ids) or bool(self._counted_inside)
+        self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
+        self._counts_ids = next((module for module in modules if hasattr(module, _COUNTS_IDS)), None)
+
+    def of_batch(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """The ids (B, S) for a batch of a model that does not count 0, 1, ...; None: it does, or the batch has ids.
+
+        Raises Refused for ids that the model would ignore, and where it would need the token ids.
+        """
+        if inputs.get("position_ids") is not None:
+            if self._counted_inside:
+                raise Refused(
+                    f"the batch holds position_ids, which {self._name} ignores: it counts positions itself; remove "
+                    f"them, and pack no documents for this model"
+                )
+            return None
+        attention_mask, input_ids = inputs.get("attention_mask"), inputs.get("input_ids")
+        if self._counts_mask and attention_mask is not None:
+            held: Tensor = attention_mask.long()
+            return held.cumsum(dim=1) * held - 1
+        if self._counts_ids is not None:
+            if input_ids is None:
+                raise Refused(
+                    f"{self._name} reads its positions off input_ids, and the batch has none; add position_ids (B, S)"
+                )
+            positions: Tensor = getattr(self._counts_ids, _COUNTS_IDS)(input_ids, self._counts_ids.padding_idx)
+            return positions
+        return None
+
+
+def _with_global_ids(
+    original: Callable[..., Any], active_batch: Callable[[], ShardedBatch | None]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        batch = active_batch()
+        if batch is not None:
+            assert batch.position_ids is not None
+            position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
+        return original(*args, position_ids=position_ids, **kwargs)
+
+    return forward

@@ -1,0 +1,106 @@
+"""What docs/guide/models.md says of a model type is what `ringtile models` finds; nothing is wrong or fails."""
+
+import pathlib
+import re
+
+import pytest
+import ringtile
+from hf_training import enter_world
+from pool import run_ranks
+from ringtile.cli.models import decide, markdown, reason_of, split_page
+from ringtile.cli.tiny_models import causal_types, tiny_config
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/models.md"
+# One of each way to be exact or refused that costs little.
+FEW = ("llama", "gpt2", "opt", "roberta", "bart", "stablelm", "gemma3", "gemma2", "mixtral", "bloom", "mamba")
+
+
+def _in_world(function, *arguments):
+    enter_world()
+    return function(*arguments)
+
+
+class _Ranks:
+    def call(self, function, *arguments, seconds):
+        try:
+            return run_ranks(2, _in_world, function, *arguments, timeout=seconds)
+        except Exception as error:
+            return [error]
+
+
+class _Alone:
+    def call(self, function, *arguments, seconds):
+        try:
+            return [_in_world(function, *arguments)]
+        except Exception as error:
+            return [error]
+
+
+def _documented():
+    """{type: (verdict, reason)} of the committed page."""
+    _, _, rest = PAGE.read_text().partition("<!-- begin: ringtile models --markdown -->\n")
+    found, verdict = {}, ""
+    for line in rest.splitlines():
+        if line.startswith("**Exact**"):
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", line), ("exact", ""))
+        elif match := re.match(r"\| (\w+) \| reason \|", line):
+            verdict = match[1]
+        elif line.startswith("| `"):
+            names, reason = line.strip("| ").split(" | ", 1)
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", names), (verdict, reason))
+        elif line == "<!-- end -->":
+            break
+    return found
+
+
+def _check(name):
+    row = decide(name, _Ranks(), _Alone())
+    verdict, reason = _documented()[name]
+    assert (row["verdict"], reason_of(row) if "reason" in row else "") == (verdict, reason), row
+    assert row["verdict"] not in ("wrong", "failed")
+
+
+def test_page_decides_every_type():
+    documented = _documented()
+    assert sorted(documented) == causal_types()
+    assert {verdict for verdict, _ in documented.values()} <= {"exact", "refused", "untried"}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_page_is_right(name):
+    _check(name)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", sorted(set(causal_types()) - set(FEW)))
+def test_page_is_right_for_every_type(name):
+    _check(name)
+
+
+def test_tiny_configuration_keeps_the_kinds_of_layers():
+    config = tiny_config("gemma2")
+    assert sorted(set(config.layer_types)) == ["full_attention", "sliding_attention"]
+    assert all(config.layer_types.count(kind) >= 2 for kind in config.layer_types)
+    assert config.attn_logit_softcapping == 50.0
+    assert config.sliding_window < 24
+
+
+def test_own_configuration_is_tried(tmp_path):
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    assert decide(str(tmp_path), _Ranks(), _Alone())["verdict"] == "exact"
+
+
+def test_markdown_groups_the_types(tmp_path):
+    rows = [
+        {"type": "a", "verdict": "exact"},
+        {"type": "b", "verdict": "refused", "class": "BForCausalLM", "reason": "BForCausalLM has none; add one"},
+        {"type": "c", "verdict": "refused", "class": "CForCausalLM", "reason": "CForCausalLM has none; add one"},
+    ]
+    text = markdown(rows)
+    assert "3 types" in text
+    assert "1 exact, 2 refused" in text
+    assert "| `b`, `c` | it has none |" in text
+    page = tmp_path / "page.md"
+    page.write_text("no table")
+    with pytest.raises(ringtile.ConfigError, match="has no table"):
+        split_page(page)
