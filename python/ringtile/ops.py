@@ -186,6 +186,18 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     check_scale_and_softcap(q.dtype, scale, softcap)
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raises InputError unless sinks hold one number of a float dtype for each head of q (B, N, H, D), where q is."""
+    if sinks.shape != q.shape[2:3]:
+        raise InputError(
+            f"sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[2:3])}, one number for each head of q"
+        )
+    if sinks.dtype not in FLOAT_DTYPES:
+        raise InputError(f"sinks has dtype {sinks.dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
+    arguments.check_devices("q", q, sinks=sinks)
+    arguments.check_storage("sinks", sinks)
+
+
 def _register_fake(name: str, host: int = -1) -> None:
     """For an op that only writes into its arguments: it returns nothing, and so needs no shapes.
 

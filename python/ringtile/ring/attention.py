@@ -40,26 +40,29 @@ def ring_attention(
     group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     block_kernel: BlockKernel = "ringtile",
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
 
-    q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16,
-    float16; unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or
-    mask, layout and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into
-    c tanh(x / c). Every rank of the group makes the same calls in the same order, forward and backward; one group
-    serves one thread. Differentiable once. block_kernel: "aten" lets aten's kernels compute the parts of the forward
-    that they can, "auto" where they measure faster (so that bits may differ from run to run).
+    q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16, float16;
+    unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or mask, layout
+    and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into c tanh(x / c).
+    sinks (H), of any float dtype: attention sinks, one more key of each query head, whose score is the sink whatever
+    the query, and whose value is 0; they are the same on every rank, which is not compared, and their gradient is that
+    by this rank's queries, as a parameter's. Every rank of the group makes the same calls in the same order, forward
+    and backward; one group serves one thread. Differentiable once. block_kernel: "aten" lets aten's kernels compute the
+    parts of the forward that they can, "auto" where they measure faster (so that bits may differ from run to run).
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
-    (B, H, N) in float32 (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and
-    gradient 0.
+    (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
+    out 0, lse -inf (or its sink) and gradient 0.
 
     Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
     PeerLost when one is gone.
     """
-    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, block_kernel)
+    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, sinks, block_kernel)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
@@ -71,12 +74,15 @@ def attention(
     mask: IntervalMask,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S."""
     check_types(mask)
     layout = _one_rank(mask.seq_len)
-    return ring_attention(q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, return_lse=return_lse)
+    return ring_attention(
+        q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,33 +104,41 @@ def _attend(
     parts: _Parts,
     scale: float | None,
     softcap: float,
+    sinks: Tensor | None,
     block_kernel: BlockKernel,
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
     if torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q)):
-        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, sinks, block_kernel)
         begin, end, layout, group = _tensors(sequence, parts)
-        out, lse = torch.ops.ringtile.ring_attention(q, k, v, begin, end, layout, scale, softcap, group, block_kernel)
+        out, lse = torch.ops.ringtile.ring_attention(
+            q, k, v, begin, end, layout, scale, softcap, group, block_kernel, sinks
+        )
         return out, lse
     try:
-        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, block_kernel)
-        call = AttentionCall(sequence or ShardedSequence.of(*cast(_CheckedParts, parts)), scale, softcap, block_kernel)
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, sinks, block_kernel)
+        of = sequence or ShardedSequence.of(*cast(_CheckedParts, parts))
+        call = AttentionCall(of, scale, softcap, block_kernel, _fixed(sinks, q))
     except Exception as error:
         _tell(error, sequence, parts)
         raise
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
+        out, lse = _RingAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out, lse
     return ring.forward(call, q, k, v)
 
 
 def _check(
-    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, block_kernel: str
+    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, sinks: Any, block_kernel: str
 ) -> tuple[float, float]:
     """scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes, which ring.py checks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise InputError(f"sinks is a {type(sinks).__name__}; expected a tensor, one number for each head of q")
     if sequence is None:
         check_types(*parts[:2])
     elif not isinstance(sequence, ShardedSequence):
@@ -135,13 +149,21 @@ def _check(
         raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
     if block_kernel not in BLOCK_KERNELS:
         raise InputError(f"block_kernel is {block_kernel!r}; expected one of {', '.join(BLOCK_KERNELS)}")
-    derivatives.check_once("ring_attention", q, k, v)
+    derivatives.check_once("ring_attention", q, k, v, sinks)
     if scale is None:
         head_dim = q.size(-1) if q.dim() else 0
         if head_dim == 0:
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+
+
+def _fixed(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """The sinks as a call holds them. InputError where they do not fit q, before they are read."""
+    if sinks is None:
+        return None
+    ops.check_sinks(sinks, q)
+    return sinks.detach().to(ops.state_dtype(q.dtype))
 
 
 def _tell(error: Exception, sequence: Any, parts: _Parts) -> None:
@@ -182,22 +204,24 @@ class _RingAttention(torch.autograd.Function):
     """The op's forward and backward, on a sequence that need not be found by its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         out, lse = ring.forward(call, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         ctx.number = call.sequence.transport.num_calls
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = derivatives.gradients(
-            "ring_attention",
-            lambda: ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number),
-            *(dout, dlse, q, k, v, out, lse),
-        )
-        return dq, dk, dv, None
+        q, k, v, out, lse, sinks = saved = ctx.saved_tensors
+
+        def compute() -> tuple[Tensor | None, ...]:
+            dq, dk, dv = ring.backward(ctx.call, dout, dlse, q, k, v, out, lse, ctx.number)
+            return dq, dk, dv, ring.sink_gradient(sinks, dout, dlse, out, lse) if ctx.needs_input_grad[3] else None
+
+        return *derivatives.gradients("ring_attention", compute, dout, dlse, *saved), None
 
 
 # ---- the op -------------------------------------------------------------------------------------
@@ -215,9 +239,12 @@ def _ring_attention(
     softcap: float,
     group_name: str,
     block_kernel: str = "ringtile",
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
-    return ring.forward(AttentionCall(sequence, scale, softcap, block_kernel), q, k, v)
+    with sequence.transport.telling("ring_attention forward"):
+        call = AttentionCall(sequence, scale, softcap, block_kernel, _fixed(sinks, q))
+    return ring.forward(call, q, k, v)
 
 
 @torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=())
@@ -259,8 +286,11 @@ def _(
     softcap: float,
     group_name: str,
     block_kernel: str = "ringtile",
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
+    if sinks is not None:
+        ops.check_sinks(sinks, q)
     return ring.empty_outputs(q, v, q.dtype)
 
 
@@ -271,19 +301,23 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str]"
+_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str, Tensor | None]"
 
 
 def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, group_name, _ = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    *tensors, scale, softcap, group_name, _, sinks = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)  # type: ignore[arg-type]
     ctx.numbers = (scale, softcap, group_name)  # type: ignore[attr-defined]
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     derivatives.check_once("the backward of ring_attention", dout, dlse)
-    dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
-    return dq, dk, dv, None, None, None, None, None, None, None
+    *tensors, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
+    dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers)  # type: ignore[attr-defined]
+    of_sinks = None
+    if sinks is not None and ctx.needs_input_grad[10]:  # type: ignore[attr-defined]
+        of_sinks = ring.sink_gradient(sinks, dout, dlse, *tensors[3:5])
+    return dq, dk, dv, None, None, None, None, None, None, None, of_sinks
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:

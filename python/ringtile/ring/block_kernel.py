@@ -54,26 +54,29 @@ class AttentionCall:
     scale: float
     softcap: float = 0.0
     block_kernel: str = "ringtile"
+    sinks: Tensor | None = None  # (H) of the state dtype, without a graph
 
 
 def attn_fwd_(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """ops.attn_fwd_ of round i, fresh in round 0: by aten where the call says so and aten can, else by ringtile's.
+    """ops.attn_fwd_ of round i, fresh in round 0 unless the sinks are there already: by aten where the call says so and
+    aten can, else by ringtile's.
 
     If several kernels may run, all are measured the first time that they meet shapes and pieces on a device, and the
     fastest is kept: with "auto" one of aten's or ringtile's, with "aten" one of aten's.
     """
     plan = call.sequence.plan
     begin, end = call.sequence.mask_on(q.device)
+    fresh = i == 0 and call.sinks is None
 
     def by_ringtile(out: Tensor, lse: Tensor) -> None:
-        ops.attn_fwd_(q, k, v, begin, end, plan.rounds[i].k_runs, out, lse, call.scale, call.softcap, fresh=i == 0)
+        ops.attn_fwd_(q, k, v, begin, end, plan.rounds[i].k_runs, out, lse, call.scale, call.softcap, fresh)
 
     if call.block_kernel == "ringtile":
         by_ringtile(out, lse)
         return
 
     def by_aten(attend: Attend, out: Tensor, lse: Tensor) -> None:
-        if i == 0:
+        if fresh:
             out.zero_()
             lse.fill_(float("-inf"))
         for piece in pieces or ():
@@ -200,7 +203,8 @@ def _pieces_of_aten(call: AttentionCall, i: int, q: Tensor, v: Tensor) -> tuple[
     wanted = call.block_kernel != "ringtile" and _aten_takes(q, v, call.softcap)
     pieces = plain_pieces(plan, i) if wanted else None
     rounds_once_more = q.dtype != ops.state_dtype(q.dtype)
-    return None if pieces is not None and rounds_once_more and not _is_alone(plan, i, pieces) else pieces
+    alone = pieces is not None and call.sinks is None and _is_alone(plan, i, pieces)
+    return None if rounds_once_more and not alone else pieces
 
 
 def _names_in_aten(kernel: str, q: Tensor, k: Tensor) -> list[str]:
