@@ -170,7 +170,6 @@ class NoLossArguments(type(tiny_model())):
         (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
         (lambda: LlamaForSequenceClassification(tiny_model().config), "expected a ...ForCausalLM model"),
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
-        (lambda: tiny_model("llama4", attention_chunk_size=4), "chunked_attention"),
         (lambda: tiny_model("lfm2"), "layers of type conv"),
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
         (lambda: tiny_model("mixtral", output_router_logits=True), "output_router_logits"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
-from ringtile.hf import attention
+from ringtile.hf import attention, temperature
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.ledger import Ledger
 
@@ -31,13 +31,6 @@ def makes_positions(model: PreTrainedModel) -> bool:
     return bool(_rotary_embeddings(model))
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer in tokens; None: full attention. config: of the text model."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
     """Makes every layer call ringtile's attention and mask functions. wrapped: the model with its adapters."""
     attention.register()
@@ -51,6 +44,7 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
             previous[name] = sub_config._attn_implementation
     ledger.on_restore(lambda: model.set_attn_implementation(previous))
     model.set_attn_implementation(attention.NAME)
+    temperature.leave_to_ringtile(model, ledger)
     if model.config._attn_implementation != attention.NAME:
         raise Refused(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "

@@ -22,6 +22,7 @@ from ringtile.hf import checks, data, model
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
+from ringtile.hf.layers import layer_masks, positions_separate
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 
@@ -38,7 +39,8 @@ class Strategy(abc.ABC):
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
         self.makes_positions = model.makes_positions(base)
-        self.windows = set(model.layer_windows(base.config.get_text_config()))
+        self.layers = set(layer_masks(base.config.get_text_config()))
+        self.positions_separate = positions_separate(base)
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
 
@@ -92,7 +94,8 @@ class Strategy(abc.ABC):
             layout=self.config.layout,
             group=self.group.process_group,
             makes_positions=self.makes_positions,
-            windows=self.windows,
+            layers=self.layers,
+            positions_separate=self.positions_separate,
             block_kernel=self.config.block_kernel,
         )
         return local, self.active_batch
