@@ -36,7 +36,7 @@ except ImportError as error:
 _ops = torch.ops.ringtile
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
 MIN_CUDA_CAPABILITY = (8, 0)  # of setup.py's lowest architecture
 GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -131,7 +131,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     """Raises InputError for arguments that the attention kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of FLOAT_DTYPES, one device, unit stride in the
-    last dim, head dims in 1..256, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0 or
+    last dim, head dims in 1..512, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0 or
     a normal number.
     """
     (batch, _, heads, dim), k_shape, v_shape = q.shape if q.dim() == 4 else (0, 0, 0, 0), k.shape, v.shape

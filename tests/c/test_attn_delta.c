@@ -61,7 +61,8 @@ static void free_delta_case(delta_case *c) {
 
 static void test_every_head_dim_of_every_dtype(void) {
     uint64_t state = 17;
-    const int64_t dims[] = {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 72, 96, 100, 127, 128, 192, 255, 256};
+    const int64_t dims[] = {1,  2,  3,   7,   8,   15,  16,  17,  33,  64,
+                            72, 96, 100, 127, 128, 192, 255, 256, 257, 512};
     for (int i = 0; i < (int)(sizeof(dims) / sizeof(dims[0])) * NUM_DTYPES; i++) {
         delta_case c =
             new_delta_case(&state, all_dtypes[i % NUM_DTYPES], random_int(&state, 1, 2),
