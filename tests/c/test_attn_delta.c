@@ -119,7 +119,7 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_queries, -1, RT_BAD_SHAPE);
     REFUSED(num_heads, 0, RT_BAD_SHAPE);
     REFUSED(v_head_dim, 0, RT_BAD_HEAD_DIM);
-    REFUSED(v_head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(v_head_dim, RT_MAX_HEAD_DIM + 1, RT_BAD_HEAD_DIM);
     REFUSED(batch, INT64_MAX, RT_TOO_LARGE);
     REFUSED(num_heads, INT64_MAX, RT_TOO_LARGE);
 #undef REFUSED
