@@ -32,7 +32,7 @@ extern "C" {
     X(RT_TOO_LARGE, "sizes, strides and workers must not describe more than 2^60 bytes, nor so many "        \
                     "pairs of a query and a key that int64 cannot count them")                               \
     X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
-    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..256")                                          \
+    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..512")                                          \
     X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
     X(RT_BAD_STRIDE, "an output must not overlap itself: it needs strides above 0 and rows that stay apart") \
     X(RT_SHARED_MEMORY, "an output must not share memory with another array of the call")                    \
@@ -168,6 +168,8 @@ rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_
 rt_status rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed, uint64_t *digest);
 
 // ---- attention ---------------------------------------------------------------------------------
+
+enum { RT_MAX_HEAD_DIM = 512 };
 
 // One block of keys against all local queries. Forward and backward share the struct.
 typedef struct rt_attn_params {

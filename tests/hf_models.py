@@ -20,6 +20,10 @@ SIZES = {
     "eos_token_id": 2,
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
+EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{"first_k_dense_replace": 1, "moe_intermediate_size": 16},
+}
 FAMILIES = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -52,7 +56,49 @@ FAMILIES = {
             },
         },
     ),
-    "llama4": ("llama4_text", {"num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_local_experts": 2,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 4,
+            "floor_scale": 3,  # the temperature rises every 3 tokens
+            "attn_scale": 0.5,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": 96,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **EXPERTS,
+            **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16},
+            "num_key_value_heads": 4,
+        },
+    ),
+    "glm4-moe": ("glm4_moe", EXPERTS),
+    "cohere2": ("cohere2", {"sliding_window": 5, "layer_types": ALTERNATING}),
+    "phi3-sliding": ("phi3", {"sliding_window": 5}),
+    "granite-swa": ("granite_swa", {"sliding_window": 5, "layer_types": ALTERNATING}),
+    "mimo-v2": ("mimo_v2_flash", {**EXPERTS, "sliding_window": 5, "layer_types": ALTERNATING, "v_head_dim": 6}),
+    "qwen2-moe-sliding": (
+        "qwen2_moe",
+        {
+            **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "layer_types": ALTERNATING},
+            **{"num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        },
+    ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "mixtral": ("mixtral", {"num_local_experts": 2}),
     "mixtral-balanced": (
@@ -61,6 +107,13 @@ FAMILIES = {
     ),
     "seed-oss": ("seed_oss", {}),
     "phimoe": ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "phimoe-sliding": (
+        "phimoe",
+        {
+            **{"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5},
+            **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+        },
+    ),
     "starcoder2": ("starcoder2", {}),
     "doge": ("doge", {}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5}),

@@ -22,11 +22,18 @@ class Attention(NamedTuple):
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, attend: Tensor, scale: float | None = None, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attend: Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, S, H, Dv), lse (B, H, S) in float64, for q (B, S, H, D), k (B, S, G, D), v (B, S, G, Dv).
 
-    attend: bool (B or 1, S, S), [query, key]. A query that attends no key has out 0 and lse -inf.
+    attend: bool (B or 1, S, S), [query, key]. A query that attends no key has out 0 and lse -inf. sinks (H): the score
+    of one more key, which every query attends and whose value is 0.
     """
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
@@ -34,6 +41,11 @@ def dense_attention(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     attend = attend[:, None]
+    if sinks is not None:
+        of_sinks = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, of_sinks], dim=-1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+        attend = torch.nn.functional.pad(attend, (0, 1), value=True)
     some = attend.any(-1, keepdim=True)
     # Rows without keys go through the softmax with every score 0 and are dropped after it.
     scores = scores.masked_fill(~attend & some, -torch.inf).masked_fill(~some, 0.0)

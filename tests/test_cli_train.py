@@ -23,7 +23,7 @@ from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
 from ringtile.cli.report import compare, max_rel_diff
 from ringtile.config import Config
 from ringtile.errors import ConfigError
-from ringtile.hf.model import layer_windows
+from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -169,10 +169,11 @@ def torchrun(world_size: int, *arguments: str) -> subprocess.CompletedProcess[st
 
 def test_each_layer_is_planned_with_its_own_window() -> None:
     window = {"sliding_window": 8, "num_hidden_layers": 3}
-    assert layer_windows(transformers.MistralConfig(**window)) == [8, 8, 8]
-    assert layer_windows(transformers.LlamaConfig(num_hidden_layers=2)) == [None, None]
+    assert layer_masks(transformers.MistralConfig(**window)) == [LayerMask(window=8)] * 3
+    assert layer_masks(transformers.LlamaConfig(num_hidden_layers=2)) == [LayerMask()] * 2
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    assert layer_windows(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == [None, 8, None]
+    expected = [LayerMask(), LayerMask(window=8), LayerMask()]
+    assert layer_masks(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == expected
 
 
 def test_peak_memory_starts_anew() -> None:

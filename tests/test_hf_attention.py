@@ -2,12 +2,13 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from ringtile.hf import model
+from ringtile.hf import attention, layers, model
 from ringtile.hf.batch import BATCH_ARGUMENT
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.ledger import Ledger
@@ -40,9 +41,13 @@ def _on_ringtile(whole):
 def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
     """The logits of the whole batch (B, S, V), computed by `world_size` ranks in threads."""
 
+    separate = layers.positions_separate(switched)
+
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
-        local, sharded = shard_batch(batch, layout=layout, group=group, makes_positions=True)
+        local, sharded = shard_batch(
+            batch, layout=layout, group=group, makes_positions=True, positions_separate=separate
+        )
         model.pin_rope_length(own, Ledger(), lambda: sharded)
         with torch.no_grad():
             return sharded.unshard(own(**local).logits)
@@ -50,24 +55,33 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
     return LoopbackWorld(world_size).run(run)[0]
 
 
+FAMILIES_OF_ALL_KINDS = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3-sliding",
+    "mistral-sliding",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "smollm3",
+    "gpt2",
+    "llama-dynamic",
+    "phi3-longrope",
+]
+# Sinks; chunks and temperature; head dims by layer; two head dims; windows that the mask alone applies.
+OTHER_FAMILIES = ["gpt-oss", "granite-swa", "mimo-v2", "llama4", "gemma4", "deepseek-v3", "glm4-moe", "cohere2"]
+WINDOWS_IN_MASKS = ["phimoe-sliding", "qwen2-moe-sliding"]
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "kind"),
     [
-        "llama",
-        "qwen2",
-        "qwen3",
-        "qwen3-sliding",
-        "mistral-sliding",
-        "gemma2",
-        "gemma3",
-        "olmo2",
-        "smollm3",
-        "gpt2",
-        "llama-dynamic",
-        "phi3-longrope",
+        *itertools.product(FAMILIES_OF_ALL_KINDS, ["plain", "left", "right", "packed"]),
+        *itertools.product(OTHER_FAMILIES, ["left", "packed"]),
+        *((family, "packed") for family in WINDOWS_IN_MASKS),
     ],
 )
-@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
 def test_logits_of_two_ranks_equal_the_whole_model(family, kind):
     whole = tiny_model(family)
     batch = {"input_ids": _ids()}
@@ -103,8 +117,8 @@ def test_logits_in_every_layout_equal_the_whole_model(layout, world_size):
 def test_batches_of_one_shape_share_a_compiled_model():
     """A batch's masks are inputs of the graph: no guard on their content or identity."""
     switched, _ = _on_ringtile(tiny_model("mistral-sliding", num_hidden_layers=1))
-    windows = {6}
-    assert windows == set(model.layer_windows(switched.config))
+    windows = {layers.LayerMask(window=6)}
+    assert windows == set(layers.layer_masks(switched.config))
     torch._dynamo.reset()
     counters.clear()
     compiled, compilations = torch.compile(switched, backend="eager"), set()
@@ -112,7 +126,7 @@ def test_batches_of_one_shape_share_a_compiled_model():
         batch = {"input_ids": _ids(), "attention_mask": LEFT_PADDED.roll(row, dims=0)}
         logits = []
         for whole in (switched, compiled):
-            local, _ = shard_batch(batch, layout="zigzag", group=None, makes_positions=True, windows=windows)
+            local, _ = shard_batch(batch, layout="zigzag", group=None, makes_positions=True, layers=windows)
             logits.append(whole(**local).logits)
         assert torch.equal(*logits)
         compilations.add(counters["frames"]["ok"])
@@ -123,12 +137,12 @@ def test_batches_of_one_shape_share_a_compiled_model():
 # ---- a batch that is not sharded: transformers' own functions run ---------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma2", "gpt-oss", "granite-swa", "llama4"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_unsharded_batch_is_handed_to_transformers(family, padded):
     whole = tiny_model(family)
     switched, _ = _on_ringtile(whole)
-    whole.set_attn_implementation("eager" if family in ("gemma2", "gpt-oss") else "sdpa")
+    whole.set_attn_implementation("eager" if family in ("gemma2", "gpt-oss", "granite-swa") else "sdpa")
     batch = {"input_ids": _ids()} | ({"attention_mask": LEFT_PADDED} if padded else {})
     with torch.no_grad():
         assert torch.equal(switched(**batch).logits, whole(**batch).logits)
@@ -179,10 +193,11 @@ def test_attention_dropout_is_refused_in_training_only():
         switched.train()(**_shard())
 
 
-def test_sinks_are_refused():
-    switched, _ = _on_ringtile(tiny_model("gpt-oss"))
+def test_sinks_that_transformers_would_leave_out_are_refused():
+    """A batch that is not sharded, of a model whose own eager function is not known to have sinks."""
+    module, x = tiny_model().model.layers[0].self_attn, torch.zeros(1, 4, 6, 8)
     with pytest.raises(ringtile.Refused, match="attention sinks"):
-        switched(**_shard())
+        attention.attention_forward(module, x, x[:, :2], x[:, :2], None, s_aux=torch.zeros(4))
 
 
 def test_bidirectional_attention_is_refused():

@@ -171,7 +171,6 @@ class NoLossArguments(type(tiny_model())):
         (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
         (lambda: LlamaForSequenceClassification(tiny_model().config), "expected a ...ForCausalLM model"),
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
-        (lambda: tiny_model("llama4", attention_chunk_size=4), "chunked_attention"),
         (lambda: tiny_model("lfm2"), "layers of type conv"),
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
         (lambda: with_lora(tiny_model(), dropout=0.05), "set lora_dropout=0.0 in LoraConfig"),

@@ -46,6 +46,10 @@ def test_numbers_say_what_their_rule_says(seq_len: int, data: st.DataObject) -> 
         (IntervalMask.sliding_window(seq_len, number), lambda q, k: q - number < k <= q),
         (IntervalMask.prefix_lm(seq_len, prefix), lambda q, k: k <= q or (q < prefix and k < prefix)),
         (IntervalMask.chunked(seq_len, number), lambda q, k: k <= q and k // number == q // number),
+        (
+            IntervalMask.chunked(seq_len, number, first=[2]),
+            lambda q, k: k <= q and (k - 2) // number == (q - 2) // number,
+        ),
     ]
     for mask, rule in cases:
         assert torch.equal(dense(mask), written_out(seq_len, rule))

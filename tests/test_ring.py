@@ -400,7 +400,8 @@ def op_arguments() -> tuple[Any, ...]:
 
 
 def test_op_passes_opcheck() -> None:
-    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, op_arguments())
+    sinks = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, (*op_arguments(), "ringtile", sinks))
 
 
 def test_backward_op_passes_opcheck() -> None:

@@ -56,7 +56,8 @@ static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_keys < 0 || p->num_k_runs < 0) return RT_BAD_SHAPE;
     if (p->num_kv_heads < 1 || p->num_heads < 1 || p->num_heads % p->num_kv_heads != 0) return RT_BAD_HEADS;
-    if (p->head_dim < 1 || p->head_dim > 256 || p->v_head_dim < 1 || p->v_head_dim > 256)
+    if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->v_head_dim < 1 ||
+        p->v_head_dim > RT_MAX_HEAD_DIM)
         return RT_BAD_HEAD_DIM;
     if (!rt_is_finite(p->dtype, p->scale) || !rt_is_softcap(p->dtype, p->softcap)) return RT_BAD_SCALE;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return RT_BAD_MASK;
@@ -123,7 +124,7 @@ rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, c
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_heads < 1) return RT_BAD_SHAPE;
-    if (p->v_head_dim < 1 || p->v_head_dim > 256) return RT_BAD_HEAD_DIM;
+    if (p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return RT_BAD_HEAD_DIM;
     int64_t numbers[3];
     const int64_t B = p->batch, N = p->num_queries, H = p->num_heads, input = rt_element_bytes(p->dtype);
     const rows arrays[ALL] = {

@@ -7,7 +7,8 @@
 // Tokens [first, last), counted over all batches.
 static void attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                        void *delta, int64_t first, int64_t last) {
-    real dout_row[CHUNK], out_row[CHUNK]; // v_head_dim <= 256
+    _Static_assert((int)RT_MAX_HEAD_DIM <= (int)CHUNK, "a row is one chunk");
+    real dout_row[CHUNK], out_row[CHUNK];
     for (int64_t i = first; i < last; i++) {
         const int64_t batch = i / p->num_queries, token = i % p->num_queries;
         const int64_t dout_at = batch * p->dout_stride[0] + token * p->dout_stride[1],

@@ -95,7 +95,7 @@ static int64_t state_row(const rt_attn_params *p, const query *i) {
 
 typedef struct softmax {
     double top, sum;
-    double values[256]; // sum of exp(score - top) v
+    double values[RT_MAX_HEAD_DIM]; // sum of exp(score - top) v
 } softmax;
 
 static void find_top(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {

@@ -13,6 +13,9 @@ RT_DEVICE int least(int a, int b) { return a < b ? a : b; }
 RT_DEVICE int most(int a, int b) { return a > b ? a : b; }
 RT_HOST_DEVICE int num_tiles(int n, int tile) { return n / tile + (n % tile != 0); }
 
+// Whether plain.cuh alone has a kernel for the head dims.
+inline bool has_large_heads(const rt_attn_params &p) { return p.head_dim > 256 || p.v_head_dim > 256; }
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 // Runs per launch: with the params they stay below the 4096 bytes of arguments that every driver accepts.

@@ -10,7 +10,7 @@ template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &
 template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream);
 template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void *stream); // D = DV
 
-rt_status attn_fwd_plain(const rt_attn_params &p, void *stream); // f32
+rt_status attn_fwd_plain(const rt_attn_params &p, void *stream); // f32, and head dims above 256
 rt_status attn_bwd_plain(const rt_attn_params &p, void *stream);
 
 #endif // RINGTILE_CUDA_ATTN_CUH

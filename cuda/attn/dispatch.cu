@@ -76,7 +76,7 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
-    if (p->dtype == RT_F32) return attn_fwd_plain(*p, stream);
+    if (p->dtype == RT_F32 || has_large_heads(*p)) return attn_fwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
     return RT_BAD_DTYPE;
@@ -94,7 +94,7 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     if (needed > 0 &&
         (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;
-    if (p->dtype == RT_F32) return attn_bwd_plain(*p, stream);
+    if (p->dtype == RT_F32 || has_large_heads(*p)) return attn_bwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(backward, f16, *p, stream);
     return RT_BAD_DTYPE;

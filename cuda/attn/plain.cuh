@@ -1,20 +1,24 @@
-// Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks and for models
-// trained in f32. The structure is that of fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows,
-// eight lanes per row, and visits tiles of 16 columns; a lane computes two weights of its row, and every eighth
-// number of its sums.
+// Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks, for models trained in
+// f32, and for head dims above 256 in any dtype, which no other kernel has. The structure is that of fwd.cuh and
+// bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256), eight lanes per row, and visits
+// tiles of as many columns; a lane computes two weights of its row (one), and every eighth number of its sums.
 #ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
 #define RINGTILE_CUDA_ATTN_PLAIN_CUH
 
+#include "../device/elements.cuh"
 #include "query_walk.cuh"
 
-constexpr int PLAIN_TILE = 16, ROW_LANES = 8, PLAIN_THREADS = PLAIN_TILE * ROW_LANES;
-constexpr int MAX_LANE_SUMS = 256 / ROW_LANES; // numbers of a row that a lane sums
+constexpr int ROW_LANES = 8;
+// By the largest head dim, DIM: rows of a tile, threads, numbers of a row that a lane sums.
+template <int DIM> constexpr int PLAIN_TILE = DIM <= 256 ? 16 : 8;
+template <int DIM> constexpr int PLAIN_THREADS = PLAIN_TILE<DIM> * ROW_LANES;
+template <int DIM> constexpr int LANE_SUMS = DIM / ROW_LANES;
 
 // ---- shared memory -----------------------------------------------------------------------------
 
-// PLAIN_TILE rows of `dim` f32. Rows are an odd multiple of 16 bytes apart, so that eight lanes that read eight of
+// ROWS rows of `dim` f32. Rows are an odd multiple of 16 bytes apart, so that eight lanes that read eight of
 // them access different banks.
-struct plain_tile {
+template <int ROWS> struct plain_tile {
     shared_address base;
     int row_floats;
 
@@ -23,64 +27,70 @@ struct plain_tile {
     RT_HOST_DEVICE shared_address at(int row, int col) const {
         return base + (shared_address)((row * row_floats + col) * 4);
     }
-    RT_HOST_DEVICE shared_address end() const { return at(PLAIN_TILE, 0); }
+    RT_HOST_DEVICE shared_address end() const { return at(ROWS, 0); }
 };
 
-// (PLAIN_TILE, PLAIN_TILE) numbers of pairs of rows and columns. The same eight lanes write and read a row.
-struct plain_pairs {
+// (ROWS, ROWS) numbers of pairs of rows and columns. The same eight lanes write and read a row.
+template <int ROWS> struct plain_pairs {
     shared_address base;
 
     RT_HOST_DEVICE shared_address at(int row, int col) const {
-        return base + (shared_address)((row * (PLAIN_TILE + 1) + col) * 4);
+        return base + (shared_address)((row * (ROWS + 1) + col) * 4);
     }
-    RT_HOST_DEVICE shared_address end() const { return at(PLAIN_TILE - 1, PLAIN_TILE + 1); }
+    RT_HOST_DEVICE shared_address end() const { return at(ROWS - 1, ROWS + 1); }
 };
 
-using plain_key_walk = key_walk<PLAIN_TILE, PLAIN_TILE>;
-using plain_query_walk = query_walk<PLAIN_TILE, PLAIN_TILE>;
+template <int DIM> using plain_key_walk = key_walk<PLAIN_TILE<DIM>, PLAIN_TILE<DIM>>;
+template <int DIM> using plain_query_walk = query_walk<PLAIN_TILE<DIM>, PLAIN_TILE<DIM>>;
 
 // Layouts of shared memory, which depend on the head dims; the storage of the walk comes last. The host asks a
 // layout at base 0 for the bytes of a launch.
-struct plain_forward_memory {
-    plain_tile q, k, v;
-    plain_pairs weights;
+template <int DIM> struct plain_forward_memory {
+    plain_tile<PLAIN_TILE<DIM>> q, k, v;
+    plain_pairs<PLAIN_TILE<DIM>> weights;
 
     RT_HOST_DEVICE plain_forward_memory(shared_address base, const rt_attn_params &p)
         : q(base, p.head_dim), k(q.end(), p.head_dim), v(k.end(), p.v_head_dim), weights{v.end()} {}
     RT_HOST_DEVICE shared_address walk() const { return weights.end(); }
 };
-struct plain_backward_memory {
-    plain_tile q, k, v, dout;
-    plain_pairs weights, dscores;
+template <int DIM> struct plain_backward_memory {
+    plain_tile<PLAIN_TILE<DIM>> q, k, v, dout;
+    plain_pairs<PLAIN_TILE<DIM>> weights, dscores;
 
     RT_HOST_DEVICE plain_backward_memory(shared_address base, const rt_attn_params &p)
         : q(base, p.head_dim), k(q.end(), p.head_dim), v(k.end(), p.v_head_dim), dout(v.end(), p.v_head_dim),
           weights{dout.end()}, dscores{weights.end()} {}
     RT_HOST_DEVICE shared_address walk() const { return dscores.end(); }
 };
-static_assert(4 * PLAIN_TILE * (256 + 4) * 4 + 2 * PLAIN_TILE * (PLAIN_TILE + 1) * 4 +
-                  sizeof(plain_key_walk::storage) <=
-              MAX_SHARED_BYTES); // at head dims of 256
+template <int DIM>
+constexpr size_t MOST_PLAIN_BYTES =
+    4 * PLAIN_TILE<DIM> * (DIM + 4) * 4 + 2 * PLAIN_TILE<DIM> * (PLAIN_TILE<DIM> + 1) * 4 +
+    sizeof(typename plain_key_walk<DIM>::storage);
+static_assert(MOST_PLAIN_BYTES<256> <= MAX_SHARED_BYTES && MOST_PLAIN_BYTES<512> <= MAX_SHARED_BYTES);
 template <class Memory, class Walk> int plain_bytes(const rt_attn_params &p) {
     return (int)Memory(0, p).walk() + (int)sizeof(typename Walk::storage);
 }
 
 // ---- loads, products and scores ----------------------------------------------------------------
 
-RT_DEVICE void load_plain(plain_tile to, const float *from, int64_t row_stride, int num_rows, int64_t dim) {
+template <int ROWS, class T>
+RT_DEVICE void load_plain(plain_tile<ROWS> to, const T *from, int64_t row_stride, int num_rows, int64_t dim) {
     for (int row = thread_index() / ROW_LANES, col = thread_index() % ROW_LANES; col < dim; col += ROW_LANES)
-        st_shared(to.at(row, col), row < num_rows ? ld_global(from + row * row_stride + col) : 0.0f);
+        st_shared(to.at(row, col), row < num_rows ? widen(ld_global(from + row * row_stride + col)) : 0.0f);
 }
-RT_DEVICE void load_plain_queries(plain_tile to, token_rows<const float> rows, const rt_attn_params &p,
+template <int ROWS, class T>
+RT_DEVICE void load_plain_queries(plain_tile<ROWS> to, token_rows<const T> rows, const rt_attn_params &p,
                                   int head, int token) {
     load_plain(to, rows.at(cta_index_z(), token, head), rows.stride[1], (int)p.num_queries - token, rows.dim);
 }
-RT_DEVICE void load_plain_keys(plain_tile to, token_rows<const float> rows, const rt_run &run, int first) {
+template <int ROWS, class T>
+RT_DEVICE void load_plain_keys(plain_tile<ROWS> to, token_rows<const T> rows, const rt_run &run, int first) {
     load_plain(to, rows.at(cta_index_z(), run.local_begin + first, cta_index_y()), rows.stride[1],
                (int)run.length - first, rows.dim);
 }
 
-RT_DEVICE float dot(plain_tile a, int a_row, plain_tile b, int b_row, int64_t dim) {
+template <int ROWS>
+RT_DEVICE float dot(plain_tile<ROWS> a, int a_row, plain_tile<ROWS> b, int b_row, int64_t dim) {
     float sum = 0;
     for (int d = 0; d < dim; d++)
         sum = fmaf(ld_shared<float>(a.at(a_row, d)), ld_shared<float>(b.at(b_row, d)), sum);
@@ -88,10 +98,11 @@ RT_DEVICE float dot(plain_tile a, int a_row, plain_tile b, int b_row, int64_t di
 }
 
 // sum[j] += weight * (number row_lane + 8 j of a row).
-RT_DEVICE void add_plain(float (&sum)[MAX_LANE_SUMS], float weight, plain_tile from, int row, int64_t dim) {
+template <int SUMS, int ROWS>
+RT_DEVICE void add_plain(float (&sum)[SUMS], float weight, plain_tile<ROWS> from, int row, int64_t dim) {
     const int first = thread_index() % ROW_LANES;
 #pragma unroll
-    for (int j = 0; j < MAX_LANE_SUMS; j++) {
+    for (int j = 0; j < SUMS; j++) {
         const int col = first + ROW_LANES * j;
         if (col < dim) sum[j] = fmaf(weight, ld_shared<float>(from.at(row, col)), sum[j]);
     }
@@ -107,27 +118,29 @@ RT_DEVICE float plain_score(const attn_args &args, float product) {
 
 // ---- forward -----------------------------------------------------------------------------------
 
-RT_KERNEL(PLAIN_THREADS, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
+    constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_tile queries = query_tile_of_cta<PLAIN_TILE>(p);
-    const plain_forward_memory smem(shared_base(), p);
-    const plain_key_walk walk{args, {smem.walk()}};
+    const query_tile queries = query_tile_of_cta<TILE>(p);
+    const plain_forward_memory<DIM> smem(shared_base(), p);
+    const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
-    float top = -INFINITY, sum = 0, out[MAX_LANE_SUMS] = {}; // sum: of this lane's columns
-    load_plain_queries(smem.q, q_of<float>(p), p, queries.head, queries.first_token);
+    float top = -INFINITY, sum = 0, out[LANE_SUMS<DIM>] = {}; // sum: of this lane's columns
+    load_plain_queries(smem.q, q_of<T>(p), p, queries.head, queries.first_token);
     for (auto at = walk.first(); !walk.ended(at); at = walk.after(at)) {
-        const int first_key = at.tile * PLAIN_TILE;
+        const int first_key = at.tile * TILE;
         syncthreads(); // all warps are done with the previous tile
-        load_plain_keys(smem.k, k_of<float>(p), args.runs[at.run], first_key);
-        load_plain_keys(smem.v, v_of<float>(p), args.runs[at.run], first_key);
+        load_plain_keys(smem.k, k_of<T>(p), args.runs[at.run], first_key);
+        load_plain_keys(smem.v, v_of<T>(p), args.runs[at.run], first_key);
         syncthreads();
 
         const key_range keys = walk.range(at.slot, row);
-        float scores[2], new_top = top;
-        bool attended[2];
+        constexpr int WEIGHTS = TILE / ROW_LANES; // of this lane
+        float scores[WEIGHTS], new_top = top;
+        bool attended[WEIGHTS];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < WEIGHTS; i++) {
             const int col = row_lane + ROW_LANES * i;
             attended[i] = keys.lo <= first_key + col && first_key + col < keys.hi;
             scores[i] =
@@ -140,14 +153,14 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
         top = new_top;
         sum *= rescale;
         for (float &x : out) x *= rescale;
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < WEIGHTS; i++) {
             float weight = NOT_ATTENDED;
             if (attended[i]) sum += weight = expf(scores[i] - reference);
             st_shared(smem.weights.at(row, row_lane + ROW_LANES * i), weight);
         }
         syncwarp();
 #pragma unroll 1
-        for (int col = 0; col < PLAIN_TILE; col++) {
+        for (int col = 0; col < TILE; col++) {
             const float weight = ld_shared<float>(smem.weights.at(row, col));
             if (weight != NOT_ATTENDED) add_plain(out, weight, smem.v, col, p.v_head_dim);
         }
@@ -165,7 +178,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
     const float inverse = 1 / sum;
     float *const to = out_of(p).at(queries.batch, token, queries.head);
 #pragma unroll
-    for (int j = 0; j < MAX_LANE_SUMS; j++) {
+    for (int j = 0; j < LANE_SUMS<DIM>; j++) {
         const int col = row_lane + ROW_LANES * j;
         if (col >= p.v_head_dim) continue;
         const float value = sum == 0 ? 0 : out[j] * inverse,
@@ -197,38 +210,41 @@ RT_DEVICE plain_gradients differentiate(const attn_args &args, float product, fl
     return {weight, weight * (dweight - of.delta) * (args.inverse_softcap > 0 ? 1 - tanh_x * tanh_x : 1)};
 }
 
-RT_DEVICE void add_plain_row(float *row, int64_t dim, bool fresh, float factor,
-                             const float (&sum)[MAX_LANE_SUMS]) {
+template <int SUMS>
+RT_DEVICE void add_plain_row(float *row, int64_t dim, bool fresh, float factor, const float (&sum)[SUMS]) {
 #pragma unroll
-    for (int j = 0; j < MAX_LANE_SUMS; j++) {
+    for (int j = 0; j < SUMS; j++) {
         const int col = thread_index() % ROW_LANES + ROW_LANES * j;
         if (col < dim) st_global(row + col, (fresh ? 0 : ld_global(row + col)) + factor * sum[j]);
     }
 }
 
 // dq: rows are queries.
-RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM>
+RT_KERNEL(PLAIN_THREADS<DIM>, 4)
+attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
+    constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_tile queries = query_tile_of_cta<PLAIN_TILE>(p);
-    const plain_backward_memory smem(shared_base(), p);
-    const plain_key_walk walk{args, {smem.walk()}};
+    const query_tile queries = query_tile_of_cta<TILE>(p);
+    const plain_backward_memory<DIM> smem(shared_base(), p);
+    const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
     const int token = queries.first_token + row;
     const plain_sums own =
         token < p.num_queries ? load_plain_sums(p, queries.head, token) : plain_sums{0, 0, 0};
-    float dq[MAX_LANE_SUMS] = {};
-    load_plain_queries(smem.q, q_of<float>(p), p, queries.head, queries.first_token);
-    load_plain_queries(smem.dout, dout_of<float>(p), p, queries.head, queries.first_token);
+    float dq[LANE_SUMS<DIM>] = {};
+    load_plain_queries(smem.q, q_of<T>(p), p, queries.head, queries.first_token);
+    load_plain_queries(smem.dout, dout_of<T>(p), p, queries.head, queries.first_token);
     for (auto at = walk.first(); !walk.ended(at); at = walk.after(at)) {
-        const int first_key = at.tile * PLAIN_TILE;
+        const int first_key = at.tile * TILE;
         syncthreads();
-        load_plain_keys(smem.k, k_of<float>(p), args.runs[at.run], first_key);
-        load_plain_keys(smem.v, v_of<float>(p), args.runs[at.run], first_key);
+        load_plain_keys(smem.k, k_of<T>(p), args.runs[at.run], first_key);
+        load_plain_keys(smem.v, v_of<T>(p), args.runs[at.run], first_key);
         syncthreads();
         const key_range keys = walk.range(at.slot, row);
 #pragma unroll 1
-        for (int col = row_lane; col < PLAIN_TILE; col += ROW_LANES) {
+        for (int col = row_lane; col < TILE; col += ROW_LANES) {
             plain_gradients pair = {NOT_ATTENDED, 0};
             if (keys.lo <= first_key + col && first_key + col < keys.hi)
                 pair = differentiate(args, dot(smem.q, row, smem.k, col, p.head_dim),
@@ -238,7 +254,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args ar
         }
         syncwarp();
 #pragma unroll 1
-        for (int col = 0; col < PLAIN_TILE; col++)
+        for (int col = 0; col < TILE; col++)
             if (ld_shared<float>(smem.weights.at(row, col)) != NOT_ATTENDED)
                 add_plain(dq, ld_shared<float>(smem.dscores.at(row, col)), smem.k, col, p.head_dim);
     }
@@ -247,30 +263,33 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args ar
 }
 
 // dk and dv: rows are keys.
-RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM>
+RT_KERNEL(PLAIN_THREADS<DIM>, 4)
+attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
+    constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const plain_backward_memory smem(shared_base(), p);
-    const plain_query_walk walk{args, {smem.walk()}};
+    const plain_backward_memory<DIM> smem(shared_base(), p);
+    const plain_query_walk<DIM> walk{args, {smem.walk()}};
     if (thread_index() == 0)
-        walk.choose_keys(key_tile_at<PLAIN_TILE>(args, cta_index_x(), cta_index_y(), cta_index_z()));
+        walk.choose_keys(key_tile_at<TILE>(args, cta_index_x(), cta_index_y(), cta_index_z()));
     syncthreads();
 
     const rt_run &run = walk.run();
     const int position = walk.position_of(row);
     auto at = walk.first();
     if (walk.ended(at) && !p.fresh) return; // no query attends these keys
-    float dk[MAX_LANE_SUMS] = {}, dv[MAX_LANE_SUMS] = {};
-    load_plain_keys(smem.k, k_of<float>(p), run, walk.keys().first_key);
-    load_plain_keys(smem.v, v_of<float>(p), run, walk.keys().first_key);
+    float dk[LANE_SUMS<DIM>] = {}, dv[LANE_SUMS<DIM>] = {};
+    load_plain_keys(smem.k, k_of<T>(p), run, walk.keys().first_key);
+    load_plain_keys(smem.v, v_of<T>(p), run, walk.keys().first_key);
     for (; !walk.ended(at); at = walk.after(at)) {
-        const int first_token = at.tile * PLAIN_TILE, head = walk.head_of(at);
+        const int first_token = at.tile * TILE, head = walk.head_of(at);
         syncthreads();
-        load_plain_queries(smem.q, q_of<float>(p), p, head, first_token);
-        load_plain_queries(smem.dout, dout_of<float>(p), p, head, first_token);
+        load_plain_queries(smem.q, q_of<T>(p), p, head, first_token);
+        load_plain_queries(smem.dout, dout_of<T>(p), p, head, first_token);
         syncthreads();
 #pragma unroll 1
-        for (int col = row_lane; col < PLAIN_TILE; col += ROW_LANES) {
+        for (int col = row_lane; col < TILE; col += ROW_LANES) {
             plain_gradients pair = {NOT_ATTENDED, 0};
             const int token = first_token + col;
             const int64_t mask_at = cta_index_z() * p.mask_batch_stride + token;
@@ -284,7 +303,7 @@ RT_KERNEL(PLAIN_THREADS, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args)
         }
         syncwarp();
 #pragma unroll 1
-        for (int col = 0; col < PLAIN_TILE; col++) {
+        for (int col = 0; col < TILE; col++) {
             const float weight = ld_shared<float>(smem.weights.at(row, col));
             if (weight == NOT_ATTENDED) continue;
             add_plain(dv, weight, smem.dout, col, p.v_head_dim);

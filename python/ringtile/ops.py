@@ -37,7 +37,7 @@ except ImportError as error:
 _ops = torch.ops.ringtile
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
 MIN_CUDA_CAPABILITY = (8, 0)  # of setup.py's lowest architecture
 GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -165,7 +165,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     """Raises InputError for arguments that the attention kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of FLOAT_DTYPES, one device, unit stride in the
-    last dim, head dims in 1..256, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0 or
+    last dim, head dims in 1..512, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0 or
     a normal number.
     """
     (batch, _, heads, dim), k_shape, v_shape = q.shape if q.dim() == 4 else (0, 0, 0, 0), k.shape, v.shape
@@ -218,6 +218,18 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
             "expected the query heads to be a positive multiple of the kv heads"
         )
     check_scale_and_softcap(q.dtype, scale, softcap)
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raises InputError unless sinks hold one number of a float dtype for each head of q (B, N, H, D), where q is."""
+    if sinks.shape != q.shape[2:3]:
+        raise InputError(
+            f"sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[2:3])}, one number for each head of q"
+        )
+    if sinks.dtype not in FLOAT_DTYPES:
+        raise InputError(f"sinks has dtype {sinks.dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
+    arguments.check_devices("q", q, sinks=sinks)
+    arguments.check_storage("sinks", sinks)
 
 
 def _register_fake(name: str, host: int = -1) -> None:

@@ -57,6 +57,8 @@ static inline int64_t hostile(uint64_t *state, int64_t good) {
                                      255,
                                      256,
                                      257,
+                                     512,
+                                     513,
                                      INT32_MAX,
                                      1LL << 31,
                                      (1LL << 32),

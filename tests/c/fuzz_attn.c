@@ -77,8 +77,9 @@ static void draw_valid(problem *c, uint64_t *state) {
     p->num_queries = random_int(state, 0, 9) ? random_int(state, 1, 12) : 0;
     p->num_kv_heads = random_int(state, 1, 2);
     p->num_heads = p->num_kv_heads * random_int(state, 1, 3);
-    p->head_dim = random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, 256);
-    p->v_head_dim = random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, 256);
+    p->head_dim = random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, RT_MAX_HEAD_DIM);
+    p->v_head_dim =
+        random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, RT_MAX_HEAD_DIM);
     p->scale = random_unit(state) / sqrt((double)p->head_dim);
     p->softcap = random_int(state, 0, 2) ? 0 : 3;
     p->fresh = random_int(state, 0, 1);
@@ -174,7 +175,7 @@ static verdict judge_problem(const problem *c) {
     const rt_attn_params *p = &c->p;
     verdict result = c->valid ? VALID : UNKNOWN;
     if (c->no_params || (int)p->dtype < 0 || p->dtype > RT_F16) return FORBIDDEN;
-    if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > 256) return FORBIDDEN;
+    if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return FORBIDDEN;
     for (int i = 0; i < NUM_BLOCKS; i++)
         if (is_used(c->pass, i)) {
             const verdict of_block = judge_block(&c->x[i]);
@@ -182,7 +183,7 @@ static verdict judge_problem(const problem *c) {
         }
     if (c->pass == DELTA_PASS) return result;
     if (p->num_kv_heads < 1 || p->num_heads % p->num_kv_heads != 0) return FORBIDDEN;
-    if (p->head_dim < 1 || p->head_dim > 256 || p->num_k_runs < 0) return FORBIDDEN;
+    if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->num_k_runs < 0) return FORBIDDEN;
     if (!is_real(p->dtype, p->scale) || !is_softcap(p->dtype, p->softcap)) return FORBIDDEN;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return FORBIDDEN;
     if (p->num_k_runs > c->num_runs) return IMPOSSIBLE;

@@ -156,8 +156,8 @@ static void test_reference_writes_fresh_outputs(void) {
 
 static void test_every_head_dim_has_its_tail(void) {
     uint64_t state = 3;
-    const int64_t dims[] = {1,  2,  3,  7,   15,  16,  17,  31,  33,  63, 64,
-                            65, 80, 96, 127, 128, 129, 191, 192, 255, 256};
+    const int64_t dims[] = {1,  2,  3,   7,   15,  16,  17,  31,  33,  63,  64,  65,
+                            80, 96, 127, 128, 129, 191, 192, 255, 256, 257, 384, 512};
     enum { NUM_DIMS = sizeof(dims) / sizeof(dims[0]) };
     for (int i = 0; i < NUM_DIMS; i++) {
         const attn_shape shape = {all_dtypes[i % NUM_DTYPES],   1,    9, 21, 2, 1, dims[i],

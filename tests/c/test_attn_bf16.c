@@ -4,8 +4,8 @@
 // An odd D or Dv leaves half a pair; beyond it in memory lies a gap filled with 77, or the end of the array.
 static void test_every_head_dim_has_its_pairs(void) {
     uint64_t state = 14;
-    const int64_t dims[] = {1,  2,  3,  4,  5,  6,  7,   8,   9,   15,  16,  17, 31,
-                            32, 33, 34, 63, 64, 65, 127, 128, 129, 191, 255, 256};
+    const int64_t dims[] = {1,  2,  3,  4,  5,  6,   7,   8,   9,   15,  16,  17,  31, 32,
+                            33, 34, 63, 64, 65, 127, 128, 129, 191, 255, 256, 511, 512};
     enum { NUM_DIMS = sizeof(dims) / sizeof(dims[0]) };
     for (int i = 0; i < NUM_DIMS; i++) {
         const attn_shape shape = {RT_BF16, 1, 9, 21, 2, 1, dims[i], dims[(i * 7 + 3) % NUM_DIMS], i % 2};

@@ -61,7 +61,8 @@ static void free_delta_case(delta_case *c) {
 
 static void test_every_head_dim_of_every_dtype(void) {
     uint64_t state = 17;
-    const int64_t dims[] = {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 72, 96, 100, 127, 128, 192, 255, 256};
+    const int64_t dims[] = {1,  2,  3,   7,   8,   15,  16,  17,  33,  64,
+                            72, 96, 100, 127, 128, 192, 255, 256, 257, 512};
     for (int i = 0; i < (int)(sizeof(dims) / sizeof(dims[0])) * NUM_DTYPES; i++) {
         delta_case c =
             new_delta_case(&state, all_dtypes[i % NUM_DTYPES], random_int(&state, 1, 2),
@@ -118,7 +119,7 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_queries, -1, RT_BAD_SHAPE);
     REFUSED(num_heads, 0, RT_BAD_SHAPE);
     REFUSED(v_head_dim, 0, RT_BAD_HEAD_DIM);
-    REFUSED(v_head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(v_head_dim, RT_MAX_HEAD_DIM + 1, RT_BAD_HEAD_DIM);
     REFUSED(batch, INT64_MAX, RT_TOO_LARGE);
     REFUSED(num_heads, INT64_MAX, RT_TOO_LARGE);
 #undef REFUSED

@@ -209,9 +209,9 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_heads, 3, RT_BAD_HEADS);
     REFUSED(num_kv_heads, 0, RT_BAD_HEADS);
     REFUSED(head_dim, 0, RT_BAD_HEAD_DIM);
-    REFUSED(head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(head_dim, RT_MAX_HEAD_DIM + 1, RT_BAD_HEAD_DIM);
     REFUSED(v_head_dim, 0, RT_BAD_HEAD_DIM);
-    REFUSED(v_head_dim, 257, RT_BAD_HEAD_DIM);
+    REFUSED(v_head_dim, RT_MAX_HEAD_DIM + 1, RT_BAD_HEAD_DIM);
     REFUSED(scale, NAN, RT_BAD_SCALE);
     REFUSED(scale, INFINITY, RT_BAD_SCALE);
     REFUSED(softcap, -1, RT_BAD_SCALE);

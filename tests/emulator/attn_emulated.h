@@ -235,12 +235,13 @@ typedef struct case_range {
 } case_range;
 
 // In threes, for is_in_this_run: of each three the tile is the same, but 192 has two and 128 has four.
-static const head_dims all_dims[] = {{64, 64},   {1, 3},     {40, 64},  // tile 64
-                                     {96, 96},   {72, 96},   {80, 80},  // tile 96
-                                     {128, 128}, {100, 17},  {128, 64}, // tile 128
-                                     {192, 128}, {136, 128}, {64, 128}, // tile 192, 192, 128
-                                     {256, 256}, {192, 192}, {250, 129}};
-static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32}; // tensor cores take the first two
+static const head_dims all_dims[] = {{64, 64},   {1, 3},     {40, 64},   // tile 64
+                                     {96, 96},   {72, 96},   {80, 80},   // tile 96
+                                     {128, 128}, {100, 17},  {128, 64},  // tile 128
+                                     {192, 128}, {136, 128}, {64, 128},  // tile 192, 192, 128
+                                     {256, 256}, {192, 192}, {250, 129}, // tile 256
+                                     {512, 512}, {257, 64},  {80, 400}}; // plain
+static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32};     // tensor cores take the first two
 enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
 static const head_dims sm90_dims[] = {{64, 64},  {128, 128}, {8, 24},   {128, 64}, {40, 64},
                                       {64, 128}, {96, 88},   {192, 128}}; // the last in the forward only
@@ -264,7 +265,7 @@ static inline bool rows_are_aligned(const attn_case *c) {
 }
 
 // Rounds of range->num_dims * NUM_MASKS: every head dim with every mask if RINGTILE_TESTS is "all". Otherwise a third of
-// them: every dtype still meets every head dim and every mask, and every mask meets five head dims, one of each tile.
+// them: every dtype still meets every head dim and every mask, and every mask meets six head dims, one of each tile.
 static inline bool is_in_this_run(const case_range *range, int round) {
     const char *tests = getenv("RINGTILE_TESTS");
     const int mask = round / range->num_dims, dim = round % range->num_dims;

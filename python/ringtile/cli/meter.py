@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.model import layer_windows
+from ringtile.hf.layers import layer_masks
 from ringtile.peak_memory import reset_peak_bytes
 from ringtile.sequence.plan import Plan
 from ringtile.sequence.plan import plan as make_plan
@@ -66,12 +66,12 @@ class Meter(TrainerCallback):
         self.tokens += self.batch_tokens
         if sharded is None:
             return
-        batch_size, windows = kwargs["input_ids"].size(0), layer_windows(self.config)
-        plans = {window: self.plan(sharded.sequence.with_window(window), batch_size) for window in {*windows}}
-        for window in windows:
-            mine = plans[window].ranks[sharded.sequence.rank]
+        batch_size, layers = kwargs["input_ids"].size(0), layer_masks(self.config)
+        plans = {layer: self.plan(sharded.narrowed(layer), batch_size) for layer in {*layers}}
+        for layer in layers:
+            mine = plans[layer].ranks[sharded.sequence.rank]
             self.plan_bytes += self.forward_passes * mine.forward_bytes_sent + mine.backward_bytes_sent
-            self.last_plan = plans[window]
+            self.last_plan = plans[layer]
 
     def plan(self, sequence: ShardedSequence, batch_size: int) -> Plan:
         """The ring of one layer for one batch."""

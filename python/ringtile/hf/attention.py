@@ -19,15 +19,19 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile.errors import Refused
+from ringtile.hf import temperature
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.layers import mask_of_layer
 from ringtile.ring.attention import ring_attention
 
 NAME = "ringtile"
 
+# Models whose own eager function computes what scaled_dot_product_attention cannot: sinks.
+_EAGER = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+
 # Keyword arguments that change the scores in ways the kernels do not support.
 _REFUSED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks under a name that no model of transformers uses",
     "position_bias": "a position bias",
     "alibi": "ALiBi",
     "head_mask": "a head mask",
@@ -80,7 +84,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Ring attention over the group of the batch -> (B, N, H, Dv); for a batch that is not sharded, transformers' own.
 
-    options: dropout, scaling, sliding_window, softcap, and whatever else the model hands down.
+    options: dropout, scaling, sliding_window, softcap, s_aux (attention sinks), and whatever else the model hands down.
     Raises Refused for options that the kernels cannot compute exactly, and for a shard without its ShardedBatch.
     """
     batch: ShardedBatch | None = options.get(BATCH_ARGUMENT, getattr(attention_mask, BATCH_ARGUMENT, None))
@@ -93,14 +97,16 @@ def attention_forward(
         return _transformers_attention(module, query, key, value, attention_mask, options)
     _refuse_inexact(module, attention_mask, options)
     batch.attention_calls += 1
+    query = temperature.scaled(module, query, batch)
     query, key, value = (_as_autocast(x) for x in (query, key, value))
     out = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        batch.sequence.with_window(options.get("sliding_window")),
+        batch.narrowed(mask_of_layer(module, options)),
         scale=options.get("scaling"),
         softcap=options.get("softcap") or 0.0,
+        sinks=options.get("s_aux"),
         attention_kernel=batch.attention_kernel,
     )
     return out, None
@@ -120,7 +126,7 @@ def attention_mask(**kwargs: Any) -> Tensor | None:
 
 def _needs_eager(config: Any) -> bool:
     """Whether the model has softcap or sinks, which scaled_dot_product_attention cannot compute."""
-    return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss"
+    return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type in _EAGER
 
 
 def _transformers_attention(
@@ -129,6 +135,11 @@ def _transformers_attention(
     forward = sdpa_attention_forward
     if _needs_eager(module.config):
         forward = sys.modules[type(module).__module__].eager_attention_forward
+    elif options.get("s_aux") is not None:
+        raise Refused(
+            f"{type(module).__name__} uses attention sinks (s_aux) on a batch that is not sharded, which transformers' "
+            f"scaled_dot_product_attention leaves out; expected one of {', '.join(sorted(_EAGER))}"
+        )
     return cast("tuple[Tensor, Tensor | None]", forward(module, query, key, value, attention_mask, **options))
 
 

@@ -19,6 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
 from ringtile.hf.balancing_loss import check_balancing_loss
+from ringtile.hf.layers import KNOWN_TYPES
 from ringtile.hf.model import text_modules
 from ringtile.hf.parallelism import parallelism_of
 
@@ -61,7 +62,6 @@ _WORK_ON_SHARDS = (
 )
 _GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
@@ -152,11 +152,11 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
     ]
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
         raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder")
-    layer_types = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    layer_types = set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES
     if layer_types:
         raise Refused(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
-            f"{', '.join(sorted(_KNOWN_LAYER_TYPES))}: other layers mix tokens without the ring"
+            f"{', '.join(sorted(KNOWN_TYPES))}: other layers mix tokens without the ring"
         )
     convolutions = [path for path, module in modules if isinstance(module, nn.Conv1d)]
     if convolutions:

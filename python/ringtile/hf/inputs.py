@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.masks import mask_of_batch
+from ringtile.hf.layers import LayerMask
+from ringtile.hf.masks import first_tokens, mask_of_batch
 from ringtile.ring.block_kernel import AttentionKernel
 from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
@@ -52,7 +53,8 @@ def shard_batch(
     group: Group | None,
     makes_positions: bool,
     positions: Tensor | None = None,
-    windows: Iterable[int | None] = (),
+    layers: Iterable[LayerMask] = (),
+    positions_separate: bool = True,
     attention_kernel: AttentionKernel = "ringtile",
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch (also in the part, for the attention layers).
@@ -60,8 +62,9 @@ def shard_batch(
     `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
     `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is left
     for code that counts tokens. makes_positions: the model counts 0, 1, ... for a batch without position ids, and so
-    does this function; positions (B, S): the model would make these instead. windows: the sliding windows of the
-    model's layers, whose masks torch.compile cannot make.
+    does this function; positions (B, S): the model would make these instead. layers: what the model's layers attend,
+    whose masks torch.compile cannot make. positions_separate: whether position ids that start again start a document,
+    for this model.
     Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
     main = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -70,20 +73,22 @@ def shard_batch(
     batch_size, seq_len = main.shape[:2]
     _refuse(inputs)
     per_token = _per_token(inputs, main, makes_positions, positions)
-    mask = mask_of_batch(inputs, batch_size, seq_len)
+    mask = mask_of_batch(inputs, batch_size, seq_len, positions_separate)
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = mask.padded(padding)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group)
-    for window in windows:
-        sequence.with_window(window)
     batch = ShardedBatch(
         sequence,
         seq_len=seq_len,
         max_position=int(per_token["position_ids"].max()),
         num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
+        places=sequence.layout.positions(sequence.rank).to(main.device),
+        first_tokens=first_tokens(inputs.get("attention_mask")),
         attention_kernel=attention_kernel,
     )
+    for layer in layers:
+        batch.narrowed(layer)
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
     for name, tensor in per_token.items():
         width = (0, 0) * (tensor.dim() - 2) + (0, padding)

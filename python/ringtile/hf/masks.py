@@ -1,8 +1,9 @@
 """The interval mask of a batch, read off the keys that transformers' data collators produce.
 
 The rule is transformers' own: with an `attention_mask` (B, S), position ids do not separate documents; without one, a
-document starts wherever `position_ids` do not continue by one. `cu_seq_lens_*`, `seq_idx` and document ids in the
-attention mask always separate documents; each of them narrows the mask.
+document starts wherever `position_ids` do not continue by one, if the model looks at them
+(`layers.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids in the attention mask always separate
+documents; each of them narrows the mask.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from ringtile.errors import InputError, Refused
 from ringtile.sequence.mask import IntervalMask
 
 
-def mask_of_batch(inputs: Mapping[str, Any], batch_size: int, seq_len: int) -> IntervalMask:
+def mask_of_batch(
+    inputs: Mapping[str, Any], batch_size: int, seq_len: int, positions_separate: bool = True
+) -> IntervalMask:
     """The causal mask of a batch (B, S), narrowed by padding and documents.
+
+    positions_separate: whether position ids that start again start a document.
 
     Raises MaskNotExpressible, Refused for a batch that contradicts itself, InputError for wrong shapes.
     """
@@ -26,7 +31,7 @@ def mask_of_batch(inputs: Mapping[str, Any], batch_size: int, seq_len: int) -> I
     attention_mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
     if attention_mask is not None:
         mask = mask & _of_attention_mask(attention_mask, position_ids, batch_size, seq_len)
-    elif position_ids is not None:
+    elif position_ids is not None and positions_separate:
         mask = mask & IntervalMask.from_position_ids(position_ids)
     cu_seq_lens = _cu_seq_lens(inputs)
     if cu_seq_lens is not None:
@@ -36,6 +41,14 @@ def mask_of_batch(inputs: Mapping[str, Any], batch_size: int, seq_len: int) -> I
     if inputs.get("seq_idx") is not None:
         mask = mask & IntervalMask.from_padding(inputs["seq_idx"] + 1)  # documents 0, 1, ..., -1 is padding
     return _one_row_if_equal(mask)
+
+
+def first_tokens(attention_mask: Tensor | None) -> tuple[int, ...]:
+    """How many tokens of padding each row (B, S) begins with; (0,) for all rows without a mask."""
+    if attention_mask is None:
+        return (0,)
+    padding: list[int] = (attention_mask.cumsum(1) == 0).sum(1).tolist()
+    return tuple(padding) if len({*padding}) > 1 else (padding[0],)
 
 
 def _of_attention_mask(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
-from ringtile.hf import attention
+from ringtile.hf import attention, temperature
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.ledger import Ledger
 
@@ -53,13 +53,6 @@ def _towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {path: m for path, m in modules if isinstance(m, PreTrainedModel) and path and type(m.config) in configs}
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer in tokens; None: full attention. config: of the text model."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
     """Makes every layer call ringtile's attention and mask functions. wrapped: the model with its adapters."""
     attention.register()
@@ -82,6 +75,7 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
 
     ledger.on_restore(restore)
     model.set_attn_implementation(attention.NAME)
+    temperature.leave_to_ringtile(model, ledger)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise Refused(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "

@@ -23,6 +23,7 @@ from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
+from ringtile.hf.layers import layer_masks, positions_separate
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.positions import Positions
@@ -41,7 +42,8 @@ class Strategy(abc.ABC):
             checks.check_dropout(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
-        self.windows = set(model.layer_windows(base.config.get_text_config()))
+        self.layers = set(layer_masks(base.config.get_text_config()))
+        self.positions_separate = positions_separate(base)
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
         self.positions = Positions(base, ledger, lambda: self.active_batch)
@@ -99,7 +101,8 @@ class Strategy(abc.ABC):
             group=self.group.process_group,
             makes_positions=self.positions.makes_ids,
             positions=self.positions.of_batch(inputs),
-            windows=self.windows,
+            layers=self.layers,
+            positions_separate=self.positions_separate,
             attention_kernel=self.config.attention_kernel,
         )
         self.active_batch.balancing_share = 1 / self.group.size

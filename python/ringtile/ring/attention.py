@@ -41,23 +41,26 @@ def ring_attention(
     group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     attention_kernel: AttentionKernel = "ringtile",
     return_lse: bool = False,
     block_kernel: AttentionKernel | None = None,
 ) -> Any:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
 
-    q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16,
-    float16; unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or
-    mask, layout and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into
-    c tanh(x / c). Every rank of the group makes the same calls in the same order, forward and backward; one group
-    serves one thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute it, and refuses
-    what they cannot; "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may
-    differ from run to run). block_kernel: its old name.
+    q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16, float16;
+    unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or mask, layout
+    and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into c tanh(x / c).
+    sinks (H), of any float dtype: attention sinks, one more key of each query head, whose score is the sink whatever
+    the query, and whose value is 0; they are the same on every rank, which is not compared, and their gradient is that
+    by this rank's queries, as a parameter's. Every rank of the group makes the same calls in the same order, forward
+    and backward; one group serves one thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute
+    it, and refuses what they cannot; "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so
+    that bits may differ from run to run). block_kernel: its old name.
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
-    (B, H, N) in float32 (float64 for float64), differentiable too. A query that attends no key has out 0, lse -inf and
-    gradient 0.
+    (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
+    out 0, lse -inf (or its sink) and gradient 0.
 
     Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
     PeerLost when one is gone.
@@ -65,7 +68,7 @@ def ring_attention(
     if block_kernel is not None:
         warnings.warn("block_kernel is now called attention_kernel", FutureWarning, stacklevel=2)
         attention_kernel = block_kernel
-    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, attention_kernel)
+    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, sinks, attention_kernel)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
@@ -77,12 +80,15 @@ def attention(
     mask: IntervalMask,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S."""
     check_types(mask)
     layout = _one_rank(mask.seq_len)
-    return ring_attention(q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, return_lse=return_lse)
+    return ring_attention(
+        q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -104,15 +110,16 @@ def _attend(
     parts: _Parts,
     scale: float | None,
     softcap: float,
+    sinks: Tensor | None,
     attention_kernel: AttentionKernel,
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
     through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
     try:
-        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, attention_kernel)
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, sinks, attention_kernel)
         if not through_op:
             found = sequence or ShardedSequence.of(*cast(_CheckedParts, parts))
-            call = AttentionCall(found, scale, softcap, attention_kernel)
+            call = AttentionCall(found, scale, softcap, attention_kernel, _fixed(sinks, q))
     except Exception as error:
         if not is_traced(q):
             _tell(error, sequence, parts)
@@ -120,22 +127,26 @@ def _attend(
     if through_op:
         begin, end, layout, group = _tensors(sequence, parts)
         out, lse = torch.ops.ringtile.ring_attention(
-            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel
+            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks
         )
         return out, lse
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _RingAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
+        out, lse = _RingAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out, lse
     return ring.forward(call, q, k, v)
 
 
 def _check(
-    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, attention_kernel: str
+    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, sinks: Any, attention_kernel: str
 ) -> tuple[float, float]:
     """scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes, which ring.py checks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise InputError(f"sinks is a {type(sinks).__name__}; expected a tensor, one number for each head of q")
     if sequence is None:
         check_types(*parts[:2])
     elif not isinstance(sequence, ShardedSequence):
@@ -146,13 +157,21 @@ def _check(
         raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
     if attention_kernel not in ATTENTION_KERNELS:
         raise InputError(f"attention_kernel is {attention_kernel!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
-    derivatives.check_once("ring_attention", q, k, v)
+    derivatives.check_once("ring_attention", q, k, v, sinks)
     if scale is None:
         head_dim = q.size(-1) if q.dim() else 0
         if head_dim == 0:
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+
+
+def _fixed(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """The sinks as a call holds them. InputError where they do not fit q, before they are read."""
+    if sinks is None:
+        return None
+    ops.check_sinks(sinks, q)
+    return sinks.detach().to(ops.state_dtype(q.dtype))
 
 
 def _tell(error: Exception, sequence: Any, parts: _Parts) -> None:
@@ -193,9 +212,11 @@ class _RingAttention(torch.autograd.Function):
     """The op's forward and backward, on a sequence that need not be found by its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         out, lse = ring.forward(call, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
         ctx.number = call.sequence.transport.num_calls
         ctx.set_materialize_grads(False)
@@ -205,16 +226,16 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
         with transport.telling("ring_attention backward"):
-            q, k, v, out, lse = ctx.saved_tensors
-            dq, dk, dv = derivatives.gradients(
-                "ring_attention",
-                lambda: ring.backward(
-                    ctx.call, torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, ctx.number
-                ),
-                *(dout, dlse, q, k, v, out, lse),
-                telling=transport.telling,
-            )
-        return dq, dk, dv, None
+            q, k, v, out, lse, sinks = saved = ctx.saved_tensors
+
+            def compute() -> tuple[Tensor | None, ...]:
+                of_out = torch.zeros_like(out) if dout is None else dout
+                dq, dk, dv = ring.backward(ctx.call, of_out, dlse, q, k, v, out, lse, ctx.number)
+                dsinks = ring.sink_gradient(sinks, of_out, dlse, out, lse) if ctx.needs_input_grad[3] else None
+                return dq, dk, dv, dsinks
+
+            gradients = derivatives.gradients("ring_attention", compute, dout, dlse, *saved, telling=transport.telling)
+        return *gradients, None
 
 
 # ---- the op -------------------------------------------------------------------------------------
@@ -232,9 +253,12 @@ def _ring_attention(
     softcap: float,
     group_name: str,
     attention_kernel: str = "ringtile",
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
-    return ring.forward(AttentionCall(sequence, scale, softcap, attention_kernel), q, k, v)
+    with sequence.transport.telling("ring_attention forward"):
+        call = AttentionCall(sequence, scale, softcap, attention_kernel, _fixed(sinks, q))
+    return ring.forward(call, q, k, v)
 
 
 @torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=())
@@ -277,8 +301,11 @@ def _(
     softcap: float,
     group_name: str,
     attention_kernel: str = "ringtile",
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
+    if sinks is not None:
+        ops.check_sinks(sinks, q)
     return ring.empty_outputs(q, v, q.dtype)
 
 
@@ -289,23 +316,27 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str]"
+_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str, Tensor | None]"
 
 
 def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, group_name, attention_kernel = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    *tensors, scale, softcap, group_name, attention_kernel, sinks = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)  # type: ignore[arg-type]
     ctx.numbers = (scale, softcap, group_name, attention_kernel)  # type: ignore[attr-defined]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    with telling(ctx.numbers[2], "ring_attention backward", ctx.saved_tensors[0]):  # type: ignore[attr-defined]
+    *tensors, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
+    with telling(ctx.numbers[2], "ring_attention backward", tensors[0]):  # type: ignore[attr-defined]
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
-            dout = torch.zeros_like(ctx.saved_tensors[3])  # type: ignore[attr-defined]
-        dq, dk, dv = _ring_attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[attr-defined]
-    return dq, dk, dv, None, None, None, None, None, None, None
+            dout = torch.zeros_like(tensors[3])
+        dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers)  # type: ignore[attr-defined]
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[10]:  # type: ignore[attr-defined]
+            of_sinks = ring.sink_gradient(sinks, dout, dlse, *tensors[3:5])
+    return dq, dk, dv, None, None, None, None, None, None, None, of_sinks
 
 
 def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

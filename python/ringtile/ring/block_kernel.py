@@ -37,11 +37,12 @@ class AttentionCall:
     scale: float
     softcap: float = 0.0
     attention_kernel: str = "ringtile"
+    sinks: Tensor | None = None  # (H) of the state dtype, without a graph
 
 
 def attn_fwd_(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merges the keys of round i into out and lse, which hold nothing before round 0."""
-    block = _block(call, i, q, fresh=i == 0)
+    """Merges the keys of round i into out and lse, which hold the sinks or nothing before round 0."""
+    block = _block(call, i, q, fresh=i == 0 and call.sinks is None)
     first, *others = providers = _able(call, block, q, k, v)
     if not others:
         first.forward_(block, q, k, v, out, lse)

@@ -35,6 +35,9 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
     with _open("forward", call, q, k, v) as ring:
         out, lse = empty_outputs(q, v, ops.state_dtype(q.dtype))
+        if call.sinks is not None:  # as if a block of one key with that score and value 0 had come before
+            out.zero_()
+            lse.copy_(call.sinks[:, None])
         for i, (_, round_k, round_v) in enumerate(ring.rounds()):
             block_kernel.attn_fwd_(call, i, q, round_k, round_v, out, lse)
     return out.to(q.dtype), lse
@@ -53,9 +56,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dout (B, N, H, Dv), dlse (B, H, N) float64, what `forward` took and gave -> dq, dk, dv of the inputs' dtype.
 
-    dlse: None where nothing depends on lse.
-
-    forward_call: the number of the forward's call on the group, which must be the same on all ranks; 0: not known.
+    dlse: None where nothing depends on lse. forward_call: the number of the forward's call on the group, which must be
+    the same on all ranks; 0: not known.
     """
     with _open("backward", call, q, k, v, forward_call, dlse) as ring:
         state = ops.state_dtype(q.dtype)
@@ -78,6 +80,17 @@ def backward(
         if returning is not None:
             returning.add_to(dk, dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def sink_gradient(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of sinks (H) by this rank's queries, in their dtype; the other tensors are those of `backward`.
+
+    A sink is a key with the same score for every query of its head and value 0, so that dscore = P (0 - delta).
+    """
+    delta = Final(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse).delta
+    weights = (sinks.to(delta.dtype)[:, None] - lse).exp()
+    unseen = sinks == -torch.inf  # a weight of 0, also where no key was attended and lse is -inf too
+    return -(weights.masked_fill(unseen[:, None], 0) * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -202,6 +215,8 @@ def _open(
         "layout digest": layout_digest,
         "mask digest": mask_digest,  # of the layout too, but that is compared first
     }
+    if call.sinks is not None:
+        fields["sinks"] = call.sinks.size(0)
     data = sequence.data_of(q, k, v) if direction == "forward" else 0
     with transport.call(op, fields, q.device, forward_call=forward_call, data=data):
         yield ring

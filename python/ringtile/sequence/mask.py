@@ -121,13 +121,18 @@ class IntervalMask:
         return cls(torch.zeros_like(positions), (positions + 1).clamp(min=prefix_len))
 
     @classmethod
-    def chunked(cls, seq_len: int, chunk: int) -> IntervalMask:
-        """Causal within chunks of `chunk` tokens, nothing across them (the local layers of Llama 4)."""
+    def chunked(cls, seq_len: int, chunk: int, *, first: Sequence[int] = (0,)) -> IntervalMask:
+        """Causal within chunks of `chunk` tokens, nothing across them (the local layers of Llama 4).
+
+        first: where the first chunk of each row begins, in a batch whose rows begin with padding.
+        """
         chunk = arguments.check_int("chunk", chunk)
         if chunk < 1:
             raise InputError(f"chunk is {chunk}; expected at least 1 token")
         positions = _positions(seq_len)
-        return cls(positions - positions % min(chunk, seq_len), positions + 1)
+        starts = torch.tensor([[arguments.check_int("first", one)] for one in first], dtype=torch.int32, device="cpu")
+        in_chunk = (positions - starts) % min(chunk, torch.iinfo(torch.int32).max)
+        return cls((positions - in_chunk).clamp(min=0), (positions + 1).expand_as(in_chunk))
 
     @classmethod
     def documents(cls, lengths: Sequence[int] | Sequence[Sequence[int]], causal: bool = True) -> IntervalMask:

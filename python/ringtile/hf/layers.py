@@ -1,0 +1,91 @@
+"""What each attention layer of a transformers model attends, besides the mask of the batch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class LayerMask(NamedTuple):
+    """Narrows the mask of a batch for one layer; neither: full attention."""
+
+    window: int | None = None  # tokens, the query's own included
+    chunk: int | None = None  # tokens; chunks are counted over the row, from its first token that is not padding
+
+
+KNOWN_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def layer_masks(config: Any) -> list[LayerMask]:
+    """Of each layer. config: of the text model."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [_mask_of(config, kind) for kind in kinds]
+
+
+def mask_of_layer(module: nn.Module, options: Mapping[str, Any]) -> LayerMask:
+    """Of an attention module, which was called with these options."""
+    config, index = module.config, getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and isinstance(index, int) and kinds[index] == "chunked_attention":
+        return _mask_of(config, kinds[index])
+    if "sliding_window" in options:
+        return LayerMask(window=options["sliding_window"])
+    # PhiMoE and Qwen2-MoE apply their window by the mask alone, which they make with this function.
+    if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
+        return LayerMask()
+    return layer_masks(config)[index if isinstance(index, int) else 0]
+
+
+def _mask_of(config: Any, kind: str) -> LayerMask:
+    if kind == "chunked_attention":
+        return LayerMask(chunk=config.attention_chunk_size)
+    return LayerMask(window=getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
+
+
+# ---- documents ----------------------------------------------------------------------------------
+
+
+def positions_separate(model: PreTrainedModel) -> bool:
+    """Whether documents packed into a row are told apart by position ids that start again.
+
+    Flash attention looks at the position ids itself. Other attention follows the masks that the model makes, and some
+    models (GPT-OSS, AFMoE) hand these no position ids: in one process the documents of a row attend each other.
+    """
+    if "flash" in str(model.config._attn_implementation):
+        return True
+    return all(_hands_positions(cls) for cls in {type(module) for module in model.modules()})
+
+
+def _hands_positions(cls: type[nn.Module]) -> bool:
+    """Whether every causal mask that the forward of a class makes is made from position ids."""
+    if not hasattr(sys.modules.get(cls.__module__), "create_causal_mask"):
+        return True
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, SyntaxError):  # the source is not there
+        return True
+    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
+        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
+    return all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
+            for keyword in node.keywords
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and (node.func.id.endswith("causal_mask") or node.func.id == "mask_function")
+    )

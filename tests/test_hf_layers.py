@@ -1,0 +1,57 @@
+"""Every kind of attention layer in training: sinks, chunks, temperature, two head dims, windows and RoPE by layer."""
+
+import functools
+
+import pytest
+from hf_models import tiny_model
+from hf_training import TOLERANCE, packed, train
+from pool import run_ranks
+from ringtile.hf.layers import positions_separate
+
+OPTIONS = {"collator": packed, "max_steps": 5, "gradient_accumulation_steps": 1, "evaluate": False}
+# Some of these models are steep at their random weights (Gemma 4 has gradients of 15): with large steps, they would
+# multiply the rounding of the first by ten in each of the others.
+OPTIONS |= {"learning_rate": 0.01}
+# Of these, the other cells of this file are combinations; test_hf_attention compares the logits of all of them.
+ALWAYS = {"gpt-oss": {}, "llama4": {"gradient_checkpointing": True}}
+OTHERS = (
+    "granite-swa",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "deepseek-v3",
+    "phi3-sliding",
+    "cohere2",
+    "mistral-sliding",
+    "glm4-moe",
+    "mimo-v2",
+    "qwen2-moe-sliding",
+)
+
+
+@functools.cache
+def _reference(family, **options):
+    return train(None, family=family, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*ALWAYS.items(), *(pytest.param(family, {}, marks=pytest.mark.matrix) for family in OTHERS)],
+)
+def test_two_ranks_train_as_one_process(family, options):
+    """Five steps on packed rows."""
+    expected = _reference(family, **options)
+    for run in run_ranks(2, train, {"context_parallel_size": 2}, family=family, **OPTIONS, **options):
+        assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert run.grad_norms == pytest.approx(expected.grad_norms, rel=10 * TOLERANCE)
+        for name, weight in expected.weights.items():
+            assert (run.weights[name] - weight).abs().max() <= 10 * TOLERANCE * weight.abs().max(), name
+
+
+def test_models_whose_masks_know_no_positions_are_known():
+    """In one process their packed documents attend each other, unless flash attention looks at the position ids."""
+    assert positions_separate(tiny_model("llama"))
+    gpt_oss = tiny_model("gpt-oss")
+    assert not positions_separate(gpt_oss)
+    gpt_oss.config._attn_implementation_internal = "flash_attention_2"
+    assert positions_separate(gpt_oss)
