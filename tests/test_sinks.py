@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatch, attention, ring_attention
-from ringtile.ring import block_kernel
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, problem
@@ -62,25 +61,24 @@ def assert_equal(got: WithSinks, expected: WithSinks, tolerance: float = FLOAT64
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, dict[str, Any], str]:
+def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, dict[str, Any]]:
     world_size = draw(st.integers(1, 3))
     batch, seq_len, num_kv_heads = draw(st.integers(1, 2)), draw(st.integers(world_size, 30)), draw(st.integers(1, 2))
     heads = num_kv_heads * draw(st.integers(1, 3))
     p = problem(batch, seq_len, heads, num_kv_heads, draw(st.integers(1, 20)), draw(st.integers(1, 20)))
     numbers = {"scale": draw(st.sampled_from([None, 0.3])), "softcap": draw(st.sampled_from([0.0, 2.0]))}
-    kernel = draw(st.sampled_from(block_kernel.BLOCK_KERNELS))
-    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), numbers, kernel
+    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), numbers
 
 
 @settings(max_examples=30)
 @given(cases())
 def test_ring_with_sinks_equals_the_definition(
-    case: tuple[Problem, IntervalMask, Layout, dict[str, Any], str],
+    case: tuple[Problem, IntervalMask, Layout, dict[str, Any]],
 ) -> None:
     """Queries that attend nothing have out 0 and the sink itself as lse."""
-    p, mask, layout, numbers, kernel = case
+    p, mask, layout, numbers = case
     expected = by_definition(p, sinks_of(p), mask, **numbers)
-    assert_equal(by_ring(p, sinks_of(p), mask, layout, **numbers, block_kernel=kernel), expected)
+    assert_equal(by_ring(p, sinks_of(p), mask, layout, **numbers), expected)
 
 
 def test_a_sink_far_above_or_below_the_scores_is_exact() -> None:
@@ -147,13 +145,22 @@ def test_low_precision_with_sinks_is_not_less_exact_than_torch(dtype: torch.dtyp
         assert (x.double() - y).abs().max() <= (z.double() - y).abs().max()
 
 
-def test_aten_leaves_low_precision_with_sinks_to_ringtile() -> None:
-    """Its out is rounded once already when it is merged with the sinks."""
-    p, layout = problem(1, 64, 4, 4, 64, 64, dtype=torch.bfloat16), Layout.contiguous(64, 1)
-    ours, atens = (
-        by_ring(p, sinks_of(p), IntervalMask.causal(64), layout, block_kernel=kernel) for kernel in ("ringtile", "aten")
-    )
-    assert torch.equal(ours.attention.out, atens.attention.out)
+def test_aten_with_sinks_equals_the_definition() -> None:
+    """It merges into a state that holds the sinks, as ringtile's kernels do. It takes no gradient of lse."""
+    p, layout, mask = problem(1, 24, 4, 2, 8, 8), Layout.zigzag(24, 2), IntervalMask.causal(24)
+    p = p._replace(dlse=torch.zeros_like(p.dlse))
+
+    def on_rank(group: LoopbackGroup) -> WithSinks:
+        leaves = [layout.shard(x.detach(), 1, group.transport.rank).requires_grad_() for x in (p.q, p.k, p.v)]
+        leaves.append(sinks_of(p).requires_grad_())
+        kernel: dict[str, Any] = {"attention_kernel": "aten", "sinks": leaves[3]}
+        out, lse = ring_attention(*leaves[:3], mask=mask, layout=layout, group=group, **kernel, return_lse=True)
+        *gradients, dsinks = torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, group.transport.rank))
+        return WithSinks(Attention(out.detach(), lse.detach(), *gradients), dsinks)
+
+    of_ranks = LoopbackWorld(2).run(on_rank)
+    got = WithSinks(assemble([rank.attention for rank in of_ranks], layout), sum(rank.dsinks for rank in of_ranks))
+    assert_equal(got, by_definition(p, sinks_of(p), mask))
 
 
 def test_sinks_of_any_dtype_get_gradients_of_theirs() -> None:

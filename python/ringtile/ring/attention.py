@@ -340,7 +340,7 @@ def _backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tup
 
 
 def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.group_name = inputs[-1]  # type: ignore[attr-defined]
+    *_, ctx.group_name, _ = inputs  # type: ignore[attr-defined]  # the last is attention_kernel
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
