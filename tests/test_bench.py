@@ -318,7 +318,7 @@ def test_unknown_case_is_refused(case: str) -> None:
         ["attention", "--quick", "--seq-len", "77"],
         ["attention", "--case", "window-5", "--provider", "torch", "--seq-len", "8", "--repeats", "1"],
         ["ring", "--world-size", "0"],
-        ["ring", "--head-dim", "300"],
+        ["ring", "--head-dim", "513"],
         ["attention", "--num-kv-heads", "-1"],
         ["attention", "--hidden-size", "8"],
         ["attention", "--device", "tpu"],

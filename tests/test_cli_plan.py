@@ -31,6 +31,7 @@ def test_command_line_is_what_users_script_against() -> None:
         "train": {"--compare", "--plot"},
         "verify": set(),
         "doctor": set(),
+        "models": {"--markdown"},
         "bench": {
             "--quick",
             "--repeats",

@@ -6,6 +6,7 @@ import pytest
 import ringtile
 import torch
 from ringtile.hf.inputs import shard_batch
+from ringtile.hf.layers import LayerMask
 from ringtile.transport.loopback import LoopbackWorld
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -121,7 +122,7 @@ def test_mask_is_that_of_transformers(batch, window):
     expected = create(config, torch.zeros(2, 12, 4), batch.get("attention_mask"), None, positions)
     if expected is None:  # plain causal, which transformers leaves to the kernel
         expected = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
-    _, sharded = _shard({"input_ids": _ids(2, 12), **batch}, windows=[window])[0]
+    _, sharded = _shard({"input_ids": _ids(2, 12), **batch}, layers=[LayerMask(window)])[0]
     dense = _dense(sharded.sequence.with_window(window).mask)
     assert torch.equal(dense.expand(2, -1, -1), expected[:, 0].expand(2, -1, -1))
 
