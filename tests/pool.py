@@ -27,7 +27,15 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 GRACE_SECONDS = 10.0  # once a rank has failed, for the others to notice
 TRAINERS = [
-    *("hf_training", "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer"),
+    *(
+        "hf_training",
+        "peft",
+        "deepspeed.module_inject",
+        "torch._inductor.compile_fx",
+        "trl.trainer.sft_trainer",
+        "trl.trainer.dpo_trainer",
+        "trl.trainer.reward_trainer",
+    ),
     *("ringtile.cli.training", "ringtile.cli.proofs", "ringtile.cli.report"),
 ]
 

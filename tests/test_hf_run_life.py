@@ -69,7 +69,7 @@ TILES = ("_TiledForward.__call__", "_head_forward", "tiled_linear_cross_entropy"
 @pytest.mark.parametrize(
     ("backend", "config", "breaks"),
     [
-        ("aot_eager", CONFIG, ()),
+        pytest.param("aot_eager", CONFIG, (), marks=pytest.mark.matrix),
         pytest.param("aot_eager", TILED, TILES, marks=pytest.mark.matrix),
         pytest.param("inductor", CONFIG, (), marks=pytest.mark.matrix),
         pytest.param("inductor", TILED, TILES, marks=pytest.mark.matrix),
