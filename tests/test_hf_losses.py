@@ -45,7 +45,15 @@ class LastThird(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird])
+class SumOverItems(Trainer):
+    """Divides by the number of items, and does not undo the mean of the engine."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+@pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird, SumOverItems])
 def test_custom_compute_loss_sees_unsharded_sequences(trainer_class):
     options = {"trainer_class": trainer_class}
     expected = train(None, **options)
@@ -86,6 +94,11 @@ def _squared(outputs, labels, num_items_in_batch=None):
     return losses.sum() / (num_items_in_batch if num_items_in_batch is not None else labels.ne(-100).sum())
 
 
+def _mean(outputs, labels, num_items_in_batch=None):
+    """A user's loss function, which looks at one batch only."""
+    return outputs.logits.square().mean()
+
+
 def _train_squared(config, **options):
     # Squares have gradients of norm 12; at the usual learning rate of 0.3 each step would amplify rounding.
     options = {"trainer_arguments": {"compute_loss_func": _squared}, "learning_rate": 0.01, **options}
@@ -95,6 +108,10 @@ def _train_squared(config, **options):
 @pytest.mark.parametrize("average", [True, False])
 def test_compute_loss_func_sees_unsharded_sequences(average):
     _assert_equal(_train_squared, average_tokens_across_devices=average)
+
+
+def test_compute_loss_func_of_one_batch_equals_one_process():
+    _assert_equal(_train_squared, trainer_arguments={"compute_loss_func": _mean})
 
 
 def test_compute_loss_func_of_two_groups_equals_two_ranks():
