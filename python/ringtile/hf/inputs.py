@@ -108,7 +108,8 @@ def _refuse(inputs: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor) and value.dim() > 0 and name not in _PADDING and name not in _GLOBAL_KEYS:
             raise Refused(
                 f"the batch holds {name} {tuple(value.shape)}, which ringtile does not know how to shard; expected "
-                f"only {', '.join(sorted({*_PADDING, *_GLOBAL_KEYS}))}"
+                f"only {', '.join(sorted({*_PADDING, *_GLOBAL_KEYS}))}: leave it out in your data collator; images and "
+                f"sound cannot be trained on under context parallelism"
             )
 
 

@@ -78,11 +78,11 @@ class LossOnSequences(Strategy):
         cls = type(accelerator)
 
         def num_processes(accelerator: Any) -> int:
-            num_ranks: int = super(counting, accelerator).num_processes
+            num_ranks: int = cls.num_processes.fget(accelerator)
             sharded = self.in_step and not deepspeed_shards_sequences(accelerator)
             return num_ranks // self.group.size if sharded else num_ranks
 
-        counting: Any = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
+        counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
         accelerator.__class__ = counting
         self.ledger.on_restore(lambda: setattr(accelerator, "__class__", cls))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,8 +26,11 @@ from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, positions_separate
 from ringtile.hf.ledger import Ledger
+from ringtile.hf.masks import positions_alone_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.positions import Positions
+
+logger = logging.getLogger("ringtile")
 
 
 class Strategy(abc.ABC):
@@ -40,10 +44,12 @@ class Strategy(abc.ABC):
         self.check()
         if trainer.train_dataset is not None:
             checks.check_dropout(base)  # here, not in the first step, which may come hours later
+            checks.check_sampling(base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
         self.layers = set(layer_masks(base.config.get_text_config()))
         self.positions_separate = positions_separate(base)
+        self.warned_of_packing = False
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
         self.positions = Positions(base, ledger, lambda: self.active_batch)
@@ -95,6 +101,7 @@ class Strategy(abc.ABC):
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         self.group.check_same_batch(inputs)
+        self._warn_of_packing(inputs)
         local, self.active_batch = shard_batch(
             inputs,
             layout=self.config.layout,
@@ -108,6 +115,19 @@ class Strategy(abc.ABC):
         self.active_batch.balancing_share = 1 / self.group.size
         return local, self.active_batch
 
+    def _warn_of_packing(self, inputs: Mapping[str, Any]) -> None:
+        """Once: the documents of a row attend each other, exactly as in one process, and that is seldom wanted."""
+        if self.positions_separate or self.warned_of_packing or not positions_alone_separate(inputs):
+            return
+        self.warned_of_packing = True
+        if self.trainer.args.process_index == 0:
+            logger.warning(
+                "the documents of a packed row attend each other, with ringtile and without: %s hands no position ids "
+                "to its masks. To separate them, add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
+                "DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or load the model with flash attention",
+                type(self.base).__name__,
+            )
+
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
         """Raises Refused unless every layer attended through the ring and the loss got the shifted labels."""
         name, num_layers = type(self.base).__name__, self.base.config.get_text_config().num_hidden_layers
@@ -119,7 +139,8 @@ class Strategy(abc.ABC):
         if watches_loss and batch.loss_calls == 0:
             raise Refused(
                 f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
-                f"shift the labels again, within each shard"
+                f"shift the labels again, within each shard. Give the Trainer a compute_loss_func, which gets "
+                f"the logits and labels of full sequences"
             )
 
     def check_training(self, model: nn.Module) -> None:
