@@ -19,6 +19,7 @@ CONFIG = {"context_parallel_size": 2}
 DRAWING = {
     "seed-oss": ({"attention_dropout": 0.0}, "model.layers.0.self_attn (SeedOssAttention)"),
     "starcoder2": ({"residual_dropout": 0.1}, "model.layers.0.self_attn (Starcoder2Attention)"),
+    "opt": ({"layerdrop": 0.1}, "model.decoder (OPTDecoder)"),
     "mixtral": ({"router_jitter_noise": 0.1}, "model.layers.0.mlp (MixtralSparseMoeBlock)"),
 }
 

@@ -50,6 +50,7 @@ class Strategy(abc.ABC):
         self.layers = set(layer_masks(base.config.get_text_config()))
         self.positions_separate = positions_separate(base)
         self.warned_of_packing = False
+        self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
         self.positions = Positions(base, ledger, lambda: self.active_batch)
@@ -102,8 +103,9 @@ class Strategy(abc.ABC):
         """
         self.group.check_same_batch(inputs)
         self._warn_of_packing(inputs)
+        routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
         local, self.active_batch = shard_batch(
-            inputs,
+            {name: value for name, value in inputs.items() if name not in routers},
             layout=self.config.layout,
             group=self.group.process_group,
             makes_positions=self.positions.makes_ids,
@@ -112,6 +114,7 @@ class Strategy(abc.ABC):
             positions_separate=self.positions_separate,
             attention_kernel=self.config.attention_kernel,
         )
+        local.update({name: inputs[name] for name in routers & inputs.keys()})
         self.active_batch.balancing_share = 1 / self.group.size
         return local, self.active_batch
 
