@@ -39,7 +39,7 @@ _PADDING = {
 _GLOBAL_KEYS = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Switches under which the model would treat a shard as the full sequence.
 _REFUSED_SWITCHES = {
-    "output_router_logits": "set model.config.output_router_logits = True before ringtile.enable instead, which checks it",
+    "output_router_logits": "set it in model.config before ringtile.enable, which checks it",
     "output_attentions": "attention weights are never formed",
     "logits_to_keep": "the last positions lie on one rank",
     "past_key_values": "a cache holds full sequences",

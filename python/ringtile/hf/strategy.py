@@ -133,7 +133,9 @@ class Strategy(abc.ABC):
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
         """Raises Refused unless every layer attended through the ring and the loss got the shifted labels."""
-        name, num_layers = type(self.base).__name__, self.base.config.get_text_config().num_hidden_layers
+        name, config = type(self.base).__name__, self.base.config.get_text_config()
+        # BART's num_hidden_layers are those of an encoder, also in its decoder alone.
+        num_layers = getattr(config, "decoder_layers", config.num_hidden_layers)
         if batch.attention_calls == 0 or batch.attention_calls % num_layers:
             raise Refused(
                 f"{name} has {num_layers} layers but called ringtile's attention {batch.attention_calls} times in a "
