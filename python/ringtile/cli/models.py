@@ -113,7 +113,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def reason_of(row: dict[str, Any]) -> str:
     """The reason of a refusal or an error without what differs from model to model: class names and paths."""
     reason = " ".join(row["reason"].split()).split(";")[0]
-    reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|LMHead|Decoder|Attention)\b", "it", reason)
+    reason = re.sub(
+        r"^\w+(ForCausalLM|ForConditionalGeneration|ForVisionText2Text|LMHeadModel|LMHead|Decoder|Attention)\b",
+        "it",
+        reason,
+    )
     reason = re.sub(r"\b(it is bidirectional) .*", r"\1", reason)
     reason = re.sub(r"it has \d+ layers but called ringtile's attention \d+ times", "some layers do not attend", reason)
     return re.sub(r"[|<>]", " ", reason)[:200]
