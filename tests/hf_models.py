@@ -37,6 +37,7 @@ FAMILIES = {
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    # OPT's biases start at 0, and that of a key has no gradient: of it, only rounding could be compared.
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False}),
     "stablelm": ("stablelm", {}),
     "llama-dynamic": (
@@ -104,6 +105,20 @@ FAMILIES = {
     "mixtral-balanced": (
         "mixtral",
         {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5, "initializer_range": 0.1},
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.1},
+            **{"output_router_logits": True, "router_aux_loss_coef": 0.5},
+        },
+    ),
+    "olmoe": (
+        "olmoe",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.1},
+            **{"output_router_logits": True, "router_aux_loss_coef": 0.5},
+        },
     ),
     "seed-oss": ("seed_oss", {}),
     "phimoe": ("phimoe", {"num_local_experts": 2, "num_experts_per_tok": 1}),

@@ -71,3 +71,10 @@ def test_bad_yaml_file_is_named(tmp_path, text, words):
     with pytest.raises(ringtile.ConfigError, match=r"ringtile\.yaml") as error:
         Config.load(path)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "per_document", "balanced"])
+def test_every_layout_is_read_from_yaml(tmp_path, layout):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"context_parallel_size: 2\nlayout: {layout}\n")
+    assert Config.load(path).layout == layout

@@ -10,6 +10,7 @@ from hf_models import tiny_model
 from hf_training import assert_equal_training, make_trainer, packed, train
 from pool import run_ranks
 from ringtile.hf.balancing_loss import check_balancing_loss
+from torch.nn import functional
 from transformers import Trainer
 
 CONFIG = {"context_parallel_size": 2}
@@ -56,9 +57,11 @@ def test_balancing_loss_of_evaluation_equals_one_process(world_size):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_balancing_loss_equals_data_parallel_ranks():
+@pytest.mark.parametrize("trainer_class", [Trainer, pytest.param(OwnLoss, marks=pytest.mark.matrix)])
+def test_balancing_loss_equals_data_parallel_ranks(trainer_class):
     """Each batch has a balancing loss of its own, as in data parallelism without ringtile."""
     options = {**OPTIONS, "num_rows": 32, "evaluate": False, "gradient_accumulation_steps": 1}
+    options["trainer_class"] = trainer_class
     expected = run_ranks(2, train, None, **options)[0]
     for run in run_ranks(4, train, CONFIG, **options):
         assert_equal_training(run, expected)
@@ -73,6 +76,37 @@ def test_logged_balancing_loss_is_that_of_the_sequence():
         assert_equal_training(run, expected)
         for step, other in zip(run.metrics, expected.metrics, strict=True):
             assert step["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-6)
+
+
+def _with_balancing_loss(outputs, labels, num_items_in_batch=None):
+    losses = functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses / num_items_in_batch + outputs.aux_loss
+
+
+@pytest.mark.matrix
+def test_balancing_loss_in_a_loss_function_equals_data_parallel_ranks():
+    options = {**OPTIONS, "num_rows": 32, "evaluate": False, "gradient_accumulation_steps": 1}
+    options["trainer_arguments"] = {"compute_loss_func": _with_balancing_loss}
+    expected = run_ranks(2, train, None, **options)[0]
+    for run in run_ranks(4, train, CONFIG, **options):
+        assert_equal_training(run, expected)
+
+
+@pytest.mark.matrix
+def test_balancing_loss_of_dpo_equals_one_process():
+    pytest.importorskip("trl")
+    expected = _train_dpo(None)
+    assert expected.metrics[0]["aux_loss"] > 0.0
+    for run in run_ranks(2, _train_dpo, CONFIG, timeout=110.0):
+        assert_equal_training(run, expected)
+
+
+def _train_dpo(config):
+    from test_hf_losses import _train_trl
+
+    models = {"model": tiny_model("mixtral-balanced").train(), "trainer_arguments": {"ref_model": None}}
+    models["trainer_arguments"]["ref_model"] = tiny_model("mixtral-balanced", seed=3)
+    return _train_trl("DPOTrainer", config, max_steps=2, num_rows=16, **models)
 
 
 def _own_loss(logits, num_experts=None, top_k=2, attention_mask=None):

@@ -122,8 +122,9 @@ def test_mask_is_that_of_transformers(batch, window):
     expected = create(config, torch.zeros(2, 12, 4), batch.get("attention_mask"), None, positions)
     if expected is None:  # plain causal, which transformers leaves to the kernel
         expected = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
-    _, sharded = _shard({"input_ids": _ids(2, 12), **batch}, layers=[LayerMask(window)])[0]
-    dense = _dense(sharded.sequence.with_window(window).mask)
+    layer = LayerMask(window=window)
+    _, sharded = _shard({"input_ids": _ids(2, 12), **batch}, layers=[layer])[0]
+    dense = _dense(sharded.narrowed(layer).mask)
     assert torch.equal(dense.expand(2, -1, -1), expected[:, 0].expand(2, -1, -1))
 
 
@@ -183,7 +184,7 @@ def test_document_ids_may_end_in_padding():
         ({"position_ids": torch.zeros(3, 2, 8, dtype=torch.long)}, ringtile.InputError, "position_ids"),
         ({"position_ids": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "position_ids"),
         ({"labels": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "labels is (2, 9)"),
-        ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.Refused, "pixel_values"),
+        ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.Refused, "leave it out in your data collator"),
         ({"token_type_ids": torch.zeros(2, 8)}, ringtile.Refused, "token_type_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
         ({"output_router_logits": True}, ringtile.Refused, "the batch sets output_router_logits"),

@@ -1,12 +1,15 @@
 """Every kind of attention layer in training: sinks, chunks, temperature, two head dims, windows and RoPE by layer."""
 
 import functools
+import logging
 
 import pytest
+import ringtile
 from hf_models import tiny_model
-from hf_training import TOLERANCE, packed, train
+from hf_training import TOLERANCE, make_trainer, packed, train
 from pool import run_ranks
 from ringtile.hf.layers import positions_separate
+from test_hf_trainer import packed_for_flash
 
 OPTIONS = {"collator": packed, "max_steps": 5, "gradient_accumulation_steps": 1, "evaluate": False}
 # Some of these models are steep at their random weights (Gemma 4 has gradients of 15): with large steps, they would
@@ -42,10 +45,27 @@ def test_two_ranks_train_as_one_process(family, options):
     """Five steps on packed rows."""
     expected = _reference(family, **options)
     for run in run_ranks(2, train, {"context_parallel_size": 2}, family=family, **OPTIONS, **options):
-        assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-        assert run.grad_norms == pytest.approx(expected.grad_norms, rel=10 * TOLERANCE)
-        for name, weight in expected.weights.items():
-            assert (run.weights[name] - weight).abs().max() <= 10 * TOLERANCE * weight.abs().max(), name
+        _assert_equal(run, expected)
+
+
+def _assert_equal(run, expected):
+    assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=10 * TOLERANCE)
+    for name, weight in expected.weights.items():
+        assert (run.weights[name] - weight).abs().max() <= 10 * TOLERANCE * weight.abs().max(), name
+
+
+TWO_GROUPS = ("gpt-oss", "llama4", "mixtral-balanced", "qwen3-moe", "olmoe", "granite-swa")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", TWO_GROUPS)
+def test_two_groups_of_two_train_as_two_processes(family):
+    """Five steps on packed rows: each pair of rows has a balancing loss of its own."""
+    options = {**OPTIONS, "num_rows": 40}
+    expected = run_ranks(2, train, None, family=family, **options)[0]
+    for run in run_ranks(4, train, {"context_parallel_size": 2}, family=family, **options):
+        _assert_equal(run, expected)
 
 
 def test_models_whose_masks_know_no_positions_are_known():
@@ -55,3 +75,43 @@ def test_models_whose_masks_know_no_positions_are_known():
     assert not positions_separate(gpt_oss)
     gpt_oss.config._attn_implementation_internal = "flash_attention_2"
     assert positions_separate(gpt_oss)
+
+
+class _Messages(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+WARNED = (("gpt-oss", packed), ("gpt-oss", packed_for_flash), ("llama", packed))
+
+
+def _warnings():
+    """What an evaluation of three batches, twice, warns of: in each of the cases."""
+    return [_warnings_of(family, collator) for family, collator in WARNED]
+
+
+def _warnings_of(family, collator):
+    trainer = make_trainer(family, collator=collator)
+    messages = _Messages()
+    logging.getLogger("ringtile").addHandler(messages)
+    try:
+        ringtile.enable(trainer, {"context_parallel_size": 2})
+        trainer.evaluate()
+        trainer.evaluate()
+    finally:
+        ringtile.restore(trainer)
+        logging.getLogger("ringtile").removeHandler(messages)
+    return messages.texts
+
+
+def test_packed_documents_that_attend_each_other_are_told_once():
+    (first, *others), second = run_ranks(2, _warnings)
+    assert len(first) == 1
+    assert "the documents of a packed row attend each other" in first[0]
+    assert "GptOssForCausalLM" in first[0]
+    assert "cu_seq_lens_q" in first[0]
+    assert [*others, *second] == [[]] * 5

@@ -8,7 +8,7 @@ from hf_models import SIZES, tiny_model
 from hf_training import TOLERANCE, assert_equal_training, make_pairs, make_trainer, train
 from pool import run_ranks
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer
+from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForSequenceClassification, Trainer
 
 CONFIG = {"context_parallel_size": 2}
 
@@ -45,7 +45,15 @@ class LastThird(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird])
+class SumOverItems(Trainer):
+    """Divides by the number of items, and does not undo the mean of the engine."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+@pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird, SumOverItems])
 def test_custom_compute_loss_sees_unsharded_sequences(trainer_class):
     options = {"trainer_class": trainer_class}
     expected = train(None, **options)
@@ -86,6 +94,24 @@ def _squared(outputs, labels, num_items_in_batch=None):
     return losses.sum() / (num_items_in_batch if num_items_in_batch is not None else labels.ne(-100).sum())
 
 
+def _accelerator_class():
+    trainer = make_trainer(trainer_class=LastThird)
+    before = type(trainer.accelerator)
+    ringtile.enable(trainer, CONFIG)
+    assert trainer.accelerator.num_processes == 2
+    ringtile.restore(trainer)
+    return type(trainer.accelerator) is before
+
+
+def test_restore_leaves_the_class_of_the_accelerator():
+    assert run_ranks(2, _accelerator_class) == [True, True]
+
+
+def _mean(outputs, labels, num_items_in_batch=None):
+    """A user's loss function, which looks at one batch only."""
+    return outputs.logits.square().mean()
+
+
 def _train_squared(config, **options):
     # Squares have gradients of norm 12; at the usual learning rate of 0.3 each step would amplify rounding.
     options = {"trainer_arguments": {"compute_loss_func": _squared}, "learning_rate": 0.01, **options}
@@ -97,10 +123,29 @@ def test_compute_loss_func_sees_unsharded_sequences(average):
     _assert_equal(_train_squared, average_tokens_across_devices=average)
 
 
+def test_compute_loss_func_of_one_batch_equals_one_process():
+    _assert_equal(_train_squared, trainer_arguments={"compute_loss_func": _mean})
+
+
 def test_compute_loss_func_of_two_groups_equals_two_ranks():
     expected = run_ranks(2, _train_squared, None)[0]
     for run in run_ranks(4, _train_squared, CONFIG):
         assert_equal_training(run, expected)
+
+
+def _train_bart(config):
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "vocab_size": 96}
+    settings = {"dropout": 0.0, "is_decoder": True, "is_encoder_decoder": False, "max_position_embeddings": 64}
+    model = BartForCausalLM(BartConfig(**sizes, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    for parameter in model.parameters():  # the bias of a key has no gradient: at 0, only rounding could be compared
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return _train_squared(config, model=model.train())
+
+
+@pytest.mark.matrix
+def test_compute_loss_func_serves_a_model_that_would_shift_labels_itself():
+    _assert_equal(_train_bart)
 
 
 def test_label_smoothing_equals_one_process():

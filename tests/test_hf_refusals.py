@@ -173,6 +173,8 @@ class NoLossArguments(type(tiny_model())):
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
         (lambda: tiny_model("lfm2"), "layers of type conv"),
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
+        (lambda: tiny_model("doge"), "model.layers.0.self_attn (DogeAttention) picks the keys"),
+        (lambda: tiny_model("phimoe"), "model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts"),
         (lambda: with_lora(tiny_model(), dropout=0.05), "set lora_dropout=0.0 in LoraConfig"),
         (lambda: _with(tiny_model(), nn.Dropout(0.1)), "model.extra drops with p = 0.1"),
         (lambda: NoLossArguments(tiny_model().config), "num_items_in_batch"),

@@ -44,7 +44,7 @@ CASES = {
     "learned-positions": ("zigzag", {"family": "opt", "collator": Padded("left")}),
     "keywords-dropped": ("balanced", {"family": "stablelm", "gradient_checkpointing": True}),
     "evaluated-first": ("zigzag", {"evaluate_first": True}),
-    "flash-kwargs": ("zigzag", {"collator": packed_for_flash}),
+    "flash-kwargs": ("per_document", {"collator": packed_for_flash}),
     "packed-sliding-striped": ("striped", {"collator": packed, "family": "qwen3-sliding"}),
     "own-token-average": ("balanced", {"average_tokens_across_devices": False}),
     "checkpointing": ("zigzag", {"gradient_checkpointing": True, "family": "mistral-sliding"}),

@@ -1,7 +1,7 @@
-"""`ringtile models [NAME ...]`: which of transformers' causal language models train exactly on two ranks.
+"""`ringtile models [NAME ...]`: which of transformers' language models train exactly on two ranks.
 
-Each type is built tiny from its default configuration, with every kind of layer that it has, and trained for two steps
-on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's balancing loss is switched on.
+Each type is built tiny from its default configuration, with every kind of layer that it has, and trained on text for
+two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's balancing loss is on.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints a line per type. Status 1: one trains to other numbers, or fails without a refusal."""
-    from ringtile.cli.tiny_models import causal_types
+    from ringtile.cli.tiny_models import causal_types, image_text_types
     from ringtile.cli.workers import Workers
 
     if args.markdown is not None:
         split_page(args.markdown)
+    known = [*causal_types(), *image_text_types()]
+    for name in args.names:
+        if name not in known and not pathlib.Path(name).is_dir():
+            raise ConfigError(f"NAME is {name}; expected a folder with a config.json, or one of {', '.join(known)}")
     ranks, alone = Workers(2), Workers(1)
     began, rows = time.monotonic(), []
     try:
-        for name in args.names or causal_types():
+        for name in args.names or known:
             row = decide(name, ranks, alone)
             rows.append(row)
             print(f"{name:28} {row['verdict']:9} {' '.join(row.get('reason', '').split())}", flush=True)
@@ -109,7 +113,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def reason_of(row: dict[str, Any]) -> str:
     """The reason of a refusal or an error without what differs from model to model: class names and paths."""
     reason = " ".join(row["reason"].split()).split(";")[0]
-    reason = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|LMHead|Decoder|Attention)\b", "it", reason)
+    reason = re.sub(
+        r"^\w+(ForCausalLM|ForConditionalGeneration|ForVisionText2Text|LMHeadModel|LMHead|Decoder|Attention)\b",
+        "it",
+        reason,
+    )
     reason = re.sub(r"\b(it is bidirectional) .*", r"\1", reason)
     reason = re.sub(r"it has \d+ layers but called ringtile's attention \d+ times", "some layers do not attend", reason)
     return re.sub(r"[|<>]", " ", reason)[:200]

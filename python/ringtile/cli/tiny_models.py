@@ -8,8 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 VOCABULARY = 96
 LAYERS_OF_A_KIND = 2
@@ -54,6 +64,8 @@ _SIZES = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "time_step_rank", "mamba_dt_rank"), 8),
     "mamba_d_ssm": 2 * _HIDDEN,
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
+    "embed_dim": _HIDDEN,
+    "depth": LAYERS_OF_A_KIND,
     "image_size": 32,
     "patch_size": 8,
     "pad_token_id": 0,
@@ -72,6 +84,7 @@ _NOT_ARGUMENTS = (
     "model_type",
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads", "n_head_kv")
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _NO_BALANCE = {"output_router_logits": False}  # transformers 5.17 collects no router logits of these types and fails
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": _HEAD_DIM}
 # What single types need besides, by model type: values that must fit each other, or that have no default.
@@ -81,9 +94,12 @@ _BESIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared", "doge"), _NO_BALANCE),
     **dict.fromkeys(("bamba", "falcon_h1"), _MAMBA),
     "granitemoehybrid": {**_MAMBA, **_NO_BALANCE},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _SECTIONS}},
+    **{name: {"rope_parameters": _SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
+    **{name: {"rope_parameters": _SECTIONS} for name in ("glm4v_text", "glm_ocr_text", "paddleocr_vl_text")},
+    "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+    **{name: {"vision_start_token_id": VOCABULARY} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
+    **{name: {"index_topk": 16} for name in ("glm5_next", "glm5_next_text")},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "dots1": {
         "n_routed_experts": _EXPERTS,
@@ -95,7 +111,10 @@ _BESIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": [_INTERMEDIATE] * 4},
     "gemma4_text": {"per_layer_config": {i: {"head_dim": 2 * _HEAD_DIM} for i in (1, 3)}},
     "gemma4_unified_text": {"per_layer_config": {i: {"head_dim": 2 * _HEAD_DIM} for i in (1, 3)}},
-    "lfm2": {"block_multiple_of": 16},
+    "lfm2": {  # its default has no convolutions, and every checkpoint has
+        **{"block_multiple_of": 16, "full_attn_idxs": None, "num_hidden_layers": 2 * LAYERS_OF_A_KIND},
+        "layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
@@ -120,6 +139,11 @@ def causal_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def image_text_types() -> list[str]:
+    """The other model types of AutoModelForImageTextToText, which train on text here."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
+
+
 def tiny_config(source: str | PretrainedConfig) -> PretrainedConfig:
     """A type's default configuration, or the one given, with the smallest sizes that keep its kinds of layers."""
     return _shrunk(CONFIG_MAPPING[source]() if isinstance(source, str) else source)
@@ -128,7 +152,9 @@ def tiny_config(source: str | PretrainedConfig) -> PretrainedConfig:
 def tiny_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model with random weights, the same every time. No parameter stays at zero or one, where errors would hide."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    factory: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    model: PreTrainedModel = factory.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -20,7 +20,7 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
 from ringtile.hf.balancing_loss import check_balancing_loss
 from ringtile.hf.layers import KNOWN_TYPES
-from ringtile.hf.model import text_modules
+from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.parallelism import parallelism_of
 
 # Methods that ringtile replaces or relies on, with the arguments it passes. Other versions may lack them.
@@ -63,6 +63,11 @@ _WORK_ON_SHARDS = (
 _GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
+# Modules that no setting makes run on a shard, by class, with what they do.
+_WHOLE_SEQUENCES = {
+    "DogeAttention": "picks the keys of each query (keep_window_size) by the values of all keys of the sequence",
+}
+_SAMPLING = {"PhimoeTopKRouter": "samples the experts of each token in training, whatever router_jitter_noise is"}
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
 
@@ -142,7 +147,8 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
     # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
     if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is not ForCausalLMLoss:
         raise Refused(
-            f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model"
+            f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model: load "
+            f"it with AutoModelForCausalLM"
         )
     modules = text_modules(model)
     bidirectional = [
@@ -151,16 +157,19 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
         if getattr(module, "is_causal", True) is False and not path.endswith(_CROSS_ATTENTION)
     ]
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
-        raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder")
+        raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder: {INSTEAD}")
     layer_types = set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES
     if layer_types:
         raise Refused(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
-            f"{', '.join(sorted(KNOWN_TYPES))}: other layers mix tokens without the ring"
+            f"{', '.join(sorted(KNOWN_TYPES))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
     convolutions = [path for path, module in modules if isinstance(module, nn.Conv1d)]
     if convolutions:
-        raise Refused(f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only")
+        raise Refused(
+            f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
+        )
+    _refuse_modules(model, _WHOLE_SEQUENCES)
     check_balancing_loss(model)
 
 
@@ -191,6 +200,17 @@ def check_dropout(model: PreTrainedModel) -> None:
                 f"{path} drops with p = {module.p}; set {setting}: the random numbers of a shard are not those of the "
                 f"full sequence"
             )
+
+
+def check_sampling(model: PreTrainedModel) -> None:
+    """Raises Refused for a model that draws random numbers in training and has no setting against it."""
+    _refuse_modules(model, _SAMPLING)
+
+
+def _refuse_modules(model: PreTrainedModel, reasons: dict[str, str]) -> None:
+    for path, module in text_modules(model):
+        if reason := reasons.get(type(module).__name__):
+            raise Refused(f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}")
 
 
 def _check_touch_points(trainer: Trainer) -> None:

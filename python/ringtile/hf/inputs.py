@@ -39,7 +39,7 @@ _PADDING = {
 _GLOBAL_KEYS = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # Switches under which the model would treat a shard as the full sequence.
 _REFUSED_SWITCHES = {
-    "output_router_logits": "only model.config.output_router_logits has been checked",
+    "output_router_logits": "set it in model.config before ringtile.enable, which checks it",
     "output_attentions": "attention weights are never formed",
     "logits_to_keep": "the last positions lie on one rank",
     "past_key_values": "a cache holds full sequences",
@@ -108,7 +108,8 @@ def _refuse(inputs: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor) and value.dim() > 0 and name not in _PADDING and name not in _GLOBAL_KEYS:
             raise Refused(
                 f"the batch holds {name} {tuple(value.shape)}, which ringtile does not know how to shard; expected "
-                f"only {', '.join(sorted({*_PADDING, *_GLOBAL_KEYS}))}"
+                f"only {', '.join(sorted({*_PADDING, *_GLOBAL_KEYS}))}: leave it out in your data collator; images and "
+                f"sound cannot be trained on under context parallelism"
             )
 
 

@@ -1,9 +1,10 @@
 """Trainers with a loss of their own: the model runs on shards, and the Trainer sees the outputs of full sequences.
 
 Whatever the Trainer computes from the outputs (DPO's sigmoid of a sum over the sequence, a reward at the last token, a
-custom loss) it computes as one process does. Each rank is a data-parallel rank like any other: its loss is that of the
-full batch. The backward of unshard sums the gradients of all ranks of the group, so the engine's mean over all ranks is
-the gradient of one process.
+custom loss) it computes as one process does. Each rank computes the loss of the full batch, as the one process of a
+data-parallel rank would: inside, the accelerator counts a group as one process, and so does the number of items. The
+backward of unshard sums the gradients of all ranks of the group, so the engine's mean over all ranks is the gradient of
+one process.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
 from ringtile.hf import checks, model
 from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
-from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score
@@ -35,8 +37,9 @@ class LossOnSequences(Strategy):
         self.hooks: list[UnshardedOutputs] = []
         for name in ("compute_loss", "prediction_step"):
             self.replace(trainer, name, self._in_step)
-        if accelerate_knows_groups(trainer.accelerator):
+        if not accelerate_knows_groups(trainer.accelerator):
             self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        self._count_groups(trainer.accelerator)
         if hasattr(trainer, "_tp_size"):  # TRL divides its token counts by it
             self.ledger.set(trainer, "_tp_size", self.group.size)
         for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
@@ -70,7 +73,21 @@ class LossOnSequences(Strategy):
         """None for a batch of other code, such as generate(), on which the model runs as it is."""
         return self.shard(inputs) if self.in_step else None
 
+    def _count_groups(self, accelerator: Accelerator) -> None:
+        """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
+        cls = type(accelerator)
+
+        def num_processes(accelerator: Any) -> int:
+            num_ranks: int = cls.num_processes.fget(accelerator)
+            sharded = self.in_step and not deepspeed_shards_sequences(accelerator)
+            return num_ranks // self.group.size if sharded else num_ranks
+
+        counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
+        accelerator.__class__ = counting
+        self.ledger.on_restore(lambda: setattr(accelerator, "__class__", cls))
+
     def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """T times the size of the group: each of its ranks computes the loss of the full batch."""
+        """T: averaged over devices, the original counts every batch once per rank of a group."""
         num_items = original(*args, **kwargs)
-        return None if num_items is None else num_items * self.group.size
+        counted_often = num_items is not None and self.trainer.args.average_tokens_across_devices
+        return num_items // self.group.size if counted_often else num_items

@@ -43,6 +43,15 @@ def mask_of_batch(
     return _one_row_if_equal(mask)
 
 
+def positions_alone_separate(inputs: Mapping[str, Any]) -> bool:
+    """Whether a batch packs documents that nothing but position ids which start again tells apart."""
+    position_ids = inputs.get("position_ids")
+    others = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+    if position_ids is None or any(inputs.get(name) is not None for name in others):
+        return False
+    return bool((position_ids.diff(dim=-1) != 1).any())
+
+
 def first_tokens(attention_mask: Tensor | None) -> tuple[int, ...]:
     """How many tokens of padding each row (B, S) begins with; (0,) for all rows without a mask."""
     if attention_mask is None:

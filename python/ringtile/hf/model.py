@@ -18,6 +18,12 @@ from ringtile.hf.ledger import Ledger
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
 
+# What to do about a model that no setting makes run on shards; ends a message.
+INSTEAD = (
+    "train it with context_parallel_size: 1, where tiled_mlp, tiled_loss and activation_offload still save memory, or "
+    "choose a type that `ringtile models` finds exact"
+)
+
 
 def base_model(model: nn.Module | None) -> PreTrainedModel:
     """The transformers model inside PEFT's adapters. Raises Refused when there is none."""
@@ -79,7 +85,7 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise Refused(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
-            f"model that does"
+            f"model that does, since others would attend within a shard only: {INSTEAD}"
         )
 
 

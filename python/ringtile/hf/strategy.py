@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,8 +26,11 @@ from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, positions_separate
 from ringtile.hf.ledger import Ledger
+from ringtile.hf.masks import positions_alone_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.positions import Positions
+
+logger = logging.getLogger("ringtile")
 
 
 class Strategy(abc.ABC):
@@ -40,10 +44,13 @@ class Strategy(abc.ABC):
         self.check()
         if trainer.train_dataset is not None:
             checks.check_dropout(base)  # here, not in the first step, which may come hours later
+            checks.check_sampling(base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
         self.layers = set(layer_masks(base.config.get_text_config()))
         self.positions_separate = positions_separate(base)
+        self.warned_of_packing = False
+        self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
         self.positions = Positions(base, ledger, lambda: self.active_batch)
@@ -95,8 +102,10 @@ class Strategy(abc.ABC):
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         self.group.check_same_batch(inputs)
+        self._warn_of_packing(inputs)
+        routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
         local, self.active_batch = shard_batch(
-            inputs,
+            {name: value for name, value in inputs.items() if name not in routers},
             layout=self.config.layout,
             group=self.group.process_group,
             makes_positions=self.positions.makes_ids,
@@ -105,12 +114,28 @@ class Strategy(abc.ABC):
             positions_separate=self.positions_separate,
             attention_kernel=self.config.attention_kernel,
         )
+        local.update({name: inputs[name] for name in routers & inputs.keys()})
         self.active_batch.balancing_share = 1 / self.group.size
         return local, self.active_batch
 
+    def _warn_of_packing(self, inputs: Mapping[str, Any]) -> None:
+        """Once: the documents of a row attend each other, exactly as in one process, and that is seldom wanted."""
+        if self.positions_separate or self.warned_of_packing or not positions_alone_separate(inputs):
+            return
+        self.warned_of_packing = True
+        if self.trainer.args.process_index == 0:
+            logger.warning(
+                "the documents of a packed row attend each other, with ringtile and without: %s hands no position ids "
+                "to its masks. To separate them, add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
+                "DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or load the model with flash attention",
+                type(self.base).__name__,
+            )
+
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
         """Raises Refused unless every layer attended through the ring and the loss got the shifted labels."""
-        name, num_layers = type(self.base).__name__, self.base.config.get_text_config().num_hidden_layers
+        name, config = type(self.base).__name__, self.base.config.get_text_config()
+        # BART's num_hidden_layers are those of an encoder, also in its decoder alone.
+        num_layers = getattr(config, "decoder_layers", config.num_hidden_layers)
         if batch.attention_calls == 0 or batch.attention_calls % num_layers:
             raise Refused(
                 f"{name} has {num_layers} layers but called ringtile's attention {batch.attention_calls} times in a "
@@ -119,7 +144,8 @@ class Strategy(abc.ABC):
         if watches_loss and batch.loss_calls == 0:
             raise Refused(
                 f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
-                f"shift the labels again, within each shard"
+                f"shift the labels again, within each shard. Give the Trainer a compute_loss_func, which gets "
+                f"the logits and labels of full sequences"
             )
 
     def check_training(self, model: nn.Module) -> None:
