@@ -38,6 +38,7 @@ FAMILIES = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False}),
+    "phi": ("phi", {}),
     "stablelm": ("stablelm", {}),
     "llama-dynamic": (
         "llama",

@@ -18,7 +18,7 @@ from torch import Tensor
 REAL = torch.ops.ringtile
 # By kernel: one of its ops.
 ARGUMENTS = {"GLU": "glu_bwd_", "loss": "cross_entropy_fwd_bwd_", "shard": "shard_seq_", "dropout": "dropout"}
-DTYPES = {name: ops.FLOAT_DTYPES for name in ARGUMENTS} | {"shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
+DTYPES = dict.fromkeys(ARGUMENTS, ops.FLOAT_DTYPES) | {"shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
 
 
 class Ops:

@@ -21,6 +21,7 @@ from ringtile.errors import Refused
 from ringtile.hf import checks, data, model
 from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, positions_separate
@@ -39,9 +40,10 @@ class Strategy(abc.ABC):
         self.trainer, self.base, self.config, self.ledger = trainer, base, config, ledger
         self.check()
         if trainer.train_dataset is not None:
-            checks.check_dropout(base)  # here, not in the first step, which may come hours later
+            check_countable(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
+        self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.layers = set(layer_masks(base.config.get_text_config()))
         self.positions_separate = positions_separate(base)
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
@@ -51,6 +53,11 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def check(self) -> None:
         """Raises Refused when the loss would differ from that of one process. Runs before anything is changed."""
+
+    @property
+    @abc.abstractmethod
+    def entry(self) -> nn.Module:
+        """The module that receives a rank's part of a batch."""
 
     @abc.abstractmethod
     def install_loss(self) -> None:
@@ -67,6 +74,7 @@ class Strategy(abc.ABC):
             self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
+        self.dropout.install(self.base, self.entry, self.ledger)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
@@ -125,7 +133,8 @@ class Strategy(abc.ABC):
     def check_training(self, model: nn.Module) -> None:
         """Checks the first model that trains: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
-            checks.check_training_model(model, self.base)
+            checks.check_training_model(model)
+            self.dropout.check(self.base)
             self.training_checked = True
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
