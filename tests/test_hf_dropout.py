@@ -111,6 +111,7 @@ def test_every_layout_drops_the_same(size):
 def test_what_is_computed_again_drops_the_same(make_model, config, reentrant):
     expected = _train({}, make_model)
     arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    arguments["ddp_find_unused_parameters"] = False  # which DDP cannot do together with reentrant checkpoints
     assert_equal_training(_train(config, make_model, **arguments), expected)
     for run in run_ranks(2, _train, {**config, "context_parallel_size": 2}, make_model, **arguments):
         assert_equal_training(run, expected)

@@ -503,7 +503,7 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:
-    return x if x.size(-1) < 2 or x.stride(-1) == 1 else x.contiguous()
+    return x if x.dim() == 0 or x.size(-1) < 2 or x.stride(-1) == 1 else x.contiguous()
 
 
 @torch.library.register_fake("ringtile::dropout")  # type: ignore[untyped-decorator]
