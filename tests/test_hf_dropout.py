@@ -34,9 +34,9 @@ def _llama():
     return with_lora(tiny_model(), dropout=0.05).train()
 
 
-def _phi():
+def _phi(**settings):
     """One dropout of each layer runs twice in it: after attention and after the MLP."""
-    model = tiny_model("phi", resid_pdrop=0.1)
+    model = tiny_model("phi", resid_pdrop=0.1, **settings)
     for name, parameter in model.named_parameters():
         if name.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, which a weight of 0 would show
             parameter.data += 1
@@ -88,6 +88,15 @@ def test_ranks_drop_what_the_definition_says():
         assert_equal_training(run, expected)
     larger = {"per_device_train_batch_size": STEP * BATCH, "gradient_accumulation_steps": 1}
     assert_equal_training(_train({}, **larger), expected)
+
+
+def test_each_module_and_each_call_in_a_layer_has_a_stream_of_its_own(monkeypatch):
+    used = []
+    own = ringtile.ops.dropout
+    monkeypatch.setattr(ringtile.ops, "dropout", lambda *args: (used.append(args[-1]), own(*args))[1])
+    _train({}, lambda: _phi(embd_pdrop=0.1), max_steps=1)
+    layers = [f"model.layers.{i}.resid_dropout{call}" for i in range(2) for call in ("", ":1")]
+    assert used == [zlib.crc32(name.encode()) for name in ("model.embed_dropout", *layers)] * STEP
 
 
 def _layouts(size):
