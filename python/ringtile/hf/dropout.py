@@ -28,6 +28,8 @@ from ringtile.tiled.tiles import running_tile
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
 
+_OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
+
 
 @dataclass(eq=False)
 class _Calls:
@@ -230,6 +232,8 @@ def why_not_counted(path: str, module: nn.Dropout) -> str:
         return f"a {type(module).__name__} may drop otherwise than nn.Dropout"
     if module.inplace:
         return "it writes into its input (inplace=True)"
+    if path.rpartition(".")[2] in _OF_ATTENTION:
+        return "the ring has no attention dropout"
     if "experts" in path.split("."):
         return "an expert does not know which tokens it was given"
     return ""
