@@ -1,5 +1,5 @@
-// The C API of ringtile's core: attention over a running softmax, sequence layouts, the ring's plan, GLU and softmax
-// cross entropy. It works on raw pointers, shapes and strides, and has no notion of PyTorch, Python or processes.
+// The C API of ringtile's core: attention over a running softmax, sequence layouts, the ring's plan, GLU, softmax
+// cross entropy and dropout. It works on raw pointers, shapes and strides, and has no notion of PyTorch, Python or processes.
 //
 // Conventions
 //   Shape letters  B batch, S global tokens, N local queries, K keys of this block, H query heads,
@@ -49,6 +49,7 @@ extern "C" {
     X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")            \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
     X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
+    X(RT_BAD_PROBABILITY, "a probability must be in [0, 1]")                                                 \
     X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
     X(RT_CAPACITY, "the output array is too small")                                                          \
     X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than its *_bytes function "      \
@@ -281,6 +282,25 @@ typedef struct rt_cross_entropy_params {
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_LABEL; nothing is written then
 rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                    void *loss, void *lse, rt_parallel parallel);
+
+// ---- dropout -----------------------------------------------------------------------------------
+
+// Dropout whose random numbers are a function of what is dropped, in whatever order, array and process it is computed.
+// Word feature % 4 of Philox4x32-10 with the key (seed, step) and the counter (feature / 4, position, row, stream) decides
+// about a feature of a token; places beyond 32 bits count modulo 2^32.
+typedef struct rt_dropout_params {
+    rt_dtype dtype;
+    int64_t num_tokens, num_features, x_stride; // elements between tokens
+    double probability;                         // of a 0; rounded to a multiple of 2^-32
+    uint32_t seed, step, stream;
+} rt_dropout_params;
+
+// y = x / (1 - probability) where the word is below (1 - probability) 2^32, else y = 0 x. The backward is the same
+// function of dy. Computes in f32 (f64 if dtype is RT_F64) and rounds to dtype once.
+//   x (T, F)    places (T, 2): the row and the position of each token    y (T, F), contiguous
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_PROBABILITY
+rt_status rt_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
+                     rt_parallel parallel);
 
 #ifdef __cplusplus
 }

@@ -39,6 +39,7 @@ FAMILIES = {
     "gpt2": ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     # OPT's biases start at 0, and that of a key has no gradient: of it, only rounding could be compared.
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False}),
+    "phi": ("phi", {}),
     "stablelm": ("stablelm", {}),
     "llama-dynamic": (
         "llama",

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import ringtile
 import torch
-from hf_models import tiny_model, with_lora
+from hf_models import tiny_model
 from hf_training import Padded, Stream, make_rows, make_trainer
 from pool import run_ranks
 from torch import nn
@@ -155,6 +155,12 @@ def _with(model, module):
     return model
 
 
+def _in_expert(dropout):
+    module = nn.Module()
+    module.experts = nn.ModuleList([dropout])
+    return module
+
+
 class OwnModel(nn.Module):
     def forward(self, input_ids, **kwargs):
         return CausalLMOutput(loss=input_ids.sum())
@@ -175,8 +181,10 @@ class NoLossArguments(type(tiny_model())):
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
         (lambda: tiny_model("doge"), "model.layers.0.self_attn (DogeAttention) picks the keys"),
         (lambda: tiny_model("phimoe"), "model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts"),
-        (lambda: with_lora(tiny_model(), dropout=0.05), "set lora_dropout=0.0 in LoraConfig"),
-        (lambda: _with(tiny_model(), nn.Dropout(0.1)), "model.extra drops with p = 0.1"),
+        (lambda: _with(tiny_model(), nn.Dropout(0.1, inplace=True)), "model.extra drops with p = 0.1"),
+        (lambda: _with(tiny_model(), type("Own", (nn.Dropout,), {})(0.1)), "a Own may drop otherwise than nn.Dropout"),
+        (lambda: tiny_model("gpt2", attn_pdrop=0.1), "the ring has no attention dropout"),
+        (lambda: _with(tiny_model(), _in_expert(nn.Dropout(0.1))), "an expert does not know which tokens it was given"),
         (lambda: NoLossArguments(tiny_model().config), "num_items_in_batch"),
     ],
 )

@@ -16,8 +16,9 @@ from ringtile.ring.block_kernel import RINGTILE
 from torch import Tensor
 
 REAL = torch.ops.ringtile
-ARGUMENTS = {"GLU": "glu_bwd_", "loss": "cross_entropy_fwd_bwd_", "shard": "shard_seq_"}  # by kernel: one of its ops
-DTYPES = {"GLU": ops.FLOAT_DTYPES, "loss": ops.FLOAT_DTYPES, "shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
+# By kernel: one of its ops.
+ARGUMENTS = {"GLU": "glu_bwd_", "loss": "cross_entropy_fwd_bwd_", "shard": "shard_seq_", "dropout": "dropout"}
+DTYPES = dict.fromkeys(ARGUMENTS, ops.FLOAT_DTYPES) | {"shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
 
 
 class Ops:
@@ -53,6 +54,10 @@ def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     last.copy_(y.narrow(dim, 0, 1))
 
 
+def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
+    return REAL.dropout(x, places.flip(1), p, seed, step, stream)
+
+
 def raises(*arguments: Any) -> None:
     raise RuntimeError("an illegal instruction\nand where")
 
@@ -75,6 +80,8 @@ def use(name: str) -> None:
         ops.glu_fwd(x, x, 0)
     elif name == "loss":
         tiled_linear_cross_entropy(x, torch.ones(5, 6), torch.zeros(4, dtype=torch.int64))
+    elif name == "dropout":
+        ops.dropout(x, torch.zeros(4, 2, dtype=torch.int64), 0.5, 0, 0, 0)
     else:
         Layout.zigzag(4, 2).shard(x, 0, 1)
 

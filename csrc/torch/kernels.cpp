@@ -298,6 +298,34 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
           op);
 }
 
+// ---- dropout -----------------------------------------------------------------------------------
+
+uint32_t word_of(const char *op, const char *name, int64_t value) {
+    require(value >= 0 && value <= UINT32_MAX, op, name, " is ", value, ", expected 0 .. 2^32 - 1");
+    return static_cast<uint32_t>(value);
+}
+
+Tensor dropout(const Tensor &x, const Tensor &places, double p, int64_t seed, int64_t step, int64_t stream) {
+    const char *op = "dropout";
+    const Place place(op, x);
+    const rt_dtype dtype = dtype_of(x, op); // new_empty knows no complex numbers
+    Arg{op, "x", x}.dim(2).unit_last_stride();
+    Arg{op, "places", places}.on(place.device).dtype(ScalarType::Long).contiguous().sizes({x.size(0), 2});
+    Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+    const rt_dropout_params params = {dtype,
+                                      x.size(0),
+                                      x.size(1),
+                                      x.stride(0),
+                                      p,
+                                      word_of(op, "seed", seed),
+                                      word_of(op, "step", step),
+                                      word_of(op, "stream", stream)};
+    check(RT_CORE(dropout)(&params, Arg{op, "x", x}.data(), Arg{op, "places", places}.data<const int64_t>(),
+                           y.data_ptr(), place.queue()),
+          op);
+    return y;
+}
+
 } // namespace
 
 // ---- registration ------------------------------------------------------------------------------
@@ -311,6 +339,7 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
     m.impl("glu_fwd", TORCH_BOX(&glu_fwd));
     m.impl("glu_bwd_", TORCH_BOX(&glu_bwd_));
     m.impl("cross_entropy_fwd_bwd_", TORCH_BOX(&cross_entropy_fwd_bwd_));
+    m.impl("dropout", TORCH_BOX(&dropout));
 }
 
 // Importing the module loads the shared object, whose static initializers register the ops above.

@@ -138,6 +138,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
     m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "
           "int ignore_index, float label_smoothing, float softcap, float z_loss, bool want_grad) -> ()");
+    m.def("dropout(Tensor x, Tensor places, float p, int seed, int step, int stream) -> Tensor");
     m.def("cpu_isa() -> int");
 }
 

@@ -1,8 +1,8 @@
 """The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and checks of a user's arguments.
 
-The wrappers take the arguments of the op schemas and document their shapes. Among the ops here only `shard_seq` and
-`unshard_seq`, which are linear, have registered autograd formulas, each the other; the rest are called inside autograd
-nodes, which are differentiated by hand.
+The wrappers take the arguments of the op schemas and document their shapes. Among the ops here only the
+linear ones have registered autograd formulas: `shard_seq` and `unshard_seq`, each the other, and `dropout`, itself. The
+rest are called inside autograd nodes, which are differentiated by hand.
 
 Shape letters: B batch, N local queries, K keys, H query heads, G kv heads, D head dim, Dv value head dim,
 T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ranks, R runs.
@@ -114,11 +114,13 @@ KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wr
     "GLU": lambda device, dtype: judges.glu(_ops.glu_fwd, _ops.glu_bwd_, GLU_KINDS, device, dtype),
     "loss": lambda device, dtype: judges.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
     "shard": lambda device, dtype: judges.shard(_ops.shard_seq_, _ops.unshard_seq_, device, dtype),
+    "dropout": lambda device, dtype: judges.dropout(_ops.dropout, device, dtype),
 }
 _INSTEAD = {
     "GLU": "set tiled_mlp_use_original_mlp: true",
     "loss": "set tiled_loss: false",
     "shard": "report this with the output of: ringtile doctor",
+    "dropout": "set the model's dropout to 0",
 }
 
 
@@ -482,3 +484,42 @@ def cross_entropy_fwd_bwd_(
     check_device("logits", logits)
     _check_kernel("loss", logits)
     _ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad)
+
+
+# ---- dropout ------------------------------------------------------------------------------------
+
+
+def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
+    """x (T, F) with each feature of each token replaced by 0 with probability p, else divided by 1 - p; differentiable.
+
+    places int64 (T, 2), contiguous: the row and the position of each token. Which features stay is a function of seed,
+    step, stream, row, position and feature alone: docs/design/dropout.md. seed, step and stream are in 0..2^32 - 1.
+    """
+    check_device("x", x)
+    derivatives.check_once("dropout", x)
+    _check_kernel("dropout", x)
+    result: Tensor = _ops.dropout(_unit_last_stride(x), places, p, seed, step, stream)
+    return result
+
+
+def _unit_last_stride(x: Tensor) -> Tensor:
+    return x if x.dim() == 0 or x.size(-1) < 2 or x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.register_fake("ringtile::dropout")  # type: ignore[untyped-decorator]
+def _(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
+    arguments.check_devices("x", x, places=places)
+    return x.new_empty(x.shape)
+
+
+def _dropout_setup(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float, int, int, int], output: Tensor) -> None:
+    _, places, *ctx.numbers = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(places)
+
+
+def _dropout_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (places,) = ctx.saved_tensors
+    return _ops.dropout(_unit_last_stride(dy), places, *ctx.numbers), None, None, None, None, None
+
+
+torch.library.register_autograd("ringtile::dropout", _dropout_backward, setup_context=_dropout_setup)

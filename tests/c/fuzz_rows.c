@@ -2,6 +2,7 @@
 #include "fuzz.h"
 
 #include "../../csrc/bench/multiply_add.h"
+#include "../../csrc/dropout/philox.h"
 
 enum { GATE, UP, PROD, NUM_GLU, LOGITS = 0, LABELS, LOSS, LSE, NUM_LOSS };
 
@@ -282,6 +283,76 @@ static void try_multiply_add(uint64_t *state) {
         wrong("rt_multiply_add", "gave a wrong number of flops");
 }
 
+// ---- dropout -----------------------------------------------------------------------------------------------
+
+enum { X, PLACES, Y, NUM_DROPOUT };
+
+static void dropout_reference(const rt_dropout_params *p, block *x) {
+    const int64_t *places = (const int64_t *)(void *)x[PLACES].data;
+    for (int64_t token = 0; token < p->num_tokens; token++)
+        for (int64_t feature = 0; feature < p->num_features; feature++) {
+            const rt_philox counter = {{(uint32_t)(feature / 4), (uint32_t)places[2 * token + 1],
+                                        (uint32_t)places[2 * token], p->stream}};
+            const uint32_t word = rt_philox4x32(counter, p->seed, p->step).word[feature % 4];
+            const double kept = 1 - p->probability;
+            const double value = load_element(p->dtype, x[X].data, token * p->x_stride + feature);
+            store_element(p->dtype, x[Y].data, token * p->num_features + feature,
+                          word < nearbyint(kept * 0x1p32) ? value / kept : 0);
+        }
+}
+
+static void try_dropout(uint64_t *state) {
+    verdict expected = VALID;
+    rt_dropout_params p = {.dtype = all_dtypes[random_int(state, 0, 3)],
+                           .num_tokens = random_int(state, 0, 6),
+                           .num_features = random_int(state, 0, random_int(state, 0, 9) ? 40 : 1100),
+                           .probability = (double)random_int(state, 0, 4) / 4,
+                           .seed = (uint32_t)random_bits(state),
+                           .step = (uint32_t)random_bits(state),
+                           .stream = (uint32_t)random_bits(state)};
+    p.x_stride = p.num_features + random_int(state, 0, 1) * random_int(state, 0, 4);
+    int64_t *const fields[] = {&p.num_tokens, &p.num_features, &p.x_stride};
+    block x[NUM_DROPOUT] = {0}, copies[NUM_DROPOUT];
+    rt_parallel parallel = {.run = run_in_turn, .num_workers = random_int(state, 1, 3)};
+    bool no_params = false;
+    for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
+        expected = UNKNOWN;
+        const int64_t kind = random_int(state, 0, 9), any = random_int(state, 0, 2);
+        if (kind == 0) p.dtype = (rt_dtype)random_int(state, -1, 5);
+        if (kind == 1) p.probability = hostile_real(state);
+        if (kind == 2) x[any].is_null = true;
+        if (kind == 3) x[any].is_skewed = true;
+        if (kind == 4) parallel = random_workers(state);
+        if (kind == 5) no_params = random_int(state, 0, 3) == 0;
+        if (kind > 5) *fields[any] = hostile(state, *fields[any]);
+    }
+    for (int i = 0; i < NUM_DROPOUT; i++) {
+        x[i].element_bytes = i == PLACES ? 8 : (int64_t)dtype_bytes(p.dtype), x[i].ndim = 2;
+        x[i].sizes[0] = p.num_tokens, x[i].sizes[1] = i == PLACES ? 2 : p.num_features;
+        x[i].strides[0] = i == X ? p.x_stride : x[i].sizes[1], x[i].strides[1] = 1;
+        x[i].is_output = i == Y;
+    }
+    const bool forbidden = no_params || !is_dtype(p.dtype) || !(p.probability >= 0 && p.probability <= 1) ||
+                           p.num_features > INT64_C(4) << 32;
+    expected = judge_blocks(x, NUM_DROPOUT, forbidden ? FORBIDDEN : expected);
+    if (expected == IMPOSSIBLE) {
+        num_skipped++;
+        return;
+    }
+    make_blocks(x, copies, NUM_DROPOUT, state);
+    if (!forbidden) fill_units(&x[X], p.dtype, state);
+    memcpy(copies[X].memory, x[X].memory, x[X].num_bytes);
+    if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN && alias(x, Y, random_int(state, X, PLACES)))
+        expected = FORBIDDEN;
+    const rt_status status = rt_dropout(no_params ? NULL : &p, x[X].data,
+                                        (const int64_t *)(void *)x[PLACES].data, x[Y].data, parallel);
+    if (judge("rt_dropout", expected, status) && x[Y].num_bytes > 0) {
+        dropout_reference(&p, copies);
+        compare("rt_dropout", p.dtype, &x[Y], &copies[Y], 4 * unit_roundoff(p.dtype) + 1e-6);
+    }
+    free_blocks(x, copies, NUM_DROPOUT);
+}
+
 static void trial(uint64_t *state, int64_t entry) {
     if (entry >= GLU_CORPUS)
         try_loss(state, entry - GLU_CORPUS);
@@ -289,6 +360,8 @@ static void trial(uint64_t *state, int64_t entry) {
         try_glu(state, entry);
     else if (trial_number % 64 == 0)
         try_multiply_add(state);
+    else if (trial_number % 3 == 0)
+        try_dropout(state);
     else if (trial_number % 2)
         try_glu(state, -1);
     else

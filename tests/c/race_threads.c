@@ -126,6 +126,22 @@ static void race_loss(uint64_t *state, rt_dtype dtype) {
     for (int i = 0; i < 2; i++) free(logits[i]);
 }
 
+static void race_dropout(uint64_t *state, rt_dtype dtype) {
+    enum { T = 100, F = 701 };
+    const size_t num_bytes = T * F * dtype_bytes(dtype);
+    void *x = must_alloc(num_bytes), *y[2];
+    int64_t places[2 * T];
+    for (int64_t i = 0; i < 2 * T; i++) places[i] = random_int(state, 0, 999);
+    fill_numbers(x, dtype, T * F, state);
+    const rt_dropout_params p = {dtype, T, F, F, 0.25, 1, 2, 3};
+    for (int i = 0; i < 2; i++) {
+        y[i] = must_alloc(num_bytes);
+        CHECK_STATUS(rt_dropout(&p, x, places, y[i], i == 0 ? threads_of(WORKERS) : no_threads()), RT_OK);
+    }
+    CHECK(memcmp(y[0], y[1], num_bytes) == 0);
+    free(x), free(y[0]), free(y[1]);
+}
+
 // The instruction set is chosen by whichever thread asks first.
 static void ask_isa(void *ctx, int64_t worker) {
     (void)ctx, (void)worker;
@@ -150,6 +166,7 @@ int main(int argc, char **argv) {
             race_delta(&state, all_dtypes[i]);
             race_glu(&state, all_dtypes[i], (rt_glu_kind)i);
             race_loss(&state, all_dtypes[i]);
+            race_dropout(&state, all_dtypes[i]);
             race_shard(&state);
         }
     return check_finish();

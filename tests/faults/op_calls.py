@@ -242,6 +242,7 @@ def raw_ops(draw: Draw) -> str:
     runs = draw.of(ops.runs_tensor([(0, 1, 0, seq_len)]), draw.tensor((2, 4), torch.int64))
     x, y = (draw.tensor((2, seq_len, 3), torch.float32) for _ in range(2))
     gate, up, down = (draw.tensor((seq_len, 5), torch.float32) for _ in range(3))
+    places = draw.tensor((seq_len, 2), torch.int64)
     labels, loss, lse = draw.tensor((seq_len,), torch.int64, 5), *(draw.tensor((seq_len,), torch.float32) for _ in "ab")
     q, k, out = (draw.tensor((1, seq_len, 2, 4), torch.float32) for _ in range(3))
     state = draw.tensor((1, 2, seq_len), torch.float64)
@@ -256,6 +257,7 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.cross_entropy_fwd_bwd_(gate, labels, loss, lse, draw.of(-100), 0.0, draw.of(0.0), 0.0, True),
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, draw.of(0.0), draw.chance(0.5)),
         lambda: ops.attn_delta(q, out, state),
+        lambda: ops.dropout(gate, places, draw.of(0.5), draw.of(1), draw.of(2), draw.of(3)),
     ]
     try:
         draw.random.choice(calls)()

@@ -173,8 +173,8 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
     check_balancing_loss(model)
 
 
-def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
-    """Raises Refused for a model that drops units, or whose gradients no engine averages."""
+def check_training_model(model: nn.Module) -> None:
+    """Raises Refused for a model whose gradients no engine averages."""
     if not has_engine(model):
         inner = getattr(model, "_orig_mod", model)
         raise Refused(
@@ -182,24 +182,12 @@ def check_training_model(model: nn.Module, base: PreTrainedModel) -> None:
             f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
             f"a model bare on CPU ranks (set use_cpu=True in TrainingArguments)"
         )
-    check_dropout(base)
 
 
 def has_engine(model: nn.Module) -> bool:
     """Whether an engine that averages gradients over the ranks has wrapped the model."""
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     return isinstance(inner, _ENGINES) or type(inner).__name__ in _ENGINE_NAMES
-
-
-def check_dropout(model: PreTrainedModel) -> None:
-    """Raises Refused for a module of the model that drops units in training, an adapter's too."""
-    for path, module in text_modules(model):
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
-            raise Refused(
-                f"{path} drops with p = {module.p}; set {setting}: the random numbers of a shard are not those of the "
-                f"full sequence"
-            )
 
 
 def check_sampling(model: PreTrainedModel) -> None:

@@ -31,6 +31,11 @@ class LossOnSequences(Strategy):
         checks.check_not_compiled(self.trainer)
         checks.check_model(self.base, classifier=has_score(self.base))
 
+    @property
+    def entry(self) -> nn.Module:
+        assert self.trainer.model is not None  # base_model has refused it otherwise
+        return self.base.base_model if has_score(self.base) else self.trainer.model
+
     def install_loss(self) -> None:
         trainer = self.trainer
         self.in_step = False  # inside compute_loss or prediction_step

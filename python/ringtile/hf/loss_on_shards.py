@@ -30,6 +30,11 @@ class LossOnShards(Strategy):
         checks.check_mean_over_targets(self.trainer, self.base)
         checks.check_model(self.base)
 
+    @property
+    def entry(self) -> nn.Module:
+        assert self.trainer.model is not None  # base_model has refused it otherwise
+        return self.trainer.model
+
     def install_loss(self) -> None:
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
@@ -41,8 +46,7 @@ class LossOnShards(Strategy):
             self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
         if trainer.label_smoother is not None:
             self.replace(trainer, "label_smoother", self._smooth_labels)
-        assert trainer.model is not None  # base_model has refused it otherwise
-        self.switch_model(trainer.model, self.base)
+        self.switch_model(self.entry, self.base)
         if self.watches_loss:
             model.watch_loss(self.base, self.ledger)
 

@@ -22,6 +22,7 @@ from ringtile.errors import Refused
 from ringtile.hf import checks, data, model
 from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, positions_separate
@@ -43,10 +44,11 @@ class Strategy(abc.ABC):
         self.trainer, self.base, self.config, self.ledger = trainer, base, config, ledger
         self.check()
         if trainer.train_dataset is not None:
-            checks.check_dropout(base)  # here, not in the first step, which may come hours later
+            check_countable(base)  # here, not in the first step, which may come hours later
             checks.check_sampling(base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
+        self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.layers = set(layer_masks(base.config.get_text_config()))
         self.positions_separate = positions_separate(base)
         self.warned_of_packing = False
@@ -58,6 +60,11 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def check(self) -> None:
         """Raises Refused when the loss would differ from that of one process. Runs before anything is changed."""
+
+    @property
+    @abc.abstractmethod
+    def entry(self) -> nn.Module:
+        """The module that receives a rank's part of a batch."""
 
     @abc.abstractmethod
     def install_loss(self) -> None:
@@ -74,6 +81,7 @@ class Strategy(abc.ABC):
             self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
+        self.dropout.install(self.base, self.entry, self.ledger)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
@@ -151,7 +159,8 @@ class Strategy(abc.ABC):
     def check_training(self, model: nn.Module) -> None:
         """Checks the first model that trains: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
-            checks.check_training_model(model, self.base)
+            checks.check_training_model(model)
+            self.dropout.check(self.base)
             self.training_checked = True
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------

@@ -15,6 +15,7 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.hf import checks, model, workers
 from ringtile.hf.checkpoints import Checkpoints
+from ringtile.hf.dropout import CountedDropout
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
@@ -22,7 +23,7 @@ from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.offload import OffloadActivations
-from ringtile.hf.parallelism import deepspeed_shards_sequences, parallelism_of
+from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.peers import Peers
 
 logger = logging.getLogger("ringtile")
@@ -110,6 +111,10 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         )
         strategy.install()
         world_rank = strategy.group.world_rank
+    elif only_data_parallel(trainer):
+        assert trainer.model is not None  # base_model has refused it otherwise
+        dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
+        dropout.install(base, trainer.model, ledger)
     peers = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         peers = Peers(config.timeout_seconds, world_rank)

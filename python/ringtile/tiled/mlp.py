@@ -29,7 +29,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ringtile import arguments, derivatives
 from ringtile.errors import InputError, Refused
 from ringtile.tiled.glu import GluTiles, find_glu
-from ringtile.tiled.tiles import check_tile_tokens, tiles
+from ringtile.tiled.tiles import check_tile_tokens, on_tile, tiles
 from ringtile.tiled.weight_grad import WeightGradSums, round_grad_sums
 
 Output = Tensor | tuple[Tensor | None, ...]
@@ -171,7 +171,8 @@ class ModuleTiles:
     def _forward_tile(self, tile: slice, x: Tensor, x_rows: Tensor, outputs: list[Any]) -> bool:
         """Fills one tile's rows of the outputs, which the first tile allocates. Whether the module returns a tuple."""
         x_tile = _like_input(x_rows[tile], x).clone()  # the module may modify it: router jitter does
-        result = self.call(x_tile)
+        with on_tile(tile):
+            result = self.call(x_tile)
         rows = _rows(result, x_tile)
         if not outputs:
             outputs += [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in _as_tuple(result)]
@@ -212,7 +213,9 @@ class ModuleTiles:
     ) -> None:
         """Recomputes one tile, adds its weight gradients to the sums and fills its rows of dx."""
         x_tile.requires_grad_(dx is not None)
-        rows = _rows(torch.func.functional_call(self.call, leaves, (x_tile.clone(),)), x_tile)
+        with on_tile(tile):
+            result = torch.func.functional_call(self.call, leaves, (x_tile.clone(),))
+        rows = _rows(result, x_tile)
         pairs = [
             (out, dout.flatten(0, -out.dim())[tile])
             for out, dout in zip(rows, douts, strict=True)

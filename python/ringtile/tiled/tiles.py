@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +16,32 @@ def tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:
     """Consecutive ranges of tile_tokens tokens, the last one shorter; for 0 tokens, one empty range."""
     for begin in range(0, max(num_tokens, 1), tile_tokens):
         yield slice(begin, min(begin + tile_tokens, num_tokens))
+
+
+class TileRun:
+    """A module's run on one tile, for code inside the module that must know which tokens these are."""
+
+    def __init__(self, tokens: slice) -> None:
+        self.tokens = tokens  # of the flattened batch
+        self.calls: dict[str, int] = {}  # of whoever counts its calls in this run
+
+
+_running: contextvars.ContextVar[TileRun | None] = contextvars.ContextVar("running", default=None)
+
+
+def running_tile() -> TileRun | None:
+    """The tile on which a module runs now, in this thread."""
+    return _running.get()
+
+
+@contextlib.contextmanager
+def on_tile(tokens: slice) -> Iterator[None]:
+    """A module runs on one tile inside the context."""
+    token = _running.set(TileRun(tokens))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def check_tile_tokens(tile_tokens: int) -> None:

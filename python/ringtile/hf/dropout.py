@@ -1,0 +1,251 @@
+"""Dropout that does not depend on the world: the modules of a model draw from counters, not from a generator.
+
+Whether a feature of a token stays is a function of the seed, the step, the module, the token's row and position in the
+global batch, and the feature (docs/design/dropout.md). So one process and any number of ranks drop the same, in every
+layout and tile, and when a checkpointed layer is computed again.
+
+Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from ringtile import ops
+from ringtile.errors import Refused
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.model import text_modules
+from ringtile.tiled.tiles import running_tile
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
+
+_OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
+
+
+@dataclass(eq=False)
+class _Calls:
+    """How often each dropout was called since a layer, or the model, was entered."""
+
+    recomputed: bool  # entered inside a backward
+    of: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Tokens:
+    """The tokens of one forward pass in training."""
+
+    step: int
+    shape: tuple[int, int]  # (B, N)
+    places: Tensor  # int64 (T, 2): row in the step's batch, position in the row
+    is_sharded: bool
+    outside: _Calls = field(default_factory=lambda: _Calls(recomputed=False))  # of all layers
+    inside: dict[nn.Module, _Calls] = field(default_factory=dict)  # of each layer, since it was last entered
+    totals: dict[tuple[str, int], int] = field(default_factory=dict)  # calls of the forward, by module and tile
+
+
+class CountedDropout(TrainerCallback):
+    """The dropout modules of one Trainer's model. data_index: which of data_size different batches this rank gets."""
+
+    def __init__(self, trainer: Trainer, data_index: int, data_size: int) -> None:
+        self._trainer, self._data_index, self._data_size = trainer, data_index, data_size
+        self._counted: dict[nn.Module, Any] = {}  # the forwards that replace torch's
+        self._in_step = False  # inside compute_loss
+        self._num_rows = 0  # of this rank, in the forward passes of this step so far
+        self._tokens: _Tokens | None = None  # inside the model now
+        self._graphs: list[_Tokens] = []  # of the forward passes whose backward may follow
+
+    def install(self, base: PreTrainedModel, entry: nn.Module, ledger: Ledger) -> None:
+        """Replaces the forward of every dropout of the model. entry: the module that receives a rank's part."""
+        layers = {path: module for path, module in base.named_modules() if _is_layer(path, base)}
+        hooked: set[nn.Module] = set()
+        for path, module in text_modules(base):
+            if not isinstance(module, nn.Dropout) or module.p == 0 or why_not_counted(path, module):
+                continue
+            layer = next((layers[prefix] for prefix in _prefixes(path) if prefix in layers), None)
+            name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            ledger.set(module, "forward", MethodType(self._forward(name, layer), module))
+            self._counted[module] = module.forward
+            if layer is not None and layer not in hooked:
+                hooked.add(layer)
+                ledger.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
+        if not self._counted:
+            return
+        trainer = self._trainer
+        ledger.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
+        trainer.add_callback(self)
+        ledger.on_restore(lambda: trainer.remove_callback(self))
+        ledger.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+        ledger.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
+
+    def check(self, base: PreTrainedModel) -> None:
+        """Raises Refused for a dropout that would draw, such as one that was added since `install`."""
+        check_countable(base)
+        for path, module in text_modules(base):
+            if isinstance(module, nn.Dropout) and module.p > 0 and module.forward != self._counted.get(module):
+                raise Refused(
+                    f"{path} drops with p = {module.p}, but was added, given its p, or changed after ringtile.enable; "
+                    f"expected the model to be complete before"
+                )
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._num_rows = 0
+
+    def _compute_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            self._in_step, self._graphs = True, []
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._in_step, self._tokens = False, None
+
+        return compute_loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pass of a rank's part of a batch begins."""
+        self._tokens = None
+        if not self._in_step:
+            self._graphs = []  # the backward that follows is of other code, and so was the forward
+            return
+        batch: ShardedBatch | None = kwargs.get(BATCH_ARGUMENT)
+        main = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        main = args[0] if main is None and args else main
+        if not module.training or not isinstance(main, Tensor) or main.dim() < 2:
+            return
+        num_rows, num_tokens = main.shape[:2]
+        first = self._num_rows * self._data_size + self._data_index * num_rows
+        self._num_rows += num_rows
+        rows = torch.arange(first, first + num_rows, device=main.device)
+        positions = torch.arange(num_tokens, device=main.device) if batch is None else batch.places
+        places = torch.stack([rows[:, None].expand(-1, num_tokens), positions.expand(num_rows, -1)], dim=-1)
+        step = self._trainer.state.global_step
+        self._tokens = _Tokens(step, (num_rows, num_tokens), places.flatten(0, 1).contiguous(), batch is not None)
+        if torch.is_grad_enabled():
+            self._graphs.append(self._tokens)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._tokens = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter_layer(self, layer: nn.Module, args: Any) -> None:
+        tokens, recomputes = self._tokens_now()
+        if tokens is not None:
+            tokens.inside[layer] = _Calls(recomputes)
+
+    def _tokens_now(self) -> tuple[_Tokens | None, bool]:
+        """The tokens inside the model, and whether this is a backward, which computes the last forward pass again."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._tokens, False
+        if len(self._graphs) > 1:
+            raise Refused(
+                f"a loss of {len(self._graphs)} forward passes, with dropout, and layers that are computed again in "
+                f"the backward; expected one forward pass: turn off gradient_checkpointing and tiled_mlp, or set the "
+                f"model's dropout to 0"
+            )
+        return (self._graphs[0] if self._graphs else None), True
+
+    # ---- one module -----------------------------------------------------------------------------
+
+    def _forward(self, name: str, layer: nn.Module | None) -> Callable[..., Tensor]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def forward(module: Any, input: Tensor) -> Tensor:
+            if not module.training or module.p == 0:
+                return input
+            tokens, recomputes = self._tokens_now()
+            places = None if tokens is None else _places_of(name, input, tokens)
+            if tokens is None or places is None:
+                return nn.Dropout.forward(module, input)
+            call = _call_number(name, layer, tokens, recomputes)
+            stream = zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
+            features = input.reshape(places.size(0), -1)
+            dropped = ops.dropout(features, places, module.p, self._trainer.args.seed, tokens.step, stream)
+            return dropped.view(input.shape)
+
+        replacement: Callable[..., Tensor] = forward
+        return replacement
+
+
+def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
+    """The places of the tokens of x; None where they are not known and one process may draw as torch does."""
+    tile = running_tile()
+    places = tokens.places if tile is None else tokens.places[tile.tokens]
+    leading = tokens.shape if tile is None else (1, places.size(0))
+    if (x.dim() == 3 and x.shape[:2] == leading) or (x.dim() == 2 and x.size(0) == places.size(0)):
+        return places
+    if not tokens.is_sharded:
+        return None
+    raise Refused(
+        f"{name} drops entries of a tensor {tuple(x.shape)}; expected one vector for each token, {(*leading, 'F')} or "
+        f"{(places.size(0), 'F')}; set its rate to 0 in the model's config"
+    )
+
+
+def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes: bool) -> int:
+    """How often this module was called before, since its layer was entered, or its tile: the same when recomputed."""
+    tile = running_tile()
+    region = tokens.outside if layer is None or layer not in tokens.inside else tokens.inside[layer]
+    calls = region.of if tile is None else tile.calls
+    call = calls.get(name, 0)
+    calls[name] = call + 1
+    key = (name, -1 if tile is None else tile.tokens.start)
+    if not recomputes:
+        if call != tokens.totals.get(key, 0):
+            raise Refused(
+                f"{name} runs again on the same tokens, in a layer that the model runs more than once; expected each "
+                f"layer to run once: set its dropout to 0 in the model's config"
+            )
+        tokens.totals[key] = call + 1
+        return call
+    total = tokens.totals.get(key, 0)
+    if total == 1:
+        return 0
+    if call >= total or (tile is None and not region.recomputed):
+        raise Refused(
+            f"{name} runs {total} times in a layer, of which the backward computes a part again; expected whole layers "
+            f"to be checkpointed: use the Trainer's gradient_checkpointing, or set its dropout to 0"
+        )
+    return call
+
+
+def check_countable(base: PreTrainedModel) -> None:
+    """Raises Refused for a dropout of the model, or of an adapter, that counters cannot replace."""
+    for path, module in text_modules(base):
+        if isinstance(module, nn.Dropout) and module.p > 0 and (reason := why_not_counted(path, module)):
+            setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
+            raise Refused(f"{path} drops with p = {module.p}; set {setting}: {reason}")
+
+
+def why_not_counted(path: str, module: nn.Dropout) -> str:
+    """Why a dropout cannot draw from counters; "" if it can."""
+    if type(module) is not nn.Dropout:
+        return f"a {type(module).__name__} may drop otherwise than nn.Dropout"
+    if module.inplace:
+        return "it writes into its input (inplace=True)"
+    if path.rpartition(".")[2] in _OF_ATTENTION:
+        return "the ring has no attention dropout"
+    if "experts" in path.split("."):
+        return "an expert does not know which tokens it was given"
+    return ""
+
+
+def _is_layer(path: str, base: nn.Module) -> bool:
+    """Whether it is an element of an nn.ModuleList that is in no other layer."""
+    lists = [prefix for prefix in _prefixes(path) if isinstance(base.get_submodule(prefix), nn.ModuleList)]
+    return lists == [path.rpartition(".")[0]]
+
+
+def _prefixes(path: str) -> list[str]:
+    """Of a path, the shorter ones first, without itself."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]

@@ -1,0 +1,250 @@
+"""Dropout in a Trainer: one process and several ranks drop the same features, so that all numbers agree."""
+
+import functools
+import zlib
+
+import pytest
+import ringtile
+import torch
+from hf_models import tiny_model, with_lora
+from hf_training import assert_equal_training, make_trainer, packed, train
+from pool import run_ranks
+from test_hf_losses import LastThird
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+LAYOUTS = ("zigzag", "contiguous", "striped", "per_document", "balanced")
+BATCH, STEP = 2, 2  # rows of a batch, batches of a step: make_trainer's
+
+
+def _gpt2(rate: float = 0.1):
+    """Dropout on the embeddings, after attention and MLP, and in the adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("gpt2", resid_pdrop=rate, embd_pdrop=rate)
+    torch.manual_seed(1)
+    targets = ["c_attn", "c_fc"]
+    config = LoraConfig(
+        r=4, target_modules=targets, init_lora_weights=False, lora_dropout=rate / 2, fan_in_fan_out=True
+    )
+    return get_peft_model(model, config).train()
+
+
+def _llama():
+    return with_lora(tiny_model(), dropout=0.05).train()
+
+
+def _phi(**settings):
+    """One dropout of each layer runs twice in it: after attention and after the MLP."""
+    model = tiny_model("phi", resid_pdrop=0.1, **settings)
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, which a weight of 0 would show
+            parameter.data += 1
+    return model.train()
+
+
+def _train(config, make_model=_gpt2, **options):
+    return train(config, model=make_model(), evaluate=False, **{"max_steps": 2, **options})
+
+
+# ---- the same as one process --------------------------------------------------------------------
+
+
+class Oracle(nn.Module):
+    """Dropout by the definition of docs/design/dropout.md, in one process, called once a forward pass."""
+
+    def __init__(self, name, p):
+        super().__init__()
+        self.name, self.p, self.calls = name, p, 0
+
+    def forward(self, x):
+        first_row, step = self.calls % STEP * BATCH, self.calls // STEP
+        self.calls += 1
+        rows, positions = torch.arange(first_row, first_row + x.size(0)), torch.arange(x.size(1))
+        places = torch.stack(torch.meshgrid(rows, positions, indexing="ij"), dim=-1).flatten(0, 1)
+        ones = torch.ones(places.size(0), x.size(2))
+        mask = ringtile.ops.dropout(ones, places, self.p, 42, step, zlib.crc32(self.name.encode()))
+        return x * mask.view_as(x)  # autograd's gradient, not the op's
+
+
+def _oracle():
+    model = _gpt2()
+    base = model.get_base_model()
+    for name, module in list(base.named_modules()):
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            parent, _, child = name.rpartition(".")
+            base.get_submodule(parent)._modules[child] = Oracle(name, module.p)
+    return model
+
+
+def test_ranks_drop_what_the_definition_says():
+    """One process and two ranks, with and without checkpointing and tiles, and with accumulated or larger batches."""
+    expected = _train(None, _oracle)
+    assert expected.losses != pytest.approx(_train({}, functools.partial(_gpt2, 0.0)).losses, rel=1e-4)
+    assert_equal_training(_train({}), expected)
+    tiled = {"tiled_mlp": True, "tile_tokens": 5}
+    assert_equal_training(_train(tiled), expected)
+    for run in run_ranks(2, _train, {**tiled, "context_parallel_size": 2}, gradient_checkpointing=True):
+        assert_equal_training(run, expected)
+    larger = {"per_device_train_batch_size": STEP * BATCH, "gradient_accumulation_steps": 1}
+    assert_equal_training(_train({}, **larger), expected)
+
+
+def test_each_module_and_each_call_in_a_layer_has_a_stream_of_its_own(monkeypatch):
+    used = []
+    own = ringtile.ops.dropout
+    monkeypatch.setattr(ringtile.ops, "dropout", lambda *args: (used.append(args[-1]), own(*args))[1])
+    _train({}, lambda: _phi(embd_pdrop=0.1), max_steps=1)
+    layers = [f"model.layers.{i}.resid_dropout{call}" for i in range(2) for call in ("", ":1")]
+    assert used == [zlib.crc32(name.encode()) for name in ("model.embed_dropout", *layers)] * STEP
+
+
+def _layouts(size):
+    configs = {layout: {"context_parallel_size": size, "layout": layout} for layout in LAYOUTS}
+    return {layout: _train(config, collator=packed) for layout, config in configs.items()}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_layout_drops_the_same(size):
+    expected = _train({}, collator=packed)
+    for runs in run_ranks(size, _layouts, size):
+        for run in runs.values():
+            assert_equal_training(run, expected)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("config", [{}, {"tiled_mlp": True, "tile_tokens": 3}])
+@pytest.mark.parametrize("make_model", [_gpt2, _llama, _phi])
+def test_what_is_computed_again_drops_the_same(make_model, config, reentrant):
+    expected = _train({}, make_model)
+    arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    arguments["ddp_find_unused_parameters"] = False  # which DDP cannot do together with reentrant checkpoints
+    assert_equal_training(_train(config, make_model, **arguments), expected)
+    for run in run_ranks(2, _train, {**config, "context_parallel_size": 2}, make_model, **arguments):
+        assert_equal_training(run, expected)
+
+
+@pytest.mark.parametrize("engine", ["DDP", *(pytest.param(e, marks=pytest.mark.matrix) for e in ("FSDP2", "ZeRO-3"))])
+def test_data_parallel_ranks_drop_by_the_row_of_the_step(engine):
+    """2 x 2: each pair of ranks has one of the two rows that one process has in a batch."""
+    if engine == "ZeRO-3":
+        pytest.importorskip("deepspeed")
+    expected = _train({}, _phi)
+    config, rows = {"context_parallel_size": 2, "tiled_loss": True}, {"per_device_train_batch_size": BATCH // 2}
+    for run in run_ranks(4, _train, config, _phi, engine=engine, **rows):
+        assert_equal_training(run, expected)
+
+
+@pytest.mark.matrix
+def test_a_loss_of_full_sequences_drops_the_same():
+    expected = _train({}, trainer_class=LastThird)
+    for run in run_ranks(2, _train, {"context_parallel_size": 2}, trainer_class=LastThird):
+        assert_equal_training(run, expected)
+
+
+def _resumed(config, folder):
+    whole = _train(config, folder=folder, save_strategy="steps", save_steps=2, max_steps=4)
+    again = _train(config, folder=folder, max_steps=4, resume=f"{folder}/checkpoint-2")
+    return whole, again
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_a_resumed_run_drops_the_same_bit_for_bit(size, tmp_path):
+    config = {"context_parallel_size": size}
+    for whole, again in run_ranks(2, _resumed, config, str(tmp_path)) if size > 1 else [_resumed({}, str(tmp_path))]:
+        assert again.losses == whole.losses
+        assert all(torch.equal(again.weights[name], weight) for name, weight in whole.weights.items())
+
+
+# ---- what is left to torch, and what is refused -------------------------------------------------
+
+
+def test_outside_of_training_steps_dropout_is_torchs():
+    trainer = make_trainer(model=_gpt2())
+    model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)
+    dropout = model.get_base_model().transformer.drop
+    ringtile.enable(trainer, {})
+    assert "forward" in vars(dropout)
+    torch.manual_seed(0)
+    drawn = model(ids).logits
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+    ringtile.restore(trainer)
+    assert "forward" not in vars(dropout)
+    torch.manual_seed(0)
+    assert torch.equal(model.train()(ids).logits, drawn)
+
+
+def _runs_a_layer_twice(model):
+    model.model.layers = nn.ModuleList([model.model.layers[0], model.model.layers[0]])
+    return model
+
+
+def _drops_heads(model):
+    """A dropout of (B, H, N, D): no vector for each token."""
+    attention = model.model.layers[0].self_attn
+    own, attention.q_proj.dropout = attention.q_proj.forward, nn.Dropout(0.1)
+
+    def forward(x):
+        return attention.q_proj.dropout(own(x).unflatten(-1, (4, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+    attention.q_proj.forward = forward
+    return model
+
+
+def _checkpoints_a_part(model):
+    """Of a layer whose dropout runs twice, only attention is computed again."""
+    attention = model.model.layers[0].self_attn
+    dropout = model.model.layers[0].resid_dropout
+    own = attention.forward
+
+    def forward(*args, **kwargs):
+        out, *rest = own(*args, **kwargs)
+        return checkpoint(dropout, out, use_reentrant=False), *rest
+
+    attention.forward = forward
+    return model
+
+
+class TwoPasses(LastThird):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return sum(super(TwoPasses, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))
+
+
+def _refusal(make_model=_llama, late=None, size=2, **options):
+    trainer = make_trainer(model=make_model(), max_steps=1, **options)
+    ringtile.enable(trainer, {"context_parallel_size": size})
+    if late is not None:
+        late(trainer.model)
+    try:
+        trainer.train()
+    except ringtile.Refused as error:
+        return str(error)
+    finally:
+        ringtile.restore(trainer)
+
+
+def _late(model):
+    model.get_base_model().model.extra = nn.Dropout(0.1)
+
+
+REFUSED = {
+    "model.extra drops with p = 0.1, but was added": {"late": _late},
+    "drops entries of a tensor (2, 4, ": {"make_model": lambda: _drops_heads(tiny_model()).train()},
+    "runs again on the same tokens": {"make_model": lambda: _runs_a_layer_twice(_phi())},
+    "runs 3 times in a layer, of which the backward computes": {"make_model": lambda: _checkpoints_a_part(_phi())},
+    "a loss of 2 forward passes": {"trainer_class": TwoPasses, "gradient_checkpointing": True},
+}
+
+
+def _refusals():
+    return {words: _refusal(**options) for words, options in REFUSED.items()}
+
+
+def test_what_cannot_be_exact_is_refused_by_name():
+    for messages in run_ranks(2, _refusals):
+        for words, message in messages.items():
+            assert message is not None, words
+            assert words in message
