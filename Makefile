@@ -23,7 +23,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest mutants faults lint clean ctest tsan emulator docs
+.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan emulator docs
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -71,10 +71,18 @@ test:
 test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
 
-checks: pytest ctest lint emulator
+checks: pytest-ranks ctest lint emulator pytest-alone
 
-pytest: $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
-	$(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
+# Tests that start ranks, and the others, which keep one core busy: beside each other, once the C tests are done.
+RANKS := $(shell grep -lE 'run_ranks|run_command|Pool' tests/test_*.py)
+PYTEST = $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
+BINARIES := $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
+
+pytest-ranks: $(BINARIES)
+	$(PYTEST) $(RANKS)
+
+pytest-alone: $(BINARIES)
+	$(PYTEST) $(RANKS:%=--ignore=%) tests
 
 mutants: build
 	$(BIN)/python -u tests/mutants.py

@@ -21,7 +21,9 @@ from transformers import Trainer, TrainerCallback
 
 CONFIG = {"context_parallel_size": 2}
 # An accelerate ParallelismConfig under which DeepSpeed shards the sequence (ALST / Ulysses).
-DEEPSPEED = types.SimpleNamespace(sp_enabled=True, sp_backend="deepspeed", cp_enabled=False, cp_backend="torch")
+DEEPSPEED = types.SimpleNamespace(
+    sp_enabled=True, sp_backend="deepspeed", cp_enabled=False, cp_backend="torch", non_data_parallel_size=2
+)
 
 
 def _owners(trainer):

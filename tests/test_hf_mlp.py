@@ -47,7 +47,12 @@ def _quiet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "names"), [(model_type, names) for names, types in FOUND.items() for model_type in types.split()]
+    ("model_type", "names"),
+    [
+        pytest.param(model_type, names, marks=[pytest.mark.matrix] * (i > 1))
+        for names, types in FOUND.items()
+        for i, model_type in enumerate(types.split())
+    ],
 )
 def test_mlps_are_found_by_structure(model_type, names) -> None:
     """On models of default size on the meta device; attention, state spaces, norms and projections are not MLPs."""
