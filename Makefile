@@ -81,7 +81,7 @@ BINARIES := $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
 pytest-ranks: $(BINARIES)
 	$(PYTEST) $(RANKS)
 
-pytest-alone: $(BINARIES)
+pytest-alone: $(BINARIES) emulator
 	$(PYTEST) $(RANKS:%=--ignore=%) tests
 
 mutants: build
