@@ -74,7 +74,7 @@ test-all:
 checks: pytest-ranks ctest lint emulator pytest-alone
 
 # Tests that start ranks, and the others, which keep one core busy: beside each other, once the C tests are done.
-RANKS := $(shell grep -lE 'run_ranks|run_command|Pool' tests/test_*.py)
+RANKS := $(shell grep -lwE 'run_ranks|run_command|Pool' tests/test_*.py)
 PYTEST = $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
 BINARIES := $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
 

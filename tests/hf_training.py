@@ -217,6 +217,19 @@ def _train(
     return run
 
 
+def failure_of(
+    trainer: Trainer, config: dict[str, Any] | None = None, use: Callable[[Trainer], Any] = Trainer.train
+) -> str:
+    """ "Refused: why": the RingtileError that ends `use` of the Trainer once it is enabled."""
+    ringtile.enable(trainer, {"context_parallel_size": 2, **(config or {})})
+    try:
+        with pytest.raises(ringtile.RingtileError) as raised:
+            use(trainer)
+    finally:
+        ringtile.restore(trainer)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
 def assert_equal_training(run: Run, expected: Run) -> None:
     """The same steps: losses, gradient norms, and the weights after the last one, relative to the largest of each."""
     assert run.global_step == expected.global_step == len(run.losses)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from aten_stand_ins import STAND_INS, in_a_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
@@ -89,13 +90,6 @@ def drawn_in_packs(pieces: tuple[tuple[Piece, ...], ...], batch: int, picture: T
             sizes.append(attend.shape)
         assert [max(each) for each in zip(*sizes, strict=True)] == [pack.max_queries, pack.max_keys]
     return picture
-
-
-def in_a_sequence(num_queries: int, num_keys: int, left: int, right: int) -> Tensor:
-    """bool (M, K): which keys a query attends in flash attention with a window; -1 is no bound."""
-    last = torch.arange(num_queries)[:, None] + num_keys - num_queries
-    key = torch.arange(num_keys)
-    return ((key >= last - left) | (left < 0)) & ((key <= last + right) | (right < 0))
 
 
 @settings(max_examples=60)
@@ -212,96 +206,12 @@ def test_blocks_in_bfloat16_stay_within_the_bound(mask: str, layout: str) -> Non
 # ---- the CUDA kernels' calls, by stand-ins on the CPU -------------------------------------------
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q (H, M, D): out, lse and weights."""
-    k, v = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
-    scores = (scale * q @ k.mT).masked_fill(~attend, -torch.inf)
-    weights = scores.softmax(-1)
-    return weights @ v, scores.logsumexp(-1), weights
-
-
-def _attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attend: Tensor, scale: float
-):
-    repeats = q.size(0) // k.size(0)
-    k, v = (x.repeat_interleave(repeats, 0) for x in (k, v))
-    weights = ((scale * q @ k.mT) - lse[..., None]).exp() * attend
-    dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-    dk, dv = (x.unflatten(0, (-1, repeats)).sum(1) for x in (scale * dscores.mT @ q, weights.mT @ dout))
-    return scale * dscores @ k, dk, dv
-
-
-def flash_forward(
-    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-    scale=None, window_size_left=None, window_size_right=None, **options,
-):  # fmt: skip
-    """aten._flash_attention_forward of packed sequences (total, H, D)."""
-    assert dropout_p == 0
-    assert is_causal == (window_size_left < 0 and window_size_right == 0)
-    out, lse = torch.empty_like(query), query.new_empty(query.size(1), query.size(0))
-    for q, k in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True):
-        attend = in_a_sequence(q.stop - q.start, k.stop - k.start, window_size_left, window_size_right)
-        given = (x.transpose(0, 1) for x in (query[q], key[k], value[k]))
-        one, lse[:, q], _ = _attend(*given, attend, scale)
-        out[q] = one.transpose(0, 1)
-    return out, lse, query.new_empty(2).to(torch.uint64), query.new_empty(0), query.new_empty(0)
-
-
-def flash_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-    unused, *, scale=None, window_size_left=None, window_size_right=None,
-):  # fmt: skip
-    grads = [torch.full_like(x, torch.nan) for x in (query, key, value)]
-    for q, k in zip(_spans(cum_seq_q), _spans(cum_seq_k), strict=True):
-        attend = in_a_sequence(q.stop - q.start, k.stop - k.start, window_size_left, window_size_right)
-        given = [x.transpose(0, 1) for x in (grad_out[q], query[q], key[k], value[k], out[q])]
-        found = _attend_backward(*given, logsumexp[:, q], attend, scale)
-        for grad, rows, one in zip(grads, (q, k, k), found, strict=True):
-            grad[rows] = one.transpose(0, 1)
-    return tuple(grads)
-
-
-def _spans(offsets: Tensor) -> list[slice]:
-    return [slice(begin, end) for begin, end in zip(offsets.tolist(), offsets[1:].tolist(), strict=False)]
-
-
-def cudnn_forward(
-    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
-    scale=None,
-):  # fmt: skip
-    """aten._scaled_dot_product_cudnn_attention: (B, H, M, D), and lse (B, H, M, 1)."""
-    assert compute_log_sumexp
-    assert dropout_p == 0
-    assert attn_bias is None
-    attend = torch.ones(query.size(2), key.size(2), dtype=torch.bool)
-    attend = attend.tril() if is_causal else attend
-    found = [_attend(*each, attend, scale) for each in zip(query, key, value, strict=True)]
-    seed = torch.zeros((), dtype=torch.int64)
-    out, lse = (torch.stack([each[i] for each in found]) for i in range(2))
-    return out, lse[..., None], seed, seed, query.size(2), key.size(2), seed, seed, seed
-
-
-def cudnn_backward(
-    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
-    max_k, dropout_p, is_causal, *, scale=None,
-):  # fmt: skip
-    assert (max_q, max_k) == (query.size(2), key.size(2))
-    assert attn_bias is None
-    attend = torch.ones(max_q, max_k, dtype=torch.bool)
-    attend = attend.tril() if is_causal else attend
-    given = zip(grad_out, query, key, value, out, logsumexp[..., 0], strict=True)
-    found = [_attend_backward(*each, attend, scale) for each in given]
-    return tuple(torch.stack(x) for x in zip(*found, strict=True))
-
-
 @pytest.fixture
 def of_cuda() -> Iterator[None]:
     """aten's CUDA kernels, by their schemas, for CPU tensors of float64."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", flash_forward, "CPU")
-    library.impl("_flash_attention_backward", flash_backward, "CPU")
-    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
-    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
+    for name, function in STAND_INS.items():
+        library.impl(name, function, "CPU")
     yield
     library._destroy()
 

@@ -5,7 +5,7 @@ import ringtile
 import torch
 from hf_engines import needs_deepspeed
 from hf_models import SIZES, tiny_model
-from hf_training import TOLERANCE, assert_equal_training, make_pairs, make_trainer, train
+from hf_training import TOLERANCE, assert_equal_training, failure_of, make_pairs, make_trainer, train
 from pool import run_ranks
 from torch.nn import functional
 from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForSequenceClassification, Trainer
@@ -153,7 +153,7 @@ def test_label_smoothing_equals_one_process():
 
 
 def test_custom_loss_on_tiled_logits_is_refused():
-    for message in run_ranks(2, _first_refusal, LastThird, {**CONFIG, "tiled_loss": True}):
+    for message in run_ranks(2, _failure, LastThird, tiled_loss=True):
         assert "the logits, which do not exist in training" in message
 
 
@@ -181,19 +181,12 @@ def test_hidden_states_are_unsharded():
     _assert_equal(train, trainer_class=HiddenStates, evaluate=False, learning_rate=0.01)
 
 
-def _first_refusal(trainer_class, config=CONFIG):
-    trainer = make_trainer(trainer_class=trainer_class)
-    ringtile.enable(trainer, config)
-    try:
-        trainer.train()
-    except ringtile.Refused as error:
-        return str(error)
-    finally:
-        ringtile.restore(trainer)
+def _failure(trainer_class, **config):
+    return failure_of(make_trainer(trainer_class=trainer_class), config)
 
 
 def test_outputs_without_names_are_refused():
-    for message in run_ranks(2, _first_refusal, AsTuple):
+    for message in run_ranks(2, _failure, AsTuple):
         assert "returns a tuple; expected return_dict=True" in message
 
 

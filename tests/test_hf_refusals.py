@@ -8,7 +8,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from hf_training import Padded, Stream, make_rows, make_trainer
+from hf_training import Padded, Stream, failure_of, make_rows, make_trainer
 from pool import run_ranks
 from torch import nn
 from transformers import LlamaForSequenceClassification, Trainer
@@ -195,17 +195,10 @@ def test_model_is_refused(model, words):
 # ---- refused while running ----------------------------------------------------------------------
 
 
-def _first_refusal(*, use, prepare=lambda trainer: None, config=None, **options):
-    """The message of the RingtileError that stops `use(trainer)` on an enabled Trainer."""
+def _failure(use=Trainer.train, prepare=lambda trainer: None, config=None, **options):
     trainer = make_trainer(**options)
     prepare(trainer)
-    ringtile.enable(trainer, {**CONFIG, **(config or {})})
-    try:
-        use(trainer)
-    except ringtile.RingtileError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        ringtile.restore(trainer)
+    return failure_of(trainer, config, use)
 
 
 def _rank_dependent_rows(trainer):
@@ -213,7 +206,7 @@ def _rank_dependent_rows(trainer):
 
 
 def test_different_batches_in_a_group_are_named():
-    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_rank_dependent_rows):
+    for message in run_ranks(2, _failure, prepare=_rank_dependent_rows):
         assert message.startswith("RingMismatch: ranks 0 and 1 share a sequence but got different batches")
 
 
@@ -223,7 +216,7 @@ def _rank_dependent_labels(trainer):
 
 
 def test_different_batches_of_equal_shape_are_named():
-    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_rank_dependent_labels):
+    for message in run_ranks(2, _failure, prepare=_rank_dependent_labels):
         assert "the checksum of labels is" in message
 
 
@@ -237,7 +230,7 @@ def _dispatching_loader(trainer):
 
 
 def test_dispatching_loader_is_refused():
-    for message in run_ranks(2, _first_refusal, use=_dispatching_loader):
+    for message in run_ranks(2, _failure, use=_dispatching_loader):
         assert "the data loader dispatches batches from rank 0" in message
 
 
@@ -247,7 +240,7 @@ def _without_ring(trainer):
 
 
 def test_layer_without_the_ring_is_refused():
-    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_without_ring):
+    for message in run_ranks(2, _failure, prepare=_without_ring):
         assert "has 2 layers but called ringtile's attention 1 times" in message
 
 
@@ -266,7 +259,7 @@ def _own_loss(trainer):
 
 
 def test_model_with_a_loss_of_its_own_is_refused():
-    for message in run_ranks(2, _first_refusal, use=Trainer.train, prepare=_own_loss):
+    for message in run_ranks(2, _failure, prepare=_own_loss):
         assert "does not hand shift_labels to self.loss_function" in message
 
 
@@ -279,7 +272,7 @@ def _with_hole(trainer):
 
 
 def test_attention_mask_with_a_hole_is_refused():
-    for message in run_ranks(2, _first_refusal, use=_with_hole):
+    for message in run_ranks(2, _failure, use=_with_hole):
         assert message.startswith("MaskNotExpressible")
 
 

@@ -68,14 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         every_rank = not environment.is_sound()
         return refuse(str(error) if every_rank else world.fail(str(error)), every_rank)
     except Exception as error:
-        from ringtile.hf.peers import first_sentence, of_a_collective
+        from ringtile.hf.peers import of_a_collective
+        from ringtile.transport.transport import reason_of
 
         if not of_a_collective(error):
             world.fail(f"{type(error).__name__}: {error}")
             raise
         if reason := world.heard():
             return refuse(reason)
-        lost = f"a rank was lost: {first_sentence(str(error))}; see the other ranks' logs for the cause"
+        lost = f"a rank was lost: {reason_of(error)}; see the other ranks' logs for the cause"
         return refuse(f"rank {environment.rank()}: {lost}", every_rank=True)
     return outcome.status
 

@@ -25,6 +25,7 @@ class Workers:
         self._size = size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the store, and of what they write
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> list[Any]:
         """The results of function(*arguments) by rank. An exception is a result too; TimeoutError: no answer in time;
@@ -55,14 +56,17 @@ class Workers:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOAD))
-        store = tempfile.mkdtemp(prefix="ringtile-models-")
+        self._folder = tempfile.TemporaryDirectory(prefix="ringtile-models-")
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self._size, store), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self._size, self._folder.name), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)

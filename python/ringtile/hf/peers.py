@@ -23,7 +23,7 @@ from ringtile.hf.ledger import Ledger
 from ringtile.transport import sockets
 from ringtile.transport.agreement import Gone, HeaderValue, decode, farewell
 from ringtile.transport.groups import transport_of
-from ringtile.transport.transport import Transport
+from ringtile.transport.transport import Transport, reason_of
 
 _NOT_KNOWN = -1
 _SEARCH_SECONDS = 1.5  # how long a rank listens to what the others have to say
@@ -154,7 +154,7 @@ class Peers:
         if suspect is not None or not silent:
             return suspect
         others = f", as are ranks {', '.join(map(str, sorted(silent)[1:]))}" if len(silent) > 1 else ""
-        return Lost(min(silent), f"it is silent{others}, and a collective failed: {first_sentence(reason)}")
+        return Lost(min(silent), f"it is silent{others}, and a collective failed: {reason_of(reason)}")
 
     def _blamed(self, peer: int, fields: Mapping[str, HeaderValue]) -> Lost | None:
         blamed, said = fields.get("blamed"), str(fields.get("gave up"))
@@ -195,8 +195,3 @@ def of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def first_sentence(text: str) -> str:
-    """gloo says: [file:line] reason. Advice."""
-    return text.split("] ", 1)[-1].split(". ", 1)[0].splitlines()[0] if text else "no reason"

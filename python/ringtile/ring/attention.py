@@ -21,6 +21,7 @@ from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, RingtileError
 from ringtile.ring import ring
 from ringtile.ring.block_kernel import ATTENTION_KERNELS, AttentionCall, AttentionKernel
+from ringtile.ring.provider import Final
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -229,9 +230,9 @@ class _RingAttention(torch.autograd.Function):
             q, k, v, out, lse, sinks = saved = ctx.saved_tensors
 
             def compute() -> tuple[Tensor | None, ...]:
-                of_out = torch.zeros_like(out) if dout is None else dout
-                dq, dk, dv = ring.backward(ctx.call, of_out, dlse, q, k, v, out, lse, ctx.number)
-                dsinks = ring.sink_gradient(sinks, of_out, dlse, out, lse) if ctx.needs_input_grad[3] else None
+                final = Final.of(dout, dlse, out, lse)
+                dq, dk, dv = ring.backward(ctx.call, final, q, k, v, ctx.number)
+                dsinks = ring.sink_gradient(sinks, final) if ctx.needs_input_grad[3] else None
                 return dq, dk, dv, dsinks
 
             gradients = derivatives.gradients("ring_attention", compute, dout, dlse, *saved, telling=transport.telling)
@@ -279,7 +280,8 @@ def _ring_attention_backward(
     attention_kernel: str = "ringtile",
 ) -> tuple[Tensor, Tensor, Tensor]:
     sequence = _sequence_of_tensors("backward", begin, end, layout, group_name)
-    return ring.backward(AttentionCall(sequence, scale, softcap, attention_kernel), dout, dlse, q, k, v, out, lse)
+    call = AttentionCall(sequence, scale, softcap, attention_kernel)
+    return ring.backward(call, Final.of(dout, dlse, out, lse), q, k, v)
 
 
 def _sequence_of_tensors(
@@ -335,7 +337,7 @@ def _backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tup
         dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers)  # type: ignore[attr-defined]
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[10]:  # type: ignore[attr-defined]
-            of_sinks = ring.sink_gradient(sinks, dout, dlse, *tensors[3:5])
+            of_sinks = ring.sink_gradient(sinks, Final.of(dout, dlse, *tensors[3:5]))
     return dq, dk, dv, None, None, None, None, None, None, None, of_sinks
 
 

@@ -67,10 +67,17 @@ class Block(NamedTuple):
 class Final:
     """What the backward knows of all blocks."""
 
-    dout: Tensor  # (B, N, H, Dv) of q's dtype, unit stride in the last dim
+    dout: Tensor  # (B, N, H, Dv) of q's dtype, unit stride in the last dim: see `of`
     out: Tensor  # (B, N, H, Dv) of q's dtype
     lse: Tensor  # (B, H, N) float64
     dlse: Tensor | None  # the gradient of lse, (B, H, N) float64; None: there is none
+
+    @classmethod
+    def of(cls, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Final:
+        """The gradients as autograd gives them: None where nothing depends on it, and with any strides."""
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return cls(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse)
 
     @functools.cached_property
     def delta(self) -> Tensor:

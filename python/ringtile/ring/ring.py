@@ -44,24 +44,14 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    call: AttentionCall,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    forward_call: int = 0,
+    call: AttentionCall, final: Final, q: Tensor, k: Tensor, v: Tensor, forward_call: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dout (B, N, H, Dv), dlse (B, H, N) float64, what `forward` took and gave -> dq, dk, dv of the inputs' dtype.
+    """What `forward` took and gave, and the gradients of what it gave -> dq, dk, dv of the inputs' dtype.
 
-    dlse: None where nothing depends on lse. forward_call: the number of the forward's call on the group, which must be
-    the same on all ranks; 0: not known.
+    forward_call: the number of the forward's call on the group, which must be the same on all ranks; 0: not known.
     """
-    with _open("backward", call, q, k, v, forward_call, dlse) as ring:
+    with _open("backward", call, q, k, v, forward_call, final.dlse) as ring:
         state = ops.state_dtype(q.dtype)
-        final = Final(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse)
         dq = q.new_zeros(q.shape, dtype=state)
         fresh = ring.plan.rounds[0].num_keys == k.size(1)  # round 0 writes all of dk and dv
         dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
@@ -82,13 +72,13 @@ def backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def sink_gradient(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """The gradient of sinks (H) by this rank's queries, in their dtype; the other tensors are those of `backward`.
+def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
+    """The gradient of sinks (H) by this rank's queries, in their dtype.
 
     A sink is a key with the same score for every query of its head and value 0, so that dscore = P (0 - delta).
     """
-    delta = Final(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse).delta
-    weights = (sinks.to(delta.dtype)[:, None] - lse).exp()
+    delta = final.delta
+    weights = (sinks.to(delta.dtype)[:, None] - final.lse).exp()
     unseen = sinks == -torch.inf  # a weight of 0, also where no key was attended and lse is -inf too
     return -(weights.masked_fill(unseen[:, None], 0) * delta).sum((0, 2)).to(sinks.dtype)
 

@@ -310,8 +310,7 @@ class Transport(abc.ABC):
         except RuntimeError as error:
             if isinstance(error, RingtileError) or not peers:
                 raise
-            reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]  # gloo's: [file:line] reason. Advice.
-            raise self._lost([Gone(peer, reason) for peer in peers], what) from error
+            raise self._lost([Gone(peer, reason_of(error)) for peer in peers], what) from error
 
     def _lost(self, gone: list[Gone], what: str) -> PeerLost:
         """The error for peers that are gone, which blames those that were lost first."""
@@ -338,3 +337,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
+
+
+def reason_of(error: object) -> str:
+    """The reason in an error of gloo, which says: [file:line] reason. Advice."""
+    reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]
+    return reason.splitlines()[0] if reason else "no reason"
