@@ -97,6 +97,7 @@ def _timeouts():
     limit_timeouts(7.0)
     found = [each._get_backend(torch.device("cpu")).options._timeout for each in (dist.group.WORLD, group)]
     limit_timeouts(60.0)
+    dist.barrier(group)  # a rank that closes it sooner may end the connecting of the other
     dist.destroy_process_group(group)
     return [timeout.total_seconds() for timeout in found]
 
