@@ -171,6 +171,10 @@ def refusals() -> None:
         "the number of tokens with a label": {"labels": labels.index_fill(0, torch.tensor([1]), -100 if rank else 0)},
         "the number of tokens": {"hidden": hidden[: 23 - rank], "labels": labels[: 23 - rank]},
         "hidden.requires_grad": {"hidden": hidden.detach().requires_grad_(rank == 0)},
+        "whether hidden, weight or bias needs a gradient": {
+            "hidden": hidden.detach(),
+            "weight": own.detach().requires_grad_(rank == 0),
+        },
         "softcap": {"softcap": 2.0 + rank},
         "reduction": {"reduction": ["none", "sum"][rank]},
         "the divisor": {"num_items": 1 + rank},

@@ -127,6 +127,8 @@ def tiled_linear_cross_entropy(
                 "the number of tokens with a label": rows.numel(),
                 "a checksum of the labels": int((labels_flat * numbers).sum()),
                 "the hidden size": hidden.size(-1),
+                "whether hidden, weight or bias needs a gradient": want_grad
+                and any(x is not None and x.requires_grad for x in (hidden, weight, bias)),
                 "hidden.requires_grad": hidden.requires_grad and want_grad,
                 "the size of a number": dtype.itemsize,
                 "tile_tokens": tile_tokens or 0,
