@@ -71,17 +71,19 @@ test:
 test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
 
-checks: pytest-ranks ctest lint emulator pytest-alone
+# The last ones run on both cores once the first are done.
+checks: pytest-ranks pytest-alone ctest lint emulator
 
-# Tests that start ranks, and the others, which keep one core busy: beside each other, once the C tests are done.
+# Tests that start ranks, and the others, which keep one core busy.
 RANKS := $(shell grep -lwE 'run_ranks|run_command|Pool' tests/test_*.py)
 PYTEST = $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
-BINARIES := $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one),build)
+BINARIES := build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 
-pytest-ranks: $(BINARIES)
+pytest-ranks: build
 	$(PYTEST) $(RANKS)
 
-pytest-alone: $(BINARIES) emulator
+# CUDA kernels are compiled while ranks are tested, which need none. An unchanged _C stays as it is meanwhile.
+pytest-alone: $(BINARIES)
 	$(PYTEST) $(RANKS:%=--ignore=%) tests
 
 mutants: build

@@ -19,6 +19,7 @@ Environment, read here and nowhere else in the build (setuptools reads CC and CX
 from __future__ import annotations
 
 import concurrent.futures
+import filecmp
 import os
 import pathlib
 import re
@@ -258,6 +259,12 @@ class BuildExtensions(BuildExtension):
                 ext.extra_objects = compile_cuda(NVCC)
                 ext.depends = [*ext.depends, archs_of_binary()]
         super().build_extensions()
+
+    def copy_file(self, infile: str, outfile: str, *args: object, **options: object) -> tuple[str, bool]:
+        """An unchanged binary keeps its file: a process may be loading it while another one is built."""
+        if os.path.isfile(outfile) and filecmp.cmp(infile, outfile, shallow=False):
+            return outfile, False
+        return super().copy_file(infile, outfile, *args, **options)
 
 
 NVCC = find_nvcc()

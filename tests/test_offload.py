@@ -220,14 +220,22 @@ def model_gradients(model: nn.Module) -> list[Tensor]:
     return [weight.grad.clone() for weight in model.parameters()]
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "reentrant", "tiled"),
+    [
+        ("llama", False, True),
+        ("llama", True, False),
+        ("gemma3", False, False),
+        ("gemma3", True, True),
+        ("gpt2", False, False),
+        ("gpt2", True, False),
+    ],
+)
 def test_a_model_offloads_one_tensor_a_layer(family: str, reentrant: bool, tiled: bool, transfer: LateTransfer) -> None:
     sizes = {"num_hidden_layers": 4, **({"layer_types": ["full_attention"] * 4} if family == "gemma3" else {})}
     model = tiny_model(family, **sizes).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if tiled and family != "gpt2":
+    if tiled:
         ringtile.tile_mlps(model, 7)
     expected = model_gradients(model)
     ledger = offload_activations(model, transfer)
