@@ -51,7 +51,7 @@ def _context() -> ForkServerContext:
 class Pool:
     """W processes that form a gloo world."""
 
-    def __init__(self, world_size: int, group_timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, group_timeout: float = 180.0) -> None:
         context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
@@ -69,7 +69,7 @@ class Pool:
             self._connections.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Result], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Result]:
+    def run(self, function: Callable[..., Result], *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Result]:
         """The results of function(*args, **kwargs) by rank; raises the error of the first rank to fail."""
         outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
         if self.first_error is not None:
@@ -80,7 +80,7 @@ class Pool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 180.0,
         stopped: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
@@ -159,7 +159,7 @@ def _pools() -> dict[int, Pool]:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Result], *args: Any, timeout: float = 60.0, **kwargs: Any
+    world_size: int, function: Callable[..., Result], *args: Any, timeout: float = 180.0, **kwargs: Any
 ) -> list[Result]:
     """`Pool.run` on the session's pool of that size. A pool that lost a rank, or an answer, is replaced."""
     pools = _pools()
@@ -190,7 +190,7 @@ def run_command(
     prepare: Callable[[], None] | None = None,
     cwd: Path | None = None,
     variables: dict[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc-per-node world_size -m ringtile ARGUMENTS`, without importing everything again on each rank.
 
@@ -219,7 +219,7 @@ def run_command(
 
 
 def run_program(
-    program: str, cwd: Path | None = None, timeout: float = 120.0, **variables: str
+    program: str, cwd: Path | None = None, timeout: float = 240.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`python -c program`, in a process that has imported torch and ringtile."""
     with tempfile.TemporaryDirectory() as folder:
