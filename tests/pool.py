@@ -49,9 +49,11 @@ def _context() -> ForkServerContext:
 
 
 class Pool:
-    """W processes that form a gloo world."""
+    """W processes that form a gloo world. prepare(rank) runs in each of them first."""
 
-    def __init__(self, world_size: int, group_timeout: float = 180.0) -> None:
+    def __init__(
+        self, world_size: int, group_timeout: float = 180.0, prepare: Callable[[int], None] | None = None
+    ) -> None:
         context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
@@ -61,7 +63,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, world_size, str(Path(self._folder.name) / "store"), group_timeout),
+                args=(theirs, rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, prepare),
                 daemon=True,
             )
             process.start()
@@ -121,7 +123,16 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(connection: Connection, rank: int, world_size: int, store: str, group_timeout: float) -> None:
+def _serve(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    group_timeout: float,
+    prepare: Callable[[int], None] | None,
+) -> None:
+    if prepare is not None:
+        prepare(rank)
     import torch
     import torch.distributed as dist
 
