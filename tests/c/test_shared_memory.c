@@ -163,6 +163,8 @@ static void test_a_caller_that_leaves_wakes_the_helper(void) {
         rt_shm_drop(w.ends[0], &never);
         CHECK_INT(post_and_wait(w.ends[1], &got, LONG), RT_SHM_DONE);
         CHECK(holds(&got, 9));
+        CHECK_INT(rt_shm_wait(w.ends[0], &sent, LONG),
+                  RT_SHM_DONE); // a message is the helper's until it is waited for
         free(sent.data), free(got.data);
     }
     free(never.data);
