@@ -138,3 +138,7 @@ def test_documents_of_whole_chunks_have_equal_work() -> None:
 def test_too_few_chunks_are_refused(world_size: int, chunk: int) -> None:
     with pytest.raises(LayoutError, match="a balanced layout of 16 tokens"):
         Layout.balanced(IntervalMask.causal(16), world_size, chunk)
+
+
+def test_a_chunk_longer_than_the_sequence_is_the_sequence() -> None:
+    assert Layout.balanced(IntervalMask.causal(16), 1, 10**30) == Layout.contiguous(16, 1)

@@ -15,6 +15,7 @@ from ringtile import (
     Refused,
     ShardedSequence,
     attention,
+    context_parallel,
     ops,
     ring_attention,
     tiled_linear_cross_entropy,
@@ -213,6 +214,8 @@ def test_tensors_on_two_devices_are_refused() -> None:
                 tiled_mlp(module, mixed, use_original_mlp=use_original_mlp)
     with pytest.raises(InputError, match="expected a CPU tensor"):
         Layout.from_tensor(LAYOUT.tensor.to("meta"))
+    with pytest.raises(InputError, match="expected a CPU tensor"):
+        ops.digest(MASK.begin.to("meta"), MASK.end.to("meta"), LAYOUT.tensor.to("meta"))
     runs = ops.runs_tensor([(0, 1, 0, S)])
     with pytest.raises(InputError, match="on meta"):
         ops.shard_seq_(x, runs, 1, meta)
@@ -248,9 +251,21 @@ def test_freed_storages_are_refused() -> None:
         IntervalMask(freed(MASK.begin), MASK.end)
     with pytest.raises(InputError, match="freed or resized"):
         Layout.from_tensor(freed(LAYOUT.tensor))
-    begin = freed(MASK.begin)
+    begin, wide = freed(MASK.begin), torch.randn(S, 2 * D)[:, ::2]
+    with pytest.raises(InputError, match="freed or resized"):
+        ops.digest(begin, MASK.end, LAYOUT.tensor)
+    wide.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="freed or resized"):
+        ops.dropout(wide, torch.zeros(S, 2, dtype=torch.int64), 0.5, 0, 0, 0)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        heads = torch.randn(B, H, D, S).transpose(2, 3)
+        heads.untyped_storage().resize_(0)
+        with context_parallel(group), pytest.raises(InputError, match="freed or resized"):
+            nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    LoopbackWorld(2).run(on_rank)
     for call in (
-        lambda: ops.digest(begin, MASK.end, LAYOUT.tensor),
         lambda: ops.plan(begin, MASK.end, LAYOUT.tensor),
         lambda: ops.layout_check(freed(LAYOUT.tensor), S, 1),
         lambda: ops.attn_delta(x, freed(x), torch.zeros(B, H, S, dtype=torch.float64)),

@@ -422,6 +422,8 @@ def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Te
 
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
     """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
+    for name, x in (("begin", begin), ("end", end), ("layout", layout)):
+        arguments.check_on_cpu(name, x)
     return int(_ops.digest(begin, end, layout).item())
 
 
@@ -503,7 +505,10 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:
-    return x if x.dim() == 0 or x.size(-1) < 2 or x.stride(-1) == 1 else x.contiguous()
+    if x.dim() == 0 or x.size(-1) < 2 or x.stride(-1) == 1:
+        return x
+    arguments.check_storage("x", x)
+    return x.contiguous()
 
 
 @torch.library.register_fake("ringtile::dropout")  # type: ignore[untyped-decorator]

@@ -209,6 +209,7 @@ def shard(draw: Draw) -> str:
     shape[dim] = seq_len
     x = draw.tensor(tuple(shape), draw.random.choice([*FLOATS, torch.int64, torch.bool]))
     dim = draw.of(dim, dim - len(shape), 9)
+    dim = int(dim) if isinstance(dim, bool) else dim
     rank = draw.of(draw.size(0, world_size - 1))
     local = layout.shard(x, dim, rank)
     if local.device.type == "meta":

@@ -126,6 +126,7 @@ class Layout:
                 f"a balanced layout of {mask.seq_len} tokens over {world_size} ranks in chunks of {chunk}; expected "
                 "at least a rank, a token in a chunk, and a chunk for every rank"
             )
+        chunk = min(chunk, mask.seq_len)
         owners = balance.deal(mask.begin, mask.end, world_size, chunk).tolist()
         ranks: list[list[Run]] = [[] for _ in range(world_size)]
         held = [0] * world_size

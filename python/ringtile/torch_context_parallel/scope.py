@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ringtile import arguments
 from ringtile.derivatives import check_once
 from ringtile.errors import Refused, RingtileError
 from ringtile.ops import state_dtype
@@ -69,6 +70,8 @@ class AttentionScope:
         lse (B, H, N). Raises as `ring_attention` and `sequence_in_force` do.
         """
         self.check_scale(scale)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            arguments.check_storage(name, x)  # which may be read to make a copy
         device = query.device.type
         if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
