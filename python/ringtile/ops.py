@@ -147,10 +147,14 @@ def _check_kernel(name: str, x: Tensor) -> None:
 
 
 def _representable(dtype: torch.dtype, scale: float, softcap: float) -> bool:
-    """Whether the kernels for dtype can hold both numbers, and the inverse of the softcap."""
+    """Whether the kernels for dtype can hold both numbers, the inverse of the softcap, and sums of scores.
+
+    A sum that overflows on its way is silently wrong: a softcap makes it finite again, and a key whose score is -inf is
+    a masked one.
+    """
     limits = torch.finfo(state_dtype(dtype))
     # From float32's least normal number to its inverse; float64's inverse is finite too.
-    return abs(scale) <= limits.max and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny)
+    return abs(scale) <= limits.max**0.5 and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny)
 
 
 def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
@@ -158,8 +162,8 @@ def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) ->
     if not _representable(dtype, scale, softcap):
         limits = torch.finfo(state_dtype(dtype))
         raise InputError(
-            f"scale is {scale} and softcap {softcap}; expected numbers of {state_dtype(dtype)}: scale finite, at most "
-            f"{limits.max:.3g}, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
+            f"scale is {scale} and softcap {softcap}; expected numbers of {state_dtype(dtype)}: scale at most "
+            f"{limits.max**0.5:.3g} in magnitude, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
         )
 
 

@@ -190,6 +190,9 @@ def attention(draw: Draw) -> str:
     wide = [x.detach().double().requires_grad_() for x in inputs]
     expected, _ = dense_attention(*wide, attend, scale, float(softcap))
     problem = differ("out", out, expected, q.dtype)
+    largest = abs(scale or 1.0) * q.size(-1) * float(wide[0].abs().amax() * wide[1].abs().amax()) if q.numel() else 0.0
+    if largest * torch.finfo(ops.state_dtype(q.dtype)).eps > TOLERANCE[q.dtype]:
+        return ""  # two scores that differ by their rounding have other weights
     if not backward or problem:
         return problem
     dout = torch.randn_like(expected)
