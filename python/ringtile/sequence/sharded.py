@@ -161,6 +161,18 @@ class ShardedSequence:
             self._on_device[device] = DeviceMask(self.plan.begin, self.plan.end, device)
         return self._on_device[device].read()
 
+    def positions_on(self, device: torch.device) -> Tensor:
+        """int64 (N,): the global position of each local token. Made on a GPU, which then waits for no copy."""
+        if device.type != "cuda":
+            return self._positions.to(device)
+        runs = sorted(self.layout.runs(self.rank), key=lambda run: run.local_begin)
+        parts = [run.global_begin + run.stride * torch.arange(run.length, device=device) for run in runs]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+    @functools.cached_property
+    def _positions(self) -> Tensor:
+        return self.layout.positions(self.rank)
+
     # ---- found again ----------------------------------------------------------------------------
 
     @classmethod
