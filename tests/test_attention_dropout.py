@@ -115,13 +115,12 @@ def test_ring_equals_the_definition(case: tuple[Problem, IntervalMask, Layout, f
 
 def test_sinks_are_not_dropped() -> None:
     p, mask, drop = problem(batch=2), IntervalMask.causal(48), dropout(0.5, (0, 1))
+    factors = 2 * kept(drop, 4, 48).double()
     leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v, torch.linspace(-1, 3, 4, dtype=torch.float64))]
     results = []
     for attend in (
         lambda q, k, v, sinks: attention(q, k, v, mask=mask, sinks=sinks, dropout=drop, return_lse=True),
-        lambda q, k, v, sinks: dense_attention(
-            q, k, v, dense(mask), sinks=sinks, factors=2 * kept(drop, 4, 48).double()
-        ),
+        lambda q, k, v, sinks: dense_attention(q, k, v, dense(mask), sinks=sinks, factors=factors),
     ):
         outputs = attend(*leaves)
         results.append((*outputs, *torch.autograd.grad(outputs, leaves, [p.dout, p.dlse])))

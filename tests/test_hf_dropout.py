@@ -9,20 +9,23 @@ import torch
 from hf_models import tiny_model, with_lora
 from hf_training import assert_equal_training, failure_of, make_trainer, packed, train
 from pool import run_ranks
+from ringtile import AttentionDropout
+from test_attention_dropout import kept
 from test_hf_losses import LastThird
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
+from transformers import AttentionInterface, AttentionMaskInterface, Trainer
+from transformers.masking_utils import eager_mask
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "per_document", "balanced")
 BATCH, STEP = 2, 2  # rows of a batch, batches of a step: make_trainer's
 
 
 def _gpt2(rate: float = 0.1):
-    """Dropout on the embeddings, after attention and MLP, and in the adapters."""
+    """Dropout on the embeddings, in and after attention, after the MLP, and in the adapters."""
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_model("gpt2", resid_pdrop=rate, embd_pdrop=rate)
+    model = tiny_model("gpt2", resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
     torch.manual_seed(1)
     targets = ["c_attn", "c_fc"]
     config = LoraConfig(
@@ -32,7 +35,7 @@ def _gpt2(rate: float = 0.1):
 
 
 def _llama():
-    return with_lora(tiny_model(), dropout=0.05).train()
+    return with_lora(tiny_model(attention_dropout=0.1), dropout=0.05).train()
 
 
 def _phi(**settings):
@@ -68,11 +71,31 @@ class Oracle(nn.Module):
         return x * mask.view_as(x)  # autograd's gradient, not the op's
 
 
+class AttentionOracle:
+    """The same of the weights of attention: (B, H, S, D) to (B, S, H, D)."""
+
+    def __init__(self, model):
+        self.names = {module: name for name, module in model.named_modules()}
+        self.calls = {}
+
+    def __call__(self, module, query, key, value, mask, dropout, scaling=None, **options):
+        call = self.calls[module] = self.calls.get(module, -1) + 1
+        first_row, step = call % STEP * BATCH, call // STEP
+        stream = zlib.crc32(self.names[module].encode())
+        drop = AttentionDropout(dropout, torch.arange(first_row, first_row + query.size(0)), 42, step, stream)
+        factors = kept(drop, query.size(1), query.size(2)).to(query.dtype) / (1 - dropout)
+        weights = (query @ key.mT * query.size(3) ** -0.5 + mask).softmax(-1)
+        return (weights * factors @ value).transpose(1, 2), None
+
+
 def _oracle():
     model = _gpt2()
     base = model.get_base_model()
+    AttentionInterface.register("oracle", AttentionOracle(base))
+    AttentionMaskInterface.register("oracle", eager_mask)
+    base.set_attn_implementation("oracle")
     for name, module in list(base.named_modules()):
-        if isinstance(module, nn.Dropout) and module.p > 0:
+        if isinstance(module, nn.Dropout) and module.p > 0 and not name.endswith("attn_dropout"):
             parent, _, child = name.rpartition(".")
             base.get_submodule(parent)._modules[child] = Oracle(name, module.p)
     return model
@@ -223,7 +246,19 @@ def _with_late_dropout(trainer):
     trainer.train()
 
 
+def _attends_with_late_dropout(trainer):
+    trainer.model.model.layers[1].self_attn.attention_dropout = 0.1
+    trainer.train()
+
+
 REFUSED = {
+    "LlamaAttention uses attention dropout 0.1 where ringtile does not count it": {
+        "make_model": lambda: tiny_model().train(),
+        "use": _attends_with_late_dropout,
+    },
+    "model.layers.0.self_attn runs again on the same tokens": {
+        "make_model": lambda: _runs_a_layer_twice(tiny_model(attention_dropout=0.1).train())
+    },
     "model.extra drops with p = 0.1, but was added": {"use": _with_late_dropout},
     "drops entries of a tensor (2, 4, ": {"make_model": lambda: _drops_heads(tiny_model()).train()},
     "runs again on the same tokens": {"make_model": lambda: _runs_a_layer_twice(_phi())},

@@ -1,7 +1,8 @@
-"""Dropout that does not depend on the world: the modules of a model draw from counters, not from a generator.
+"""Dropout that does not depend on the world: modules and attention of a model draw from counters, not from a generator.
 
 Whether a feature of a token stays is a function of the seed, the step, the module, the token's row and position in the
-global batch, and the feature (docs/design/dropout.md). So one process and any number of ranks drop the same, in every
+global batch, and the feature; for a weight of attention, of its head and the key's position (docs/design/dropout.md).
+So one process and any number of ranks drop the same, in every
 layout and tile, and when a checkpointed layer is computed again.
 
 Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
@@ -9,8 +10,9 @@ Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -21,12 +23,16 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from ringtile import ops
 from ringtile.errors import Refused
+from ringtile.hf import attention
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.model import text_modules
+from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.tiled.tiles import running_tile
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
+
+logger = logging.getLogger("ringtile")
 
 _OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
 
@@ -64,22 +70,34 @@ class CountedDropout(TrainerCallback):
         self._graphs: list[_Tokens] = []  # of the forward passes whose backward may follow
 
     def install(self, base: PreTrainedModel, entry: nn.Module, ledger: Ledger) -> None:
-        """Replaces the forward of every dropout of the model. entry: the module that receives a rank's part."""
+        """Replaces the forward of every dropout of the model, and tells its attention modules what to drop.
+
+        entry: the module that receives a rank's part.
+        """
         layers = {path: module for path, module in base.named_modules() if _is_layer(path, base)}
-        hooked: set[nn.Module] = set()
+        hooked: set[nn.Module | None] = {None}
+        attentive = _attention_modules(base) if drops_attention(base) else set()
         for path, module in text_modules(base):
-            if not isinstance(module, nn.Dropout) or module.p == 0 or why_not_counted(path, module):
-                continue
             layer = next((layers[prefix] for prefix in _prefixes(path) if prefix in layers), None)
             name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-            ledger.set(module, "forward", MethodType(self._forward(name, layer), module))
-            self._counted[module] = module.forward
+            if module in attentive:
+                ledger.set(module, attention.DROPOUT, self._of_attention(name, layer))
+            elif isinstance(module, nn.Dropout) and module.p > 0 and not why_not_counted(path, module):
+                ledger.set(module, "forward", MethodType(self._forward(name, layer), module))
+                self._counted[module] = module.forward
+            else:
+                continue
             if layer is not None and layer not in hooked:
                 hooked.add(layer)
                 ledger.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
-        if not self._counted:
+        if not self._counted and not attentive:
             return
         trainer = self._trainer
+        if attentive and trainer.args.device.type == "cuda":
+            logger.warning(
+                "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
+                "set it to 0 in the model's config if you do not need it"
+            )
         ledger.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
         trainer.add_callback(self)
         ledger.on_restore(lambda: trainer.remove_callback(self))
@@ -90,7 +108,9 @@ class CountedDropout(TrainerCallback):
         """Raises Refused for a dropout that would draw, such as one that was added since `install`."""
         check_countable(base)
         for path, module in text_modules(base):
-            if isinstance(module, nn.Dropout) and module.p > 0 and module.forward != self._counted.get(module):
+            if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
+                continue
+            if module.forward != self._counted.get(module):
                 raise Refused(
                     f"{path} drops with p = {module.p}, but was added, given its p, or changed after ringtile.enable; "
                     f"expected the model to be complete before"
@@ -167,13 +187,46 @@ class CountedDropout(TrainerCallback):
             if tokens is None or places is None:
                 return nn.Dropout.forward(module, input)
             call = _call_number(name, layer, tokens, recomputes)
-            stream = zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
-            features = input.reshape(places.size(0), -1)
-            dropped = ops.dropout(features, places, module.p, self._trainer.args.seed, tokens.step, stream)
+            features, seed = input.reshape(places.size(0), -1), self._trainer.args.seed
+            dropped = ops.dropout(features, places, module.p, seed, tokens.step, _stream(name, call))
             return dropped.view(input.shape)
 
         replacement: Callable[..., Tensor] = forward
         return replacement
+
+    def _of_attention(self, name: str, layer: nn.Module | None) -> Callable[[Tensor, float], AttentionDropout | None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def dropout_of(query: Tensor, probability: float) -> AttentionDropout | None:
+            tokens, recomputes = self._tokens_now()
+            if tokens is None or (query.size(0), query.size(2)) != tokens.shape:
+                return None
+            call = _call_number(name, layer, tokens, recomputes)
+            rows = tokens.places.view(*tokens.shape, 2)[:, 0, 0].contiguous()
+            return AttentionDropout(probability, rows, self._trainer.args.seed, tokens.step, _stream(name, call))
+
+        counted: Callable[[Tensor, float], AttentionDropout | None] = dropout_of
+        return counted
+
+
+def drops_attention(base: PreTrainedModel) -> bool:
+    """Whether the configuration of the text model has a rate of attention dropout above 0."""
+    return any(rate > 0 for rate in _attention_rates(base.config.get_text_config().to_dict()))
+
+
+def _attention_rates(config: Mapping[str, Any]) -> Iterator[float]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _attention_rates(value)
+        elif isinstance(value, int | float) and "att" in name and "drop" in name:
+            yield value
+
+
+def _attention_modules(base: PreTrainedModel) -> set[nn.Module]:
+    return {module for _, module in text_modules(base) if "Attention" in type(module).__name__}
+
+
+def _stream(name: str, call: int) -> int:
+    return zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
 
 
 def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
@@ -221,7 +274,9 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
 def check_countable(base: PreTrainedModel) -> None:
     """Raises Refused for a dropout of the model, or of an adapter, that counters cannot replace."""
     for path, module in text_modules(base):
-        if isinstance(module, nn.Dropout) and module.p > 0 and (reason := why_not_counted(path, module)):
+        if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
+            continue
+        if reason := why_not_counted(path, module):
             setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
             raise Refused(f"{path} drops with p = {module.p}; set {setting}: {reason}")
 
@@ -232,11 +287,15 @@ def why_not_counted(path: str, module: nn.Dropout) -> str:
         return f"a {type(module).__name__} may drop otherwise than nn.Dropout"
     if module.inplace:
         return "it writes into its input (inplace=True)"
-    if path.rpartition(".")[2] in _OF_ATTENTION:
-        return "the ring has no attention dropout"
+    if _is_of_attention(path):
+        return "attention reads its rate"
     if "experts" in path.split("."):
         return "an expert does not know which tokens it was given"
     return ""
+
+
+def _is_of_attention(path: str) -> bool:
+    return path.rpartition(".")[2] in _OF_ATTENTION
 
 
 def _is_layer(path: str, base: nn.Module) -> bool:
