@@ -40,7 +40,7 @@ def _llama():
 
 def _phi(**settings):
     """One dropout of each layer runs twice in it: after attention and after the MLP."""
-    model = tiny_model("phi", resid_pdrop=0.1, **settings)
+    model = tiny_model("phi", resid_pdrop=0.1, attention_dropout=0.1, **settings)
     for name, parameter in model.named_parameters():
         if name.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, which a weight of 0 would show
             parameter.data += 1

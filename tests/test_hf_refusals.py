@@ -183,7 +183,6 @@ class NoLossArguments(type(tiny_model())):
         (lambda: tiny_model("phimoe"), "model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts"),
         (lambda: _with(tiny_model(), nn.Dropout(0.1, inplace=True)), "model.extra drops with p = 0.1"),
         (lambda: _with(tiny_model(), type("Own", (nn.Dropout,), {})(0.1)), "a Own may drop otherwise than nn.Dropout"),
-        (lambda: tiny_model("gpt2", attn_pdrop=0.1), "the ring has no attention dropout"),
         (lambda: _with(tiny_model(), _in_expert(nn.Dropout(0.1))), "an expert does not know which tokens it was given"),
         (lambda: NoLossArguments(tiny_model().config), "num_items_in_batch"),
     ],
