@@ -3,6 +3,7 @@
 import functools
 import zlib
 
+import numpy as np
 import pytest
 import ringtile
 import torch
@@ -11,6 +12,7 @@ from hf_training import assert_equal_training, failure_of, make_trainer, packed,
 from pool import run_ranks
 from ringtile import AttentionDropout
 from test_attention_dropout import kept
+from test_dropout import random_word
 from test_hf_losses import LastThird
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -180,6 +182,59 @@ def test_a_resumed_run_drops_the_same_bit_for_bit(size, tmp_path):
     for whole, again in run_ranks(2, _resumed, config, str(tmp_path)) if size > 1 else [_resumed({}, str(tmp_path))]:
         assert again.losses == whole.losses
         assert all(torch.equal(again.weights[name], weight) for name, weight in whole.weights.items())
+
+
+# ---- NEFTune ------------------------------------------------------------------------------------
+
+
+class NoisyOracle(nn.Module):
+    """NEFTune's noise by its definition in Python integers, in one process."""
+
+    def __init__(self, embeddings):
+        super().__init__()
+        self.embeddings, self.calls = embeddings, 0
+
+    def forward(self, ids):
+        x, first_row, step = self.embeddings(ids), self.calls % STEP * BATCH, self.calls // STEP
+        self.calls += 1
+        stream = zlib.crc32(b"model.embed_tokens:neftune")
+        noise = torch.empty(x.shape)
+        for (row, position, feature), _ in np.ndenumerate(noise.numpy()):
+            word = random_word(first_row + row, position, feature, 42, step, stream)
+            noise[row, position, feature] = (word * 2.0**-31 - 1) * 5 / (x.size(1) * x.size(2)) ** 0.5
+        return x + noise
+
+
+def _noisy_oracle():
+    model = tiny_model().train()
+    model.set_input_embeddings(NoisyOracle(model.get_input_embeddings()))
+    return model
+
+
+def test_neftune_is_the_same_on_ranks_and_in_one_process():
+    expected = _train(None, _noisy_oracle)
+    expected.weights = {name.replace("embeddings.", ""): weight for name, weight in expected.weights.items()}
+    model, noisy = functools.partial(_trained, tiny_model), {"neftune_noise_alpha": 5.0}
+    assert expected.losses != pytest.approx(_train({}, model).losses, rel=1e-4)
+    assert_equal_training(_train({}, model, **noisy), expected)
+    for run in run_ranks(2, _train, {"context_parallel_size": 2}, model, **noisy):
+        assert_equal_training(run, expected)
+
+
+def _trained(make_model):
+    return make_model().train()
+
+
+def test_neftune_outside_of_training_steps_is_transformers():
+    trainer = make_trainer(model=tiny_model().train(), neftune_noise_alpha=5.0)
+    model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)
+    plain = model(ids).logits
+    ringtile.enable(trainer, {})
+    assert not torch.equal(model(ids).logits, plain)
+    assert torch.equal(model.eval()(ids).logits, plain)
+    ringtile.restore(trainer)
+    assert torch.equal(model.train()(ids).logits, plain)
+    assert trainer.neftune_noise_alpha == 5.0
 
 
 # ---- what is left to torch, and what is refused -------------------------------------------------

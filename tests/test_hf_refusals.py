@@ -41,7 +41,6 @@ class OwnStep(Trainer):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"trainer_class": OwnLoss, "torch_compile": True}, "OwnLoss computes its loss from the outputs"),

@@ -15,15 +15,16 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ringtile import ops
 from ringtile.errors import Refused
-from ringtile.hf import attention
+from ringtile.hf import attention, neftune
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.model import text_modules
@@ -51,6 +52,7 @@ class _Tokens:
 
     step: int
     shape: tuple[int, int]  # (B, N)
+    seq_len: int  # of the row, without the layout's padding
     places: Tensor  # int64 (T, 2): row in the step's batch, position in the row
     is_sharded: bool
     outside: _Calls = field(default_factory=lambda: _Calls(recomputed=False))  # of all layers
@@ -90,9 +92,12 @@ class CountedDropout(TrainerCallback):
             if layer is not None and layer not in hooked:
                 hooked.add(layer)
                 ledger.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
-        if not self._counted and not attentive:
-            return
         trainer = self._trainer
+        alpha: float | None = trainer.neftune_noise_alpha
+        if alpha is not None:
+            self._install_noise(base, alpha, ledger)
+        if not self._counted and not attentive and alpha is None:
+            return
         if attentive and trainer.args.device.type == "cuda":
             logger.warning(
                 "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
@@ -149,8 +154,9 @@ class CountedDropout(TrainerCallback):
         rows = torch.arange(first, first + num_rows, device=main.device)
         positions = torch.arange(num_tokens, device=main.device) if batch is None else batch.places
         places = torch.stack([rows[:, None].expand(-1, num_tokens), positions.expand(num_rows, -1)], dim=-1)
-        step = self._trainer.state.global_step
-        self._tokens = _Tokens(step, (num_rows, num_tokens), places.flatten(0, 1).contiguous(), batch is not None)
+        step, seq_len = self._trainer.state.global_step, num_tokens if batch is None else batch.seq_len
+        places = places.flatten(0, 1).contiguous()
+        self._tokens = _Tokens(step, (num_rows, num_tokens), seq_len, places, batch is not None)
         if torch.is_grad_enabled():
             self._graphs.append(self._tokens)
 
@@ -193,6 +199,29 @@ class CountedDropout(TrainerCallback):
 
         replacement: Callable[..., Tensor] = forward
         return replacement
+
+    def _install_noise(self, base: PreTrainedModel, alpha: float, ledger: Ledger) -> None:
+        """Adds NEFTune's noise to the embeddings of training steps, in place of transformers' hook."""
+        ledger.set(self._trainer, "neftune_noise_alpha", None)
+        embeddings: Any = base.get_input_embeddings()
+        names = {module: path for path, module in base.named_modules()}
+        name = ".".join(part for part in names[embeddings].split(".") if part not in _WRAPPERS) + ":neftune"
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
+            if not module.training:
+                return output
+            tokens, recomputes = self._tokens_now()
+            places = None if tokens is None else _places_of(name, output, tokens)
+            if tokens is None or places is None:
+                return cast("Tensor", neftune_post_forward_hook(module, args, output))  # type: ignore[no-untyped-call]
+            stream = _stream(name, _call_number(name, None, tokens, recomputes))
+            num_features, key = output.size(-1), (self._trainer.args.seed, tokens.step)
+            largest = neftune.largest_of(alpha, tokens.seq_len, num_features)
+            return output + neftune.noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
+
+        ledger.set(embeddings, "neftune_noise_alpha", alpha)  # which transformers' hook reads
+        ledger.on_restore(embeddings.register_forward_hook(add_noise).remove)
 
     def _of_attention(self, name: str, layer: nn.Module | None) -> Callable[[Tensor, float], AttentionDropout | None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
