@@ -27,12 +27,15 @@ from ringtile import (
     Refused,
     RingMismatch,
     attention,
+    ops,
     ring_attention,
+    self_check,
 )
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
 from test_dropout import bound, random_word
 from test_ring import FLOAT64_TOLERANCE, Problem, assemble, assert_close, problem
+from test_self_check import Ops
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
@@ -240,6 +243,24 @@ def test_aten_is_refused_by_name() -> None:
     ring_attention(p.q, p.k, p.v, **arguments)
     with pytest.raises(Refused, match="draws dropout from a generator"):
         ring_attention(p.q, p.k, p.v, dropout=dropout(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["attn_fwd_", "attn_bwd_"])
+def test_a_kernel_that_drops_otherwise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check of calls without dropout says nothing of those with it."""
+    p, options = problem(dtype=torch.float32), {"mask": IntervalMask.causal(48)}
+    real = getattr(torch.ops.ringtile, name)
+
+    def of_another_head(*arguments: Any) -> None:
+        *others, rows, positions = arguments
+        real(*others, rows + 2**20, positions) if isinstance(rows, Tensor) else real(*arguments)
+
+    self_check.forget()
+    monkeypatch.setattr(ops, "_ops", Ops(**{name: of_another_head}))
+    attention(p.q, p.k, p.v, **options)
+    with pytest.raises(Refused, match=r"gives another (out|dv) than its definition"):
+        attention(p.q, p.k, p.v, dropout=dropout(), **options)
+    self_check.forget()
 
 
 DIFFERENT = {

@@ -204,8 +204,8 @@ class CountedDropout(TrainerCallback):
         """Adds NEFTune's noise to the embeddings of training steps, in place of transformers' hook."""
         ledger.set(self._trainer, "neftune_noise_alpha", None)
         embeddings: Any = base.get_input_embeddings()
-        names = {module: path for path, module in base.named_modules()}
-        name = ".".join(part for part in names[embeddings].split(".") if part not in _WRAPPERS) + ":neftune"
+        path = next((path for path, module in base.named_modules() if module is embeddings), "embeddings")
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) + ":neftune"
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
