@@ -98,7 +98,7 @@ MUTANTS = [
         "dropout: features of a chunk share their words",
         "csrc/dropout/dropout_kernel.h",
         "word[0][i] = first_counter + (uint32_t)i, word[1][i] = (uint32_t)place[1];",
-        "word[0][i] = (uint32_t)i, word[1][i] = (uint32_t)place[1];",
+        "word[0][i] = first_counter, word[1][i] = (uint32_t)place[1];",
         "c test_dropout",
     ),
     Mutant(

@@ -98,7 +98,11 @@ def attention_forward(
                 f"{type(module).__name__} got a shard of a sequence without the keyword argument {BATCH_ARGUMENT!r}; "
                 f"expected a model that hands its keyword arguments down to its attention function"
             )
-        return _whole_sequence(module, query, key, value, attention_mask, options)
+        if options.get("dropout", 0.0) > 0:
+            out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)
+            if out is not None:
+                return out, None
+        return _transformers_attention(module, query, key, value, attention_mask, options)
     _refuse_inexact(module, attention_mask, options)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0 and (dropout := _counted_dropout(module, query, probability)) is None:
@@ -146,24 +150,23 @@ def _counted_dropout(module: nn.Module, query: Tensor, probability: float) -> At
     return None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
 
 
-def _whole_sequence(
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_counted_dropout(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """Attention on a batch that is not sharded: transformers' own, unless a training step counts its dropout."""
-    mask, dropout = None, None
-    if options.get("dropout", 0.0) > 0 and not any(options.get(name) is not None for name in _REFUSED):
-        mask = _intervals(module, query, key, attention_mask, options)
-    if mask is not None:
-        dropout = _counted_dropout(module, query, options["dropout"])
+) -> Tensor | None:
+    """Attention on a batch that is not sharded, whose dropout a training step counts; None: transformers' own."""
+    if any(options.get(name) is not None for name in _REFUSED):
+        return None
+    mask = _intervals(module, query, key, attention_mask, options)
+    dropout = None if mask is None else _counted_dropout(module, query, options["dropout"])
     if mask is None or dropout is None:
-        return _transformers_attention(module, query, key, value, attention_mask, options)
+        return None
     q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
     softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
     out = attention(q, k, v, mask=mask, scale=options.get("scaling"), softcap=softcap, sinks=sinks, dropout=dropout)
-    return out, None
+    return cast("Tensor", out)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _intervals(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> IntervalMask | None:
