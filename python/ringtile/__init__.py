@@ -28,6 +28,7 @@ from ringtile.errors import (
 _build_error: BuildError | None = None
 try:
     from ringtile.ring.attention import attention, ring_attention
+    from ringtile.ring.weight_dropout import AttentionDropout
     from ringtile.sequence.layout import Layout, Run
     from ringtile.sequence.mask import IntervalMask
     from ringtile.sequence.plan import Plan, plan
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionDropout",
     "BuildError",
     "CheckpointError",
     "Config",

@@ -33,6 +33,9 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
     const int64_t num_intervals = (c->p.mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_queries;
     emulator_lend(c->begin, num_intervals * (int64_t)sizeof(int32_t), false);
     emulator_lend(c->end, num_intervals * (int64_t)sizeof(int32_t), false);
+    if (c->p.dropout == 0) return;
+    emulator_lend(c->dropout_rows, c->p.batch * (int64_t)sizeof(int64_t), false);
+    emulator_lend(c->q_positions, c->p.num_queries * (int64_t)sizeof(int64_t), false);
 }
 
 static inline bool is_16_bit(rt_dtype dtype) { return dtype == RT_BF16 || dtype == RT_F16; }
@@ -299,7 +302,9 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     if (random_int(state, 0, 1)) make_fresh(&c, shape.seq_len);
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
-    if (round % 5 == 2) { // f64 lse
+    if (round % 6 == 5 && !range->aligned)
+        draw_dropout(state, &c); // which the plain kernels compute in every dtype
+    if (round % 5 == 2) {        // f64 lse
         free(c.x[LSE].data);
         c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
         fill(&c.x[LSE], -INFINITY);

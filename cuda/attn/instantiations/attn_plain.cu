@@ -26,7 +26,7 @@ template <class T, int DIM> rt_status backward(const rt_attn_params &p, void *st
 
 } // namespace
 
-// PLAIN(pass, p, stream): head dims up to 256 only in f32, larger ones in every dtype but f64.
+// PLAIN(pass, p, stream): head dims up to 256 in f32 alone, others in every dtype but f64.
 #define PLAIN(pass, p, ...)                                                                                  \
     (!has_large_heads(p) && (p).dtype == RT_F32 ? pass<float, 256>(p, __VA_ARGS__)                           \
      : (p).dtype == RT_F32                      ? pass<float, 512>(p, __VA_ARGS__)                           \

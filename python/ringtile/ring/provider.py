@@ -68,6 +68,7 @@ class Block(NamedTuple):
     softcap: float
     fresh: bool  # forward: no block came before; backward: dk, dv are new, and each of their rows is in the block.
     # Then out and lse, or dk and dv, may be uninitialized.
+    dropout: ops.WeightDropout | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +127,10 @@ class Ringtile:
 
     def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         mask = (block.begin, block.end, block.mask.k_runs)
-        ops.attn_fwd_(q, k, v, *mask, out, lse, block.scale, block.softcap, block.fresh)
+        ops.attn_fwd_(q, k, v, *mask, out, lse, block.scale, block.softcap, block.fresh, block.dropout)
 
     def backward_(
         self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         mask, upstream = (block.begin, block.end, block.mask.k_runs), (final.dout, final.lse, final.delta)
-        ops.attn_bwd_(q, k, v, *mask, *upstream, dq, dk, dv, block.scale, block.softcap, block.fresh)
+        ops.attn_bwd_(q, k, v, *mask, *upstream, dq, dk, dv, block.scale, block.softcap, block.fresh, block.dropout)

@@ -160,6 +160,14 @@ class ShardedSequence:
         begin, end = self._on_device[device].read()
         return begin, end
 
+    def positions_on(self, device: torch.device) -> Tensor:
+        """int64 (N,): the global position of each local token; on a GPU made anew, for which no stream waits."""
+        return self._positions if device.type == "cpu" else self.layout.positions(self.rank, device)
+
+    @functools.cached_property
+    def _positions(self) -> Tensor:
+        return self.layout.positions(self.rank)
+
     # ---- found again ----------------------------------------------------------------------------
 
     @classmethod

@@ -108,11 +108,12 @@ class Transport(abc.ABC):
         *,
         forward_call: int = 0,
         data: int = 0,
+        step: int = 0,
     ) -> Iterator[None]:
         """One operation that all ranks take part in: agree on op and fields, then exchange payloads in the body.
 
-        device: where the payloads are. forward_call, data: as in `Terms.header`. See agreement.py for who waits for
-        whom.
+        device: where the payloads are. forward_call, data, step: as in `Terms.header`. See agreement.py for who waits
+        for whom.
 
         RingMismatch leaves the group usable, except on a GPU after terms that were agreed on, where NCCL's messages may
         be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and refuses
@@ -127,7 +128,7 @@ class Transport(abc.ABC):
         with self.telling(op):
             self.check_device(device)
         with self._numbered(op):
-            self._agree(op, fields, device, forward_call, data)
+            self._agree(op, fields, device, forward_call, data, step)
             yield
             self.compare_headers()
 
@@ -183,13 +184,13 @@ class Transport(abc.ABC):
         ) from self._failure
 
     def _agree(
-        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int
+        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int, step: int
     ) -> None:
         key = (op, device.type, *fields.items())
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self.num_calls)
-        self._send_header(op, terms.header(self.num_calls, forward_call, data))
+        self._send_header(op, terms.header(self.num_calls, forward_call, data, step))
         self._behind = True
         if agreed is None:
             self.compare_headers()
