@@ -82,6 +82,16 @@ def test_every_op_is_opchecked() -> None:
     assert names == {*OPCHECK_CASES, "cpu_isa"} | elsewhere
 
 
+def test_ops_of_a_group_stay_out_of_compiled_cuda_graphs() -> None:
+    """They communicate, and read masks and layouts on the host, which no replay would do."""
+    importlib.import_module("ringtile.torch_context_parallel.group_layouts")
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ringtile::")]
+    of_a_group = [each.name[10:] for each in schemas if "group_name" in {given.name for given in each.arguments}]
+    assert len(of_a_group) == 5
+    for name in of_a_group:
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringtile, name).default.tags, name
+
+
 @pytest.mark.parametrize("name", sorted(set(OPCHECK_CASES) - {"shard_seq", "unshard_seq"}))
 def test_compiled_op_names_each_tensor_that_is_missing(name: str) -> None:
     """None reaches an op as an undefined tensor, which has no dtype; torch answers where no other is left."""

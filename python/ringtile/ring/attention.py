@@ -26,6 +26,7 @@ from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, group_name, is_traced, only_group_of, telling, transport_of
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -242,7 +243,8 @@ class _RingAttention(torch.autograd.Function):
 # ---- the op -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("ringtile::ring_attention", mutates_args=())
+# Nor where it does not communicate: a graph of torch.compile's would go on with the mask that it was captured with.
+@torch.library.custom_op("ringtile::ring_attention", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _ring_attention(
     q: Tensor,
     k: Tensor,
@@ -262,7 +264,7 @@ def _ring_attention(
     return ring.forward(call, q, k, v)
 
 
-@torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=())
+@torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -155,11 +155,10 @@ class ShardedSequence:
 
         Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
-        if device.type != "cuda":
-            return self.plan.begin.to(device), self.plan.end.to(device)
         if device not in self._on_device:
-            self._on_device[device] = DeviceMask(self.plan.begin, self.plan.end, device)
-        return self._on_device[device].read()
+            self._on_device[device] = DeviceMask(device, self.plan.begin, self.plan.end)
+        begin, end = self._on_device[device].read()
+        return begin, end
 
     # ---- found again ----------------------------------------------------------------------------
 
