@@ -13,8 +13,10 @@
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
 void emulator_run_concurrently(int num_ctas, uint32_t seed);
+int64_t emulator_ctas(void); // that have started
 int64_t emulator_bank_conflicts(void);
 void emulator_set_compute_capability(int capability); // 80 until the first call
+void emulator_set_num_multiprocessors(int number);    // 132 until the first call
 int64_t emulator_group_products(void);                // of warp groups: only sm_90a kernels have any
 
 // Lends all arrays, but of k and v only the rows [first_key, last_key).
@@ -167,8 +169,10 @@ static inline void *copy_bytes(const tensor *x) {
     return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x));
 }
 
-// Runs the backward with concurrent CTAs, then again with one CTA at a time: both must give the same bits.
+// Runs the backward with concurrent CTAs, then again with one CTA at a time: both must give the same bits. The number of
+// multiprocessors decides into how many parts a group of query heads is divided.
 static inline void run_backward_twice(const attn_case *c, uint32_t seed, int64_t num_calls) {
+    emulator_set_num_multiprocessors((const int[]){1, 4, 132}[seed % 3]);
     void *before[3], *concurrent[3];
     for (int i = 0; i < 3; i++) before[i] = copy_bytes(&c->x[DQ + i]);
     emulator_run_concurrently(4, seed);
