@@ -28,6 +28,7 @@ struct attn_args {
     rt_attn_params p; // k_runs points to host memory
     rt_run runs[MAX_RUNS];
     int num_runs;
+    int section;   // kv heads, in a forward (key_walk.cuh)
     int num_parts; // of the query heads of a group, in a backward (query_walk.cuh)
     float scale_log2, cap;
     float inverse_softcap; // 0: off
@@ -45,7 +46,7 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
 template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
     attn_args args;
     args.p = p;
-    args.num_parts = 1;
+    args.section = args.num_parts = 1;
     const double scale = p.scale == 0 ? 1 : fabs(p.scale);
     args.scale_log2 = (float)((p.softcap > 0 ? p.softcap : scale) * LOG2_E);
     args.cap = p.softcap > 0 ? (float)(scale / p.softcap) : 0;

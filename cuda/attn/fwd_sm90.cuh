@@ -76,7 +76,7 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
     constexpr int ROWS = shape::ROWS, KEYS = shape::KEYS;
     const bool copies = thread_index() == 32 * shape::CONSUMERS;
     if (copies) {
-        const query_tile queries = query_tile_of_cta<ROWS>(args.attn.p);
+        const query_tile queries = query_tile_of_cta<ROWS>(args.attn);
         const auto full = RT_SHARED(smem, q_full);
         mbarrier_arrive_expect_tx(full, sizeof(panels<ROWS, D>));
         copy_tile<ROWS, D>(RT_SHARED(smem, q), full, args.q, queries.first_token, queries.head,
@@ -188,7 +188,7 @@ RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D, DV>
     start_values();
     if (group == 0) release_other_group();
     wgmma_wait_group<0>(o[0]);
-    merge_rows(args, query_tile_of_cta<shape::ROWS>(args.p), rows, o);
+    merge_rows(args, query_tile_of_cta<shape::ROWS>(args), rows, o);
 }
 
 template <class T, int D, int DV>
@@ -221,11 +221,12 @@ template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &
         [&](const attn_args &attn) {
             attn_sm90_args args;
             args.attn = attn;
+            args.attn.section = kv_heads_of_section(p);
             const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
                                 map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
                                 map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
             if (!mapped) return RT_CUDA;
-            return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(p), shape::THREADS,
+            return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(args.attn), shape::THREADS,
                           sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);

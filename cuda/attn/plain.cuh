@@ -122,7 +122,7 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
     constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_tile queries = query_tile_of_cta<TILE>(p);
+    const query_tile queries = query_tile_of_cta<TILE>(args);
     const plain_forward_memory<DIM> smem(shared_base(), p);
     const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
@@ -226,7 +226,7 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_tile queries = query_tile_of_cta<TILE>(p);
+    const query_tile queries = query_tile_of_cta<TILE>(args);
     const plain_backward_memory<DIM> smem(shared_base(), p);
     const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
