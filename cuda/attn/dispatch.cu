@@ -43,10 +43,10 @@ static rt_status choose_isa(int *isa) {
     return strcmp(asked, "sm_80") == 0 ? RT_OK : RT_BAD_CUDA_ISA;
 }
 
-// The kernels of sm_90a have head dims of 64 and 128, and the forward 192 with values of 128. Those in between run padded
-// there: bulk copies bring zeros behind a row's end, and what they add is left out.
+// The kernels of sm_90a have head dims of 64 and 128, and the forward 256, and 192 with values of 128. Those in between
+// run padded there: bulk copies bring zeros behind a row's end, and what they add is left out.
 template <int D, int DV> constexpr bool has_bwd_sm90 = D == DV && D <= 128;
-template <int D, int DV> constexpr bool has_fwd_sm90 = has_bwd_sm90<D, DV> || D == 192;
+template <int D, int DV> constexpr bool has_fwd_sm90 = has_bwd_sm90<D, DV> || D > 128;
 constexpr int padded_sm90(int dim) { return dim == 96 ? 128 : dim; }
 
 template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {

@@ -70,13 +70,13 @@ template <int KEYS> RT_HOST_DEVICE int64_t num_key_units(const attn_args &args) 
 }
 
 // With few kv heads and a short block of keys there would be fewer thread blocks than multiprocessors. Then the query
-// heads of a group are divided among several thread blocks, until there are two for each place on a multiprocessor, so
-// that those with short walks can fill what long ones leave.
+// heads of a group are divided among several thread blocks, until there are almost two for each place on a
+// multiprocessor: under a causal mask, those with short walks fill what long ones leave.
 template <int KEYS> attn_args divide_heads(const attn_args &of, int most_on_multiprocessor) {
     attn_args args = of;
-    const int64_t group = args.p.num_heads / args.p.num_kv_heads, units = num_key_units<KEYS>(args),
-                  wanted = 2 * most_on_multiprocessor * num_multiprocessors();
+    const int64_t group = args.p.num_heads / args.p.num_kv_heads, units = num_key_units<KEYS>(args);
     if (units == 0) return args;
+    const int64_t places = most_on_multiprocessor * num_multiprocessors(), wanted = 2 * places - places / 8;
     const int64_t parts = (wanted + units - 1) / units,
                   heads = parts < group ? (group + parts - 1) / parts : 1;
     args.num_parts = (int)((group + heads - 1) / heads);
@@ -112,7 +112,7 @@ RT_HOST_DEVICE backward_workspace workspace_of(const rt_attn_params &p, int num_
     int *const next_ticket = semaphores + p.batch * p.num_heads * num_query_tiles;
     return {bounds, semaphores, next_ticket, next_ticket + 1};
 }
-// Enough for tiles of 16 queries and 64 keys or more, and for those of plain.cuh.
+// Enough for tiles of 16 queries and of 64 keys or more, and for those of plain.cuh.
 inline int64_t backward_workspace_bytes(const rt_attn_params &p) {
     const int64_t tiles = num_tiles((int)p.num_queries, has_large_heads(p) ? 8 : 16);
     if (tiles == 0) return 0;

@@ -247,11 +247,12 @@ static const head_dims all_dims[] = {{64, 64},   {1, 3},     {40, 64},   // tile
                                      {512, 512}, {257, 64},  {80, 400}}; // plain
 static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32};     // tensor cores take the first two
 enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
-static const head_dims sm90_dims[] = {{64, 64},  {128, 128}, {8, 24},   {128, 64}, {40, 64},
-                                      {64, 128}, {96, 88},   {192, 128}}; // the last in the forward only
+static const head_dims sm90_dims[] = {
+    {64, 64},  {128, 128}, {8, 24},    {128, 64}, {40, 64},
+    {64, 128}, {96, 88},   {192, 128}, {200, 256}}; // the last two in the forward only
 enum {
     NUM_FWD_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]),
-    NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 1
+    NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 2
 };
 static const case_range everything = {all_dims, all_cuda_dtypes, NUM_DIMS, 3, 140, 300, false};
 
