@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(
         "CUDA: delta not subtracted",
         "cuda/attn/bwd_parts.cuh",
-        "dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;",
+        "dweights[0][i / 4][i % 4] -= delta_of_lane(i / 4).of[i % 2];",
         "dweights[0][i / 4][i % 4] -= 0;",
         "emulator test_attn_bwd_sm90",
     ),
