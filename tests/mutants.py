@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "ring: outputs taken as initialized",
         "python/ringtile/ring/block_kernel.py",
-        "fresh=i == 0)",
+        "fresh=i == 0 and call.sinks is None)",
         "fresh=False)",
         "tests/test_ring.py",
     ),
