@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(
         "CUDA: delta not subtracted",
         "cuda/attn/bwd_parts.cuh",
-        "dweights[0][i / 4][i % 4] -= sums_of_lane(i / 4).of[i % 2].delta;",
+        "dweights[0][i / 4][i % 4] -= delta_of_lane(i / 4).of[i % 2];",
         "dweights[0][i / 4][i % 4] -= 0;",
         "emulator test_attn_bwd_sm90",
     ),
@@ -254,7 +254,7 @@ MUTANTS = [
     Mutant(
         "ring: outputs taken as initialized",
         "python/ringtile/ring/block_kernel.py",
-        "fresh=i == 0)",
+        "fresh=i == 0 and call.sinks is None)",
         "fresh=False)",
         "tests/test_ring.py",
     ),

@@ -17,6 +17,7 @@ static void test_random_problems_agree_with_the_reference(void) {
 }
 
 int main(void) {
+    check_that_heads_in_sections_agree();
     test_random_problems_agree_with_the_reference();
     check_fresh_outputs_of_nothing(FORWARD);
     check_that_unattended_tiles_stay_unread(FORWARD, RT_BF16);

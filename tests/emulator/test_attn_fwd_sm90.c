@@ -78,6 +78,7 @@ static void test_environment_chooses_the_kernels(void) {
 int main(void) {
     unsetenv("RINGTILE_CUDA_ISA");
     emulator_set_compute_capability(90);
+    check_that_heads_in_sections_agree();
     test_random_problems_agree_with_the_reference();
     test_rows_that_cannot_be_mapped_agree_too();
     test_empty_problems_are_accepted();

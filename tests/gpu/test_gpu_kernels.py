@@ -232,7 +232,7 @@ def test_attention_over_many_tiles_obeys_it(dtype: torch.dtype, mask: str, head_
 @pytest.mark.parametrize("dtype", FLOATS[1:])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 40)])
 def test_attention_of_unaligned_rows_obeys_it(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    """On sm_90 the sm_80 kernel takes unaligned rows, and head dims of 96 and above 128; the sm_90a kernel the rest."""
+    """On sm_90 the sm_80 kernel takes unaligned rows and, backward, head dims above 128; the sm_90a kernel the rest."""
     p = problem(dtype, *dims)
     odd = Problem(*(F.pad(x, (0, 1))[..., : x.size(-1)] for x in p))
     assert_not_less_exact_than_torch(odd, MASKS["causal"], ours(odd, MASKS["causal"]))
