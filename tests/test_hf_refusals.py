@@ -175,7 +175,7 @@ class NoLossArguments(type(tiny_model())):
     ("model", "words"),
     [
         (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
-        (lambda: LlamaForSequenceClassification(tiny_model().config), "expected a ...ForCausalLM model"),
+        (lambda: LlamaForSequenceClassification(tiny_model().config), "a loss of its own for whole sequences"),
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
         (lambda: tiny_model("lfm2"), "layers of type conv"),
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import sdpa_attention
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
 from ringtile.hf.balancing_loss import check_balancing_loss
-from ringtile.hf.layers import KNOWN_TYPES
+from ringtile.hf.layers import known_types
 from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.parallelism import parallelism_of
 
 # Methods that ringtile replaces or relies on, with the arguments it passes. Other versions may lack them.
@@ -62,6 +63,8 @@ _WORK_ON_SHARDS = (
 )
 _GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
+_CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+_FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
 # Modules that no setting makes run on a shard, by class, with what they do.
 _WHOLE_SEQUENCES = {
@@ -139,38 +142,64 @@ def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
 
 
 def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
-    """Raises Refused for models that mix tokens outside causal attention, or that need the full sequence.
+    """Raises Refused for models that mix tokens outside of attention, or that need the full sequence.
 
     classifier: the model scores the last token, and its Trainer computes the loss.
     """
     config, name = model.config.get_text_config(), type(model).__name__
-    # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
-    if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is not ForCausalLMLoss:
+    if not classifier and not is_sum_over_tokens(model):
         raise Refused(
-            f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model: load "
-            f"it with AutoModelForCausalLM"
+            f"{name} has a loss of its own for whole sequences; expected a ...ForCausalLM, ...ForMaskedLM or "
+            f"...ForTokenClassification model, whose loss is a sum over tokens: load it with AutoModelForCausalLM, "
+            f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
-    modules = text_modules(model)
-    bidirectional = [
-        path
-        for path, module in modules
-        if getattr(module, "is_causal", True) is False and not path.endswith(_CROSS_ATTENTION)
-    ]
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
-        raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder: {INSTEAD}")
-    layer_types = set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES
+    causal = attends_causally(model)
+    layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if layer_types:
         raise Refused(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
-            f"{', '.join(sorted(KNOWN_TYPES))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
+            f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
-    convolutions = [path for path, module in modules if isinstance(module, nn.Conv1d)]
+    convolutions = [path for path, module in text_modules(model) if isinstance(module, nn.Conv1d)]
     if convolutions:
         raise Refused(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
     _refuse_modules(model, _WHOLE_SEQUENCES)
     check_balancing_loss(model)
+
+
+def attends_causally(model: PreTrainedModel) -> bool:
+    """Whether no token attends a later one. Raises Refused for decoders that do, and where layers or masks disagree."""
+    config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise Refused(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
+    said: dict[bool, str] = {}  # the first layer that says so
+    for path, module in modules:
+        flag = getattr(module, "is_causal", None)
+        if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
+            said.setdefault(flag, path)
+    full_masks = not getattr(config, "is_causal", True)
+    if shifts_labels(model):
+        if full_masks or False in said:
+            raise Refused(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
+        return True
+    if len(said) != 1:
+        raise Refused(
+            f"{name} has {'causal and bidirectional layers' if said else 'no layer that says whether it is causal'} "
+            f"(is_causal); expected all layers to say the same: {INSTEAD}"
+        )
+    causal = True in said
+    files = {sys.modules[type(module).__module__] for _, module in modules if isinstance(module, PreTrainedModel)}
+    makes_causal, makes_full = (
+        any(hasattr(f, mask) for f in files for mask in m) for m in (_CAUSAL_MASKS, _FULL_MASKS)
+    )
+    if not ((makes_causal and not full_masks) if causal else (makes_full or (makes_causal and full_masks))):
+        raise Refused(
+            f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({said[causal]}.is_causal) but not in "
+            f"its masks, or makes masks of its own; expected those of transformers and is_causal to agree: {INSTEAD}"
+        )
+    return causal
 
 
 def check_training_model(model: nn.Module) -> None:
