@@ -43,6 +43,7 @@ class OwnStep(Trainer):
     [
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"trainer_class": OwnLoss, "torch_compile": True}, "OwnLoss computes its loss from the outputs"),
         ({"trainer_class": OwnStep}, "OwnStep.training_step replaces that of transformers.Trainer"),

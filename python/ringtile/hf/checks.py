@@ -57,7 +57,9 @@ _SUM_OVER_TOKENS = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
 _WORK_ON_SHARDS = (
     *_SUM_OVER_TOKENS,
     "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
     "trl.trainer.reward_trainer",
+    "trl.experimental.orpo.orpo_trainer",
     "axolotl.core.trainers.mixins.activation_checkpointing",
     "axolotl.core.trainers.mixins.layer_offloading",
 )
@@ -107,6 +109,10 @@ def check_trainer(trainer: Trainer) -> None:
         "eval_use_gather_object": (
             args.eval_use_gather_object,
             "ringtile drops the copies of a batch from tensors only",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            args.train_sampling_strategy == "batch_rebalance",
+            "it deals rows to ranks, and the ranks of a group need the same (group_by_length balances too)",
         ),
         "dispatch_batches": (trainer.accelerator.dispatch_batches is True, "each rank would get another batch"),
     }
@@ -254,9 +260,9 @@ def _check_touch_points(trainer: Trainer) -> None:
         home = _home(trainer, method)
         if method != "compute_loss" and home.__module__ not in _WORK_ON_SHARDS:
             raise Refused(
-                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
-                f"SFTTrainer, DPOTrainer or RewardTrainer, with at most a compute_loss of your own: ringtile cannot "
-                f"tell whether another {method} works on shards"
+                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's SFTTrainer, "
+                f"DPOTrainer, KTOTrainer, ORPOTrainer or RewardTrainer, with at most a compute_loss of your "
+                f"own: ringtile cannot tell whether another {method} works on shards"
             )
 
 
