@@ -11,10 +11,10 @@ from hf_training import enter_world
 from pool import run_ranks
 from ringtile.cli import main
 from ringtile.cli.models import decide, markdown, reason_of, split_page
-from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config
+from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config, types_with_heads
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/models.md"
-TYPES = [*causal_types(), *image_text_types()]
+TYPES = [*causal_types(), *image_text_types(), *types_with_heads()]
 # Sinks, chunks, a balancing loss, a tower, learned positions; refused at enable, and in the first step.
 FEW = ("gpt_oss", "llama4_text", "mixtral", "llava", "roberta", "mamba", "bart")
 

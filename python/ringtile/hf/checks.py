@@ -260,9 +260,9 @@ def _check_touch_points(trainer: Trainer) -> None:
         home = _home(trainer, method)
         if method != "compute_loss" and home.__module__ not in _WORK_ON_SHARDS:
             raise Refused(
-                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's SFTTrainer, "
-                f"DPOTrainer, KTOTrainer, ORPOTrainer or RewardTrainer, with at most a compute_loss of your "
-                f"own: ringtile cannot tell whether another {method} works on shards"
+                f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
+                f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer or RewardTrainer, with at most a compute_loss of "
+                f"your own: ringtile cannot tell whether another {method} works on shards"
             )
 
 
