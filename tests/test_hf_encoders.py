@@ -11,6 +11,8 @@ import torch
 from hf_models import NUM_LABELS, SIZES, tiny_encoder
 from hf_training import TOLERANCE, Padded, Run, assert_equal_training, failure_of, make_trainer, packed, train
 from pool import run_ranks
+from ringtile.cli.tiny_models import tiny_config
+from ringtile.cli.tiny_models import tiny_model as any_tiny_model
 from ringtile.hf.checks import attends_causally
 from ringtile.hf.layers import layer_masks, mask_of_layer
 from transformers import (
@@ -143,6 +145,13 @@ def _llama_that_looks_ahead(layers):
     return model
 
 
+def _tiny(name, **settings):
+    config = tiny_config(f"{name}:masked-lm")
+    for setting, value in settings.items():
+        setattr(config, setting, value)
+    return any_tiny_model(config, "masked-lm")
+
+
 def _says_causal(model):
     for layer in model.model.layers:
         layer.attn.is_causal = True
@@ -153,6 +162,8 @@ def _says_causal(model):
     ("model", "words"),
     [
         (lambda: AutoModelForSequenceClassification.from_config(BertConfig(**SIZES)), "a loss of its own for whole"),
+        (lambda: _tiny("mobilebert"), "(MobileBertEmbeddings) joins the embeddings of neighbouring tokens"),
+        (lambda: _tiny("esm", token_dropout=True), "(EsmEmbeddings) scales embeddings by how many tokens of the row"),
         (lambda: _both_ways(tiny_encoder()), "has causal and bidirectional layers"),
         (
             lambda: _says_causal(tiny_encoder()),

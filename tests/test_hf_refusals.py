@@ -8,10 +8,10 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from hf_training import Padded, Stream, failure_of, make_rows, make_trainer
+from hf_training import Padded, Stream, enter_world, failure_of, make_rows, make_trainer
 from pool import run_ranks
 from torch import nn
-from transformers import LlamaForSequenceClassification, Trainer
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 CONFIG = {"context_parallel_size": 2}
@@ -109,6 +109,21 @@ def test_tensor_parallelism_is_refused():
     trainer = make_trainer()
     trainer.model._tp_size = 2
     assert "tensor parallelism of size 2" in str(_refusal(trainer))
+
+
+def _slice_over_half_of_the_ranks(folder):
+    enter_world()
+    with pytest.raises(RuntimeError) as raised:
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
+    return str(raised.value)
+
+
+@pytest.mark.matrix
+def test_tensor_parallelism_takes_every_rank(tmp_path):
+    """Why it is refused: of four ranks, transformers cannot make two groups of two."""
+    tiny_model().save_pretrained(tmp_path)
+    for message in run_ranks(4, _slice_over_half_of_the_ranks, str(tmp_path)):
+        assert message == "tp_size (2) * fsdp_size (1) is not equal to world_size (4)"
 
 
 def test_fsdp1_is_refused():

@@ -133,6 +133,8 @@ _BESIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND},
+    **{name: {"vocab_size": VOCABULARY} for name in ("esm", "esmc")},
+    "neomme": {"head_dim": 2 * _HEAD_DIM},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2},
@@ -207,6 +209,9 @@ def tiny_model(config: PretrainedConfig, head: str = "", dtype: torch.dtype = to
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # of a classifier, whose rate no configuration holds
+            module.p = 0.0
     model.to(dtype)  # type: ignore[arg-type]
     model.train()
     return model

@@ -68,11 +68,15 @@ _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "Dist
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
-# Modules that no setting makes run on a shard, by class, with what they do.
+# Modules that do not run on a shard, by class: the attribute that makes them so, if one does, and what they do.
 _WHOLE_SEQUENCES = {
-    "DogeAttention": "picks the keys of each query (keep_window_size) by the values of all keys of the sequence",
+    "DogeAttention": ("", "picks the keys of each query (keep_window_size) by the values of all keys of the sequence"),
+    "EsmEmbeddings": ("token_dropout", "scales embeddings by how many tokens of the row are masked (token_dropout)"),
+    "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighbouring tokens (trigram_input)"),
 }
-_SAMPLING = {"PhimoeTopKRouter": "samples the experts of each token in training, whatever router_jitter_noise is"}
+_SAMPLING = {
+    "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),
+}
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
 
@@ -104,7 +108,11 @@ def check_trainer(trainer: Trainer) -> None:
     args, name = trainer.args, type(trainer).__name__
     refused = {
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its noise depends on the length of a shard"),
-        "use_liger_kernel": (args.use_liger_kernel, "its loss has not been shown to use the global labels"),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its kernels need a GPU, on which none has been compared with one process; tiled_mlp and tiled_loss save "
+            "the same memory",
+        ),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
         "eval_use_gather_object": (
             args.eval_use_gather_object,
@@ -193,7 +201,8 @@ def attends_causally(model: PreTrainedModel) -> bool:
     if len(said) != 1:
         raise Refused(
             f"{name} has {'causal and bidirectional layers' if said else 'no layer that says whether it is causal'} "
-            f"(is_causal); expected all layers to say the same: {INSTEAD}"
+            f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
+            f"AttentionInterface do: {INSTEAD}"
         )
     causal = True in said
     files = {sys.modules[type(module).__module__] for _, module in modules if isinstance(module, PreTrainedModel)}
@@ -230,9 +239,10 @@ def check_sampling(model: PreTrainedModel) -> None:
     _refuse_modules(model, _SAMPLING)
 
 
-def _refuse_modules(model: PreTrainedModel, reasons: dict[str, str]) -> None:
+def _refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:
     for path, module in text_modules(model):
-        if reason := reasons.get(type(module).__name__):
+        switch, reason = reasons.get(type(module).__name__, ("", ""))
+        if reason and (not switch or getattr(module, switch, True)):
             raise Refused(f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}")
 
 
@@ -289,7 +299,11 @@ def _check_parallelism(trainer: Trainer) -> None:
     if plugin is not None and plugin.fsdp_version == 1:
         raise Refused("FSDP1 (fsdp_version 1) was not tested under context parallelism; expected fsdp_version 2")
     if trainer.get_tp_size() > 1:
-        raise Refused(f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: the two are not combined yet")
+        raise Refused(
+            f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: transformers slices a model over all "
+            f"ranks (tp_plan), so that no two of them can share a sequence. Load the model without tp_plan, or combine "
+            f"both in plain PyTorch (examples/train_3d.py)"
+        )
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
         raise Refused(
             "average_tokens_across_devices is false with ParallelismConfig.cp_size > 1, where transformers rounds the "
