@@ -4,7 +4,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SIZES = {
     "vocab_size": 96,
@@ -142,6 +149,27 @@ def tiny_model(family: str = "llama", seed: int = 0, **overrides: object) -> Pre
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SIZES, **settings, **overrides})
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+ENCODERS = {
+    "modernbert": ("modernbert", {"local_attention": 6, "layer_types": ALTERNATING}),
+    "eurobert": ("eurobert", {}),
+    "bert": ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "llama": ("llama", {"classifier_dropout": 0.0}),  # classifies tokens, and stays causal
+}
+NUM_LABELS = 5  # classes of a token
+
+
+def tiny_encoder(family: str = "modernbert", classes: bool = False, **overrides: object) -> PreTrainedModel:
+    """A model of masked words, or of classes of tokens. No parameter is 0: the bias of a key has no gradient, so that
+    of one at 0 only rounding could be compared."""
+    model_type, settings = ENCODERS[family]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, "num_labels": NUM_LABELS, **settings, **overrides})
+    model = (AutoModelForTokenClassification if classes else AutoModelForMaskedLM).from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.train()
 
 
 def with_lora(model: PreTrainedModel, dropout: float = 0.0) -> Any:

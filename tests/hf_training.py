@@ -1,5 +1,6 @@
 """Short training, evaluation and prediction runs of a real Trainer, in one process or on each rank of a world."""
 
+import importlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -158,9 +159,8 @@ def make_trainer(
     folder = folder or tempfile.mkdtemp(prefix="ringtile-test-")
     extra = {"data_collator": collator or Padded(), **(trainer_arguments or {})}
     if trainer_class.__module__.startswith("trl."):
-        import trl
-
-        config_class = getattr(trl, trainer_class.__name__.replace("Trainer", "Config"))
+        package = importlib.import_module(trainer_class.__module__.rpartition(".")[0])
+        config_class = getattr(package, trainer_class.__name__.replace("Trainer", "Config"))
         training_arguments = config_class(folder, **{"max_length": 64, "bf16": False, **settings})
         if trainer_class.__name__ != "SFTTrainer":
             train_rows, eval_rows = make_pairs(num_rows), make_pairs(5, seed=1)

@@ -67,7 +67,7 @@ def masks(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
     simple = st.one_of(
         st.just(IntervalMask.full(seq_len)),
         st.just(IntervalMask.causal(seq_len)),
-        st.builds(IntervalMask.sliding_window, st.just(seq_len), size),
+        st.builds(IntervalMask.sliding_window, st.just(seq_len), size, causal=st.booleans()),
         st.builds(IntervalMask.prefix_lm, st.just(seq_len), st.integers(0, seq_len)),
         st.builds(IntervalMask.chunked, st.just(seq_len), size),
         st.builds(

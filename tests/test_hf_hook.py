@@ -132,7 +132,7 @@ def test_enable_is_idempotent_and_restore_leaves_identical_objects():
 def _fail_half_way():
     trainer = make_trainer()
     before = _snapshot(trainer)
-    with mock.patch("ringtile.hf.model.watch_loss", side_effect=KeyError), contextlib.suppress(KeyError):
+    with mock.patch("ringtile.hf.loss_on_shards.watch_loss", side_effect=KeyError), contextlib.suppress(KeyError):
         ringtile.enable(trainer, CONFIG)  # the loss is watched last
     return _differences(before, _snapshot(trainer))
 

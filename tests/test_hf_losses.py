@@ -273,6 +273,51 @@ def test_dpo_with_lora_equals_one_process(engine):
     _assert_equal(_train_dpo_lora, expected=_train_dpo_lora(None), engine=engine)
 
 
+def _train_kto(config, **options):
+    """Each row wanted or not; and once more with the completion of another row, by which KTO estimates a divergence."""
+    import datasets
+
+    pairs = make_pairs(16)
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if i % 3 else "chosen"], "label": i % 3 == 0}
+        for i, pair in enumerate(pairs)
+    ]
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "ref_model": tiny_model(seed=3)}
+    return _train_trl("KTOTrainer", config, trainer_arguments=data, max_steps=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"loss_type": "apo_zero_unpaired", "desirable_weight": 2.0}, marks=pytest.mark.matrix)]
+)
+def test_kto_equals_one_process(options):
+    pytest.importorskip("trl")
+    _assert_equal(_train_kto, per_device_train_batch_size=4, **options)
+
+
+@pytest.mark.matrix
+def test_kto_of_two_groups_equals_two_ranks():
+    pytest.importorskip("trl")
+    expected = run_ranks(2, _train_kto, None)[0]
+    _assert_equal(_train_kto, world_size=4, expected=expected)
+
+
+def _train_orpo(config, **options):
+    from trl.experimental.orpo import ORPOTrainer
+
+    return train(config, trainer_class=ORPOTrainer, max_steps=2, num_rows=16, evaluate=False, **options)
+
+
+def test_orpo_equals_one_process():
+    pytest.importorskip("trl")
+    _assert_equal(_train_orpo)
+
+
+@pytest.mark.matrix
+def test_orpo_of_two_groups_equals_two_ranks():
+    pytest.importorskip("trl")
+    _assert_equal(_train_orpo, world_size=4, expected=run_ranks(2, _train_orpo, None)[0])
+
+
 def _train_reward(config, engine="DDP", **options):
     """In float64: a reward is one number per sequence, small and of either sign, and its gradient a difference of two
     sequences', so that rounding in float32 is not small against the weights."""
@@ -304,23 +349,27 @@ def test_rewards_with_margins_equal_one_process():
     _assert_equal(_train_margins)
 
 
-def _evaluate_dpo(config):
+def _evaluate(config):
+    """The losses of DPO and ORPO in evaluation."""
     import trl
+    from trl.experimental.orpo import ORPOTrainer
 
-    trainer = make_trainer(
-        trainer_class=trl.DPOTrainer, num_rows=4, trainer_arguments={"ref_model": tiny_model(seed=3)}
-    )
-    if config is not None:
-        ringtile.enable(trainer, config)
-    metrics = trainer.evaluate()
-    if config is not None:
-        ringtile.restore(trainer)
-    return metrics["eval_loss"]
+    losses = []
+    for trainer_class, options in ((trl.DPOTrainer, {"ref_model": tiny_model(seed=3)}), (ORPOTrainer, {})):
+        trainer = make_trainer(trainer_class=trainer_class, num_rows=4, trainer_arguments=options)
+        if config is not None:
+            ringtile.enable(trainer, config)
+        losses.append(trainer.evaluate()["eval_loss"])
+        if config is not None:
+            ringtile.restore(trainer)
+    return losses
 
 
-def test_dpo_evaluates_as_one_process():
+def test_preferences_evaluate_as_one_process():
     pytest.importorskip("trl")
-    assert run_ranks(2, _evaluate_dpo, CONFIG) == pytest.approx([_evaluate_dpo(None)] * 2, rel=TOLERANCE)
+    expected = _evaluate(None)
+    for losses in run_ranks(2, _evaluate, CONFIG):
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_trainers_that_generate_are_refused():

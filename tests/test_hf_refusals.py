@@ -8,10 +8,10 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from hf_training import Padded, Stream, failure_of, make_rows, make_trainer
+from hf_training import Padded, Stream, enter_world, failure_of, make_rows, make_trainer
 from pool import run_ranks
 from torch import nn
-from transformers import LlamaForSequenceClassification, Trainer
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, Trainer
 from transformers.modeling_outputs import CausalLMOutput
 
 CONFIG = {"context_parallel_size": 2}
@@ -42,6 +42,7 @@ class OwnStep(Trainer):
     ("options", "words"),
     [
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance'"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"trainer_class": OwnLoss, "torch_compile": True}, "OwnLoss computes its loss from the outputs"),
         ({"trainer_class": OwnStep}, "OwnStep.training_step replaces that of transformers.Trainer"),
@@ -109,6 +110,21 @@ def test_tensor_parallelism_is_refused():
     assert "tensor parallelism of size 2" in str(_refusal(trainer))
 
 
+def _slice_over_half_of_the_ranks(folder):
+    enter_world()
+    with pytest.raises(RuntimeError) as raised:
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
+    return str(raised.value)
+
+
+@pytest.mark.matrix
+def test_tensor_parallelism_takes_every_rank(tmp_path):
+    """Why it is refused: of four ranks, transformers cannot make two groups of two."""
+    tiny_model().save_pretrained(tmp_path)
+    for message in run_ranks(4, _slice_over_half_of_the_ranks, str(tmp_path)):
+        assert message == "tp_size (2) * fsdp_size (1) is not equal to world_size (4)"
+
+
 def test_fsdp1_is_refused():
     trainer = make_trainer()  # without an accelerator FSDP1 does not start, so accelerate only says that it has
     trainer.accelerator.state.fsdp_plugin = types.SimpleNamespace(fsdp_version=1)
@@ -174,7 +190,7 @@ class NoLossArguments(type(tiny_model())):
     ("model", "words"),
     [
         (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
-        (lambda: LlamaForSequenceClassification(tiny_model().config), "expected a ...ForCausalLM model"),
+        (lambda: LlamaForSequenceClassification(tiny_model().config), "a loss of its own for whole sequences"),
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
         (lambda: tiny_model("lfm2"), "layers of type conv"),
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),

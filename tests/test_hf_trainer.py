@@ -49,12 +49,18 @@ CASES = {
     "own-token-average": ("balanced", {"average_tokens_across_devices": False}),
     "checkpointing": ("zigzag", {"gradient_checkpointing": True, "family": "mistral-sliding"}),
     "iterable": ("zigzag", {"stream": True, "gradient_accumulation_steps": 1}),
+    "lengths-padding-counted": (
+        "zigzag",
+        {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"},
+    ),
+    "all-counted": ("zigzag", {"include_num_input_tokens_seen": True, "evaluate": False}),
     "dynamic-rope": ("zigzag", {"family": "llama-dynamic"}),
 }
 
 
-# Other cells hold what these do: "rank-without-targets" is padded on the left, "flash-kwargs" is packed.
-LONG = ("left", "packed")
+# Other cells hold what these do: "rank-without-targets" is padded on the left, "flash-kwargs" is packed; all tokens are
+# counted in most.
+LONG = ("left", "packed", "all-counted")
 
 
 @pytest.mark.parametrize(

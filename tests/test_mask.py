@@ -44,6 +44,7 @@ def test_numbers_say_what_their_rule_says(seq_len: int, data: st.DataObject) -> 
         (IntervalMask.full(seq_len), lambda q, k: True),
         (IntervalMask.causal(seq_len), lambda q, k: k <= q),
         (IntervalMask.sliding_window(seq_len, number), lambda q, k: q - number < k <= q),
+        (IntervalMask.sliding_window(seq_len, number, causal=False), lambda q, k: abs(q - k) < number),
         (IntervalMask.prefix_lm(seq_len, prefix), lambda q, k: k <= q or (q < prefix and k < prefix)),
         (IntervalMask.chunked(seq_len, number), lambda q, k: k <= q and k // number == q // number),
         (

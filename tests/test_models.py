@@ -11,12 +11,12 @@ from hf_training import enter_world
 from pool import run_ranks
 from ringtile.cli import main
 from ringtile.cli.models import decide, markdown, reason_of, split_page
-from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config
+from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config, types_with_heads
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/models.md"
-TYPES = [*causal_types(), *image_text_types()]
-# Sinks, chunks, a balancing loss, a tower, learned positions; refused at enable, and in the first step.
-FEW = ("gpt_oss", "llama4_text", "mixtral", "llava", "roberta", "mamba", "bart")
+TYPES = [*causal_types(), *image_text_types(), *types_with_heads()]
+# Sinks, chunks, a balancing loss, a tower, learned positions; refused at enable, and in the first step; an encoder.
+FEW = ("gpt_oss", "llama4_text", "mixtral", "llava", "roberta", "mamba", "bart", "modernbert:masked-lm")
 
 
 def _in_world(function, *arguments):
@@ -75,6 +75,14 @@ def test_page_decides_every_type():
     documented = _documented()
     assert sorted(documented) == sorted(TYPES)
     assert {verdict for verdict, _ in documented.values()} <= {"exact", "refused", "untried"}
+
+
+def test_page_says_why_each_refusal_stays():
+    _, _, rest = PAGE.read_text().partition("### Why each refusal stays")
+    whys = re.findall(r"^\| ([^|]+) \|", rest.partition("\n## ")[0], re.MULTILINE)[2:]
+    reasons = {reason for verdict, reason in _documented().values() if verdict == "refused"}
+    assert [reason for reason in reasons if not any(why in reason for why in whys)] == []
+    assert [why for why in whys if not any(why in reason for reason in reasons)] == []
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -13,12 +13,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
 VOCABULARY = 96
@@ -100,6 +104,19 @@ _BESIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     **{name: {"vision_start_token_id": VOCABULARY} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
     **{name: {"index_topk": 16} for name in ("glm5_next", "glm5_next_text")},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * LAYERS_OF_A_KIND, "num_experts_per_tok": 2},
+    "diffusion_gemma_text": {"num_experts": _EXPERTS, "top_k_experts": 2, "moe_intermediate_size": _INTERMEDIATE},
+    "hunyuan_vl_text": {"head_dim": _HEAD_DIM, "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 1, 1]}},
+    "step3p5": {
+        **{"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * LAYERS_OF_A_KIND},
+        "mlp_layer_types": ["dense", "sparse"] * LAYERS_OF_A_KIND,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}, **_NO_BALANCE},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     "dots1": {
         "n_routed_experts": _EXPERTS,
@@ -116,6 +133,8 @@ _BESIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND},
+    **{name: {"vocab_size": VOCABULARY} for name in ("esm", "esmc")},
+    "neomme": {"head_dim": 2 * _HEAD_DIM},
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 2},
@@ -132,6 +151,19 @@ _BESIDES: dict[str, dict[str, Any]] = {
         **{"indexer_budget": 8, "indexer_compress_ratio": 2},
     },
 }
+# What the constructor of a configuration needs, by model type: its parts, where the default ones do not fit.
+_PARTS: dict[str, dict[str, Any]] = {
+    "granite4_vision": {
+        **{"text_config": {"model_type": "granite4_vision_text"}, "deepstack_layer_map": [[0, 0]]},
+        "downsample_rate": "1/2",
+    },
+    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
+}
+
+_CLASSES_BY_HEAD: dict[str, tuple[Any, Any]] = {
+    "masked-lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "token-classification": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+}
 
 
 def causal_types() -> list[str]:
@@ -144,25 +176,48 @@ def image_text_types() -> list[str]:
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
 
 
+def types_with_heads() -> list[str]:
+    """The model types of AutoModelForMaskedLM and AutoModelForTokenClassification, with the name of the head."""
+    return [f"{name}:{head}" for head, (_, names) in _CLASSES_BY_HEAD.items() for name in sorted(names)]
+
+
+def head_of(source: str | PretrainedConfig) -> str:
+    """A key of _CLASSES_BY_HEAD; "" for a language model, which shifts its labels. source: see `tiny_config`."""
+    if isinstance(source, str):
+        return source.partition(":")[2]
+    architecture = (source.architectures or [""])[0]
+    return next(
+        (head for head, (factory, _) in _CLASSES_BY_HEAD.items() if architecture.endswith(factory.__name__[9:])), ""
+    )
+
+
 def tiny_config(source: str | PretrainedConfig) -> PretrainedConfig:
     """A type's default configuration, or the one given, with the smallest sizes that keep its kinds of layers."""
-    return _shrunk(CONFIG_MAPPING[source]() if isinstance(source, str) else source)
+    name = source.partition(":")[0] if isinstance(source, str) else ""
+    config = CONFIG_MAPPING[name](**_PARTS.get(name, {})) if isinstance(source, str) else source
+    return _shrunk(config, is_decoder=not head_of(source))
 
 
-def tiny_model(config: PretrainedConfig) -> PreTrainedModel:
+def tiny_model(config: PretrainedConfig, head: str = "", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with random weights, the same every time. No parameter stays at zero or one, where errors would hide."""
     torch.manual_seed(0)
     causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     factory: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    if head:
+        factory, _ = _CLASSES_BY_HEAD[head]
     model: PreTrainedModel = factory.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # of a classifier, whose rate no configuration holds
+            module.p = 0.0
+    model.to(dtype)  # type: ignore[arg-type]
     model.train()
     return model
 
 
-def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
+def _shrunk(config: PretrainedConfig, is_decoder: bool = True) -> PretrainedConfig:
     values = config.to_dict()
     for name in _NOT_ARGUMENTS:
         values.pop(name, None)
@@ -180,8 +235,10 @@ def _shrunk(config: PretrainedConfig) -> PretrainedConfig:
             values[name] = _HEADS if value == heads else min(value, _HEADS // 2)
         elif ("drop" in name and isinstance(value, float)) or (name.endswith("_noise") and isinstance(value, float)):
             values[name] = 0.0
-        elif name in ("use_sliding_window", "is_decoder", "output_router_logits"):
+        elif name in ("use_sliding_window", "output_router_logits"):
             values[name] = True
+        elif name == "is_decoder":
+            values[name] = is_decoder
         elif name in ("rope_parameters", "rope_scaling") and value:
             values[name] = _small_rope(value)
         else:

@@ -21,7 +21,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from ringtile.errors import Refused
 from ringtile.hf import temperature
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.layers import mask_of_layer
+from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.ring.attention import attention, ring_attention
 from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.sequence.mask import IntervalMask
@@ -103,7 +103,7 @@ def attention_forward(
             if out is not None:
                 return out, None
         return _transformers_attention(module, query, key, value, attention_mask, options)
-    _refuse_inexact(module, attention_mask, options)
+    _refuse_inexact(module, attention_mask, options, batch.causal)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0 and (dropout := _counted_dropout(module, query, probability)) is None:
         raise Refused(
@@ -217,15 +217,23 @@ def _transformers_attention(
     return cast("tuple[Tensor, Tensor | None]", forward(module, query, key, value, attention_mask, **options))
 
 
-def _refuse_inexact(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+def _refuse_inexact(
+    module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any], causal_batch: bool
+) -> None:
     name = type(module).__name__
     if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
         raise Refused(
             f"{name} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a sequence; "
             f"expected none: the model builds a mask of its own"
         )
-    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-        raise Refused(f"{name} is bidirectional (is_causal false); expected causal attention")
+    asked = options.get("is_causal")
+    causal = is_causal(module) if asked is None else bool(asked)
+    if causal != causal_batch:
+        kinds = {True: "causal", False: "bidirectional"}
+        raise Refused(
+            f"{name} is {kinds[causal]} (is_causal {str(causal).lower()}) in a model that is {kinds[causal_batch]}; "
+            f"expected all layers alike"
+        )
     for argument, meaning in _REFUSED.items():
         if options.get(argument) is not None:
             raise Refused(f"{name} uses {meaning} ({argument}), which the ring cannot compute yet")

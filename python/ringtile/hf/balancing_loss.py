@@ -76,7 +76,7 @@ def install_balancing_loss(
         weighted = num_experts / total**2 * counts  # what each expert's sum of probabilities counts
         part = group.size * (weighted * probabilities).sum()
         batch.balancing_loss = part + ((weighted * sums[num_experts:-1]).sum() - part).detach()
-        return batch.balancing_share * batch.balancing_loss
+        return batch.mean_share * batch.balancing_loss
 
     balancing_loss.formula_of = original
 

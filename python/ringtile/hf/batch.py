@@ -30,7 +30,8 @@ class ShardedBatch:
     attention_kernel: AttentionKernel = "ringtile"
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
-    balancing_share: float = 1.0  # the factor of a balancing loss that is added to the loss of a shard
+    causal: bool = True  # whether its mask lets no query attend a later token
+    mean_share: float = 1.0  # the factor, in the loss of a shard, of what is not divided by a number of items
     balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
     attention_calls: int = 0  # attention layers that have used this batch
     loss_calls: int = 0  # loss functions that have received it
@@ -39,7 +40,7 @@ class ShardedBatch:
     def narrowed(self, layer: LayerMask) -> ShardedSequence:
         """The sequence as a layer sees it. torch.compile cannot make its mask: a call outside must have done so."""
         if layer.chunk is None:
-            return self.sequence.with_window(layer.window)
+            return self.sequence.with_window(layer.window, layer.causal)
         if layer.chunk not in self._chunked:
             chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, first=self.first_tokens)
             self._chunked[layer.chunk] = self.sequence & chunks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import sdpa_attention
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
 from ringtile.hf.balancing_loss import check_balancing_loss
-from ringtile.hf.layers import KNOWN_TYPES
+from ringtile.hf.layers import known_types
 from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.parallelism import parallelism_of
 
 # Methods that ringtile replaces or relies on, with the arguments it passes. Other versions may lack them.
@@ -56,18 +57,26 @@ _SUM_OVER_TOKENS = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
 _WORK_ON_SHARDS = (
     *_SUM_OVER_TOKENS,
     "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
     "trl.trainer.reward_trainer",
+    "trl.experimental.orpo.orpo_trainer",
     "axolotl.core.trainers.mixins.activation_checkpointing",
     "axolotl.core.trainers.mixins.layer_offloading",
 )
 _GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
 _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
+_CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+_FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
-# Modules that no setting makes run on a shard, by class, with what they do.
+# Modules that do not run on a shard, by class: the attribute that makes them so, if one does, and what they do.
 _WHOLE_SEQUENCES = {
-    "DogeAttention": "picks the keys of each query (keep_window_size) by the values of all keys of the sequence",
+    "DogeAttention": ("", "picks the keys of each query (keep_window_size) by the values of all keys of the sequence"),
+    "EsmEmbeddings": ("token_dropout", "scales embeddings by how many tokens of the row are masked (token_dropout)"),
+    "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighbouring tokens (trigram_input)"),
 }
-_SAMPLING = {"PhimoeTopKRouter": "samples the experts of each token in training, whatever router_jitter_noise is"}
+_SAMPLING = {
+    "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),
+}
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
 
@@ -98,11 +107,19 @@ def check_trainer(trainer: Trainer) -> None:
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
-        "use_liger_kernel": (args.use_liger_kernel, "its loss has not been shown to use the global labels"),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its kernels need a GPU, on which none has been compared with one process; tiled_mlp and tiled_loss save "
+            "the same memory",
+        ),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
         "eval_use_gather_object": (
             args.eval_use_gather_object,
             "ringtile drops the copies of a batch from tensors only",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            args.train_sampling_strategy == "batch_rebalance",
+            "it deals rows to ranks, and the ranks of a group need the same (group_by_length balances too)",
         ),
         "dispatch_batches": (trainer.accelerator.dispatch_batches is True, "each rank would get another batch"),
     }
@@ -138,38 +155,65 @@ def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
 
 
 def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
-    """Raises Refused for models that mix tokens outside causal attention, or that need the full sequence.
+    """Raises Refused for models that mix tokens outside of attention, or that need the full sequence.
 
     classifier: the model scores the last token, and its Trainer computes the loss.
     """
     config, name = model.config.get_text_config(), type(model).__name__
-    # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
-    if not classifier and LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is not ForCausalLMLoss:
+    if not classifier and not is_sum_over_tokens(model):
         raise Refused(
-            f"{name} does not use transformers' causal language modelling loss; expected a ...ForCausalLM model: load "
-            f"it with AutoModelForCausalLM"
+            f"{name} has a loss of its own for whole sequences; expected a ...ForCausalLM, ...ForMaskedLM or "
+            f"...ForTokenClassification model, whose loss is a sum over tokens: load it with AutoModelForCausalLM, "
+            f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
-    modules = text_modules(model)
-    bidirectional = [
-        path
-        for path, module in modules
-        if getattr(module, "is_causal", True) is False and not path.endswith(_CROSS_ATTENTION)
-    ]
-    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
-        raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder: {INSTEAD}")
-    layer_types = set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES
+    causal = attends_causally(model)
+    layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if layer_types:
         raise Refused(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
-            f"{', '.join(sorted(KNOWN_TYPES))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
+            f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
-    convolutions = [path for path, module in modules if isinstance(module, nn.Conv1d)]
+    convolutions = [path for path, module in text_modules(model) if isinstance(module, nn.Conv1d)]
     if convolutions:
         raise Refused(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
     _refuse_modules(model, _WHOLE_SEQUENCES)
     check_balancing_loss(model)
+
+
+def attends_causally(model: PreTrainedModel) -> bool:
+    """Whether no token attends a later one. Raises Refused for decoders that do, and where layers or masks disagree."""
+    config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise Refused(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
+    said: dict[bool, str] = {}  # the first layer that says so
+    for path, module in modules:
+        flag = getattr(module, "is_causal", None)
+        if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
+            said.setdefault(flag, path)
+    full_masks = not getattr(config, "is_causal", True)
+    if shifts_labels(model):
+        if full_masks or False in said:
+            raise Refused(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
+        return True
+    if len(said) != 1:
+        raise Refused(
+            f"{name} has {'causal and bidirectional layers' if said else 'no layer that says whether it is causal'} "
+            f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
+            f"AttentionInterface do: {INSTEAD}"
+        )
+    causal = True in said
+    files = {sys.modules[type(module).__module__] for _, module in modules if isinstance(module, PreTrainedModel)}
+    makes_causal, makes_full = (
+        any(hasattr(f, mask) for f in files for mask in m) for m in (_CAUSAL_MASKS, _FULL_MASKS)
+    )
+    if not ((makes_causal and not full_masks) if causal else (makes_full or (makes_causal and full_masks))):
+        raise Refused(
+            f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({said[causal]}.is_causal) but not in "
+            f"its masks, or makes masks of its own; expected those of transformers and is_causal to agree: {INSTEAD}"
+        )
+    return causal
 
 
 def check_training_model(model: nn.Module) -> None:
@@ -194,9 +238,10 @@ def check_sampling(model: PreTrainedModel) -> None:
     _refuse_modules(model, _SAMPLING)
 
 
-def _refuse_modules(model: PreTrainedModel, reasons: dict[str, str]) -> None:
+def _refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:
     for path, module in text_modules(model):
-        if reason := reasons.get(type(module).__name__):
+        switch, reason = reasons.get(type(module).__name__, ("", ""))
+        if reason and (not switch or getattr(module, switch, True)):
             raise Refused(f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}")
 
 
@@ -225,8 +270,8 @@ def _check_touch_points(trainer: Trainer) -> None:
         if method != "compute_loss" and home.__module__ not in _WORK_ON_SHARDS:
             raise Refused(
                 f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
-                f"SFTTrainer, DPOTrainer or RewardTrainer, with at most a compute_loss of your own: ringtile cannot "
-                f"tell whether another {method} works on shards"
+                f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer or RewardTrainer, with at most a compute_loss of "
+                f"your own: ringtile cannot tell whether another {method} works on shards"
             )
 
 
@@ -253,7 +298,11 @@ def _check_parallelism(trainer: Trainer) -> None:
     if plugin is not None and plugin.fsdp_version == 1:
         raise Refused("FSDP1 (fsdp_version 1) was not tested under context parallelism; expected fsdp_version 2")
     if trainer.get_tp_size() > 1:
-        raise Refused(f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: the two are not combined yet")
+        raise Refused(
+            f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: transformers slices a model over all "
+            f"ranks (tp_plan), so that no two of them can share a sequence. Load the model without tp_plan, or combine "
+            f"both in plain PyTorch (examples/train_3d.py)"
+        )
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
         raise Refused(
             "average_tokens_across_devices is false with ParallelismConfig.cp_size > 1, where transformers rounds the "

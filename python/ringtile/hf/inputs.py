@@ -34,6 +34,7 @@ _PADDING = {
     "shift_labels": IGNORE_INDEX,
     "position_ids": 0,
     "attention_mask": 0,
+    "token_type_ids": 0,
 }
 # Keys that describe the global sequence: read from the global batch, then dropped.
 _GLOBAL_KEYS = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -55,6 +56,8 @@ def shard_batch(
     positions: Tensor | None = None,
     layers: Iterable[LayerMask] = (),
     positions_separate: bool = True,
+    causal: bool = True,
+    shifts_labels: bool = True,
     attention_kernel: AttentionKernel = "ringtile",
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch (also in the part, for the attention layers).
@@ -64,16 +67,22 @@ def shard_batch(
     for code that counts tokens. makes_positions: the model counts 0, 1, ... for a batch without position ids, and so
     does this function; positions (B, S): the model would make these instead. layers: what the model's layers attend,
     whose masks torch.compile cannot make. positions_separate: whether position ids that start again start a document,
-    for this model.
+    for this model. causal: whether the model attends no later token. shifts_labels: whether a token predicts the next
+    label; else it predicts its own, and there are no `shift_labels`.
     Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
     main = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(main, Tensor) or main.dim() < 2:
         raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
     batch_size, seq_len = main.shape[:2]
-    _refuse(inputs)
-    per_token = _per_token(inputs, main, makes_positions, positions)
-    mask = mask_of_batch(inputs, batch_size, seq_len, positions_separate)
+    # token_type_ids are embedded by encoders; decoders (Gemma 3) read from them which tokens attend later ones.
+    unknown = {
+        name for name, is_known in (("token_type_ids", not causal), ("shift_labels", shifts_labels)) if not is_known
+    }
+    targets = "shift_labels" if shifts_labels else "labels"
+    _refuse(inputs, {*_PADDING, *_GLOBAL_KEYS} - unknown)
+    per_token = _per_token(inputs, main, makes_positions, positions, shifts_labels)
+    mask = mask_of_batch(inputs, batch_size, seq_len, positions_separate, causal)
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = mask.padded(padding)
@@ -82,41 +91,42 @@ def shard_batch(
         sequence,
         seq_len=seq_len,
         max_position=int(per_token["position_ids"].max()),
-        num_targets=per_token["shift_labels"].ne(IGNORE_INDEX).sum() if "shift_labels" in per_token else None,
+        num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=sequence.layout.positions(sequence.rank).to(main.device),
         first_tokens=first_tokens(inputs.get("attention_mask")),
         attention_kernel=attention_kernel,
+        causal=causal,
     )
     for layer in layers:
         batch.narrowed(layer)
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
     for name, tensor in per_token.items():
         width = (0, 0) * (tensor.dim() - 2) + (0, padding)
-        local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING[name]), dim=1)
+        local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX)), dim=1)
     batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
-    if inputs.get("labels") is not None:
+    if shifts_labels and inputs.get("labels") is not None:
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
     local.update({"use_cache": False, BATCH_ARGUMENT: batch})
     return local, batch
 
 
-def _refuse(inputs: Mapping[str, Any]) -> None:
+def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
     for name, reason in _REFUSED_SWITCHES.items():
         if inputs.get(name):
             raise Refused(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in _PADDING and name not in _GLOBAL_KEYS:
+        if isinstance(value, Tensor) and value.dim() > 0 and name not in known:
             raise Refused(
                 f"the batch holds {name} {tuple(value.shape)}, which ringtile does not know how to shard; expected "
-                f"only {', '.join(sorted({*_PADDING, *_GLOBAL_KEYS}))}: leave it out in your data collator; images and "
+                f"only {', '.join(sorted(known))}: leave it out in your data collator; images and "
                 f"sound cannot be trained on under context parallelism"
             )
 
 
 def _per_token(
-    inputs: Mapping[str, Any], main: Tensor, makes_positions: bool, positions: Tensor | None
+    inputs: Mapping[str, Any], main: Tensor, makes_positions: bool, positions: Tensor | None, shifts_labels: bool
 ) -> dict[str, Tensor]:
-    """The global tensors with one entry per token, by the keys of _PADDING; labels are shifted."""
+    """The global tensors with one entry per token: the keys of _PADDING, and labels that are not to be shifted."""
     batch_size, seq_len = main.shape[:2]
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
         if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
@@ -132,7 +142,9 @@ def _per_token(
         per_token["position_ids"] = counted if positions is None else positions
     per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len)
     per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
-    if "shift_labels" not in per_token and inputs.get("labels") is not None:
+    if inputs.get("labels") is not None and not shifts_labels:
+        per_token["labels"] = inputs["labels"]
+    elif inputs.get("labels") is not None and "shift_labels" not in per_token:
         per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
     return per_token
 

@@ -16,51 +16,72 @@ from transformers import PreTrainedModel
 class LayerMask(NamedTuple):
     """Narrows the mask of a batch for one layer; neither: full attention."""
 
-    window: int | None = None  # tokens, the query's own included
+    window: int | None = None  # tokens up to the query's own, which is included
+    causal: bool = True  # else the window holds as many tokens after the query's own
     chunk: int | None = None  # tokens; chunks are counted over the row, from its first token that is not padding
 
 
-KNOWN_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_TYPES_OF_ENCODERS = frozenset({"full_attention", "sliding_attention"})
+_TYPES_OF_DECODERS = _TYPES_OF_ENCODERS | {"chunked_attention"}
 
 
-def layer_masks(config: Any) -> list[LayerMask]:
-    """Of each layer. config: of the text model."""
+def known_types(causal: bool) -> frozenset[str]:
+    """The values of config.layer_types whose masks are intervals."""
+    return _TYPES_OF_DECODERS if causal else _TYPES_OF_ENCODERS
+
+
+def layer_masks(config: Any, causal: bool = True) -> list[LayerMask]:
+    """Of each layer. config: of the text model; causal: whether it attends no later token."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [_mask_of(config, kind) for kind in kinds]
+    return [_mask_of(config, kind, causal) for kind in kinds]
 
 
 def mask_of_layer(module: nn.Module, options: Mapping[str, Any]) -> LayerMask:
     """Of an attention module, which was called with these options."""
-    config, index = module.config, getattr(module, "layer_idx", None)
+    config, index, causal = module.config, getattr(module, "layer_idx", None), is_causal(module)
     kinds = getattr(config, "layer_types", None)
     if kinds and isinstance(index, int) and kinds[index] == "chunked_attention":
-        return _mask_of(config, kinds[index])
+        return _mask_of(config, kinds[index], causal)
     if "sliding_window" in options:
-        return LayerMask(window=options["sliding_window"])
+        return _of_window(options["sliding_window"], causal)
     # PhiMoE and Qwen2-MoE apply their window by the mask alone, which they make with this function.
-    if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
+    creates = "create_sliding_window_causal_mask" if causal else "create_bidirectional_sliding_window_mask"
+    if not hasattr(sys.modules[type(module).__module__], creates):
         return LayerMask()
-    return layer_masks(config)[index if isinstance(index, int) else 0]
+    return layer_masks(config, causal)[index if isinstance(index, int) else 0]
 
 
-def _mask_of(config: Any, kind: str) -> LayerMask:
+def is_causal(module: nn.Module) -> bool:
+    """Whether an attention module attends no later token, as transformers' own attention functions read it."""
+    return bool(getattr(module, "is_causal", True))
+
+
+def _mask_of(config: Any, kind: str, causal: bool) -> LayerMask:
     if kind == "chunked_attention":
         return LayerMask(chunk=config.attention_chunk_size)
-    return LayerMask(window=getattr(config, "sliding_window", None) if kind == "sliding_attention" else None)
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    # transformers: q - window < k <= q, but |q - k| <= window for encoders, whose modules hand on window + 1.
+    return _of_window(window if window is None or causal else window + 1, causal)
+
+
+def _of_window(window: int | None, causal: bool) -> LayerMask:
+    return LayerMask() if window is None else LayerMask(window=window, causal=causal)
 
 
 # ---- documents ----------------------------------------------------------------------------------
 
 
-def positions_separate(model: PreTrainedModel) -> bool:
-    """Whether documents packed into a row are told apart by position ids that start again.
+def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | None:
+    """Whether documents packed into a row are told apart by position ids that start again; None: not known.
 
     Flash attention looks at the position ids itself. Other attention follows the masks that the model makes, and some
-    models (GPT-OSS, AFMoE) hand these no position ids: in one process the documents of a row attend each other.
+    models (GPT-OSS, AFMoE, all encoders) hand these no position ids: in one process the documents of a row attend each
+    other.
     """
-    if "flash" in str(model.config._attn_implementation):
-        return True
-    return all(_hands_positions(cls) for cls in {type(module) for module in model.modules()})
+    flash = "flash" in str(model.config._attn_implementation)
+    if not causal:  # ModernBERT keeps the ids from flash attention, EuroBERT hands them on
+        return None if flash else False
+    return flash or all(_hands_positions(cls) for cls in {type(module) for module in model.modules()})
 
 
 def _hands_positions(cls: type[nn.Module]) -> bool:

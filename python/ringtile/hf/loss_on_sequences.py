@@ -18,6 +18,7 @@ from torch import nn
 from ringtile.hf import checks, model
 from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
@@ -53,7 +54,7 @@ class LossOnSequences(Strategy):
                 base = model.base_model(wrapped)
                 self.switch_model(wrapped, base)
                 if not has_score(base):
-                    model.watch_loss(base, self.ledger)
+                    watch_loss(wrapped, base, self.ledger, lambda: self.active_batch, self.group.size)
                 draws = RandomDraws(base)
                 hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
                 hooks.install(wrapped, base, self.ledger)

@@ -15,9 +15,10 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import Refused
-from ringtile.hf import checks, model
+from ringtile.hf import checks
 from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
@@ -48,7 +49,7 @@ class LossOnShards(Strategy):
             self.replace(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
-            model.watch_loss(self.base, self.ledger)
+            watch_loss(self.entry, self.base, self.ledger, lambda: self.active_batch, self.group.size)
 
     @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch]]:
@@ -77,7 +78,7 @@ class LossOnShards(Strategy):
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
         self.check_training(model)
         with self._sharded(inputs) as (local, batch):
-            batch.balancing_share = self._balancing_share(num_items_in_batch is not None)
+            batch.mean_share = self._mean_share(num_items_in_batch is not None)
             if num_items_in_batch is None and batch.num_targets is not None:
                 num_items_in_batch = self._targets_per_rank(batch.num_targets)
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
@@ -98,8 +99,8 @@ class LossOnShards(Strategy):
         scales = self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs
         return self.trainer.accelerator.num_processes if scales else 1
 
-    def _balancing_share(self, num_items_given: bool) -> float:
-        """The factor of a balancing loss, which is not divided by a number of items, in the loss of a shard.
+    def _mean_share(self, num_items_given: bool) -> float:
+        """The factor of what is not divided by a number of items, such as a balancing loss, in the loss of a shard.
 
         With one process per batch, the Trainer would multiply the loss by their number where items were counted over
         all devices, and by 1 elsewhere; here it multiplies by the number of ranks.

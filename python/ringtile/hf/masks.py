@@ -19,27 +19,27 @@ from ringtile.sequence.mask import IntervalMask
 
 
 def mask_of_batch(
-    inputs: Mapping[str, Any], batch_size: int, seq_len: int, positions_separate: bool = True
+    inputs: Mapping[str, Any], batch_size: int, seq_len: int, positions_separate: bool = True, causal: bool = True
 ) -> IntervalMask:
-    """The causal mask of a batch (B, S), narrowed by padding and documents.
+    """The mask of a batch (B, S), causal or full, narrowed by padding and documents.
 
     positions_separate: whether position ids that start again start a document.
 
     Raises MaskNotExpressible, Refused for a batch that contradicts itself, InputError for wrong shapes.
     """
-    mask = IntervalMask.causal(seq_len)
+    mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
     attention_mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
     if attention_mask is not None:
-        mask = mask & _of_attention_mask(attention_mask, position_ids, batch_size, seq_len)
+        mask = mask & _of_attention_mask(attention_mask, position_ids, batch_size, seq_len, causal)
     elif position_ids is not None and positions_separate:
-        mask = mask & IntervalMask.from_position_ids(position_ids)
+        mask = mask & IntervalMask.from_position_ids(position_ids, causal)
     cu_seq_lens = _cu_seq_lens(inputs)
     if cu_seq_lens is not None:
         if batch_size != 1:
             raise InputError(f"cu_seq_lens with {batch_size} rows; expected one row that holds all documents")
-        mask = mask & IntervalMask.from_cu_seqlens(cu_seq_lens)
+        mask = mask & IntervalMask.from_cu_seqlens(cu_seq_lens, causal)
     if inputs.get("seq_idx") is not None:
-        mask = mask & IntervalMask.from_padding(inputs["seq_idx"] + 1)  # documents 0, 1, ..., -1 is padding
+        mask = mask & IntervalMask.from_padding(inputs["seq_idx"] + 1, causal)  # documents 0, 1, ..., -1 is padding
     return _one_row_if_equal(mask)
 
 
@@ -61,7 +61,7 @@ def first_tokens(attention_mask: Tensor | None) -> tuple[int, ...]:
 
 
 def _of_attention_mask(
-    attention_mask: Tensor, position_ids: Tensor | None, batch_size: int, seq_len: int
+    attention_mask: Tensor, position_ids: Tensor | None, batch_size: int, seq_len: int, causal: bool
 ) -> IntervalMask:
     if attention_mask.dim() != 2:
         raise Refused(
@@ -80,11 +80,11 @@ def _of_attention_mask(
                 "disagree on whether that separates documents. Remove attention_mask to pack documents, or give "
                 "document ids 1, 2, ... in attention_mask, or position_ids that continue"
             )
-    mask = IntervalMask.from_padding(ids)
+    mask = IntervalMask.from_padding(ids, causal)
     if bool((ids > 1).any()):
         return mask
-    # As in transformers' own masks, padding queries attend the tokens before them: all keys of the row here, which the
-    # causal mask then narrows.
+    # As in transformers' own masks, padding queries attend tokens too: all keys of the row here, which a causal mask
+    # then narrows.
     begin, end = (bound.amax(dim=1, keepdim=True).expand_as(bound) for bound in (mask.begin, mask.end))
     return IntervalMask(begin, end)
 

@@ -1,5 +1,5 @@
-"""Changes to a model under context parallelism: its attention, rotary embeddings that depend on the sequence length,
-and a watch on its loss function."""
+"""Changes to a model under context parallelism: its attention, and rotary embeddings that depend on the sequence
+length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf import attention, temperature
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.ledger import Ledger
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
@@ -87,22 +87,6 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
             f"model that does, since others would attend within a shard only: {INSTEAD}"
         )
-
-
-def watch_loss(model: PreTrainedModel, ledger: Ledger) -> None:
-    """Counts, on the ShardedBatch, calls of the model's loss function with globally shifted labels and their number.
-
-    A model that computes its loss in another way would shift the labels again, within each shard, and take its mean.
-    """
-    ledger.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function))
-
-
-def _watched_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    batch: ShardedBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
-    given = all(kwargs.get(name) is not None for name in ("shift_labels", "num_items_in_batch"))
-    if batch is not None and given:
-        batch.loss_calls += 1
-    return original(*args, **kwargs)
 
 
 def pin_rope_length(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:

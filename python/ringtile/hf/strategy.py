@@ -28,6 +28,7 @@ from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, positions_separate
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.masks import positions_alone_separate
+from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.positions import Positions
 
@@ -49,8 +50,9 @@ class Strategy(abc.ABC):
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         ledger.on_restore(self.group.close)
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
-        self.layers = set(layer_masks(base.config.get_text_config()))
-        self.positions_separate = positions_separate(base)
+        self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
+        self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
+        self.positions_separate = positions_separate(base, self.causal)
         self.warned_of_packing = False
         self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
@@ -110,7 +112,7 @@ class Strategy(abc.ABC):
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         self.group.check_same_batch(inputs)
-        self._warn_of_packing(inputs)
+        self._check_packing(inputs)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
         local, self.active_batch = shard_batch(
             {name: value for name, value in inputs.items() if name not in routers},
@@ -119,24 +121,34 @@ class Strategy(abc.ABC):
             makes_positions=self.positions.makes_ids,
             positions=self.positions.of_batch(inputs),
             layers=self.layers,
-            positions_separate=self.positions_separate,
+            positions_separate=bool(self.positions_separate),
+            causal=self.causal,
+            shifts_labels=self.shifts_labels,
             attention_kernel=self.config.attention_kernel,
         )
         local.update({name: inputs[name] for name in routers & inputs.keys()})
-        self.active_batch.balancing_share = 1 / self.group.size
+        self.active_batch.mean_share = 1 / self.group.size
         return local, self.active_batch
 
-    def _warn_of_packing(self, inputs: Mapping[str, Any]) -> None:
-        """Once: the documents of a row attend each other, exactly as in one process, and that is seldom wanted."""
+    def _check_packing(self, inputs: Mapping[str, Any]) -> None:
+        """Warns once: the documents of a row attend each other, as in one process, and that is seldom wanted."""
         if self.positions_separate or self.warned_of_packing or not positions_alone_separate(inputs):
             return
+        name, add = type(self.base).__name__, "add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
+        add += "DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+        if self.positions_separate is None:
+            raise Refused(
+                f"position_ids alone separate the documents of a row, and whether flash attention sees those of {name} "
+                f"is not known; expected documents that are told apart in another way: {add}"
+            )
         self.warned_of_packing = True
         if self.trainer.args.process_index == 0:
             logger.warning(
                 "the documents of a packed row attend each other, with ringtile and without: %s hands no position ids "
-                "to its masks. To separate them, add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
-                "DataCollatorWithFlattening(return_flash_attn_kwargs=True)), or load the model with flash attention",
-                type(self.base).__name__,
+                "to its masks. To separate them, %s%s",
+                name,
+                add,
+                ", or load the model with flash attention" if self.causal else "",
             )
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:

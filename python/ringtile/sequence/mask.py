@@ -103,13 +103,18 @@ class IntervalMask:
         return cls(torch.zeros_like(positions), positions + 1)
 
     @classmethod
-    def sliding_window(cls, seq_len: int, window: int) -> IntervalMask:
-        """Causal, and at most `window` keys, the query's own included: q - window < k <= q, as in transformers."""
+    def sliding_window(cls, seq_len: int, window: int, *, causal: bool = True) -> IntervalMask:
+        """At most `window` keys up to the query's own: q - window < k <= q, as in transformers.
+
+        Not causal: as many after it too, q - window < k < q + window.
+        """
         window = arguments.check_int("window", window)
         if window < 1:
             raise InputError(f"window is {window}; expected at least 1 token (the query itself)")
-        positions = _positions(seq_len)
-        return cls((positions - min(window, seq_len) + 1).clamp(min=0), positions + 1)
+        positions, window = _positions(seq_len), min(window, seq_len)
+        # Not causal: min(q + window, S), which could overflow int32 before the minimum.
+        end = positions + 1 if causal else seq_len - (seq_len - window - positions).clamp(min=0)
+        return cls((positions - window + 1).clamp(min=0), end)
 
     @classmethod
     def prefix_lm(cls, seq_len: int, prefix_len: int) -> IntervalMask:

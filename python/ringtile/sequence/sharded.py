@@ -65,7 +65,8 @@ class ShardedSequence:
         self.begin, self.end, self.layout_tensor = mask.begin, mask.end, layout.tensor
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
         self._narrowed: dict[IntervalMask, ShardedSequence] = {}
-        self._windows: dict[int, ShardedSequence] = {}  # apart: torch.compile traces it, and would guard on every key
+        # Apart, by window and causal: torch.compile traces it, and would guard on every key.
+        self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
         self._versions = _version(self.begin), _version(self.end)
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
@@ -120,13 +121,13 @@ class ShardedSequence:
                 del self._narrowed[next(iter(self._narrowed))]
         return self._narrowed[mask]
 
-    def with_window(self, window: int | None) -> ShardedSequence:
-        """`self & IntervalMask.sliding_window(seq_len, window)`; None: self."""
+    def with_window(self, window: int | None, causal: bool = True) -> ShardedSequence:
+        """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self."""
         if window is None:
             return self
-        if window not in self._windows:
-            self._windows[window] = self & IntervalMask.sliding_window(self.seq_len, window)
-        return self._windows[window]
+        if (window, causal) not in self._windows:
+            self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window, causal=causal)
+        return self._windows[window, causal]
 
     @functools.cached_property
     def causal(self) -> ShardedSequence:
