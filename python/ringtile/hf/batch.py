@@ -33,6 +33,7 @@ class ShardedBatch:
     balancing_share: float = 1.0  # the factor of a balancing loss that is added to the loss of a shard
     balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
     attention_calls: int = 0  # attention layers that have used this batch
+    recurrent_calls: int = 0  # recurrent mixers that have
     loss_calls: int = 0  # loss functions that have received it
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 

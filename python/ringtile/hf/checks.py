@@ -18,8 +18,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
+from ringtile.hf import recurrent
 from ringtile.hf.balancing_loss import check_balancing_loss
-from ringtile.hf.layers import KNOWN_TYPES
+from ringtile.hf.layers import KNOWN_TYPES, RECURRENT_TYPES, num_layers
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.parallelism import parallelism_of
 
@@ -67,6 +68,7 @@ _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an
 _WHOLE_SEQUENCES = {
     "DogeAttention": "picks the keys of each query (keep_window_size) by the values of all keys of the sequence",
 }
+_TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each token by itself
 _SAMPLING = {"PhimoeTopKRouter": "samples the experts of each token in training, whatever router_jitter_noise is"}
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
@@ -122,6 +124,15 @@ def check_not_compiled(trainer: Trainer) -> None:
         )
 
 
+def check_recurrent(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Raises Refused where recurrent layers would be compiled."""
+    if trainer.args.torch_compile and recurrent.mixers(text_modules(model)):
+        raise Refused(
+            f"{type(model).__name__} has recurrent layers and {type(trainer).__name__} uses torch_compile; expected "
+            f"only one of the two: the recurrent layers have not been shown to survive compilation"
+        )
+
+
 def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
     """Raises Refused where the loss of a shard would be a mean over that shard.
 
@@ -158,13 +169,20 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
     ]
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True) or bidirectional:
         raise Refused(f"{name} is bidirectional {' '.join(bidirectional[:1])}; expected a causal decoder: {INSTEAD}")
+    mixers = recurrent.mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - KNOWN_TYPES
+    if mixers and len(mixers) == num_layers(config)[1]:
+        layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
     if layer_types:
         raise Refused(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
             f"{', '.join(sorted(KNOWN_TYPES))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
-    convolutions = [path for path, module in modules if isinstance(module, nn.Conv1d)]
+    convolutions = [
+        path
+        for path, module in modules
+        if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in mixers)
+    ]
     if convolutions:
         raise Refused(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
-from ringtile.hf import checks, model, workers
+from ringtile.hf import checks, model, recurrent, workers
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.dropout import CountedDropout
 from ringtile.hf.gc_callback import CollectGarbage
@@ -113,6 +113,9 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         world_rank = strategy.group.world_rank
     elif only_data_parallel(trainer):
         assert trainer.model is not None  # base_model has refused it otherwise
+        if recurrent.mixers(model.text_modules(base)):
+            checks.check_recurrent(trainer, base)
+            recurrent.install_alone(trainer.model, base, ledger)
         dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
         dropout.install(base, trainer.model, ledger)
     peers = None

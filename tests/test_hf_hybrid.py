@@ -1,0 +1,98 @@
+"""Hybrid models: attention and recurrent layers, on ranks and on packed rows, train as each document does alone.
+
+One process, without ringtile, trains on the documents as rows of their own, padded on the right, where nothing reaches
+a document from before; transformers' own packed rows leak through convolutions and states.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import ringtile
+import torch
+from hf_training import Padded, Run, assert_equal_training, failure_of, make_trainer, packed, train
+from pool import run_ranks
+from ringtile.cli.tiny_models import tiny_config
+from ringtile.errors import Refused
+from torch import nn
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+
+FAMILIES = {  # by mechanism: the first of each runs by default
+    "convolution": ("lfm2", "lfm2_moe"),
+    "gated delta rule": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+    "Mamba-2": ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"),
+    "Kimi delta attention": ("kimi_linear",),
+}
+ALL = [family for families in FAMILIES.values() for family in families]
+FIRST = [families[0] for families in FAMILIES.values()]
+OPTIONS: dict[str, Any] = {"max_steps": 5, "evaluate": False, "learning_rate": 0.01, "num_rows": 40}
+
+
+def hybrid(family: str) -> nn.Module:
+    """A tiny model that forgets slowly, so that what leaks is seen."""
+    config = tiny_config(family)
+    config.get_text_config().output_router_logits = False  # its balance is tested apart
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # none stays at zero or one, where errors hide
+            if name.endswith("A_log"):
+                parameter.fill_(-3.0)  # a decay of about exp(-0.07) a token
+    return model.train()
+
+
+def run(family: str, config: dict[str, Any] | None, **options: Any) -> Run:
+    return train(config, model=hybrid(family), **{**OPTIONS, **options})
+
+
+def with_cu_seq_lens(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+
+
+@functools.cache
+def alone(family: str, rows_of_a_batch: int = 2) -> Run:
+    return run(family, None, collator=Padded(), per_device_train_batch_size=rows_of_a_batch)
+
+
+def cells(quick: list[tuple[str, int, str]]) -> list[Any]:
+    every = [(f, w, layout) for f in ALL for w in (2, 3, 4) for layout in ("contiguous", "zigzag")]
+    return [pytest.param(*cell, marks=() if cell in quick else pytest.mark.matrix) for cell in every]
+
+
+QUICK = [("lfm2", 3, "zigzag"), ("qwen3_next", 2, "zigzag"), ("bamba", 2, "contiguous"), ("kimi_linear", 2, "zigzag")]
+
+
+@pytest.mark.parametrize(("family", "world_size", "layout"), cells(QUICK))
+def test_packed_documents_on_ranks_train_as_each_alone(family: str, world_size: int, layout: str) -> None:
+    config = {"context_parallel_size": world_size, "layout": layout}
+    collator = with_cu_seq_lens if family == WITHOUT_POSITIONS else packed
+    for of_rank in run_ranks(world_size, run, family, config, collator=collator, timeout=200.0):
+        assert_equal_training(of_rank, alone(family))
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.matrix) for f in ALL])
+def test_two_groups_of_two_train_as_one_process(family: str) -> None:
+    """On padded rows, with activation checkpointing."""
+    config = {"context_parallel_size": 2, "layout": "zigzag"}
+    options = {"collator": Padded("left" if family == "qwen3_next" else "right"), "gradient_checkpointing": True}
+    for of_rank in run_ranks(4, run, family, config, per_device_train_batch_size=1, timeout=200.0, **options):
+        assert_equal_training(of_rank, alone(family))
+
+
+# It hands no position ids to its masks: only cu_seq_lens separate documents, and only on more than one rank.
+WITHOUT_POSITIONS = "granitemoehybrid"
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.matrix) for f in ALL])
+def test_packing_in_one_process_trains_as_each_document_alone(family: str) -> None:
+    if family == WITHOUT_POSITIONS:
+        with pytest.raises(Refused, match="hands no position ids to its masks"):
+            run(family, {"context_parallel_size": 1}, collator=packed)
+        return
+    expected = alone(family)
+    assert_equal_training(run(family, {"context_parallel_size": 1}, collator=packed), expected)
+    leaking = run(family, None, collator=packed)
+    assert abs(leaking.grad_norms[0] / expected.grad_norms[0] - 1) > 1e-4
