@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ringtile
 import torch
-from hf_training import Padded, Run, assert_equal_training, failure_of, make_trainer, packed, train
+from hf_training import Padded, Run, assert_equal_training, make_trainer, packed, train
 from pool import run_ranks
 from ringtile.cli.tiny_models import tiny_config
 from ringtile.errors import Refused
@@ -96,3 +96,104 @@ def test_packing_in_one_process_trains_as_each_document_alone(family: str) -> No
     assert_equal_training(run(family, {"context_parallel_size": 1}, collator=packed), expected)
     leaking = run(family, None, collator=packed)
     assert abs(leaking.grad_norms[0] / expected.grad_norms[0] - 1) > 1e-4
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", FIRST)
+def test_autocast_to_bfloat16_does_not_depend_on_the_ranks(family: str) -> None:
+    """Losses of one forward, to a unit of bfloat16: products are rounded alike, and states are in float32."""
+    options = {"collator": packed, "bf16": True, "max_steps": 1}
+    expected = run(family, {"context_parallel_size": 1}, **options)
+    for of_rank in run_ranks(2, run, family, {"context_parallel_size": 2}, timeout=200.0, **options):
+        assert of_rank.losses == pytest.approx(expected.losses, rel=2.0**-8)
+
+
+# ---- what is left alone, and what is refused ----------------------------------------------------
+
+
+def loss_of(model: nn.Module, **inputs: Any) -> float:
+    ids = torch.arange(3, 19)[None]
+    return float(model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss)
+
+
+RESTARTING = torch.cat([torch.arange(6), torch.arange(10)])[None]
+
+
+def test_other_models_and_restored_ones_are_as_they_were() -> None:
+    model, other = hybrid("qwen3_next"), hybrid("qwen3_next")
+    leaking = loss_of(model, position_ids=RESTARTING)
+    trainer = make_trainer(model=model)
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    assert loss_of(model, position_ids=RESTARTING) != leaking
+    assert loss_of(other, position_ids=RESTARTING) == leaking
+    ringtile.restore(trainer)
+    assert loss_of(model, position_ids=RESTARTING) == leaking
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_generation_with_a_cache_is_left_to_transformers() -> None:
+    model = hybrid("lfm2").eval()
+    ids, options = torch.arange(3, 9)[None], {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    trainer = make_trainer(model=model)
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    assert torch.equal(model.generate(ids, **options), expected)
+    ringtile.restore(trainer)
+
+
+REFUSED_BATCHES = {
+    "seq_idx": {"seq_idx": torch.tensor([[0] * 6 + [1] * 10])},
+    "numbers in attention_mask": {"attention_mask": torch.tensor([[1] * 6 + [2] * 10])},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BATCHES)
+def test_documents_that_attention_would_not_tell_apart_are_refused(name: str) -> None:
+    trainer = make_trainer(model=hybrid("lfm2"))
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    with pytest.raises(Refused, match="documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask"):
+        loss_of(trainer.model, **REFUSED_BATCHES[name])
+    ringtile.restore(trainer)
+
+
+def test_a_mixer_that_would_miss_the_batch_is_refused() -> None:
+    """A layer that drops its keyword arguments, a mixer that goes another way, one whose forward was replaced."""
+    trainer = make_trainer(model=hybrid("lfm2"))
+    layer = trainer.model.model.layers[0]
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+
+    def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: value for name, value in kwargs.items() if name != "seq_idx"}
+
+    handle = layer.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a shard .* without the keyword"):
+        loss_of(trainer.model)
+    handle.remove()
+    with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a cache; expected none"):
+        trainer.model.train(False)(torch.ones(1, 4).long(), use_cache=False, past_key_values=_filled(trainer.model))
+    ringtile.restore(trainer)
+    layer.conv.forward = layer.conv.forward
+    with pytest.raises(Refused, match="something has replaced it; expected transformers' own"):
+        ringtile.enable(trainer, {"context_parallel_size": 1})
+
+
+def _filled(model: nn.Module) -> Any:
+    """A cache that holds three tokens."""
+    return model.train(False)(torch.ones(1, 3).long(), use_cache=True).past_key_values
+
+
+def test_compilation_and_unknown_mixers_are_refused() -> None:
+    trainer = make_trainer(model=hybrid("lfm2"))
+    trainer.args.torch_compile = True
+    with pytest.raises(Refused, match="has recurrent layers and Trainer uses torch_compile"):
+        ringtile.enable(trainer, {"context_parallel_size": 1})
+    assert "layers of type linear_attention" in failure_of_enable(hybrid("jamba"))
+    mixed = hybrid("bamba")
+    mixed.model.layers[0].extra = nn.Conv1d(4, 4, 3)
+    assert "mixes neighbouring tokens in model.layers.0.extra (Conv1d)" in failure_of_enable(mixed)
+
+
+def failure_of_enable(model: nn.Module) -> str:
+    with pytest.raises(Refused) as raised:
+        ringtile.enable(make_trainer(model=model), {"context_parallel_size": 2})
+    return str(raised.value)

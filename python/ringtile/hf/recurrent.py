@@ -44,6 +44,7 @@ _MIXERS = {
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _MAMBA2),
     **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer"), _MAMBA2),
 }
+_CACHES = ("cache_params", "past_key_values")  # the names under which mixers take one
 _DROPS_BATCH = "seq_idx"  # the only keyword argument that the layers of LFM2 hand to their convolution
 
 
@@ -162,12 +163,14 @@ def _forward_of(path: str, mixer: nn.Module, active_batch: Callable[[], ShardedB
                     f"expected layers that hand their keyword arguments down to it"
                 )
             return original(*args, **kwargs)
+        if any(kwargs.get(cache) is not None for cache in _CACHES):
+            raise Refused(f"{path} ({name}) got a cache; expected none: its states are those of whole sequences")
         called.clear()
         out = with_hooks(mixer, *args, **kwargs)
         if set(called) != expected:
             raise Refused(
                 f"{path} ({name}) called {', '.join(called) or 'none'} of the functions that mix its tokens; expected "
-                f"{', '.join(sorted(expected))}: with a cache it would go another way"
+                f"{', '.join(sorted(expected))}: ringtile knows no other way of mixing them"
             )
         batch.recurrent_calls += 1
         return out

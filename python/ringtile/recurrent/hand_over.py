@@ -170,10 +170,9 @@ def _backward(
                     state = states[i, j].detach().requires_grad_() if piece.source is not None else None
                     out, final = recurrence.compute(given, resets[:, piece.tokens], state)
                 wanted = [x for x in (*given, state) if x is not None and x.requires_grad]
-                outputs, incoming = [out], [recurrence.out.of(dout, piece, part)]
-                if dstate is not None:
-                    outputs, incoming = [out, final], [*incoming, dstate]
-                found = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
+                outputs = [(out, recurrence.out.of(dout, piece, part)), (final, dstate)]
+                known = [(x, dx) for x, dx in outputs if dx is not None and x.requires_grad]  # padding has no graph
+                found = iter(_gradients(known, wanted))
                 for one, total, need in zip(operands, gradients, needed, strict=True):
                     if need and total is not None and (gradient := next(found)) is not None:
                         one.of(total, piece, part).add_(gradient)
@@ -181,6 +180,14 @@ def _backward(
                     gradient = next(found)
                     messages.send(piece.source, j, torch.zeros_like(state) if gradient is None else gradient)
     return [None if total is None else total.to(x.dtype) for total, x in zip(gradients, tensors, strict=True)]
+
+
+def _gradients(outputs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Of the wanted tensors, from the outputs and their gradients."""
+    if not outputs:
+        return (None,) * len(wanted)
+    of_outputs, incoming = zip(*outputs, strict=True)
+    return torch.autograd.grad(of_outputs, wanted, incoming, allow_unused=True)
 
 
 # ---- messages -----------------------------------------------------------------------------------
