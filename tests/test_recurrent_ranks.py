@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import ringtile
+import scan_oracle
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
-from recurrent_oracle import conv, delta, of_documents, ssd
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, PeerLost, Refused, RingMismatch, ShardedSequence
+from ringtile.recurrent import kernels, torch_path
 from ringtile.recurrent.documents import hand_overs, message_bytes
+from ringtile.recurrent.resets import PADDING, STARTS
 from ringtile.transport.groups import transport_of
 from torch import Tensor
 from torch.nn import functional
@@ -29,10 +31,10 @@ Tensors = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """A recurrent layer: ours of local tensors and a sequence, the oracle of one document's tensors."""
+    """A recurrent layer: ours of local tensors and a sequence, the oracle of global ones and of resets."""
 
     ours: Callable[[Tensors, ShardedSequence], Tensor]
-    oracle: Callable[..., Tensor]  # of the tensors with tokens, then of the others
+    oracle: Callable[[Tensors, Tensor], Tensor]
     shapes: dict[str, tuple[int, ...]]  # of a token, or of a parameter
     parameters: tuple[str, ...]  # tensors without tokens
     state_numel: int  # of one batch row
@@ -42,33 +44,37 @@ def _ours(name: str, **options: Any) -> Callable[[Tensors, ShardedSequence], Ten
     return lambda tensors, sequence: getattr(ringtile, name)(sequence=sequence, **tensors, **options)
 
 
+def _oracle(name: str, **options: Any) -> Callable[[Tensors, Tensor], Tensor]:
+    return lambda tensors, resets: getattr(scan_oracle, name)(**tensors, **options, resets=resets, state=None)[0]
+
+
 H, G, K, V, C, W = 4, 2, 3, 5, 6, 4
 _DELTA = {"q": (G, K), "k": (G, K), "v": (H, V)}
 CASES = {
     "conv": Case(
         _ours("causal_conv1d", activation="silu"),
-        lambda x, weight, bias: conv(x, weight, bias, "silu"),
+        _oracle("causal_conv1d", activation="silu"),
         {"x": (C,), "weight": (C, W), "bias": (C,)},
         ("weight", "bias"),
         (W - 1) * C,
     ),
     "delta": Case(
         _ours("gated_delta_rule"),
-        functools.partial(delta, scale=K**-0.5),
+        _oracle("gated_delta_rule", scale=K**-0.5),
         {**_DELTA, "g": (H,), "beta": (H,)},
         (),
         H * K * V,
     ),
     "kda": Case(
         _ours("gated_delta_rule", scale=0.7),
-        functools.partial(delta, scale=0.7),
+        _oracle("gated_delta_rule", scale=0.7),
         {**_DELTA, "q": (1, K), "k": (1, K), "g": (H, K), "beta": (H,)},
         (),
         H * K * V,
     ),
     "ssd": Case(
         _ours("ssd"),
-        lambda x, dt, B, C, A, D: ssd(x, dt, A, B, C, D),
+        _oracle("ssd"),
         {"x": (H, V), "dt": (H,), "B": (1, K), "C": (1, K), "A": (H,), "D": (H,)},
         ("A", "D"),
         H * K * V,
@@ -121,16 +127,22 @@ def joined(shards: list[Tensor], layout: Layout) -> Tensor:
     return torch.cat(shards, 1)[:, positions.argsort()]
 
 
-def of_oracle(
-    case: Case, tensors: Tensors, dout: Tensor, rows: list[list[int]], padding: int
-) -> tuple[Tensor, Tensors]:
-    """The same, each document alone."""
+def of_oracle(case: Case, tensors: Tensors, dout: Tensor, resets: Tensor) -> tuple[Tensor, Tensors]:
+    """The same, token by token in one process."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    parameters = [leaves[name] for name in case.parameters]
-    tokens = [x for name, x in leaves.items() if name not in case.parameters]
-    out = of_documents(lambda *given: case.oracle(*given, *parameters), rows, padding, *tokens)
+    out = case.oracle(leaves, resets)
     out.backward(dout)
     return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def resets_of(rows: list[list[int]]) -> Tensor:
+    """uint8 (B, S): documents of these lengths, then padding."""
+    resets = torch.full((len(rows), SEQ_LEN), PADDING, dtype=torch.uint8)
+    for row, lengths in enumerate(rows):
+        bounds = [0, *itertools.accumulate(lengths)]
+        resets[row, : bounds[-1]] = 0
+        resets[row, bounds[:-1]] = STARTS
+    return resets
 
 
 # The first is cut within documents, at their ends (positions 8 and 16 of 48 over 3 ranks), in documents of one token.
@@ -174,12 +186,11 @@ def test_ranks_compute_each_document_alone(name: str, layout: str, rows: str, de
     dout = torch.randn(len(lengths), SEQ_LEN, *of_out(case), dtype=torch.float64)
     mask = IntervalMask.documents(lengths).padded(padding)
     out, gradients = of_ranks(case, tensors, dout, mask, LAYOUTS[layout])
-    whole = {n: x if n in case.parameters else x[:, :-padding] for n, x in tensors.items()}
-    expected, of_each = of_oracle(case, whole, dout, lengths, padding)
+    finite = {n: x.nan_to_num(0.0) for n, x in tensors.items()}  # the oracle multiplies padding by its gradient of 0
+    expected, of_each = of_oracle(case, finite, dout, resets_of(lengths))
     assert_close(out, expected)
     for n, gradient in gradients.items():
-        width = (0, 0) * (gradient.dim() - 2) + (0, padding)
-        assert_close(gradient, of_each[n] if n in case.parameters else functional.pad(of_each[n], width))
+        assert_close(gradient, of_each[n])
 
 
 def of_out(case: Case) -> tuple[int, ...]:
@@ -190,6 +201,29 @@ def of_out(case: Case) -> tuple[int, ...]:
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     tolerance = 48 * 64 * 2.0**-52 * float(expected.abs().max())
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
+    """Outputs, states, and all gradients; in chunks and documents that begin anywhere, from a state, to a state."""
+    case, rows = CASES[name], [[80, 70], [149]]
+    tensors = problem(case, 2, 151)
+    resets = torch.zeros(2, 151, dtype=torch.uint8)
+    for row, lengths in enumerate(rows):  # the first document goes on with what came before
+        resets[row, list(itertools.accumulate(lengths))[:-1]] = STARTS
+        resets[row, sum(lengths) :] = PADDING
+    size = (2, W - 1, C) if name == "conv" else (2, H, V, K) if name == "ssd" else (2, H, K, V)
+    tensors["initial_state"] = torch.randn(size, dtype=torch.float64)
+    options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}}.get(name, {"scale": 0.7})
+    function = {"conv": "causal_conv1d", "ssd": "ssd"}.get(name, "gated_delta_rule")
+    results = []
+    for module in (kernels, torch_path):
+        leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+        out, state = getattr(module, function)(**leaves, **options, resets=resets)
+        gradients = torch.autograd.grad((out.sin().sum(), state.sin().sum()), leaves.values())
+        results.append([out.detach(), state.detach(), *gradients])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=151 * 64 * 2.0**-52 * float(expected.abs().max()))
 
 
 class Whole(torch.autograd.Function):

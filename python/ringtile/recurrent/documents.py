@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import Refused
-from ringtile.recurrent.local import PADDING, STARTS
+from ringtile.recurrent.resets import PADDING, STARTS
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -70,18 +70,9 @@ class Documents:
 
     @functools.cached_property
     def resets(self) -> Tensor:
-        """uint8 CPU (Bm, N), as local.py takes it."""
+        """uint8 CPU (Bm, N), see resets.py."""
         positions = self.sequence.layout.positions(self.sequence.rank)
         return _resets(self.sequence.mask)[:, positions].contiguous()
-
-    def resets_on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = self.resets.to(device)
-        return self._copies[device]
-
-    @functools.cached_property
-    def _copies(self) -> dict[torch.device, Tensor]:
-        return {}
 
 
 _of_sequences: weakref.WeakKeyDictionary[ShardedSequence, Documents] = weakref.WeakKeyDictionary()

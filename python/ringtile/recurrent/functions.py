@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, RingtileError
-from ringtile.recurrent import local
 from ringtile.recurrent.documents import Documents, documents_of
 from ringtile.recurrent.hand_over import Halos, Operand, Recurrence, check_tensors, run
+from ringtile.recurrent.kernels import MAX_WIDTH
+from ringtile.recurrent.local import computing_on
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, only_group_of, transport_of
-
-MAX_WIDTH = 8
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -64,12 +63,13 @@ def causal_conv1d(
             raise InputError(f"activation is {activation!r}; expected '' or 'silu'")
     terms = _terms(x, documents) | {"channels": x.size(2), "width": weight.size(1)}
     halos = Halos(op, documents, terms, weight.size(1) - 1)
-    resets = documents.resets_on(x.device)
+    compute, resets = computing_on(x.device).causal_conv1d, documents.resets
     if documents.sequence.world_size == 1 and len(documents.pieces) == 1:
-        return local.causal_conv1d(x, weight, bias, resets, None, activation)[0]
+        y: Tensor = compute(x, weight, bias, resets, None, activation)[0]
+        return y
     x, halo_of_piece = halos.of(x)
     outs = {
-        piece.begin: local.causal_conv1d(x[:, piece.tokens], weight, bias, resets[:, piece.tokens], halo, activation)[0]
+        piece.begin: compute(x[:, piece.tokens], weight, bias, resets[:, piece.tokens], halo, activation)[0]
         for piece, halo in zip(documents.pieces, halo_of_piece, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
@@ -114,14 +114,15 @@ def gated_delta_rule(
                 "beta": (beta, (batch, num_tokens, num_heads)),
             },
         )
-        _check_heads("v", num_heads, "k", num_key_heads)
+        _check_heads("v", v, "k", k, "q", q)
         scale = key_dim**-0.5 if scale is None else arguments.check_number("scale", scale)
+        ops.check_scale_and_softcap(v.dtype, scale, 0.0)
     alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
     key_heads = None if alone else 2
 
     def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = given
-        return local.gated_delta_rule(q, k, v, g, beta, resets, state, scale)
+        return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
 
     terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
     return run(
@@ -176,13 +177,13 @@ def ssd(
                 "D": (D, (num_heads,)),
             },
         )
-        _check_heads("x", num_heads, "B", num_groups)
+        _check_heads("x", x, "B", B, "C", C)
     alone = num_groups == 1
     group_heads = None if alone else 2
 
     def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, dt, A, B, C, *D = given
-        return local.ssd(x, dt, A, B, C, D[0] if D else None, resets, state)
+        return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
 
     operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
     operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
@@ -241,9 +242,17 @@ def _num_tokens(documents: Documents) -> int:
     return documents.sequence.layout.local_len(documents.sequence.rank)
 
 
-def _check_heads(name: str, num_heads: int, of_groups: str, num_groups: int) -> None:
-    if num_groups < 1 or num_heads % num_groups:
-        raise InputError(f"{name} has {num_heads} heads, {of_groups} {num_groups}; expected a multiple")
+def _check_heads(name: str, x: Tensor, k_name: str, k: Tensor, q_name: str, q: Tensor) -> None:
+    """InputError, before a message is sent, for what no kernel computes. x (B, N, H, V), k and q (B, N, G, K)."""
+    num_heads, num_groups = x.size(2), k.size(2)
+    if num_groups < 1 or num_heads < 1 or num_heads % num_groups:
+        raise InputError(f"{name} has {num_heads} heads, {k_name} {num_groups}; expected a multiple")
+    for other, y in ((k_name, k), (q_name, q)):
+        if y.dtype != x.dtype:
+            raise InputError(f"{other} has dtype {y.dtype} but {name} has {x.dtype}; cast them to one dtype")
+    for other, y in ((name, x), (k_name, k)):
+        if not 1 <= y.size(3) <= ops.MAX_HEAD_DIM:
+            raise InputError(f"{other} has head dim {y.size(3)}; expected 1..{ops.MAX_HEAD_DIM}")
 
 
 def _terms(x: Tensor, documents: Documents) -> dict[str, HeaderValue]:

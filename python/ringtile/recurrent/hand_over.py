@@ -23,7 +23,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.recurrent.documents import Documents, Piece
-from ringtile.recurrent.local import kept_after
+from ringtile.recurrent.resets import kept_after
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
 
@@ -277,7 +277,7 @@ class _Halos(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halos: Halos, x: Tensor) -> tuple[Tensor, ...]:
         documents, before, dtype = halos.documents, halos.before, ops.state_dtype(x.dtype)
-        resets = documents.resets_on(x.device)
+        resets = documents.resets
         received: list[Tensor] = []
         with _call(halos, "forward", x, documents.sequence.data_of(x)) as messages:
             for piece in documents.pieces:
@@ -292,7 +292,7 @@ class _Halos(torch.autograd.Function):
                         messages.wait()
                         earlier = own.new_zeros(x.size(0), before, x.size(2)) if halo is None else halo
                         own = torch.cat([earlier[:, piece.length :], own], dim=1)
-                    kept = kept_after(resets[:, piece.tokens], before)[..., None]
+                    kept = kept_after(resets[:, piece.tokens], before)[..., None].to(x.device)
                     messages.send(piece.target, 0, torch.where(kept, own, 0))
         ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
         return (x.view_as(x), *received)
@@ -314,13 +314,13 @@ class _Halos(torch.autograd.Function):
 def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], forward_call: int) -> Tensor:
     documents, before = halos.documents, halos.before
     dx = dx_of_x.to(ops.state_dtype(dx_of_x.dtype), copy=True)
-    resets = documents.resets_on(dx.device)
+    resets = documents.resets
     incoming = iter(reversed(dhalos))
     arriving: list[tuple[Piece, Tensor]] = []
 
     def add(piece: Piece, dwindow: Tensor) -> Tensor:
         """Adds the gradient of what was sent to that of the piece's inputs; returns that of its own halo."""
-        kept = kept_after(resets[:, piece.tokens], before)[..., None]
+        kept = kept_after(resets[:, piece.tokens], before)[..., None].to(dx.device)
         dwindow = torch.where(kept, dwindow, 0)
         own = min(before, piece.length)
         dx[:, piece.tokens][:, -own:] += dwindow[:, before - own :]
