@@ -146,8 +146,8 @@ class Strategy(abc.ABC):
         attending, recurrent_layers = num_layers(config)
         if not _once_per_layer(batch.attention_calls, attending):
             raise Refused(
-                f"{name} has {attending} layers with attention but called ringtile's {batch.attention_calls} times in "
-                f"a forward pass; expected once per layer: the other layers would attend within a shard only"
+                f"{name} has {attending} layers but called ringtile's attention {batch.attention_calls} times in a "
+                f"forward pass; expected once per layer: the other layers would attend within a shard only"
             )
         if not _once_per_layer(batch.recurrent_calls, recurrent_layers):
             raise Refused(
