@@ -197,3 +197,13 @@ def failure_of_enable(model: nn.Module) -> str:
     with pytest.raises(Refused) as raised:
         ringtile.enable(make_trainer(model=model), {"context_parallel_size": 2})
     return str(raised.value)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("engine", ["FSDP2", "ZeRO-3"])
+@pytest.mark.parametrize("family", FIRST)
+def test_engines_that_shard_parameters_train_as_one_process(family: str, engine: str) -> None:
+    """A convolution's weight is read without calling its module, whose hooks would gather it."""
+    config = {"context_parallel_size": 2}
+    for of_rank in run_ranks(2, run, family, config, collator=packed, engine=engine, timeout=200.0):
+        assert_equal_training(of_rank, alone(family))

@@ -133,7 +133,7 @@ _BESIDES: dict[str, dict[str, Any]] = {
         "hybrid_layer_ids": [1, 3],
     },
     # With the usual 1e-6, norms of tiny embeddings amplify rounding: transformers' float32 is 4e-6 from float64.
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), {"rms_norm_eps": 1e-2}),
+    **{name: {"rms_norm_eps": 1e-2} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": _HEAD_DIM},
         **{"indexer_budget": 8, "indexer_compress_ratio": 2},
