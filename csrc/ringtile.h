@@ -190,6 +190,14 @@ typedef struct rt_attn_params {
     const rt_run *k_runs;       // (R) global positions of the keys; keys in no run are not attended
     int64_t num_k_runs;
 
+    // Dropout of weights: a feature is a key, by its position, and a token is a query head (rt_dropout_params): word
+    // key % 4 of the counter (key / 4, query, row + 2^20 head, stream) decides. With P the weights of all keys and
+    // Z = 0 or 1 / (1 - dropout) per weight, out = (P Z) v; lse is that of all keys.
+    double dropout; // probability of a 0, rounded to a multiple of 2^-32; 0: off, nothing below is read
+    uint32_t seed, step, stream;
+    const int64_t *dropout_rows; // (B): the row of each batch
+    const int64_t *q_positions;  // (N): the global position of each query
+
     // Outputs are uninitialized: overwritten, never read. Forward: out and lse, 0 and -inf for queries that attend no
     // key. Backward: dk and dv (not dq), 0 for keys that no query attends; the runs must hold every key.
     bool fresh;
@@ -221,7 +229,8 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
 // arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
 // Adds the block's gradients, given the final lse and delta (arXiv:2205.14135, alg. 4):
-//   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
+//   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q;
+// with dropout, dV += (P Z)^T dO and dS = P * (Z * dO V^T - delta).
 rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel);
 
 // The delta of rt_attn_bwd: sum over Dv of dout * out, minus dlse (D in arXiv:2205.14135, alg. 4).

@@ -29,11 +29,13 @@ def dense_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, S, H, Dv), lse (B, H, S) in float64, for q (B, S, H, D), k (B, S, G, D), v (B, S, G, Dv).
 
     attend: bool (B or 1, S, S), [query, key]. A query that attends no key has out 0 and lse -inf. sinks (H): the score
-    of one more key, which every query attends and whose value is 0.
+    of one more key, which every query attends and whose value is 0. factors (B, H, S, S): of the weights, after the
+    softmax.
     """
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
@@ -49,7 +51,10 @@ def dense_attention(
     some = attend.any(-1, keepdim=True)
     # Rows without keys go through the softmax with every score 0 and are dropped after it.
     scores = scores.masked_fill(~attend & some, -torch.inf).masked_fill(~some, 0.0)
-    out = (scores.softmax(-1) @ v).masked_fill(~some, 0.0)
+    weights = scores.softmax(-1)
+    if factors is not None:
+        weights = torch.cat([weights[..., : factors.size(3)] * factors, weights[..., factors.size(3) :]], dim=-1)
+    out = (weights @ v).masked_fill(~some, 0.0)
     lse = scores.logsumexp(-1).masked_fill(~some[..., 0], -torch.inf)
     return out.transpose(1, 2), lse
 
@@ -63,10 +68,11 @@ def dense_gradients(
     dlse: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    factors: Tensor | None = None,
 ) -> Attention:
     """Forward and, by autograd in float64, backward; dlse (B, H, S) may be None for no gradient through lse."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, attend, scale, softcap)
+    out, lse = dense_attention(*leaves, attend, scale, softcap, factors=factors)
     outputs, cotangents = [out], [dout.double()]
     if dlse is not None:
         outputs.append(lse)

@@ -22,6 +22,7 @@ from ringtile.ring import aten, judge
 from ringtile.ring import block_kernel as block
 from ringtile.ring.aten import InSquares
 from ringtile.ring.pieces import Piece, find_pieces, packs, squares
+from ringtile.ring.provider import BlockMask
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
@@ -74,7 +75,7 @@ def drawn_in_squares(pieces: tuple[Piece, ...], picture: Tensor) -> Tensor:
 def drawn_in_packs(pieces: tuple[tuple[Piece, ...], ...], batch: int, picture: Tensor) -> Tensor:
     """int (B N, B K)."""
     picture = torch.block_diag(*[picture] * batch)
-    for pack in packs(pieces, batch, picture.size(0) // batch, picture.size(1) // batch, CPU):
+    for pack in packs(pieces, batch, picture.size(0) // batch, picture.size(1) // batch):
         q_rows, k_rows = (
             torch.arange(picture.size(dim)) if rows is None else rows
             for dim, rows in ((0, pack.q_rows), (1, pack.k_rows))
@@ -263,6 +264,35 @@ def test_where_several_may_run_the_faster_is_measured_once(fresh: None, monkeypa
         results = [run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "auto", chosen)]
         assert answers == []
         assert all(torch.equal(x, y) for result in results[:2] for x, y in zip(result, results[2], strict=True))
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes whoever was chosen before for blocks of that size; else the first: ringtile's, where that may run."""
+    p, plan = problem(v_head_dim=16), rank_plan(MASKS["causal"], Layout.contiguous(48, 1), 0)
+    of = OnGpu(p.q), p.k, BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
+    providers = [block.RINGTILE, *aten.ATEN["cuda"]]
+    ran: list[str] = []
+
+    def fastest(of: tuple[Tensor, Tensor, BlockMask]) -> str:
+        return block._fastest(providers, lambda provider: ran.append(provider.name), of, ()).name
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert fastest(of) == "ringtile's attention"
+    assert (ran, block._chosen) == ([], {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        block, "_seconds", lambda run, provider, states: {"aten's cuDNN attention": 0}.get(provider.name, 1)
+    )
+    assert fastest(of) == "aten's cuDNN attention"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert fastest(of) == "aten's cuDNN attention"
+    assert fastest((OnGpu(p.q[:, :5]), *of[1:])) == "ringtile's attention"
 
 
 # ---- a kernel that is not what it was taken for -------------------------------------------------

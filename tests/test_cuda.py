@@ -21,6 +21,15 @@ REASONS: dict[str, tuple[object, str | None, bool]] = {
 
 
 @pytest.fixture(autouse=True)
+def on_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first fake tensor of a device, torch makes a real one if CUDA is available, or a test says so."""
+    with monkeypatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        for device in ("cuda", "cuda:0", "cuda:1"):
+            torch.empty(1, device=device)
+
+
+@pytest.fixture(autouse=True)
 def forget() -> object:
     """The reason is cached per process."""
     ops.why_no_cuda.cache_clear()

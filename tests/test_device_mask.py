@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, Refused, ShardedSequence
+from ringtile.ring.provider import BlockMask
 from ringtile.sequence import device_mask
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,6 +71,28 @@ def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) 
     gc.collect()
     assert [[ref() is not None for ref in refs] for refs in tensors] == [[False] * 2, [True] * 2]
     assert len(device_mask._in_graphs) == 1  # however many calls were captured
+
+
+def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
+    """Which aten's flash attention reads in place of the mask."""
+    one = sequence()
+    mask = BlockMask(one.begin, one.end, one.plan.rounds[0].k_runs)
+    assert mask.pieces is not None  # made of real tensors
+    with gpu.mode:
+        q = torch.empty(1, 40, 2, 8, device=GPU)
+        gpu.captures = True
+        with pytest.raises(Refused, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
+            mask.packs(q, q)
+        gpu.captures = False
+        (pack,) = mask.packs(q, q)
+        assert pack.q_offsets.device == pack.k_offsets.device == GPU
+        gpu.stream, gpu.captures = "a second", True
+        assert mask.packs(q, q)[0] is pack
+    assert gpu.recorded == [(id(x), "a second") for x in (pack.q_offsets, pack.k_offsets)]
+    refs = alive((pack.q_offsets, pack.k_offsets))
+    del one, mask, pack
+    gc.collect()
+    assert all(ref() is not None for ref in refs)
 
 
 def test_a_copy_that_a_capture_cannot_make_is_refused_by_name(gpu: FakeGpu) -> None:

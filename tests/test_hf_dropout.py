@@ -3,26 +3,31 @@
 import functools
 import zlib
 
+import numpy as np
 import pytest
 import ringtile
 import torch
 from hf_models import tiny_model, with_lora
 from hf_training import assert_equal_training, failure_of, make_trainer, packed, train
 from pool import run_ranks
+from ringtile import AttentionDropout
+from test_attention_dropout import kept
+from test_dropout import random_word
 from test_hf_losses import LastThird
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
+from transformers import AttentionInterface, AttentionMaskInterface, Trainer
+from transformers.masking_utils import eager_mask
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "per_document", "balanced")
 BATCH, STEP = 2, 2  # rows of a batch, batches of a step: make_trainer's
 
 
 def _gpt2(rate: float = 0.1):
-    """Dropout on the embeddings, after attention and MLP, and in the adapters."""
+    """Dropout on the embeddings, in and after attention, after the MLP, and in the adapters."""
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_model("gpt2", resid_pdrop=rate, embd_pdrop=rate)
+    model = tiny_model("gpt2", resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
     torch.manual_seed(1)
     targets = ["c_attn", "c_fc"]
     config = LoraConfig(
@@ -32,12 +37,12 @@ def _gpt2(rate: float = 0.1):
 
 
 def _llama():
-    return with_lora(tiny_model(), dropout=0.05).train()
+    return with_lora(tiny_model(attention_dropout=0.1), dropout=0.05).train()
 
 
 def _phi(**settings):
     """One dropout of each layer runs twice in it: after attention and after the MLP."""
-    model = tiny_model("phi", resid_pdrop=0.1, **settings)
+    model = tiny_model("phi", resid_pdrop=0.1, attention_dropout=0.1, **settings)
     for name, parameter in model.named_parameters():
         if name.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, which a weight of 0 would show
             parameter.data += 1
@@ -68,11 +73,31 @@ class Oracle(nn.Module):
         return x * mask.view_as(x)  # autograd's gradient, not the op's
 
 
+class AttentionOracle:
+    """The same of the weights of attention: (B, H, S, D) to (B, S, H, D)."""
+
+    def __init__(self, model):
+        self.names = {module: name for name, module in model.named_modules()}
+        self.calls = {}
+
+    def __call__(self, module, query, key, value, mask, dropout, scaling=None, **options):
+        call = self.calls[module] = self.calls.get(module, -1) + 1
+        first_row, step = call % STEP * BATCH, call // STEP
+        stream = zlib.crc32(self.names[module].encode())
+        drop = AttentionDropout(dropout, torch.arange(first_row, first_row + query.size(0)), 42, step, stream)
+        factors = kept(drop, query.size(1), query.size(2)).to(query.dtype) / (1 - dropout)
+        weights = (query @ key.mT * query.size(3) ** -0.5 + mask).softmax(-1)
+        return (weights * factors @ value).transpose(1, 2), None
+
+
 def _oracle():
     model = _gpt2()
     base = model.get_base_model()
+    AttentionInterface.register("oracle", AttentionOracle(base))
+    AttentionMaskInterface.register("oracle", eager_mask)
+    base.set_attn_implementation("oracle")
     for name, module in list(base.named_modules()):
-        if isinstance(module, nn.Dropout) and module.p > 0:
+        if isinstance(module, nn.Dropout) and module.p > 0 and not name.endswith("attn_dropout"):
             parent, _, child = name.rpartition(".")
             base.get_submodule(parent)._modules[child] = Oracle(name, module.p)
     return model
@@ -159,6 +184,59 @@ def test_a_resumed_run_drops_the_same_bit_for_bit(size, tmp_path):
         assert all(torch.equal(again.weights[name], weight) for name, weight in whole.weights.items())
 
 
+# ---- NEFTune ------------------------------------------------------------------------------------
+
+
+class NoisyOracle(nn.Module):
+    """NEFTune's noise by its definition in Python integers, in one process."""
+
+    def __init__(self, embeddings):
+        super().__init__()
+        self.embeddings, self.calls = embeddings, 0
+
+    def forward(self, ids):
+        x, first_row, step = self.embeddings(ids), self.calls % STEP * BATCH, self.calls // STEP
+        self.calls += 1
+        stream = zlib.crc32(b"model.embed_tokens:neftune")
+        noise = torch.empty(x.shape)
+        for (row, position, feature), _ in np.ndenumerate(noise.numpy()):
+            word = random_word(first_row + row, position, feature, 42, step, stream)
+            noise[row, position, feature] = (word * 2.0**-31 - 1) * 5 / (x.size(1) * x.size(2)) ** 0.5
+        return x + noise
+
+
+def _noisy_oracle():
+    model = tiny_model().train()
+    model.set_input_embeddings(NoisyOracle(model.get_input_embeddings()))
+    return model
+
+
+def test_neftune_is_the_same_on_ranks_and_in_one_process():
+    expected = _train(None, _noisy_oracle)
+    expected.weights = {name.replace("embeddings.", ""): weight for name, weight in expected.weights.items()}
+    model, noisy = functools.partial(_trained, tiny_model), {"neftune_noise_alpha": 5.0}
+    assert expected.losses != pytest.approx(_train({}, model).losses, rel=1e-4)
+    assert_equal_training(_train({}, model, **noisy), expected)
+    for run in run_ranks(2, _train, {"context_parallel_size": 2}, model, **noisy):
+        assert_equal_training(run, expected)
+
+
+def _trained(make_model):
+    return make_model().train()
+
+
+def test_neftune_outside_of_training_steps_is_transformers():
+    trainer = make_trainer(model=tiny_model().train(), neftune_noise_alpha=5.0)
+    model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)
+    plain = model(ids).logits
+    ringtile.enable(trainer, {})
+    assert not torch.equal(model(ids).logits, plain)
+    assert torch.equal(model.eval()(ids).logits, plain)
+    ringtile.restore(trainer)
+    assert torch.equal(model.train()(ids).logits, plain)
+    assert trainer.neftune_noise_alpha == 5.0
+
+
 # ---- what is left to torch, and what is refused -------------------------------------------------
 
 
@@ -223,7 +301,19 @@ def _with_late_dropout(trainer):
     trainer.train()
 
 
+def _attends_with_late_dropout(trainer):
+    trainer.model.model.layers[1].self_attn.attention_dropout = 0.1
+    trainer.train()
+
+
 REFUSED = {
+    "LlamaAttention uses attention dropout 0.1 where ringtile does not count it": {
+        "make_model": lambda: tiny_model().train(),
+        "use": _attends_with_late_dropout,
+    },
+    "model.layers.0.self_attn runs again on the same tokens": {
+        "make_model": lambda: _runs_a_layer_twice(tiny_model(attention_dropout=0.1).train())
+    },
     "model.extra drops with p = 0.1, but was added": {"use": _with_late_dropout},
     "drops entries of a tensor (2, 4, ": {"make_model": lambda: _drops_heads(tiny_model()).train()},
     "runs again on the same tokens": {"make_model": lambda: _runs_a_layer_twice(_phi())},

@@ -41,7 +41,6 @@ class OwnStep(Trainer):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"trainer_class": OwnLoss, "torch_compile": True}, "OwnLoss computes its loss from the outputs"),
@@ -183,7 +182,6 @@ class NoLossArguments(type(tiny_model())):
         (lambda: tiny_model("phimoe"), "model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts"),
         (lambda: _with(tiny_model(), nn.Dropout(0.1, inplace=True)), "model.extra drops with p = 0.1"),
         (lambda: _with(tiny_model(), type("Own", (nn.Dropout,), {})(0.1)), "a Own may drop otherwise than nn.Dropout"),
-        (lambda: tiny_model("gpt2", attn_pdrop=0.1), "the ring has no attention dropout"),
         (lambda: _with(tiny_model(), _in_expert(nn.Dropout(0.1))), "an expert does not know which tokens it was given"),
         (lambda: NoLossArguments(tiny_model().config), "num_items_in_batch"),
     ],

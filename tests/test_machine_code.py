@@ -27,7 +27,7 @@ BINARY = pathlib.Path(ringtile.__file__).with_name("_cuda.abi3.so")
 CACHE = pathlib.Path(__file__).parents[1] / "build" / "machine_code"  # disassembled cubins, by their hash
 TOOLS = os.pathsep.join([f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin", os.environ.get("PATH", "")])
 KERNEL = re.compile(r"attn_(fwd|bwd)_sm90_kernelI(?:4bf16|3f16)Li(\d+)E(?:Li(\d+)E)?")
-DIMS = {"fwd": {(64, 64), (128, 128), (192, 128)}, "bwd": {(64, 64), (128, 128)}}  # D, Dv
+DIMS = {"fwd": {(64, 64), (128, 128), (192, 128), (256, 256)}, "bwd": {(64, 64), (128, 128)}}  # D, Dv
 # 16 further numbers of a factor, in the descriptor's units of 16 bytes: along a row, and rows below
 ALONG, BELOW = 2, 128
 HIGH_WORD = 0x40000040  # swizzle of 128 bytes, 1024 bytes between swizzle atoms
@@ -117,8 +117,9 @@ def below(rows: int) -> list[int]:
 
 def forward(dim: int, v_dim: int) -> tuple[list[Product], Counter[int]]:
     """fwd_sm90.cuh: S = Q K^T before the loop and in it, O += P V in it and behind it."""
-    scores = Product(128, "", along_rows(dim, 128), along_rows(dim, 128))
-    values = Product(v_dim, ".tnspB", None, below(128), 128 * 128)
+    keys = 128 if v_dim <= 128 else 64
+    scores = Product(keys, "", along_rows(dim, 128), along_rows(dim, keys))
+    values = Product(v_dim, ".tnspB", None, below(keys), keys * 128)
     return [scores, scores, values, values], Counter({0: 3, 1: 1})
 
 

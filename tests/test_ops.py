@@ -41,6 +41,12 @@ def pick(arguments: dict[str, torch.Tensor], names: tuple[str, ...]) -> tuple[to
     return (*(arguments[name] for name in names), 0.5, 0.0)
 
 
+def drops(**changes: object) -> tuple[object, ...]:
+    """fresh, and dropout."""
+    usual = {"p": 0.3, "seed": 1, "step": 2, "stream": 3, "rows": torch.arange(B), "positions": torch.arange(N)}
+    return (False, *(usual | changes).values())
+
+
 def causal(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(seq_len, dtype=torch.int32)
     return torch.zeros(1, seq_len, dtype=torch.int32), positions[None] + 1
@@ -62,8 +68,8 @@ def convolution_arguments() -> tuple[torch.Tensor, ...]:
 TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
 
 OPCHECK_CASES = {
-    "attn_fwd_": lambda: pick(attention_arguments(), FORWARD),
-    "attn_bwd_": lambda: pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD),
+    "attn_fwd_": lambda: (*pick(attention_arguments(), FORWARD), *drops()),
+    "attn_bwd_": lambda: (*pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD), *drops()),
     "attn_delta": lambda: (torch.randn(B, N, H, Dv), torch.randn(B, N, H, Dv), torch.randn(B, H, N).double()),
     "shard_seq_": lambda: (torch.randn(2, 8, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 4, 3)),
     "unshard_seq_": lambda: (torch.randn(2, 4, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 8, 3)),
@@ -100,6 +106,16 @@ def test_every_op_is_opchecked() -> None:
     names = {schema.name.removeprefix("ringtile::") for schema in schemas if schema.name.startswith("ringtile::")}
     elsewhere = {"ring_attention", "ring_attention_backward", "all_gather_seq", "reduce_scatter_seq", "sequence_of"}
     assert names == {*OPCHECK_CASES, "cpu_isa"} | elsewhere
+
+
+def test_ops_of_a_group_stay_out_of_compiled_cuda_graphs() -> None:
+    """They communicate, and read masks and layouts on the host, which no replay would do."""
+    importlib.import_module("ringtile.torch_context_parallel.group_layouts")
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ringtile::")]
+    of_a_group = [each.name[10:] for each in schemas if "group_name" in {given.name for given in each.arguments}]
+    assert len(of_a_group) == 5
+    for name in of_a_group:
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringtile, name).default.tags, name
 
 
 @pytest.mark.parametrize("name", sorted(set(OPCHECK_CASES) - {"shard_seq", "unshard_seq"}))
@@ -145,6 +161,23 @@ def test_attention_op_refuses_unreadable_arguments(name: str, change: object, me
         arguments["lse"] = arguments["lse"][:, : arguments["q"].shape[-2]].contiguous()
     with pytest.raises(RuntimeError, match=message):
         torch.ops.ringtile.attn_fwd_(*pick(arguments, FORWARD))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"p": 1.5}, "a probability must be in"),
+        ({"seed": 2**32}, "seed is 4294967296, expected 0"),
+        ({"stream": -1}, "stream is -1, expected 0"),
+        ({"rows": torch.zeros(B)}, "rows has dtype"),
+        ({"rows": torch.arange(B + 1)}, "rows has shape"),
+        ({"positions": torch.arange(2 * N)[::2]}, "positions must be contiguous"),
+        ({"positions": None}, "positions is None"),
+    ],
+)
+def test_attention_op_refuses_malformed_dropout(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ringtile.attn_fwd_(*pick(attention_arguments(), FORWARD), *drops(**change))
 
 
 @pytest.mark.parametrize("name", ["dout", "delta", "dq", "dk", "dv"])

@@ -399,15 +399,18 @@ def op_arguments() -> tuple[Any, ...]:
     return q, k, v, mask.begin, mask.end, layout.tensor, 0.5, 0.0, ""
 
 
+DROPS = (0.3, 1, 2, 3, torch.tensor([0, 1]))  # dropout as the op takes it
+
+
 def test_op_passes_opcheck() -> None:
     sinks = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, (*op_arguments(), "ringtile", sinks))
+    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, (*op_arguments(), "ringtile", sinks, *DROPS))
 
 
 def test_backward_op_passes_opcheck() -> None:
     q, k, v, *others = (x.detach() if isinstance(x, Tensor) else x for x in op_arguments())
     out, lse = torch.ops.ringtile.ring_attention(q, k, v, *others)
-    arguments = (torch.ones_like(out), torch.zeros_like(lse), q, k, v, out, lse, *others)
+    arguments = (torch.ones_like(out), torch.zeros_like(lse), q, k, v, out, lse, *others, "ringtile", *DROPS)
     torch.library.opcheck(torch.ops.ringtile.ring_attention_backward.default, arguments)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, LoopbackWorld, PeerLost, RingMismatch
+from ringtile import InputError, LoopbackWorld, PeerLost, Refused, RingMismatch
 from ringtile.transport import agreement
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.groups import Group, group_name, transport_of
@@ -177,6 +177,34 @@ def test_more_kinds_of_calls_than_are_remembered(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(agreement, "_MAX_AGREED", 2)
     calls = [1, 2, 3, 1, 2, 3, 3, 2, 1]
     assert LoopbackWorld(3).run(lambda group: [exchange(group, size) for size in calls]) == [calls] * 3
+
+
+# ---- CUDA graphs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [{0, 1}, {1}])
+def test_no_call_is_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch, who: set[int]) -> None:
+    """Also one that was agreed on before; and a rank that captures alone leaves no other waiting."""
+    here = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: getattr(here, "captures", False))
+
+    def on_rank(group: LoopbackGroup) -> str:
+        def call() -> None:
+            with group.transport.call("test", {}, "cuda:0"):
+                pass
+
+        if len(who) == 2:
+            call()
+        here.captures = group.transport.rank in who
+        message = message_of(Refused if here.captures else RingMismatch, call)
+        here.captures = False
+        call()
+        return message
+
+    reason = "a CUDA graph is being captured, and its replays could not check that all 2 ranks of the group make the"
+    messages = LoopbackWorld(2).run(on_rank)
+    assert [reason in message for message in messages] == [True, True]
 
 
 # ---- lost peers ---------------------------------------------------------------------------------

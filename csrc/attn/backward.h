@@ -3,6 +3,7 @@
 // With scores S = scale q k^T (then the softcap), P = exp(S - lse) and out = P v:
 //   dv += P^T dout,   dP = dout v^T,   dS = P (dP - delta) (1 - (S / softcap)^2),
 //   dq += scale dS k,   dk += scale dS^T q.
+// With dropout, by factors Z, out = (P Z) v:   dv += (P Z)^T dout,   dP = Z (dout v^T).
 //
 // Every product is computed once, so many tasks add to the same dk and dv. They do so in task order: a task adds to a
 // tile of keys only after all earlier tasks of the same (batch, kv head) have passed it. Tasks start in order, so those
@@ -17,6 +18,7 @@
 
 typedef struct backward_scratch {
     key_ranges ranges;
+    dropout_rows dropout;
     real lse[TILE_ROWS],
         lse_rest[TILE_ROWS];  // lse rounded, and the rounding error; +inf and 0 in unused lanes
     real delta[TILE_ROWS];    // 0 in unused lanes
@@ -29,7 +31,8 @@ typedef struct backward_scratch {
     real *k_words, *v_words; // (TILE_KEYS, words of D), (TILE_KEYS, words of Dv)
     real *k;                 // (TILE_KEYS, D padded): k_words themselves unless they are pairs
     real *dk, *dv;           // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
-    real *weights, *dscores; // (TILE_KEYS, PANEL): P, dS
+    real *weights, *dscores; // (TILE_KEYS, PANEL): P (P Z), dS
+    real *factors;           // (TILE_KEYS, PANEL): Z, if there is dropout
 } backward_scratch;
 
 static int64_t backward_scratch_bytes(const rt_attn_params *p) {
@@ -37,7 +40,8 @@ static int64_t backward_scratch_bytes(const rt_attn_params *p) {
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const int64_t reals = TILE_ROWS * (2 * d + dv + d_words + dv_words) +
-                          TILE_KEYS * (2 * d + dv + (kind == REALS ? 0 : d_words) + dv_words + 2 * PANEL);
+                          TILE_KEYS * (2 * d + dv + (kind == REALS ? 0 : d_words) + dv_words + 2 * PANEL) +
+                          num_factors(p);
     return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
@@ -59,6 +63,7 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
     s->dv = take(&workspace, TILE_KEYS * dv);
     s->weights = take(&workspace, TILE_KEYS * PANEL);
     s->dscores = take(&workspace, TILE_KEYS * PANEL);
+    s->factors = take(&workspace, num_factors(p));
     return s;
 }
 
@@ -84,6 +89,7 @@ static void softmax_gradient(real softcap, const real *lse, const real *lse_rest
 
 // The part of a tile of keys that one panel looks at: keys [begin, end) of the run, and their rows in the scratch.
 typedef struct panel_part {
+    const rt_run *run;
     int64_t panel, begin, end;
     const real *k, *k_words, *v_words;
     real *dk, *dv;
@@ -173,8 +179,13 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
     }
     if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
+    if (drops(p)) {
+        dropout_panel(p, &s->dropout, part->run, panel, begin, end, s->factors);
+        multiply_panel(n, s->factors, s->dscores);
+    }
     softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
                      s->dscores);
+    if (drops(p)) multiply_panel(n, s->factors, s->weights);
     if (!full) {
         // Masked weights again: exp(-inf - lse) is NaN where lse is -inf or NaN.
         mask_panel(&s->ranges, panel, begin, end, 0, s->weights);
@@ -240,7 +251,8 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
             packed = true;
         }
         const int64_t key = begin - tile_begin;
-        const panel_part part = {.panel = panel,
+        const panel_part part = {.run = run,
+                                 .panel = panel,
                                  .begin = begin,
                                  .end = end,
                                  .k = s->k + key * d,
@@ -277,6 +289,7 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
         transpose_panel(q, d_words, s->q_panels + panel * PANEL * d_words);
         transpose_panel(dout, dv_words, s->dout_panels + panel * PANEL * dv_words);
     }
+    if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++) {
         const int64_t at = (queries.batch * p->num_heads + row_head(&queries, row)) * p->num_queries +
                            row_token(&queries, row);

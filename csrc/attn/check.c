@@ -49,8 +49,14 @@ static rows mask_rows(const rt_attn_params *p, const int32_t *bounds, int64_t st
     return (rows){bounds, sizeof(*bounds), p->batch, p->num_queries, 1, 1, stride};
 }
 
+// One int64 for each of n queries or batches; an array of no bytes without dropout, which reads none.
+static rows dropout_numbers(const rt_attn_params *p, const int64_t *array, int64_t n) {
+    static const int64_t stride[3] = {0, 1, 0};
+    return (rows){array, sizeof(*array), p->dropout > 0 ? 1 : 0, n, 1, 1, stride};
+}
+
 // Checks what forward and backward share; bytes: of lse, the only output among them, then of the inputs.
-enum { NUM_COMMON = 6 };
+enum { NUM_COMMON = 8 };
 static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
@@ -60,6 +66,7 @@ static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
         p->v_head_dim > RT_MAX_HEAD_DIM)
         return RT_BAD_HEAD_DIM;
     if (!rt_is_finite(p->dtype, p->scale) || !rt_is_softcap(p->dtype, p->softcap)) return RT_BAD_SCALE;
+    if (!(p->dropout >= 0 && p->dropout <= 1)) return RT_BAD_PROBABILITY;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return RT_BAD_MASK;
     int64_t mask[3], numbers[3];
     const int64_t input = rt_element_bytes(p->dtype), lse = p->lse_f64 ? 8 : rt_state_bytes(p->dtype);
@@ -70,6 +77,8 @@ static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
         key_rows(p, p->v, input, p->v_head_dim, p->v_stride),
         mask_rows(p, p->begin, mask),
         mask_rows(p, p->end, mask),
+        dropout_numbers(p, p->q_positions, p->num_queries),
+        dropout_numbers(p, p->dropout_rows, p->batch),
     };
     for (int i = 0; i < NUM_COMMON; i++) {
         const rt_status status = check_rows(arrays[i], false, &bytes[i]);

@@ -8,16 +8,18 @@
 
 typedef struct forward_scratch {
     key_ranges ranges;
+    dropout_rows dropout;
     real max[TILE_ROWS], sum[TILE_ROWS], rescale[TILE_ROWS]; // of each row's scores so far
     real *q_panels; // (TILE_PANELS, D, PANEL) scaled; pairs are (TILE_PANELS, D / 2, PANEL) and not scaled
     real *out;      // (TILE_ROWS, Dv padded): sum of weights times values, relative to max
     real *k, *v;    // (TILE_KEYS, words of D), (TILE_KEYS, Dv padded)
     real *weights;  // (TILE_KEYS, PANEL): scores, then exp(scores - max)
+    real *factors;  // (TILE_KEYS, PANEL) of dropout, if there is any
 } forward_scratch;
 
 static int64_t forward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    const int64_t reals = TILE_ROWS * d + TILE_ROWS * dv + TILE_KEYS * (d + dv + PANEL);
+    const int64_t reals = TILE_ROWS * d + TILE_ROWS * dv + TILE_KEYS * (d + dv + PANEL) + num_factors(p);
     return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
@@ -30,6 +32,7 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     s->k = take(&workspace, TILE_KEYS * d);
     s->v = take(&workspace, TILE_KEYS * dv);
     s->weights = take(&workspace, TILE_KEYS * PANEL);
+    s->factors = take(&workspace, num_factors(p));
     return s;
 }
 
@@ -118,6 +121,10 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
         softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
+        if (drops(p)) { // the sums are those of all keys
+            dropout_panel(p, &s->dropout, run, panel, begin, end, s->factors);
+            multiply_panel(n, s->factors, s->weights);
+        }
         scale_rows(s->rescale + rows, PANEL, dv, out);
         if (!full && !v_finite) {
             add_attended_values(&s->ranges, panel, begin, end, s->weights, v, dv, out);
@@ -185,6 +192,7 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
                 vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
         transpose_panel(s->k, d, s->q_panels + panel * PANEL * d);
     }
+    if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++)
         s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(queries.num_panels * PANEL * dv) * sizeof(real));

@@ -2,6 +2,8 @@
 // neither tiles nor vectors, and reads only the keys that a query attends.
 #include "attn.h"
 
+#include "../dropout/dropout.h"
+#include "../dropout/philox.h"
 #include "../half.h"
 
 #include <math.h>
@@ -67,13 +69,29 @@ static double score(const rt_attn_params *p, const query *i, int64_t row) {
     return p->softcap > 0 ? p->softcap * tanh(scaled / p->softcap) : scaled;
 }
 
-// Calls body(p, i, row of k, ctx) for every key that query i attends.
-typedef void (*pair_body)(const rt_attn_params *p, const query *i, int64_t row, void *ctx);
+// A key: its row of k and its position in the sequence.
+typedef struct key {
+    int64_t row, position;
+} key;
+
+// What dropout multiplies the weight of a pair by.
+static double factor(const rt_attn_params *p, const query *i, key j) {
+    if (p->dropout == 0) return 1;
+    const rt_dropout_rule rule = rt_dropout_rule_of(p->dropout);
+    const rt_philox counter = {{(uint32_t)(j.position / 4), (uint32_t)p->q_positions[i->token],
+                                rt_dropout_row(p->dropout_rows[i->batch], i->head), p->stream}};
+    const uint32_t word = rt_philox4x32(counter, p->seed, p->step).word[j.position % 4];
+    return word <= rule.last_kept ? rule.scale : 0;
+}
+
+// Calls body(p, i, j, ctx) for every key j that query i attends.
+typedef void (*pair_body)(const rt_attn_params *p, const query *i, key j, void *ctx);
 
 static void for_attended_keys(const rt_attn_params *p, const query *i, pair_body body, void *ctx) {
     for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; run++)
         for (int64_t j = 0; j < run->length; j++)
-            if (attends(p, i, run, j)) body(p, i, run->local_begin + j, ctx);
+            if (attends(p, i, run, j))
+                body(p, i, (key){run->local_begin + j, run->global_begin + j * run->stride}, ctx);
 }
 
 static void for_queries(const rt_attn_params *p, void (*body)(const rt_attn_params *p, const query *i)) {
@@ -95,20 +113,20 @@ static int64_t state_row(const rt_attn_params *p, const query *i) {
 
 typedef struct softmax {
     double top, sum;
-    double values[RT_MAX_HEAD_DIM]; // sum of exp(score - top) v
+    double values[RT_MAX_HEAD_DIM]; // sum of exp(score - top) v, without what is dropped
 } softmax;
 
-static void find_top(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
+static void find_top(const rt_attn_params *p, const query *i, key j, void *ctx) {
     softmax *s = ctx;
-    s->top = fmax(s->top, score(p, i, row));
+    s->top = fmax(s->top, score(p, i, j.row));
 }
 
-static void add_value(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
+static void add_value(const rt_attn_params *p, const query *i, key j, void *ctx) {
     softmax *s = ctx;
-    const double weight = exp(score(p, i, row) - s->top);
-    const int64_t v = offset(p->v_stride, i->batch, row, i->kv_head);
+    const double weight = exp(score(p, i, j.row) - s->top), kept = weight * factor(p, i, j);
+    const int64_t v = offset(p->v_stride, i->batch, j.row, i->kv_head);
     s->sum += weight;
-    for (int64_t d = 0; d < p->v_head_dim; d++) s->values[d] += weight * load(p->dtype, p->v, v + d);
+    for (int64_t d = 0; d < p->v_head_dim; d++) s->values[d] += kept * load(p->dtype, p->v, v + d);
 }
 
 static void forward_query(const rt_attn_params *p, const query *i) {
@@ -150,16 +168,18 @@ static void add_to(const rt_attn_params *p, void *array, int64_t i, double x) {
     store_state(p, array, i, load_state(p, array, i) + x);
 }
 
-static void backward_pair(const rt_attn_params *p, const query *i, int64_t row, void *ctx) {
+static void backward_pair(const rt_attn_params *p, const query *i, key j, void *ctx) {
     (void)ctx;
+    const int64_t row = j.row;
+    const double z = factor(p, i, j);
     const double s = score(p, i, row), weight = exp(s - load(lse_dtype(p), p->lse, state_row(p, i)));
     const int64_t dout = offset(p->dout_stride, i->batch, i->token, i->head);
     const int64_t v = offset(p->v_stride, i->batch, row, i->kv_head);
     const int64_t dv = offset(p->dv_stride, i->batch, row, i->kv_head);
-    double dweight = 0; // out = sum of weight v
+    double dweight = 0; // out = sum of weight z v
     for (int64_t d = 0; d < p->v_head_dim; d++) {
-        dweight += load(p->dtype, p->dout, dout + d) * load(p->dtype, p->v, v + d);
-        add_to(p, p->dv, dv + d, weight * load(p->dtype, p->dout, dout + d));
+        dweight += z * load(p->dtype, p->dout, dout + d) * load(p->dtype, p->v, v + d);
+        add_to(p, p->dv, dv + d, weight * z * load(p->dtype, p->dout, dout + d));
     }
     double dscore = weight * (dweight - load_state(p, p->delta, state_row(p, i)));
     if (p->softcap > 0) dscore *= 1 - s / p->softcap * (s / p->softcap);

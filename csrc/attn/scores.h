@@ -4,6 +4,7 @@
 
 #include "key_ranges.h"
 #include "pack.h"
+#include "weight_dropout.h"
 
 // scores (keys, PANEL) = scale k q^T, within a span of a packed panel. Packed numbers of q include the scale; pairs
 // cannot, so the product applies it.

@@ -3,7 +3,7 @@
 #include "../chunk.h"
 #include "../isa/kernels.h"
 #include "dropout.h"
-#include "philox.h"
+#include "philox_words.h"
 
 enum { COUNTERS = CHUNK / 4 }; // four features share a counter
 
@@ -15,15 +15,7 @@ static void dropout_factors(const rt_dropout_params *p, rt_dropout_rule rule, co
         word[0][i] = first_counter + (uint32_t)i, word[1][i] = (uint32_t)place[1];
         word[2][i] = (uint32_t)place[0], word[3][i] = p->stream;
     }
-    // The counters are the inner loop, so that a vector holds the same word of several.
-    for (int round = 0; round < RT_PHILOX_ROUNDS; round++) {
-        const uint32_t key_0 = rt_philox_key(p->seed, 0, round), key_1 = rt_philox_key(p->step, 1, round);
-        for (int i = 0; i < COUNTERS; i++) {
-            const rt_philox x = {{word[0][i], word[1][i], word[2][i], word[3][i]}};
-            const rt_philox y = rt_philox_round(x, key_0, key_1);
-            word[0][i] = y.word[0], word[1][i] = y.word[1], word[2][i] = y.word[2], word[3][i] = y.word[3];
-        }
-    }
+    philox_words(COUNTERS, word[0], p->seed, p->step);
     const real scale = (real)rule.scale;
     for (int i = 0; i < COUNTERS; i++)
         for (int j = 0; j < 4; j++) factor[4 * i + j] = word[j][i] <= rule.last_kept ? scale : 0;

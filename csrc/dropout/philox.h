@@ -37,4 +37,9 @@ RT_HOST_DEVICE rt_philox rt_philox4x32(rt_philox x, uint32_t key_0, uint32_t key
     return x;
 }
 
+// The row in a counter of attention, where every head of a row draws for itself.
+RT_HOST_DEVICE uint32_t rt_dropout_row(int64_t row, int64_t head) {
+    return (uint32_t)row + ((uint32_t)head << 20);
+}
+
 #endif // RINGTILE_DROPOUT_PHILOX_H

@@ -75,12 +75,42 @@ void set_strides(int64_t (&strides)[3], const Tensor &x) {
     for (int i = 0; i < 3; ++i) strides[i] = x.stride(i);
 }
 
+uint32_t word_of(const char *op, const char *name, int64_t value) {
+    require(value >= 0 && value <= UINT32_MAX, op, name, " is ", value, ", expected 0 .. 2^32 - 1");
+    return static_cast<uint32_t>(value);
+}
+
+// What is dropped; positions: of the queries. Nothing where the probability is 0.
+struct DropoutArgs {
+    double probability;
+    int64_t seed, step, stream;
+    const std::optional<Tensor> &rows, &positions;
+};
+
 // The arguments that forward and backward share.
 struct BlockArgs {
     const Tensor &q, &k, &v, &begin, &end, &k_runs;
     double scale, softcap;
     bool fresh;
+    DropoutArgs dropout;
 };
+
+// The int64 (count) tensor that dropout needs.
+const int64_t *dropout_numbers(const char *op, const char *name, const Place &place,
+                               const std::optional<Tensor> &numbers, int64_t count) {
+    require(numbers.has_value(), op, "dropout is above 0 and ", name, " is None, expected a tensor");
+    Arg{op, name, *numbers}.on(place.device).dtype(ScalarType::Long).contiguous().sizes({count});
+    return Arg{op, name, *numbers}.data<const int64_t>();
+}
+
+void set_dropout(rt_attn_params &p, const char *op, const Place &place, const DropoutArgs &in) {
+    p.dropout = in.probability;
+    p.seed = word_of(op, "seed", in.seed), p.step = word_of(op, "step", in.step);
+    p.stream = word_of(op, "stream", in.stream);
+    if (p.dropout == 0) return;
+    p.dropout_rows = dropout_numbers(op, "rows", place, in.rows, p.batch);
+    p.q_positions = dropout_numbers(op, "positions", place, in.positions, p.num_queries);
+}
 
 // Their params, from checked tensors.
 rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &in) {
@@ -107,6 +137,7 @@ rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &
     p.end = Arg{op, "end", in.end}.data<const int32_t>();
     p.mask_batch_stride = mask_rows == 1 ? 0 : N;
     std::tie(p.k_runs, p.num_k_runs) = runs_of(in.k_runs, op, "k_runs");
+    set_dropout(p, op, place, in.dropout);
     return p;
 }
 
@@ -122,10 +153,14 @@ void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor
 }
 
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
-               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh) {
+               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh,
+               double dropout, int64_t seed, int64_t step, int64_t stream, std::optional<Tensor> rows,
+               std::optional<Tensor> positions) {
     const char *op = "attn_fwd_";
     const Place place(op, q);
-    rt_attn_params p = attn_params(op, place, {q, k, v, begin, end, k_runs, scale, softcap, fresh});
+    rt_attn_params p = attn_params(
+        op, place,
+        {q, k, v, begin, end, k_runs, scale, softcap, fresh, {dropout, seed, step, stream, rows, positions}});
     const ScalarType state = state_dtype(p.dtype);
     Arg{op, "out", out}
         .on(place.device)
@@ -144,10 +179,13 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
 
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
-               Tensor dk, Tensor dv, double scale, double softcap, bool fresh) {
+               Tensor dk, Tensor dv, double scale, double softcap, bool fresh, double dropout, int64_t seed,
+               int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions) {
     const char *op = "attn_bwd_";
     const Place place(op, q);
-    rt_attn_params p = attn_params(op, place, {q, k, v, begin, end, k_runs, scale, softcap, fresh});
+    rt_attn_params p = attn_params(
+        op, place,
+        {q, k, v, begin, end, k_runs, scale, softcap, fresh, {dropout, seed, step, stream, rows, positions}});
     const ScalarType state = state_dtype(p.dtype);
     const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
     Arg{op, "dout", dout}
@@ -299,11 +337,6 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
 }
 
 // ---- dropout -----------------------------------------------------------------------------------
-
-uint32_t word_of(const char *op, const char *name, int64_t value) {
-    require(value >= 0 && value <= UINT32_MAX, op, name, " is ", value, ", expected 0 .. 2^32 - 1");
-    return static_cast<uint32_t>(value);
-}
 
 Tensor dropout(const Tensor &x, const Tensor &places, double p, int64_t seed, int64_t step, int64_t stream) {
     const char *op = "dropout";

@@ -5,6 +5,8 @@
 
 #include "../device/shared.cuh"
 
+#include "../../csrc/dropout/dropout.h"
+
 #include <math.h>
 
 constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
@@ -28,8 +30,11 @@ struct attn_args {
     rt_attn_params p; // k_runs points to host memory
     rt_run runs[MAX_RUNS];
     int num_runs;
+    int section;   // kv heads, in a forward (key_walk.cuh)
+    int num_parts; // of the query heads of a group, in a backward (query_walk.cuh)
     float scale_log2, cap;
     float inverse_softcap; // 0: off
+    rt_dropout_rule dropout;
     bool aligned;  // rows of q, k, v, dout are whole chunks of 16 bytes and begin at multiples of 16 bytes
     bool in_pairs; // the same for out, dq, dk, dv, which are read and written in pairs of numbers
     bool out_is_fresh; // p.fresh, in the first launch of a forward
@@ -44,10 +49,12 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
 template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
     attn_args args;
     args.p = p;
+    args.section = args.num_parts = 1;
     const double scale = p.scale == 0 ? 1 : fabs(p.scale);
     args.scale_log2 = (float)((p.softcap > 0 ? p.softcap : scale) * LOG2_E);
     args.cap = p.softcap > 0 ? (float)(scale / p.softcap) : 0;
     args.inverse_softcap = p.softcap > 0 ? (float)(1 / p.softcap) : 0;
+    args.dropout = rt_dropout_rule_of(p.dropout);
     const bool in_chunks = p.head_dim % 8 == 0 && p.v_head_dim % 8 == 0;
     args.aligned = in_chunks && rows_are_aligned(p.q, p.q_stride, 2) &&
                    rows_are_aligned(p.k, p.k_stride, 2) && rows_are_aligned(p.v, p.v_stride, 2) &&

@@ -23,6 +23,7 @@
 // numbers of dk and dv, and QUERIES of S and dP or, after them, QUERIES D / 128 of dq.
 template <int D, int DV> struct backward_shape {
     static constexpr int WARPS = 4, THREADS = 32 * WARPS, KEYS = 16 * WARPS;
+    static constexpr int MOST_CTAS = D <= 64 ? 3 : 2; // on a multiprocessor
     static constexpr int QUERIES = D <= 128 ? 64 : D <= 192 ? 32 : 16, TILE = QUERIES;
     using walk = query_walk<KEYS, TILE>;
 
@@ -94,7 +95,7 @@ RT_DEVICE void add_query_rows(const typename Shape::walk &walk, typename Shape::
 
 // WITH_K: sums dk and adds to dq.   WITH_V: sums dv.
 template <class T, int D, int DV, bool WITH_K, bool WITH_V>
-RT_KERNEL((backward_shape<D, DV>::THREADS), (D <= 64 ? 3 : 2))
+RT_KERNEL((backward_shape<D, DV>::THREADS), (backward_shape<D, DV>::MOST_CTAS))
 attn_bwd_kernel(RT_PARAMS attn_args args) {
     using shape = backward_shape<D, DV>;
     constexpr int THREADS = shape::THREADS, QUERIES = shape::QUERIES, N = QUERIES / 8;
@@ -108,8 +109,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
 
     const typename shape::walk walk{args, RT_SHARED(smem, keys)};
     if (thread_index() == 0)
-        walk.choose_keys(
-            walk.keys_of_ticket(WITH_K && p.num_queries > 0 ? walk.take_ticket() : cta_index_x()));
+        walk.choose_keys_of_ticket(p.num_queries > 0 ? walk.take_ticket() : cta_index_x());
     syncthreads();
     const query_numbers<shape> numbers{walk, RT_SHARED(smem, numbers)};
     const auto load_rows = [&](auto to, auto rows, auto at) {
@@ -120,8 +120,8 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
 
     auto at = walk.first();
     if (walk.ended(at)) {
-        if (WITH_K && p.fresh) clear_key_rows<shape::KEYS>(walk, dk_of(p));
-        if (WITH_V && p.fresh) clear_key_rows<shape::KEYS>(walk, dv_of(p));
+        if (WITH_K && !walk.adds_to_keys()) clear_key_rows<shape::KEYS>(walk, dk_of(p));
+        if (WITH_V && !walk.adds_to_keys()) clear_key_rows<shape::KEYS>(walk, dv_of(p));
         return;
     }
     load_keys<THREADS>(k_tile, k_of<T>(p), args, walk.keys());
@@ -203,25 +203,30 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
             if (thread_index() == 0) st_release(walk.dq_semaphore(at), next_to_add);
         at = next;
     }
-    if constexpr (WITH_K) add_key_rows(walk, dk_of(p), (float)p.scale, dk);
-    if constexpr (WITH_V) add_key_rows(walk, dv_of(p), 1, dv);
+    add_in_turn(
+        walk, [] { syncthreads(); },
+        [&] {
+            if constexpr (WITH_K) add_key_rows(walk, dk_of(p), (float)p.scale, dk);
+            if constexpr (WITH_V) add_key_rows(walk, dv_of(p), 1, dv);
+        });
 }
 
 // One launch, or one each for dk and dv if registers cannot hold both.
 template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream) {
     using shape = backward_shape<D, DV>;
     if (p.num_queries == 0 && !p.fresh) return RT_OK;
-    return for_runs(p, [&](const attn_args &args) {
+    return for_runs(p, [&](const attn_args &of) {
+        const attn_args args = divide_heads<shape::KEYS>(of, shape::MOST_CTAS);
         const auto start = [&](auto kernel) {
-            return launch(kernel, num_key_tiles<shape::KEYS>(args) * p.num_kv_heads * p.batch, shape::THREADS,
+            const rt_status status = fill_workspace<shape::QUERIES, shape::KEYS>(args, stream);
+            if (status != RT_OK) return status;
+            return launch(kernel, num_key_units<shape::KEYS>(args) * args.num_parts, shape::THREADS,
                           sizeof(typename shape::shared_memory), stream, args);
         };
-        rt_status status = fill_workspace<shape::QUERIES, shape::KEYS>(args, stream);
-        if (status != RT_OK) return status;
         if constexpr (D + DV <= 320) {
             return start(attn_bwd_kernel<T, D, DV, true, true>);
         } else {
-            status = start(attn_bwd_kernel<T, D, DV, true, false>);
+            const rt_status status = start(attn_bwd_kernel<T, D, DV, true, false>);
             return status == RT_OK ? start(attn_bwd_kernel<T, D, DV, false, true>) : status;
         }
     });

@@ -109,6 +109,20 @@ template <class Tile> RT_DEVICE void store_dscores(Tile to, const uint32_t (&dsc
 
 // ---- dk and dv ---------------------------------------------------------------------------------
 
+// Calls add() when it is the part's turn. All threads that add call it, thread 0 among them; `barrier` is theirs.
+template <class Walk, class Barrier, class Add>
+RT_DEVICE void add_in_turn(const Walk &walk, Barrier barrier, Add add) {
+    const bool divided = walk.args.num_parts > 1;
+    if (divided) {
+        if (thread_index() == 0) walk.wait_for_keys();
+        barrier();
+    }
+    add();
+    if (divided) {
+        barrier();
+        if (thread_index() == 0) walk.release_keys();
+    }
+}
 // rows += factor * sum, for the thread block's tile of keys.
 template <class Walk, int N>
 RT_DEVICE void add_key_rows(const Walk &walk, token_rows<float> rows, float factor,
@@ -118,7 +132,7 @@ RT_DEVICE void add_key_rows(const Walk &walk, token_rows<float> rows, float fact
         const int64_t key = walk.keys().first_key + lane_row<1>(r), token = walk.run().local_begin + key;
         if (key < walk.run().length)
             update_row(rows.at(walk.keys().batch, token, walk.keys().kv_head), (int)rows.dim,
-                       walk.args.in_pairs, !walk.args.p.fresh, sum, r,
+                       walk.args.in_pairs, walk.adds_to_keys(), sum, r,
                        [&](float before, float x) { return before + factor * x; });
     }
 }

@@ -329,9 +329,14 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
         warpgroup_fence_operand(dv[0]);
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
     }
-    if (n == 0 && !p.fresh) return;
-    add_key_rows(walk, dk_of(p), (float)p.scale, dk);
-    add_key_rows(walk, dv_of(p), 1, dv);
+    if (n == 0 && walk.adds_to_keys())
+        return; // and so do the tile's other parts, but for a first one's zeros
+    add_in_turn(
+        walk, [] { named_barrier_sync(1, 32 * shape::CONSUMERS); },
+        [&] {
+            add_key_rows(walk, dk_of(p), (float)p.scale, dk);
+            add_key_rows(walk, dv_of(p), 1, dv);
+        });
 }
 
 // ---- the kernel ----------------------------------------------------------------------------------
@@ -344,7 +349,7 @@ attn_bwd_sm90_kernel(RT_PARAMS attn_bwd_sm90_args args) {
     const typename shape::walk walk{args.attn, RT_SHARED(smem, keys)};
     if (thread_index() == 0) {
         init_mbarriers<D>(smem);
-        walk.choose_keys(walk.keys_of_ticket(walk.take_ticket()));
+        walk.choose_keys_of_ticket(walk.take_ticket());
     }
     if (thread_index() == 32 * shape::COPIER) {
         prefetch_tensormap(args.q);
@@ -370,18 +375,18 @@ template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void 
         p,
         [&](const attn_args &attn) {
             attn_bwd_sm90_args args;
-            args.attn = attn;
+            args.attn = divide_heads<shape::KEYS>(attn, 1);
             const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::TILE) &&
                                 map_queries(args.dout, p, dout_of<T>(p), shape::TILE) &&
                                 map_queries(args.dq, p, dq_of(p), shape::BOX_ROWS) &&
                                 map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
                                 map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
             if (!mapped) return RT_CUDA;
-            const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(attn, stream);
+            const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(args.attn, stream);
             return status != RT_OK
                        ? status
                        : launch(attn_bwd_sm90_kernel<T, D>,
-                                num_key_tiles<shape::KEYS>(attn) * p.num_kv_heads * p.batch, shape::THREADS,
+                                num_key_units<shape::KEYS>(attn) * args.attn.num_parts, shape::THREADS,
                                 sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);

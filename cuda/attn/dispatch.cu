@@ -21,6 +21,11 @@ static bool fits_int(const rt_attn_params &p) {
     return p.num_queries <= MOST && p.num_keys <= MOST && p.batch * p.num_heads <= MOST;
 }
 
+// Whether only the plain kernels compute it: f32, large heads, dropout.
+static bool runs_plain(const rt_attn_params &p) {
+    return p.dtype == RT_F32 || has_large_heads(p) || (p.dropout > 0 && p.dtype != RT_F64);
+}
+
 // Whether a tensor map can describe the rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
 static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3], int64_t element_bytes = 2) {
     bool ok = rows_are_aligned(array, stride, element_bytes);
@@ -43,10 +48,10 @@ static rt_status choose_isa(int *isa) {
     return strcmp(asked, "sm_80") == 0 ? RT_OK : RT_BAD_CUDA_ISA;
 }
 
-// The kernels of sm_90a have head dims of 64 and 128, and the forward 192 with values of 128. Those in between run padded
-// there: bulk copies bring zeros behind a row's end, and what they add is left out.
+// The kernels of sm_90a have head dims of 64 and 128, and the forward 256, and 192 with values of 128. Those in between
+// run padded there: bulk copies bring zeros behind a row's end, and what they add is left out.
 template <int D, int DV> constexpr bool has_bwd_sm90 = D == DV && D <= 128;
-template <int D, int DV> constexpr bool has_fwd_sm90 = has_bwd_sm90<D, DV> || D == 192;
+template <int D, int DV> constexpr bool has_fwd_sm90 = has_bwd_sm90<D, DV> || D > 128;
 constexpr int padded_sm90(int dim) { return dim == 96 ? 128 : dim; }
 
 template <class T, int D, int DV> static rt_status forward(const rt_attn_params &p, void *stream) {
@@ -76,7 +81,7 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
-    if (p->dtype == RT_F32 || has_large_heads(*p)) return attn_fwd_plain(*p, stream);
+    if (runs_plain(*p)) return attn_fwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
     return RT_BAD_DTYPE;
@@ -94,7 +99,7 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     if (needed > 0 &&
         (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;
-    if (p->dtype == RT_F32 || has_large_heads(*p)) return attn_bwd_plain(*p, stream);
+    if (runs_plain(*p)) return attn_bwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(backward, f16, *p, stream);
     return RT_BAD_DTYPE;

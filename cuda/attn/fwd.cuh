@@ -100,13 +100,14 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
             add_values<T, M>(scores, args.scale_log2, reference, v, rows, o);
         }
     }
-    merge_rows(args, query_tile_of_cta<shape::ROWS>(p), rows, o);
+    merge_rows(args, query_tile_of_cta<shape::ROWS>(args), rows, o);
 }
 
 template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream) {
     using shape = forward_shape<D, DV>;
-    return for_runs(p, [&](const attn_args &args) {
-        return launch(attn_fwd_kernel<T, D, DV>, query_grid<shape::ROWS>(p), shape::THREADS,
+    return for_runs(p, [&](attn_args args) {
+        args.section = kv_heads_of_section(p);
+        return launch(attn_fwd_kernel<T, D, DV>, query_grid<shape::ROWS>(args), shape::THREADS,
                       sizeof(typename shape::shared_memory), stream, args);
     });
 }

@@ -13,7 +13,7 @@
 // consumer warps have read them. The producer group releases registers for the consumers: 24 and 240 per thread.
 //
 // Bound by the tensor cores, 2 ROWS KEYS (D + DV) flops a tile, with ROWS KEYS exponentials beside them. At DV = 128 a
-// lane holds 64 numbers of O, 64 of S, and 32 words of P.
+// lane holds 64 numbers of O, 64 of S, and 32 words of P; at DV = 256, with tiles of 64 keys, 128, 32 and 16.
 #ifndef RINGTILE_CUDA_ATTN_FWD_SM90_CUH
 #define RINGTILE_CUDA_ATTN_FWD_SM90_CUH
 
@@ -29,9 +29,8 @@ static_assert(sizeof(attn_sm90_args) <= 4096); // accepted by every driver
 
 template <int D, int DV> struct forward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
-    static constexpr int ROWS = 16 * CONSUMERS, KEYS = 128, STAGES = D == 64 ? 4 : 2;
-    static constexpr int PANEL_BYTES = KEYS * 128;
-    static_assert(ROWS == KEYS); // so q, k and v have panels of one size
+    static constexpr int ROWS = 16 * CONSUMERS, KEYS = DV <= 128 ? 128 : 64, STAGES = D == 64 ? 4 : 2;
+    static constexpr int QUERY_PANEL = ROWS * 128, KEY_PANEL = KEYS * 128; // bytes
     using walk = key_walk<ROWS, KEYS>;
 
     struct shared_memory {
@@ -76,7 +75,7 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
     constexpr int ROWS = shape::ROWS, KEYS = shape::KEYS;
     const bool copies = thread_index() == 32 * shape::CONSUMERS;
     if (copies) {
-        const query_tile queries = query_tile_of_cta<ROWS>(args.attn.p);
+        const query_tile queries = query_tile_of_cta<ROWS>(args.attn);
         const auto full = RT_SHARED(smem, q_full);
         mbarrier_arrive_expect_tx(full, sizeof(panels<ROWS, D>));
         copy_tile<ROWS, D>(RT_SHARED(smem, q), full, args.q, queries.first_token, queries.head,
@@ -124,14 +123,14 @@ RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D, DV>
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            const int from = i / 4 * shape::PANEL_BYTES + i % 4 * 32;
-            wgmma_mma_async_ss<T, major::K>(scores[0], advance_smem_desc(q, from), advance_smem_desc(k, from),
-                                            i > 0);
+            wgmma_mma_async_ss<T, major::K>(
+                scores[0], advance_smem_desc(q, i / 4 * shape::QUERY_PANEL + i % 4 * 32),
+                advance_smem_desc(k, i / 4 * shape::KEY_PANEL + i % 4 * 32), i > 0);
         }
         wgmma_commit_group();
     };
     const auto start_values = [&] { // O += P V
-        const uint64_t v = make_smem_desc(RT_SHARED(smem, v)[v_at.stage], shape::PANEL_BYTES);
+        const uint64_t v = make_smem_desc(RT_SHARED(smem, v)[v_at.stage], shape::KEY_PANEL);
         mbarrier_wait_parity(RT_SHARED(smem, v_full)[v_at.stage], v_at.parity);
         warpgroup_fence_operand(o[0]);
 #pragma unroll
@@ -188,7 +187,7 @@ RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D, DV>
     start_values();
     if (group == 0) release_other_group();
     wgmma_wait_group<0>(o[0]);
-    merge_rows(args, query_tile_of_cta<shape::ROWS>(args.p), rows, o);
+    merge_rows(args, query_tile_of_cta<shape::ROWS>(args), rows, o);
 }
 
 template <class T, int D, int DV>
@@ -221,11 +220,12 @@ template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &
         [&](const attn_args &attn) {
             attn_sm90_args args;
             args.attn = attn;
+            args.attn.section = kv_heads_of_section(p);
             const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
                                 map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
                                 map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
             if (!mapped) return RT_CUDA;
-            return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(p), shape::THREADS,
+            return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(args.attn), shape::THREADS,
                           sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);

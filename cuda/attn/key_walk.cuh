@@ -6,18 +6,34 @@
 
 // ---- tiles -------------------------------------------------------------------------------------
 
-// The tile of queries of a thread block, in a grid of (tiles of queries of a group's heads, kv heads, batch). The
-// last tiles come first because causal work grows along the sequence. Recomputing this is cheaper than keeping it
-// in registers.
+// The tile of queries of a thread block, in a grid of (tiles of queries of the heads of a section, sections, batch).
+// Thread blocks start in the order of the first of these. The last tiles come first because causal work grows along
+// the sequence, so that short ones fill what long ones leave; a section has as many kv heads as the L2 cache can hold
+// the keys and values of. Recomputing this is cheaper than keeping it in registers.
 struct query_tile {
     int batch, head, first_token;
 };
-template <int ROWS> RT_DEVICE query_tile query_tile_of_cta(const rt_attn_params &p) {
-    const int group = (int)p.num_heads / (int)p.num_kv_heads, index = num_ctas_x() - 1 - cta_index_x();
-    return {cta_index_z(), cta_index_y() * group + index % group, index / group * ROWS};
+// The kv head of a thread block: neighbors have different ones.
+RT_DEVICE int kv_head_of_cta(const attn_args &args) {
+    return cta_index_y() * args.section + (num_ctas_x() - 1 - cta_index_x()) % args.section;
 }
-template <int ROWS> grid_size query_grid(const rt_attn_params &p) {
-    return {num_tiles((int)p.num_queries, ROWS) * (p.num_heads / p.num_kv_heads), p.num_kv_heads, p.batch};
+template <int ROWS> RT_DEVICE query_tile query_tile_of_cta(const attn_args &args) {
+    const int group = (int)args.p.num_heads / (int)args.p.num_kv_heads;
+    const int index = (num_ctas_x() - 1 - cta_index_x()) / args.section;
+    return {cta_index_z(), kv_head_of_cta(args) * group + index % group, index / group * ROWS};
+}
+template <int ROWS> grid_size query_grid(const attn_args &args) {
+    const rt_attn_params &p = args.p;
+    return {num_tiles((int)p.num_queries, ROWS) * (p.num_heads / p.num_kv_heads) * args.section,
+            p.num_kv_heads / args.section, p.batch};
+}
+// The kv heads of a section: all, or the largest part into which they can be divided equally.
+inline int kv_heads_of_section(const rt_attn_params &p) {
+    constexpr int64_t MOST_BYTES = 24 << 20; // of 40 MB on sm_80, 50 on sm_90
+    const int64_t bytes = p.num_keys * (p.head_dim + p.v_head_dim) * 2;
+    int section = (int)p.num_kv_heads;
+    while (section > 1 && (p.num_kv_heads % section != 0 || section * bytes > MOST_BYTES)) section--;
+    return section;
 }
 
 struct alignas(16) key_tile {
@@ -27,7 +43,7 @@ struct alignas(16) key_tile {
 // Starts to load the rows of the thread block's queries, of q or dout.
 template <int THREADS, int ROWS, int COLS, class T>
 RT_DEVICE void load_queries(tile<ROWS, COLS> to, token_rows<const T> rows, const attn_args &args) {
-    const query_tile at = query_tile_of_cta<ROWS>(args.p);
+    const query_tile at = query_tile_of_cta<ROWS>(args);
     load_tile<T, THREADS>(to, rows.at(at.batch, at.first_token, at.head), rows.stride[1],
                           (int)args.p.num_queries - at.first_token, (int)rows.dim, args.aligned);
 }
@@ -44,7 +60,7 @@ RT_DEVICE void load_keys(tile<ROWS, COLS> to, token_rows<const T> rows, const at
 template <int ROWS> RT_DEVICE void finish_without_keys(const attn_args &args) {
     if (!args.out_is_fresh) return;
     const rt_attn_params &p = args.p;
-    const query_tile at = query_tile_of_cta<ROWS>(p);
+    const query_tile at = query_tile_of_cta<ROWS>(args);
     const int num_rows = least(ROWS, (int)p.num_queries - at.first_token);
     clear_rows(out_of(p).at(at.batch, at.first_token, at.head), p.out_stride[1], num_rows, (int)p.v_head_dim);
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries + at.first_token;
@@ -82,7 +98,9 @@ template <int ROWS, int KEYS> struct key_walk {
 
     RT_DEVICE bool ended(place at) const { return at.run >= args.num_runs; }
     RT_DEVICE key_range range(int slot, int row) const { return ld_shared(ranges[slot * ROWS + row]); }
-    RT_DEVICE key_tile keys(place at) const { return {at.run, at.tile * KEYS, cta_index_y(), cta_index_z()}; }
+    RT_DEVICE key_tile keys(place at) const {
+        return {at.run, at.tile * KEYS, kv_head_of_cta(args), cta_index_z()};
+    }
 
     RT_DEVICE place first() const { return seek({-1, 0, 1, 0}); }
     RT_DEVICE place after(place at) const {
@@ -131,7 +149,7 @@ template <int ROWS, int KEYS> struct key_walk {
 
     RT_DEVICE void store_range(int slot, int row, const rt_run &run) const {
         key_range keys = {0, 0};
-        const query_tile queries = query_tile_of_cta<ROWS>(args.p);
+        const query_tile queries = query_tile_of_cta<ROWS>(args);
         const int token = queries.first_token + row;
         if (token < args.p.num_queries) {
             const int64_t at = queries.batch * args.p.mask_batch_stride + token;

@@ -1,10 +1,11 @@
 // Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks, for models trained in
-// f32, and for head dims above 256 in any dtype, which no other kernel has. The structure is that of fwd.cuh and
+// f32, for head dims above 256 in any dtype, and for dropout, which no other kernel has. The structure is that of fwd.cuh and
 // bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256), eight lanes per row, and visits
 // tiles of as many columns; a lane computes two weights of its row (one), and every eighth number of its sums.
 #ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
 #define RINGTILE_CUDA_ATTN_PLAIN_CUH
 
+#include "../../csrc/dropout/philox.h"
 #include "../device/elements.cuh"
 #include "query_walk.cuh"
 
@@ -116,13 +117,24 @@ RT_DEVICE float plain_score(const attn_args &args, float product) {
     return args.inverse_softcap > 0 ? (float)args.p.softcap * tanhf(score * args.inverse_softcap) : score;
 }
 
+// What dropout multiplies a weight by.
+RT_DEVICE float dropout_factor(const attn_args &args, int head, int token, int64_t position) {
+    const rt_attn_params &p = args.p;
+    if (!(p.dropout > 0)) return 1;
+    const uint32_t row = rt_dropout_row(ld_global(p.dropout_rows + cta_index_z()), head);
+    const rt_philox counter = {
+        {(uint32_t)(position / 4), (uint32_t)ld_global(p.q_positions + token), row, p.stream}};
+    const rt_philox random = rt_philox4x32(counter, p.seed, p.step);
+    return random.word[position % 4] <= args.dropout.last_kept ? (float)args.dropout.scale : 0;
+}
+
 // ---- forward -----------------------------------------------------------------------------------
 
 template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_tile queries = query_tile_of_cta<TILE>(p);
+    const query_tile queries = query_tile_of_cta<TILE>(args);
     const plain_forward_memory<DIM> smem(shared_base(), p);
     const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
@@ -155,7 +167,13 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
         for (float &x : out) x *= rescale;
         for (int i = 0; i < WEIGHTS; i++) {
             float weight = NOT_ATTENDED;
-            if (attended[i]) sum += weight = expf(scores[i] - reference);
+            if (attended[i]) {
+                sum += weight = expf(scores[i] - reference); // of all keys
+                const rt_run &run = args.runs[at.run];
+                const int64_t key = first_key + row_lane + ROW_LANES * i;
+                weight *= dropout_factor(args, queries.head, queries.first_token + row,
+                                         run.global_begin + key * run.stride);
+            }
             st_shared(smem.weights.at(row, row_lane + ROW_LANES * i), weight);
         }
         syncwarp();
@@ -200,14 +218,16 @@ RT_DEVICE plain_sums load_plain_sums(const rt_attn_params &p, int head, int toke
             ld_global((const float *)p.delta + at)};
 }
 
-// P and dS of an attended pair.
+// P (without what is dropped) and dS of an attended pair.
 struct plain_gradients {
     float weight, dscore;
 };
-RT_DEVICE plain_gradients differentiate(const attn_args &args, float product, float dweight, plain_sums of) {
+RT_DEVICE plain_gradients differentiate(const attn_args &args, float product, float dweight, plain_sums of,
+                                        float factor) {
     const float score = plain_score(args, product), tanh_x = score * args.inverse_softcap;
     const float weight = expf((score - of.lse) - of.lse_rest);
-    return {weight, weight * (dweight - of.delta) * (args.inverse_softcap > 0 ? 1 - tanh_x * tanh_x : 1)};
+    return {weight * factor,
+            weight * (factor * dweight - of.delta) * (args.inverse_softcap > 0 ? 1 - tanh_x * tanh_x : 1)};
 }
 
 template <int SUMS>
@@ -226,7 +246,7 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
-    const query_tile queries = query_tile_of_cta<TILE>(p);
+    const query_tile queries = query_tile_of_cta<TILE>(args);
     const plain_backward_memory<DIM> smem(shared_base(), p);
     const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
@@ -246,9 +266,12 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
 #pragma unroll 1
         for (int col = row_lane; col < TILE; col += ROW_LANES) {
             plain_gradients pair = {NOT_ATTENDED, 0};
+            const rt_run &run = args.runs[at.run];
             if (keys.lo <= first_key + col && first_key + col < keys.hi)
                 pair = differentiate(args, dot(smem.q, row, smem.k, col, p.head_dim),
-                                     dot(smem.dout, row, smem.v, col, p.v_head_dim), own);
+                                     dot(smem.dout, row, smem.v, col, p.v_head_dim), own,
+                                     dropout_factor(args, queries.head, token,
+                                                    run.global_begin + (first_key + col) * run.stride));
             st_shared(smem.weights.at(row, col), pair.weight);
             st_shared(smem.dscores.at(row, col), pair.dscore);
         }
@@ -297,7 +320,8 @@ attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
                 position < ld_global(p.end + mask_at))
                 pair = differentiate(args, dot(smem.k, row, smem.q, col, p.head_dim),
                                      dot(smem.v, row, smem.dout, col, p.v_head_dim),
-                                     load_plain_sums(p, head, token));
+                                     load_plain_sums(p, head, token),
+                                     dropout_factor(args, head, token, position));
             st_shared(smem.weights.at(row, col), pair.weight);
             st_shared(smem.dscores.at(row, col), pair.dscore);
         }

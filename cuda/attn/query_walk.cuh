@@ -1,5 +1,5 @@
 // The walk of a tile of keys over the tiles of queries that attend it, the counterpart of key_walk for the passes
-// that sum dk and dv; and the semaphores that order the additions of tiles of keys to dq.
+// that sum dk and dv; and the semaphores that order the additions of thread blocks to dq, dk and dv.
 #ifndef RINGTILE_CUDA_ATTN_QUERY_WALK_CUH
 #define RINGTILE_CUDA_ATTN_QUERY_WALK_CUH
 
@@ -12,10 +12,13 @@ struct tile_bounds {
 
 // ---- tiles of keys -----------------------------------------------------------------------------
 
-template <int KEYS> int64_t num_key_tiles(const attn_args &args) {
+RT_HOST_DEVICE int64_t num_key_tiles(const rt_run *runs, int64_t num_runs, int keys) {
     int64_t tiles = 0;
-    for (int run = 0; run < args.num_runs; run++) tiles += num_tiles((int)args.runs[run].length, KEYS);
+    for (int64_t run = 0; run < num_runs; run++) tiles += num_tiles((int)runs[run].length, keys);
     return tiles;
+}
+template <int KEYS> RT_HOST_DEVICE int64_t num_key_tiles(const attn_args &args) {
+    return num_key_tiles(args.runs, args.num_runs, KEYS);
 }
 // Tile `index`, counting run after run.
 template <int KEYS> RT_DEVICE key_tile key_tile_at(const attn_args &args, int index, int kv_head, int batch) {
@@ -59,7 +62,28 @@ RT_DEVICE int next_key_tile(const attn_args &args, tile_bounds queries, int run,
     return INT32_MAX;
 }
 
-// ---- the workspace and the semaphores of dq ----------------------------------------------------
+// ---- parts of a group of query heads -----------------------------------------------------------
+
+// Tiles of keys of all kv heads and batches.
+template <int KEYS> RT_HOST_DEVICE int64_t num_key_units(const attn_args &args) {
+    return num_key_tiles<KEYS>(args) * args.p.num_kv_heads * args.p.batch;
+}
+
+// With few kv heads and a short block of keys there would be fewer thread blocks than multiprocessors. Then the query
+// heads of a group are divided among several thread blocks, until there are almost two for each place on a
+// multiprocessor: under a causal mask, those with short walks fill what long ones leave.
+template <int KEYS> attn_args divide_heads(const attn_args &of, int most_on_multiprocessor) {
+    attn_args args = of;
+    const int64_t group = args.p.num_heads / args.p.num_kv_heads, units = num_key_units<KEYS>(args);
+    if (units == 0) return args;
+    const int64_t places = most_on_multiprocessor * num_multiprocessors(), wanted = 2 * places - places / 8;
+    const int64_t parts = (wanted + units - 1) / units,
+                  heads = parts < group ? (group + parts - 1) / parts : 1;
+    args.num_parts = (int)((group + heads - 1) / heads);
+    return args;
+}
+
+// ---- the workspace and the semaphores ----------------------------------------------------------
 
 // Each tile of keys adds to the dq of the tiles of queries that attend it. So that every sum has one order, those
 // additions go by ascending tile of keys. The semaphore of a tile of queries (of one head and batch) holds the tile
@@ -71,10 +95,13 @@ RT_DEVICE int next_key_tile(const attn_args &args, tile_bounds queries, int run,
 // however few thread blocks run at a time. All go from the last queries to the first: under a causal mask, thread
 // blocks that start together, longest first, follow each other at the distance of one addition; under a window each
 // finds its semaphore free.
+//
+// The parts of a group add to dk and dv of their tile of keys in the same way, by ascending part, each once at its end.
 struct backward_workspace {
     tile_bounds *bounds; // (rows of the mask, tiles of queries)
     int *semaphores;     // (batch, heads, tiles of queries)
     int *next_ticket;
+    int *next_part; // (tiles of keys, batch, kv heads): the part that adds next, if there are several
 };
 RT_HOST_DEVICE int64_t num_mask_rows(const rt_attn_params &p) {
     return p.mask_batch_stride > 0 ? p.batch : 1;
@@ -82,15 +109,16 @@ RT_HOST_DEVICE int64_t num_mask_rows(const rt_attn_params &p) {
 RT_HOST_DEVICE backward_workspace workspace_of(const rt_attn_params &p, int num_query_tiles) {
     tile_bounds *const bounds = (tile_bounds *)p.workspace;
     int *const semaphores = (int *)(bounds + num_mask_rows(p) * num_query_tiles);
-    return {bounds, semaphores, semaphores + p.batch * p.num_heads * num_query_tiles};
+    int *const next_ticket = semaphores + p.batch * p.num_heads * num_query_tiles;
+    return {bounds, semaphores, next_ticket, next_ticket + 1};
 }
-// Enough for tiles of 16 queries or more, and for those of plain.cuh.
+// Enough for tiles of 16 queries and of 64 keys or more, and for those of plain.cuh.
 inline int64_t backward_workspace_bytes(const rt_attn_params &p) {
-    const int64_t tiles = num_tiles((int)p.num_queries, has_large_heads(p) ? 8 : 16);
+    const int64_t tiles = num_tiles((int)p.num_queries, has_large_heads(p) || p.dropout > 0 ? 8 : 16);
     if (tiles == 0) return 0;
     return tiles * (num_mask_rows(p) * (int64_t)sizeof(tile_bounds) +
                     p.batch * p.num_heads * (int64_t)sizeof(int)) +
-           (int64_t)sizeof(int);
+           (1 + num_key_tiles(p.k_runs, p.num_k_runs, 64) * p.num_kv_heads * p.batch) * (int64_t)sizeof(int);
 }
 
 // Fills the workspace, on a grid of (tiles of TILE queries, rows of the mask). Tiles of keys have KEYS keys; with
@@ -115,6 +143,10 @@ template <int TILE, int KEYS> RT_KERNEL(32) attn_workspace_kernel(RT_PARAMS attn
         for (int64_t i = lane_index(); i < num_rows; i += 32)
             st_global(workspace.semaphores + (mask_row * num_rows + i) * num_ctas_x() + tile, first);
         if (tile == 0 && mask_row == 0 && lane_index() == 0) st_global(workspace.next_ticket, 0);
+        const int64_t num_units = args.num_parts > 1 ? num_key_units<KEYS>(args) : 0;
+        for (int64_t i = (int64_t)tile * 32 + lane_index(); i < num_units && mask_row == 0;
+             i += 32 * num_ctas_x())
+            st_global(workspace.next_part + i, 0);
     }
 }
 
@@ -126,24 +158,29 @@ template <int TILE, int KEYS> rt_status fill_workspace(const attn_args &args, vo
 // ---- the walk ----------------------------------------------------------------------------------
 
 // Visits, for the thread block's tile of KEYS keys, the tiles of TILE queries that attend it, last to first, and
-// for each all heads of the group. The tile of keys, and what derives from it through divisions or products, is
-// kept in shared memory: reading it again is cheaper than keeping it in registers.
+// for each all heads of its part of the group. The tile of keys, and what derives from it through divisions or
+// products, is kept in shared memory: reading it again is cheaper than keeping it in registers.
 template <int KEYS, int TILE> struct query_walk {
     struct alignas(8) place {
-        int tile, head; // tile of queries, -1 at the end; head of the group
+        int tile, head; // tile of queries, -1 at the end; head of the part
     };
 
     struct alignas(16) workspace_rows { // those of the tile's mask row and heads
         const tile_bounds *bounds;      // (tiles)
-        int *semaphores;                // (heads of the group, tiles)
+        int *semaphores;                // (heads of the part, tiles)
     };
     struct alignas(16) tile_facts {
         key_positions positions;
-        int first_row, first_head; // of the tile in k and v; of the group
+        int first_row, first_head; // of the tile in k and v; of the part
+    };
+    struct alignas(16) part_facts {
+        int *next_part; // of the tile
+        int part, num_heads;
     };
     struct storage {
         key_tile keys;
         tile_facts facts;
+        part_facts part;
         workspace_rows rows;
         key_positions warp_positions[KEYS / 16];
     };
@@ -151,25 +188,32 @@ template <int KEYS, int TILE> struct query_walk {
     const attn_args &args;
     shared_ref<storage> at_keys;
 
-    // The tile of a ticket: all kv heads of all batches have the first tile of keys, then all the next.
-    RT_DEVICE key_tile keys_of_ticket(int ticket) const {
-        const int kv_heads = (int)args.p.num_kv_heads, heads = kv_heads * (int)args.p.batch;
-        return key_tile_at<KEYS>(args, ticket / heads, ticket % kv_heads, ticket % heads / kv_heads);
-    }
     RT_DEVICE int take_ticket() const {
         return atom_add(workspace_of(args.p, num_query_tiles()).next_ticket, 1);
     }
+    // The tile of a ticket: all kv heads of all batches have the first tile of keys, each part after part, then all the
+    // next.
+    RT_DEVICE void choose_keys_of_ticket(int ticket) const {
+        const int kv_heads = (int)args.p.num_kv_heads, heads = kv_heads * (int)args.p.batch;
+        const int unit = ticket / args.num_parts;
+        choose_keys(key_tile_at<KEYS>(args, unit / heads, unit % kv_heads, unit % heads / kv_heads), unit,
+                    ticket % args.num_parts);
+    }
     // One thread stores the thread block's tile; the others read it after a barrier.
-    RT_DEVICE void choose_keys(key_tile keys) const {
+    RT_DEVICE void choose_keys(key_tile keys, int unit = 0, int part = 0) const {
         const rt_attn_params &p = args.p;
         const rt_run &run = args.runs[keys.run];
         const backward_workspace workspace = workspace_of(p, num_query_tiles());
         const int64_t mask_row = p.mask_batch_stride > 0 ? keys.batch : 0;
-        const int first_head = keys.kv_head * group();
+        const int group = (int)p.num_heads / (int)p.num_kv_heads,
+                  most_heads = num_tiles(group, args.num_parts);
+        const int first_head = keys.kv_head * group + part * most_heads;
         const int64_t row = keys.batch * p.num_heads + first_head;
         st_shared(RT_SHARED(at_keys, keys), keys);
         st_shared(RT_SHARED(at_keys, facts), tile_facts{positions_of_keys<KEYS>(run, keys.first_key),
                                                         (int)run.local_begin + keys.first_key, first_head});
+        st_shared(RT_SHARED(at_keys, part),
+                  part_facts{workspace.next_part + unit, part, least(most_heads, group - part * most_heads)});
         st_shared(RT_SHARED(at_keys, rows), workspace_rows{workspace.bounds + mask_row * num_query_tiles(),
                                                            workspace.semaphores + row * num_query_tiles()});
     }
@@ -187,13 +231,14 @@ template <int KEYS, int TILE> struct query_walk {
     }
     RT_DEVICE int position_of(int row) const { return position_of_key(run(), keys().first_key + row); }
     RT_DEVICE int num_query_tiles() const { return num_tiles((int)args.p.num_queries, TILE); }
-    RT_DEVICE int group() const { return (int)args.p.num_heads / (int)args.p.num_kv_heads; }
+    RT_DEVICE part_facts part() const { return ld_shared(RT_SHARED(at_keys, part)); }
     RT_DEVICE int head_of(place at) const { return ld_shared(RT_SHARED(facts(), first_head)) + at.head; }
 
     RT_DEVICE bool ended(place at) const { return at.tile == -1; }
     RT_DEVICE place first() const { return {last_tile(num_query_tiles() - 1), 0}; }
     RT_DEVICE place after(place at) const {
-        return at.head + 1 < group() ? place{at.tile, at.head + 1} : place{last_tile(at.tile - 1), 0};
+        return at.head + 1 < part().num_heads ? place{at.tile, at.head + 1}
+                                              : place{last_tile(at.tile - 1), 0};
     }
 
     // The semaphore of the queries' dq. One thread waits before the thread block adds, and releases after it.
@@ -207,6 +252,18 @@ template <int KEYS, int TILE> struct query_walk {
     // The tile of keys that adds to it after this one.
     RT_DEVICE int next_to_add(place at) const {
         return next_key_tile<KEYS>(args, bounds(at.tile), keys().run, keys().first_key + KEYS);
+    }
+
+    // dk and dv of the tile: the first part replaces or adds to what is there, the others add. One thread waits before
+    // the thread block adds, and releases after it.
+    RT_DEVICE bool adds_to_keys() const { return !args.p.fresh || part().part > 0; }
+    RT_DEVICE void wait_for_keys() const {
+        const part_facts of = part();
+        if (of.part > 0) wait_eq(of.next_part, of.part);
+    }
+    RT_DEVICE void release_keys() const {
+        const part_facts of = part();
+        if (of.part + 1 < args.num_parts) st_release(of.next_part, of.part + 1);
     }
 
   private:

@@ -65,6 +65,14 @@ inline int compute_capability() {
     return known ? 10 * major + minor : 0;
 }
 
+// Of the current device; 1 if the CUDA runtime refuses.
+inline int num_multiprocessors() {
+    int device, number;
+    const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+    return known ? number : 1;
+}
+
 // A kernel that did not start: the launch, and the line of the source that made it.
 struct failed_launch {
     int error; // a cudaError_t

@@ -221,6 +221,7 @@ template <class T, major>
 RT_DEVICE void wgmma_mma_async_ss(float (&d)[16][4], uint64_t a, uint64_t b, bool scale_d);
 template <class T> RT_DEVICE void wgmma_mma_async_rs(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b);
 template <class T> RT_DEVICE void wgmma_mma_async_rs(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b);
+template <class T> RT_DEVICE void wgmma_mma_async_rs(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b);
 
 #define RT_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define RT_D_8(n)                                                                                            \
@@ -232,6 +233,12 @@ template <class T> RT_DEVICE void wgmma_mma_async_rs(float (&d)[16][4], const ui
     RT_REGISTERS_32                                                                                          \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define RT_REGISTERS_128                                                                                     \
+    RT_REGISTERS_64                                                                                          \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "     \
+    "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "       \
+    "%119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The operands behind the predicate: scale of a and of b (1), and where they lie in shared memory, their major (0
 // K, 1 MN).
@@ -276,10 +283,19 @@ template <class T> RT_DEVICE void wgmma_mma_async_rs(float (&d)[16][4], const ui
                      "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"                                        \
                      : RT_D_8(0), RT_D_8(8)                                                                  \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                  \
+    }                                                                                                        \
+    template <>                                                                                              \
+    RT_DEVICE void wgmma_mma_async_rs<T>(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {            \
+        asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                          \
+                     "wgmma.mma_async.sync.aligned.m64n256k16.f32." NAME "." NAME " {" RT_REGISTERS_128      \
+                     "}, {%128, %129, %130, %131}, %132, add, 1, 1, 1;\n}"                                   \
+                     : RT_D_8(0), RT_D_8(8), RT_D_8(16), RT_D_8(24)                                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                  \
     }
 RT_WGMMA(bf16, "bf16")
 RT_WGMMA(f16, "f16")
 #undef RT_WGMMA
+#undef RT_REGISTERS_128
 #undef RT_REGISTERS_64
 #undef RT_REGISTERS_32
 #undef RT_D_8

@@ -29,6 +29,7 @@ _build_error: BuildError | None = None
 try:
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, ssd
     from ringtile.ring.attention import attention, ring_attention
+    from ringtile.ring.weight_dropout import AttentionDropout
     from ringtile.sequence.layout import Layout, Run
     from ringtile.sequence.mask import IntervalMask
     from ringtile.sequence.plan import Plan, plan
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionDropout",
     "BuildError",
     "CheckpointError",
     "Config",

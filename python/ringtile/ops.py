@@ -14,7 +14,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -263,6 +263,17 @@ torch.library.register_fake("ringtile::layout_check", lambda *arguments: None)
 # ---- attention: one block of keys ---------------------------------------------------------------
 
 
+class WeightDropout(NamedTuple):
+    """What an attention kernel drops; docs/design/dropout.md has the formula. No block without dropout has one."""
+
+    probability: float
+    seed: int
+    step: int
+    stream: int
+    rows: Tensor  # int64 (B,), on q's device
+    positions: Tensor  # int64 (N,), on q's device: of the queries
+
+
 def attn_fwd_(
     q: Tensor,
     k: Tensor,
@@ -275,6 +286,7 @@ def attn_fwd_(
     scale: float,
     softcap: float,
     fresh: bool = False,
+    dropout: WeightDropout | None = None,
 ) -> None:
     """Merges one block of keys into the running softmax of every query.
 
@@ -282,9 +294,10 @@ def attn_fwd_(
     positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
     local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype, or of float64 to avoid
     rounding between calls, are read and written. Before the first block they hold 0 and -inf; with fresh they may be
-    uninitialized. Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
+    uninitialized. With dropout, weights are dropped after the softmax; lse is that of all keys. Online softmax:
+    FlashAttention (arXiv:2205.14135), algorithm 1.
     """
-    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap, fresh)
+    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap, fresh, *(dropout or ()))
 
 
 def attn_bwd_(
@@ -303,6 +316,7 @@ def attn_bwd_(
     scale: float,
     softcap: float,
     fresh: bool = False,
+    dropout: WeightDropout | None = None,
 ) -> None:
     """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
 
@@ -310,7 +324,7 @@ def attn_bwd_(
     dout * out, minus the gradient of lse. fresh: dk and dv may be uninitialized, and k_runs must hold every row of k.
     FlashAttention (arXiv:2205.14135), algorithm 4.
     """
-    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap, fresh)
+    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap, fresh, *(dropout or ()))
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ typedef struct attended_query {
 //   relative = d score + u |score - top| (the differences telescope over the tiles) + 4 u (an exp and its product) for
 //              each tile with a higher maximum, and for the weight itself
 //   d out    = sum of weight relative (|v| + |out|) + 2 (terms of a sum) u sum of weight |v|
+// With dropout, v is the value times its factor, which costs two more roundings.
 //   d lse    = sum of weight relative + (terms of a sum) u + 2 u (|top| + |lse|)
 // A merge with the earlier state is a convex combination: it keeps the errors of both and adds those of its share,
 // (d lse + 20 u) max |v|, and those of the larger lse.
@@ -70,11 +71,15 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     const int64_t kv_head = head / (c->p.num_heads / c->p.num_kv_heads), steps = max_tiles(&c->p);
     pair_score *scores = must_alloc((size_t)n * sizeof(*scores));
     double top = -INFINITY, sum = 0, dlse = 0;
+    double *factors = must_alloc((size_t)n * sizeof(*factors));
+    const double roundings = c->p.dropout > 0 ? 2 * u : 0;
     for (int64_t j = 0; j < n; j++) {
         scores[j] = score_of(c, u, b, token, head, rows[j]);
         top = fmax(top, scores[j].score);
+        factors[j] = dropout_factor(c, b, token, head, rows[j]);
     }
     if (top == -INFINITY) { // like a query that attends no key
+        free(factors);
         free(scores);
         return;
     }
@@ -92,14 +97,15 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     for (int64_t d = 0; d < c->p.v_head_dim; d++) {
         double out = 0, error = 0, absolute = 0, max_value = fabs(get(&c->x[OUT], b, token, head, d));
         for (int64_t j = 0; j < n; j++)
-            out += exp(scores[j].score - top) / sum * get(&c->x[V], b, rows[j], kv_head, d);
+            out += exp(scores[j].score - top) / sum * factors[j] * get(&c->x[V], b, rows[j], kv_head, d);
         for (int64_t j = 0; j < n; j++) {
             const double weight = exp(scores[j].score - top) / sum;
-            const double v = fabs(get(&c->x[V], b, rows[j], kv_head, d));
+            const double v = factors[j] * fabs(get(&c->x[V], b, rows[j], kv_head, d));
             if (weight == 0) continue;
             error += weight *
                      (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1))) *
                      (v + fabs(out));
+            error += weight * v * roundings;
             absolute += weight * v;
             max_value = fmax(max_value, v);
         }
@@ -107,6 +113,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
             2 * num_terms * u * absolute + calls * (dlse + 20 * u) * max_value + (double)n * TINY * max_value;
         set(&bounds->x[OUT], b, token, head, d, error);
     }
+    free(factors);
     free(scores);
 }
 
@@ -128,6 +135,7 @@ static inline void forward_bounds(const attn_case *before, double u, int64_t num
 // Backward of one pair; kernel and reference get the same lse and delta. With P = exp(score - lse), g = dP - delta and
 // slope c = 1 - (score / softcap)^2:
 //   d P / P = d score + u |score - lse| + 4 u       d g = (Dv + 2) u (sum |dout v| + |delta|)
+// With dropout, dP and dv are multiplied by a factor, which costs two more roundings.
 //   d c     = 2 |score| d score / softcap^2 + 3 u   dS = P g c, and each of dv, dq, dk is one sum of pairs
 static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t token, int64_t head,
                                int64_t row, int64_t num_keys, attn_case *bounds) {
@@ -139,17 +147,19 @@ static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t 
     const double lse = get(&c->x[LSE], b, token, head, 0), delta = get(&c->x[DELTA], b, token, head, 0);
     const double weight = exp(s.score - lse), relative = s.error + u * (fabs(s.score - lse) + 4);
     if (weight == 0) return;
+    const double factor = dropout_factor(c, b, token, head, row), roundings = p->dropout > 0 ? 2 * u : 0;
     double dweight = 0, magnitude = fabs(delta);
     for (int64_t d = 0; d < p->v_head_dim; d++) {
         const double dout = get(&c->x[DOUT], b, token, head, d),
-                     term = dout * get(&c->x[V], b, row, kv_head, d);
+                     term = factor * dout * get(&c->x[V], b, row, kv_head, d);
         dweight += term;
         magnitude += fabs(term);
-        add(&bounds->x[DV], b, row, kv_head, d, weight * fabs(dout) * (relative + query_terms * u));
+        add(&bounds->x[DV], b, row, kv_head, d,
+            factor * weight * fabs(dout) * (relative + roundings + query_terms * u));
     }
     const double tanh_x = p->softcap > 0 ? s.score / p->softcap : 0, slope = 1 - tanh_x * tanh_x;
     const double dslope = p->softcap > 0 ? 2 * fabs(tanh_x) * s.error / p->softcap + 3 * u : 0;
-    const double g = fabs(dweight - delta), dg = (double)(p->v_head_dim + 2) * u * magnitude;
+    const double g = fabs(dweight - delta), dg = ((double)(p->v_head_dim + 2) * u + roundings) * magnitude;
     const double dscore = weight * g * slope;
     const double error = dscore * (relative + 3 * u) + weight * slope * dg + weight * g * dslope;
     for (int64_t d = 0; d < p->head_dim; d++) {

@@ -4,6 +4,9 @@
 
 #include "layouts.h"
 
+#include "../../csrc/dropout/dropout.h"
+#include "../../csrc/dropout/philox.h"
+
 // ---- tensors -----------------------------------------------------------------------------------------------
 
 // (B, T, H, D) with the first three dims in any order in memory. Nothing may write to the gaps between rows.
@@ -94,7 +97,8 @@ typedef struct attn_case {
     rt_attn_params p;
     tensor x[NUM_ARRAYS]; // lse and delta as (B, N, H, 1), laid out as (B, H, N)
     int32_t *begin, *end;
-    rt_run *runs; // (2 MAX_RUNS)
+    rt_run *runs;                        // (2 MAX_RUNS)
+    int64_t *dropout_rows, *q_positions; // NULL without dropout
 } attn_case;
 
 typedef struct attn_shape {
@@ -155,6 +159,8 @@ static inline void free_arrays(attn_case *c) {
 
 static inline void free_case(attn_case *c) {
     free_arrays(c);
+    free(c->dropout_rows);
+    free(c->q_positions);
     free(c->begin);
     free(c->end);
     free(c->runs);
@@ -252,6 +258,37 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
     fill(&c.x[LSE], -INFINITY);
     bind(&c);
     return c;
+}
+
+// Any probability but 0, rows and positions of any size.
+static inline void draw_dropout(uint64_t *state, attn_case *c) {
+    const double probabilities[] = {0.1, 0.5, 0.9, 1e-9, 1 - 1e-9, 1};
+    rt_attn_params *p = &c->p;
+    p->dropout = probabilities[random_int(state, 0, 5)];
+    p->seed = (uint32_t)random_int(state, 0, UINT32_MAX), p->step = (uint32_t)random_int(state, 0, 100);
+    p->stream = (uint32_t)random_int(state, 0, UINT32_MAX);
+    c->dropout_rows = must_alloc((size_t)p->batch * sizeof(int64_t));
+    c->q_positions = must_alloc((size_t)p->num_queries * sizeof(int64_t));
+    for (int64_t i = 0; i < p->batch; i++) c->dropout_rows[i] = random_int(state, 0, INT64_C(1) << 33);
+    for (int64_t i = 0; i < p->num_queries; i++) c->q_positions[i] = random_int(state, 0, INT64_C(1) << 33);
+    p->dropout_rows = c->dropout_rows, p->q_positions = c->q_positions;
+}
+
+// What dropout multiplies the weight of a pair by; row: of k.
+static inline double dropout_factor(const attn_case *c, int64_t b, int64_t token, int64_t head, int64_t row) {
+    const rt_attn_params *p = &c->p;
+    if (p->dropout == 0) return 1;
+    for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; run++) {
+        const int64_t j = row - run->local_begin;
+        if (j < 0 || j >= run->length) continue;
+        const uint64_t position = (uint64_t)(run->global_begin + j * run->stride);
+        const uint32_t of_head = (uint32_t)p->dropout_rows[b] + ((uint32_t)head << 20);
+        const rt_philox counter = {
+            {(uint32_t)(position / 4), (uint32_t)p->q_positions[token], of_head, p->stream}};
+        const uint32_t word = rt_philox4x32(counter, p->seed, p->step).word[position % 4];
+        return word < nearbyint((1 - p->dropout) * 0x1p32) ? 1 / (1 - p->dropout) : 0;
+    }
+    return 0;
 }
 
 // Which rows of k are in a run: (K), to be freed.

@@ -1,7 +1,7 @@
 // Attention: forward, backward, delta and the sizes of their workspaces.
 #include "fuzz.h"
 
-enum { RUNS = 4, Q = 0, K, V, DOUT, OUT, LSE, DELTA, DQ, DK, DV, BEGIN, END, NUM_BLOCKS };
+enum { RUNS = 4, Q = 0, K, V, DOUT, OUT, LSE, DELTA, DQ, DK, DV, BEGIN, END, POSITIONS, ROWS, NUM_BLOCKS };
 typedef enum pass { FORWARD, BACKWARD, DELTA_PASS } pass;
 
 typedef struct problem {
@@ -84,6 +84,9 @@ static void draw_valid(problem *c, uint64_t *state) {
     p->softcap = random_int(state, 0, 2) ? 0 : 3;
     p->fresh = random_int(state, 0, 1);
     p->lse_f64 = random_int(state, 0, 1);
+    p->dropout = random_int(state, 0, 2) ? 0 : 0.5 + 0.4 * random_unit(state);
+    p->seed = (uint32_t)random_bits(state), p->step = (uint32_t)random_bits(state);
+    p->stream = (uint32_t)random_bits(state);
     c->num_runs = p->num_k_runs = random_int(state, 0, RUNS);
     int64_t position = random_int(state, 0, 3);
     for (int r = 0; r < p->num_k_runs; r++) {
@@ -116,7 +119,7 @@ static void draw_valid(problem *c, uint64_t *state) {
 static void spoil(problem *c, uint64_t *state) {
     for (int64_t times = random_int(state, 0, 3); times > 0; times--) {
         c->valid = false;
-        const int64_t kind = random_int(state, 0, 19);
+        const int64_t kind = random_int(state, 0, 20);
         if (kind == 0) c->p.dtype = (rt_dtype)random_int(state, -1, 5);
         if (kind == 1) c->p.scale = hostile_real(state);
         if (kind == 2) c->p.softcap = hostile_real(state);
@@ -125,7 +128,8 @@ static void spoil(problem *c, uint64_t *state) {
         if (kind == 5) c->parallel = random_workers(state);
         if (kind == 6) c->no_params = random_int(state, 0, 4) == 0;
         if (kind == 7) c->p.fresh = !c->p.fresh;
-        if (kind < 8) continue;
+        if (kind == 20) c->p.dropout = hostile_real(state);
+        if (kind < 8 || kind == 20) continue;
         int64_t *field = field_of(c, (int)random_int(state, 1, kind < 14 ? STRIDES - 1 : NUM_FIELDS - 1));
         *field = hostile(state, *field);
     }
@@ -160,12 +164,18 @@ static void draw_blocks(problem *c) {
         if (i == LSE && c->pass == DELTA_PASS) x->element_bytes = 8; // dlse
         if (i == OUT && c->pass == DELTA_PASS) x->element_bytes = bytes, x->is_output = false;
         if (i >= BEGIN) x->element_bytes = 4;
+        if (i < POSITIONS) continue;
+        x->element_bytes = 8;
+        x->sizes[0] = i == ROWS ? p->batch : 1, x->sizes[1] = i == ROWS ? 1 : p->num_queries;
+        x->strides[0] = 1;
     }
 }
 
 // ---- judging -----------------------------------------------------------------------------------------------
 
-static bool is_used(pass pass, int i) {
+static bool is_used(const problem *c, int i) {
+    const pass pass = c->pass;
+    if (i >= POSITIONS) return pass != DELTA_PASS && c->p.dropout > 0;
     if (pass == DELTA_PASS) return i == DOUT || i == OUT || i == LSE || i == DELTA;
     const bool backward = i == DOUT || i == DELTA || i == DQ || i == DK || i == DV;
     return backward ? pass == BACKWARD : i != OUT || pass == FORWARD;
@@ -177,7 +187,7 @@ static verdict judge_problem(const problem *c) {
     if (c->no_params || (int)p->dtype < 0 || p->dtype > RT_F16) return FORBIDDEN;
     if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return FORBIDDEN;
     for (int i = 0; i < NUM_BLOCKS; i++)
-        if (is_used(c->pass, i)) {
+        if (is_used(c, i)) {
             const verdict of_block = judge_block(&c->x[i]);
             result = worse(result, of_block == UNKNOWN ? result : of_block);
         }
@@ -185,6 +195,7 @@ static verdict judge_problem(const problem *c) {
     if (p->num_kv_heads < 1 || p->num_heads % p->num_kv_heads != 0) return FORBIDDEN;
     if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->num_k_runs < 0) return FORBIDDEN;
     if (!is_real(p->dtype, p->scale) || !is_softcap(p->dtype, p->softcap)) return FORBIDDEN;
+    if (!(p->dropout >= 0 && p->dropout <= 1)) return FORBIDDEN;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return FORBIDDEN;
     if (p->num_k_runs > c->num_runs) return IMPOSSIBLE;
     const verdict of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX);
@@ -201,6 +212,8 @@ static void bind(rt_attn_params *p, const block *x, const rt_run *runs) {
     p->dq = x[DQ].data, p->dk = x[DK].data, p->dv = x[DV].data;
     p->begin = (const int32_t *)(const void *)x[BEGIN].data,
     p->end = (const int32_t *)(const void *)x[END].data;
+    p->q_positions = (const int64_t *)(const void *)x[POSITIONS].data,
+    p->dropout_rows = (const int64_t *)(const void *)x[ROWS].data;
     p->k_runs = runs;
 }
 
@@ -279,14 +292,15 @@ static void trial(uint64_t *state, int64_t entry) {
     const bool fair = random_int(state, 0, 9) > 0; // else the arrays hold any bits
     block copies[NUM_BLOCKS];
     for (int i = 0; i < NUM_BLOCKS; i++) {
-        if (!is_used(c.pass, i)) c.x[i].is_null = true;
+        if (!is_used(&c, i)) c.x[i].is_null = true;
         make_block(&c.x[i], state);
-        const bool is_mask = i == BEGIN || i == END, of_dlse = i == LSE && c.pass == DELTA_PASS;
+        const bool is_mask = i == BEGIN || i == END, is_place = i >= POSITIONS,
+                   of_dlse = i == LSE && c.pass == DELTA_PASS;
         const rt_dtype dtype = i < OUT || (i == OUT && c.pass == DELTA_PASS) ? c.p.dtype
                                : i == LSE && (c.p.lse_f64 || of_dlse)        ? RT_F64
                                                                              : sums;
         const bool ignored = c.p.fresh && (c.pass == FORWARD ? i == OUT || i == LSE : i == DK || i == DV);
-        if (is_dtype && fair && !is_mask && !(ignored && c.pass != DELTA_PASS))
+        if (is_dtype && fair && !is_mask && !is_place && !(ignored && c.pass != DELTA_PASS))
             fill_units(&c.x[i], dtype, state);
         for (int64_t j = 0; is_mask && fair && j < (int64_t)c.x[i].num_bytes / 4; j++)
             ((int32_t *)(void *)c.x[i].memory)[j] = (int32_t)random_int(state, -2, 20);

@@ -12,6 +12,7 @@ static void test_infinities_and_nans_stay_where_the_reference_puts_them(void) {
         if (round % 8 == 1) shape.group = 9, shape.num_queries = 30; // query tiles of 8 heads, then of 1
         attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
         c.p.softcap = round % 5 == 0 ? 4 : 0;
+        if (round % 3 == 1) draw_dropout(&state, &c);
         tensor *x = &c.x[Q + round % 4]; // q, k, v or dout
         for (int i = 0; i < 3 && x->size[1] > 0; i++)
             set(x, random_int(&state, 0, x->size[0] - 1), random_int(&state, 0, x->size[1] - 1),
@@ -108,6 +109,7 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
             c.begin[token] = 256;
             c.end[token] = token < 34 ? 300 : 0;
         }
+        if (i == 2) draw_dropout(&state, &c);
         fill_random(&c.x[LSE], &state, 1);
         attn_case one = widen(&c, &state); // one worker's results replace its arrays
         for (int repeat = 0; repeat < 21; repeat++) {
@@ -216,6 +218,15 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(scale, INFINITY, RT_BAD_SCALE);
     REFUSED(softcap, -1, RT_BAD_SCALE);
     REFUSED(softcap, INFINITY, RT_BAD_SCALE);
+    REFUSED(dropout, NAN, RT_BAD_PROBABILITY);
+    REFUSED(dropout, -0.1, RT_BAD_PROBABILITY);
+    REFUSED(dropout, 1.1, RT_BAD_PROBABILITY);
+    REFUSED(dropout, 0.5, RT_BAD_POINTER); // neither rows nor positions
+    draw_dropout(&state, &c);
+    REFUSED(dropout_rows, NULL, RT_BAD_POINTER);
+    REFUSED(q_positions, (const int64_t *)((uintptr_t)c.q_positions + 4), RT_BAD_POINTER);
+    REFUSED_BY(FORWARD, q_positions, c.p.out, RT_SHARED_MEMORY);
+    c.p.dropout = 0; // and what else there is for it is not read
     REFUSED(q, NULL, RT_BAD_POINTER);
     REFUSED(k, NULL, RT_BAD_POINTER);
     REFUSED(v, NULL, RT_BAD_POINTER);

@@ -13,8 +13,10 @@
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
 void emulator_run_concurrently(int num_ctas, uint32_t seed);
+int64_t emulator_ctas(void); // that have started
 int64_t emulator_bank_conflicts(void);
 void emulator_set_compute_capability(int capability); // 80 until the first call
+void emulator_set_num_multiprocessors(int number);    // 132 until the first call
 int64_t emulator_group_products(void);                // of warp groups: only sm_90a kernels have any
 
 // Lends all arrays, but of k and v only the rows [first_key, last_key).
@@ -31,6 +33,9 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
     const int64_t num_intervals = (c->p.mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_queries;
     emulator_lend(c->begin, num_intervals * (int64_t)sizeof(int32_t), false);
     emulator_lend(c->end, num_intervals * (int64_t)sizeof(int32_t), false);
+    if (c->p.dropout == 0) return;
+    emulator_lend(c->dropout_rows, c->p.batch * (int64_t)sizeof(int64_t), false);
+    emulator_lend(c->q_positions, c->p.num_queries * (int64_t)sizeof(int64_t), false);
 }
 
 static inline bool is_16_bit(rt_dtype dtype) { return dtype == RT_BF16 || dtype == RT_F16; }
@@ -167,8 +172,10 @@ static inline void *copy_bytes(const tensor *x) {
     return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x));
 }
 
-// Runs the backward with concurrent CTAs, then again with one CTA at a time: both must give the same bits.
+// Runs the backward with concurrent CTAs, then again with one CTA at a time: both must give the same bits. The number of
+// multiprocessors decides into how many parts a group of query heads is divided.
 static inline void run_backward_twice(const attn_case *c, uint32_t seed, int64_t num_calls) {
+    emulator_set_num_multiprocessors((const int[]){1, 4, 132}[seed % 3]);
     void *before[3], *concurrent[3];
     for (int i = 0; i < 3; i++) before[i] = copy_bytes(&c->x[DQ + i]);
     emulator_run_concurrently(4, seed);
@@ -243,11 +250,12 @@ static const head_dims all_dims[] = {{64, 64},   {1, 3},     {40, 64},   // tile
                                      {512, 512}, {257, 64},  {80, 400}}; // plain
 static const rt_dtype all_cuda_dtypes[] = {RT_BF16, RT_F16, RT_F32};     // tensor cores take the first two
 enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS * NUM_MASKS };
-static const head_dims sm90_dims[] = {{64, 64},  {128, 128}, {8, 24},   {128, 64}, {40, 64},
-                                      {64, 128}, {96, 88},   {192, 128}}; // the last in the forward only
+static const head_dims sm90_dims[] = {
+    {64, 64},  {128, 128}, {8, 24},    {128, 64}, {40, 64},
+    {64, 128}, {96, 88},   {192, 128}, {200, 256}}; // the last two in the forward only
 enum {
     NUM_FWD_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]),
-    NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 1
+    NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 2
 };
 static const case_range everything = {all_dims, all_cuda_dtypes, NUM_DIMS, 3, 140, 300, false};
 
@@ -294,7 +302,9 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     if (random_int(state, 0, 1)) make_fresh(&c, shape.seq_len);
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
-    if (round % 5 == 2) { // f64 lse
+    if (round % 6 == 5 && !range->aligned)
+        draw_dropout(state, &c); // which the plain kernels compute in every dtype
+    if (round % 5 == 2) {        // f64 lse
         free(c.x[LSE].data);
         c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
         fill(&c.x[LSE], -INFINITY);

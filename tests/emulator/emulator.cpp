@@ -22,7 +22,7 @@ grid_size grid{1};
 const std::function<void()> *kernel_body;
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
 Statistics counted;
-int capability = 80;
+int capability = 80, multiprocessors = 132;
 
 // ---- fibers --------------------------------------------------------------------------------------
 
@@ -93,6 +93,7 @@ bool run_warp(int warp) {
 // Starts a CTA of the grid in a slot whose previous CTA is done.
 void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     cta = &in;
+    counted.ctas++;
     cta->index = index;
     cta->done = false;
     cta->shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
@@ -102,7 +103,6 @@ void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     for (Meeting &meeting : cta->warp_meetings) meeting = {};
     cta->cta_meeting = {};
     cta->num_releases = 0;
-    cta->releasing_thread = NOBODY;
     cta->acquisitions.clear();
     begin_cta_bulk();
     begin_cta_groups();
@@ -303,6 +303,7 @@ void wait_for_word(const int *word, int value) {
 Statistics statistics() { return counted; }
 
 void set_compute_capability(int value) { capability = value; }
+void set_num_multiprocessors(int number) { multiprocessors = number; }
 
 void run_concurrently(int num_ctas, uint32_t seed) {
     most_ctas = num_ctas;
@@ -329,6 +330,7 @@ void run(const std::function<void()> &kernel, grid_size num_ctas, int num_thread
 // ---- for ptx.cuh ---------------------------------------------------------------------------------
 
 int compute_capability() { return capability; }
+int num_multiprocessors() { return multiprocessors; }
 int thread_index() { return current->index; }
 int num_threads() { return threads_in_cta; }
 int cta_index(int dim) {
@@ -420,6 +422,8 @@ void count_ldmatrix(const shared_address (&rows)[32]) {
 extern "C" {
 void emulator_report(const char *message) { printf("emulator: %s\n", message); }
 void emulator_set_compute_capability(int capability) { emulator::set_compute_capability(capability); }
+void emulator_set_num_multiprocessors(int number) { emulator::set_num_multiprocessors(number); }
 void emulator_run_concurrently(int num_ctas, uint32_t seed) { emulator::run_concurrently(num_ctas, seed); }
+int64_t emulator_ctas(void) { return emulator::statistics().ctas; }
 int64_t emulator_bank_conflicts(void) { return emulator::statistics().bank_conflicts; }
 }

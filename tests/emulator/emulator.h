@@ -51,13 +51,15 @@ void run_concurrently(int num_ctas, uint32_t seed);
 
 // Sets what compute_capability() returns, and with it which kernels are chosen; 80 until the first call.
 void set_compute_capability(int capability);
+// And num_multiprocessors(); 132 until the first call.
+void set_num_multiprocessors(int number);
 
 // Throws the first Fault.
 void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes);
 
-// Since the start: calls of ldmatrix, and the 16-byte rows in them that conflict with another row's memory banks.
+// Since the start: CTAs, calls of ldmatrix, and the 16-byte rows in them that conflict with another row's memory banks.
 struct Statistics {
-    int64_t ldmatrix_calls, bank_conflicts;
+    int64_t ctas, ldmatrix_calls, bank_conflicts;
 };
 Statistics statistics();
 
@@ -66,6 +68,7 @@ Statistics statistics();
 enum class Access { READ, WRITE };
 
 int compute_capability();
+int num_multiprocessors();
 int thread_index();
 int num_threads();
 int cta_index(int dim);
@@ -114,6 +117,7 @@ template <class T> const T &of_lane(const Lanes &lanes, int lane) {
 extern "C" void emulator_report(const char *message);
 
 inline int compute_capability() { return emulator::compute_capability(); }
+inline int num_multiprocessors() { return emulator::num_multiprocessors(); }
 
 template <class Params>
 rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *,

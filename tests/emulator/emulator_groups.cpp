@@ -153,7 +153,7 @@ void multiply_group(Threads &brought) {
         if (!products_of(first_thread + i).fenced) fail("a product without wgmma_fence before it");
     }
     const bool left_mn = all.left_major == major::MN, right_mn = all.right_major == major::MN;
-    double left[64][16], right[16][128];
+    double left[64][16], right[16][256];
     if (all.left == nullptr) {
         const Factor a(all.a);
         for (int i = 0; i < 64 * 2; i++) {

@@ -97,7 +97,7 @@ struct Cta {
     std::vector<Touch>
         shared_readers[MAX_WARPS]; // each warp's last reader of each cell; SEVERAL lanes at that clock
     std::vector<char> shared_bytes;
-    int num_releases, releasing_thread;
+    int num_releases;
     std::vector<Acquisition> acquisitions;
     std::shared_ptr<struct CtaBulk> bulk;
     std::shared_ptr<struct CtaGroups> groups;

@@ -33,6 +33,25 @@ static void test_rows_that_cannot_be_mapped_agree_too(void) {
     CHECK_INT(emulator_group_products(), before);
 }
 
+// Two tiles of keys of one kv head, whose query heads are divided until there are two thread blocks a multiprocessor. A
+// thread block more fills the workspace.
+static void test_query_heads_are_divided_where_tiles_of_keys_are_few(void) {
+    const int multiprocessors[] = {1, 2, 3, 132}, expected[] = {2, 2 * 2, 2 * 3, 2 * 7};
+    uint64_t state = 8;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, 64, 256, 7, 1, 64, 64, false}, MASK_FULL, 1);
+    while (c.p.num_k_runs != 1 || c.runs[0].length != 256 || !rows_are_aligned(&c) || !is_aligned(&c.x[DQ])) {
+        free_case(&c);
+        c = new_case(&state, (attn_shape){RT_BF16, 1, 64, 256, 7, 1, 64, 64, false}, MASK_FULL, 1);
+    }
+    for (int i = 0; i < 4; i++) {
+        const int64_t before = emulator_ctas();
+        emulator_set_num_multiprocessors(multiprocessors[i]);
+        run_on_emulator(BACKWARD, &c, 1);
+        CHECK_INT(emulator_ctas() - before, 1 + expected[i]);
+    }
+    free_case(&c);
+}
+
 static void test_empty_problems_are_accepted(void) {
     uint64_t state = 7;
     attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
@@ -43,6 +62,7 @@ static void test_empty_problems_are_accepted(void) {
 
 int main(void) {
     emulator_set_compute_capability(90);
+    test_query_heads_are_divided_where_tiles_of_keys_are_few();
     test_random_problems_agree_with_the_reference();
     test_rows_that_cannot_be_mapped_agree_too();
     test_empty_problems_are_accepted();

@@ -206,7 +206,8 @@ template <class T> RT_KERNEL(128) product_of_columns(RT_PARAMS job<T> of) {
     wgmma_wait_group<0>(sum);
     store_sums(of.out, sum);
 }
-// Rows 0 .. 63, in registers, times 8 N columns of rows 0 .. 127, added to 1.
+// Rows 0 .. 63, in registers, times 8 N columns of rows 0 .. 127, added to 1. At N = 32, columns 0 .. 63 of those rows
+// times 256 columns of rows 0 .. 63: 64 .. 127 and 192 .. 255 of them are rows 64 .. 127 of the same numbers.
 template <class T, int N> RT_KERNEL(128) product_with_registers(RT_PARAMS job<T> of) {
     copy_rows(of, 0);
     float sum[N][4];
@@ -221,7 +222,8 @@ template <class T, int N> RT_KERNEL(128) product_with_registers(RT_PARAMS job<T>
     warpgroup_fence_operand(sum);
     warpgroup_fence_operand(left);
     wgmma_fence();
-    for (int i = 0; i < 8; i++) wgmma_mma_async_rs<T>(sum, left[i], make_smem_desc(from_row(i), BOX_BYTES));
+    for (int i = 0; i < (N == 32 ? 4 : 8); i++)
+        wgmma_mma_async_rs<T>(sum, left[i], make_smem_desc(from_row(i), N == 32 ? BOX_BYTES / 2 : BOX_BYTES));
     wgmma_commit_group();
     wgmma_wait_group<0>(sum);
     store_sums(of.out, sum);
@@ -292,6 +294,11 @@ template <class T> static void check_products(const char *dtype) {
     check(named("wgmma m64n128k16, registers"), product_with_registers<T, 16>, 1, 128, of, of.out, 64 * 128,
           [=](int i) {
               return 1 + sum(COLS, [=](int k) { return number_at(i / 128, k) * number_at(k, i % 128); });
+          });
+    check(named("wgmma m64n256k16, registers"), product_with_registers<T, 32>, 1, 128, of, of.out, 64 * 256,
+          [=](int i) {
+              const int col = i % 256, below = col / 64 % 2 * 64, at = col / 128 * 64 + col % 64;
+              return 1 + sum(64, [=](int k) { return number_at(i / 256, k) * number_at(below + k, at); });
           });
 }
 

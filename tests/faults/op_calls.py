@@ -22,7 +22,15 @@ from typing import Any
 import ringtile
 import torch
 from oracle import dense_attention
-from ringtile import Layout, LoopbackWorld, RingtileError, ShardedSequence, ops, ring_attention
+from ringtile import (
+    AttentionDropout,
+    Layout,
+    LoopbackWorld,
+    RingtileError,
+    ShardedSequence,
+    ops,
+    ring_attention,
+)
 from ringtile.sequence.mask import IntervalMask
 from torch import Tensor, nn
 
@@ -250,6 +258,9 @@ def raw_ops(draw: Draw) -> str:
     labels, loss, lse = draw.tensor((seq_len,), torch.int64, 5), *(draw.tensor((seq_len,), torch.float32) for _ in "ab")
     q, k, out = (draw.tensor((1, seq_len, 2, 4), torch.float32) for _ in range(3))
     state = draw.tensor((1, 2, seq_len), torch.float64)
+    rows = draw.tensor((1,), torch.int64)
+    drops = ops.WeightDropout(draw.of(0.3), draw.of(1), draw.of(2), draw.of(3), rows, labels)
+    whole = {"mask": IntervalMask.causal(seq_len), "dropout": AttentionDropout(draw.of(0.3), rows, draw.of(1))}
     calls: list[Callable[[], Any]] = [
         lambda: ops.digest(*bounds, layout),
         lambda: ops.plan(*bounds, layout, draw.of(-1)),
@@ -260,6 +271,8 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.glu_bwd_(gate, up, down, draw.of(draw.size(0, 3))),
         lambda: ops.cross_entropy_fwd_bwd_(gate, labels, loss, lse, draw.of(-100), 0.0, draw.of(0.0), 0.0, True),
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, draw.of(0.0), draw.chance(0.5)),
+        lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, 0.0, draw.chance(0.5), drops),
+        lambda: ringtile.attention(q, k, k, **whole),
         lambda: ops.attn_delta(q, out, state),
         lambda: ops.dropout(gate, places, draw.of(0.5), draw.of(1), draw.of(2), draw.of(3)),
     ]

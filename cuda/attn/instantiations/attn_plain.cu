@@ -5,7 +5,7 @@ namespace {
 
 template <class T, int DIM> rt_status forward(const rt_attn_params &p, void *stream) {
     return for_runs(p, [&](const attn_args &args) {
-        return launch(attn_fwd_plain_kernel<T, DIM>, query_grid<PLAIN_TILE<DIM>>(p), PLAIN_THREADS<DIM>,
+        return launch(attn_fwd_plain_kernel<T, DIM>, query_grid<PLAIN_TILE<DIM>>(args), PLAIN_THREADS<DIM>,
                       plain_bytes<plain_forward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
     });
 }
@@ -14,7 +14,7 @@ template <class T, int DIM> rt_status backward(const rt_attn_params &p, void *st
     constexpr int TILE = PLAIN_TILE<DIM>, THREADS = PLAIN_THREADS<DIM>;
     return for_runs(p, [&](const attn_args &args) {
         rt_status status =
-            launch(attn_bwd_queries_plain_kernel<T, DIM>, query_grid<TILE>(p), THREADS,
+            launch(attn_bwd_queries_plain_kernel<T, DIM>, query_grid<TILE>(args), THREADS,
                    plain_bytes<plain_backward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
         if (status == RT_OK) status = fill_workspace<TILE, 0>(args, stream);
         if (status != RT_OK) return status;
@@ -26,7 +26,7 @@ template <class T, int DIM> rt_status backward(const rt_attn_params &p, void *st
 
 } // namespace
 
-// PLAIN(pass, p, stream): head dims up to 256 only in f32, larger ones in every dtype but f64.
+// PLAIN(pass, p, stream): head dims up to 256 in f32 alone, others in every dtype but f64.
 #define PLAIN(pass, p, ...)                                                                                  \
     (!has_large_heads(p) && (p).dtype == RT_F32 ? pass<float, 256>(p, __VA_ARGS__)                           \
      : (p).dtype == RT_F32                      ? pass<float, 512>(p, __VA_ARGS__)                           \

@@ -22,9 +22,13 @@ from ringtile.errors import Refused
 from ringtile.hf import temperature
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.layers import mask_of_layer
-from ringtile.ring.attention import ring_attention
+from ringtile.ring.attention import attention, ring_attention
+from ringtile.ring.weight_dropout import AttentionDropout
+from ringtile.sequence.mask import IntervalMask
 
 NAME = "ringtile"
+DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
+_INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
 
 # Models whose own eager function computes what scaled_dot_product_attention cannot: sinks.
 _EAGER = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
@@ -94,8 +98,18 @@ def attention_forward(
                 f"{type(module).__name__} got a shard of a sequence without the keyword argument {BATCH_ARGUMENT!r}; "
                 f"expected a model that hands its keyword arguments down to its attention function"
             )
+        if options.get("dropout", 0.0) > 0:
+            out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)
+            if out is not None:
+                return out, None
         return _transformers_attention(module, query, key, value, attention_mask, options)
     _refuse_inexact(module, attention_mask, options)
+    dropout, probability = None, options.get("dropout", 0.0)
+    if probability > 0 and (dropout := _counted_dropout(module, query, probability)) is None:
+        raise Refused(
+            f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; expected "
+            f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
+        )
     batch.attention_calls += 1
     query = temperature.scaled(module, query, batch)
     query, key, value = (_as_autocast(x) for x in (query, key, value))
@@ -107,6 +121,7 @@ def attention_forward(
         scale=options.get("scaling"),
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
+        dropout=dropout,
         attention_kernel=batch.attention_kernel,
     )
     return out, None
@@ -129,6 +144,65 @@ def _needs_eager(config: Any) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type in _EAGER
 
 
+def _counted_dropout(module: nn.Module, query: Tensor, probability: float) -> AttentionDropout | None:
+    """What an attention module drops now (hf/dropout.py); None where no training step says so."""
+    dropout_of = getattr(module, DROPOUT, None)
+    return None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_counted_dropout(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+) -> Tensor | None:
+    """Attention on a batch that is not sharded, whose dropout a training step counts; None: transformers' own."""
+    if any(options.get(name) is not None for name in _REFUSED):
+        return None
+    mask = _intervals(module, query, key, attention_mask, options)
+    dropout = None if mask is None else _counted_dropout(module, query, options["dropout"])
+    if mask is None or dropout is None:
+        return None
+    q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
+    softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
+    out = attention(q, k, v, mask=mask, scale=options.get("scaling"), softcap=softcap, sinks=sinks, dropout=dropout)
+    return cast("Tensor", out)
+
+
+def _intervals(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+) -> IntervalMask | None:
+    """The mask of a batch that is not sharded; None where it is not one interval of keys for each query."""
+    seq_len = query.size(2)
+    if key.size(2) != seq_len:
+        return None
+    if attention_mask is None:
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
+    if attention_mask.shape[1:] != (1, seq_len, seq_len):
+        return None
+    found = getattr(attention_mask, _INTERVALS, None)  # of an earlier layer
+    if found is None:
+        found = _intervals_of(attention_mask)
+        setattr(attention_mask, _INTERVALS, (found,))
+        return found
+    return cast("tuple[IntervalMask | None]", found)[0]
+
+
+def _intervals_of(attention_mask: Tensor) -> IntervalMask | None:
+    """Of a mask (B, 1, S, S): bool, or added to the scores."""
+    attend = attention_mask[:, 0]
+    if attend.dtype != torch.bool:
+        if not bool(((attend == 0) | (attend == torch.finfo(attend.dtype).min) | (attend == -torch.inf)).all()):
+            return None
+        attend = attend == 0
+    counts, begin = attend.sum(-1), attend.int().argmax(-1)
+    end = begin + counts
+    keys = torch.arange(attend.size(-1), device=attend.device)
+    if not torch.equal(attend, (begin[..., None] <= keys) & (keys < end[..., None])):
+        return None
+    return IntervalMask(begin.to("cpu", torch.int32), end.to("cpu", torch.int32))
+
+
 def _transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -144,9 +218,7 @@ def _transformers_attention(
 
 
 def _refuse_inexact(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    name, dropout = type(module).__name__, options.get("dropout", 0.0)
-    if dropout > 0:
-        raise Refused(f"{name} uses attention dropout {dropout}; expected 0 under context parallelism")
+    name = type(module).__name__
     if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
         raise Refused(
             f"{name} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a sequence; "

@@ -100,7 +100,6 @@ def check_trainer(trainer: Trainer) -> None:
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
-        "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its noise depends on the length of a shard"),
         "use_liger_kernel": (args.use_liger_kernel, "its loss has not been shown to use the global labels"),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
         "eval_use_gather_object": (

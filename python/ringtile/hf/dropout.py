@@ -1,7 +1,8 @@
-"""Dropout that does not depend on the world: the modules of a model draw from counters, not from a generator.
+"""Dropout that does not depend on the world: modules and attention of a model draw from counters, not from a generator.
 
 Whether a feature of a token stays is a function of the seed, the step, the module, the token's row and position in the
-global batch, and the feature (docs/design/dropout.md). So one process and any number of ranks drop the same, in every
+global batch, and the feature; for a weight of attention, of its head and the key's position (docs/design/dropout.md).
+So one process and any number of ranks drop the same, in every
 layout and tile, and when a checkpointed layer is computed again.
 
 Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
@@ -9,24 +10,30 @@ Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ringtile import ops
 from ringtile.errors import Refused
+from ringtile.hf import attention, neftune
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.model import text_modules
+from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.tiled.tiles import running_tile
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
+
+logger = logging.getLogger("ringtile")
 
 _OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
 
@@ -45,6 +52,7 @@ class _Tokens:
 
     step: int
     shape: tuple[int, int]  # (B, N)
+    seq_len: int  # of the row, without the layout's padding
     places: Tensor  # int64 (T, 2): row in the step's batch, position in the row
     is_sharded: bool
     outside: _Calls = field(default_factory=lambda: _Calls(recomputed=False))  # of all layers
@@ -64,22 +72,37 @@ class CountedDropout(TrainerCallback):
         self._graphs: list[_Tokens] = []  # of the forward passes whose backward may follow
 
     def install(self, base: PreTrainedModel, entry: nn.Module, ledger: Ledger) -> None:
-        """Replaces the forward of every dropout of the model. entry: the module that receives a rank's part."""
+        """Replaces the forward of every dropout of the model, and tells its attention modules what to drop.
+
+        entry: the module that receives a rank's part.
+        """
         layers = {path: module for path, module in base.named_modules() if _is_layer(path, base)}
-        hooked: set[nn.Module] = set()
+        hooked: set[nn.Module | None] = {None}
+        attentive = _attention_modules(base) if drops_attention(base) else set()
         for path, module in text_modules(base):
-            if not isinstance(module, nn.Dropout) or module.p == 0 or why_not_counted(path, module):
-                continue
             layer = next((layers[prefix] for prefix in _prefixes(path) if prefix in layers), None)
             name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-            ledger.set(module, "forward", MethodType(self._forward(name, layer), module))
-            self._counted[module] = module.forward
+            if module in attentive:
+                ledger.set(module, attention.DROPOUT, self._of_attention(name, layer))
+            elif isinstance(module, nn.Dropout) and module.p > 0 and not why_not_counted(path, module):
+                ledger.set(module, "forward", MethodType(self._forward(name, layer), module))
+                self._counted[module] = module.forward
+            else:
+                continue
             if layer is not None and layer not in hooked:
                 hooked.add(layer)
                 ledger.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
-        if not self._counted:
-            return
         trainer = self._trainer
+        alpha: float | None = trainer.neftune_noise_alpha
+        if alpha is not None:
+            self._install_noise(base, alpha, ledger)
+        if not self._counted and not attentive and alpha is None:
+            return
+        if attentive and trainer.args.device.type == "cuda":
+            logger.warning(
+                "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
+                "set it to 0 in the model's config if you do not need it"
+            )
         ledger.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
         trainer.add_callback(self)
         ledger.on_restore(lambda: trainer.remove_callback(self))
@@ -90,7 +113,9 @@ class CountedDropout(TrainerCallback):
         """Raises Refused for a dropout that would draw, such as one that was added since `install`."""
         check_countable(base)
         for path, module in text_modules(base):
-            if isinstance(module, nn.Dropout) and module.p > 0 and module.forward != self._counted.get(module):
+            if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
+                continue
+            if module.forward != self._counted.get(module):
                 raise Refused(
                     f"{path} drops with p = {module.p}, but was added, given its p, or changed after ringtile.enable; "
                     f"expected the model to be complete before"
@@ -129,8 +154,9 @@ class CountedDropout(TrainerCallback):
         rows = torch.arange(first, first + num_rows, device=main.device)
         positions = torch.arange(num_tokens, device=main.device) if batch is None else batch.places
         places = torch.stack([rows[:, None].expand(-1, num_tokens), positions.expand(num_rows, -1)], dim=-1)
-        step = self._trainer.state.global_step
-        self._tokens = _Tokens(step, (num_rows, num_tokens), places.flatten(0, 1).contiguous(), batch is not None)
+        step, seq_len = self._trainer.state.global_step, num_tokens if batch is None else batch.seq_len
+        places = places.flatten(0, 1).contiguous()
+        self._tokens = _Tokens(step, (num_rows, num_tokens), seq_len, places, batch is not None)
         if torch.is_grad_enabled():
             self._graphs.append(self._tokens)
 
@@ -167,13 +193,69 @@ class CountedDropout(TrainerCallback):
             if tokens is None or places is None:
                 return nn.Dropout.forward(module, input)
             call = _call_number(name, layer, tokens, recomputes)
-            stream = zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
-            features = input.reshape(places.size(0), -1)
-            dropped = ops.dropout(features, places, module.p, self._trainer.args.seed, tokens.step, stream)
+            features, seed = input.reshape(places.size(0), -1), self._trainer.args.seed
+            dropped = ops.dropout(features, places, module.p, seed, tokens.step, _stream(name, call))
             return dropped.view(input.shape)
 
         replacement: Callable[..., Tensor] = forward
         return replacement
+
+    def _install_noise(self, base: PreTrainedModel, alpha: float, ledger: Ledger) -> None:
+        """Adds NEFTune's noise to the embeddings of training steps, in place of transformers' hook."""
+        ledger.set(self._trainer, "neftune_noise_alpha", None)
+        embeddings: Any = base.get_input_embeddings()
+        path = next((path for path, module in base.named_modules() if module is embeddings), "embeddings")
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) + ":neftune"
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
+            if not module.training:
+                return output
+            tokens, recomputes = self._tokens_now()
+            places = None if tokens is None else _places_of(name, output, tokens)
+            if tokens is None or places is None:
+                return cast("Tensor", neftune_post_forward_hook(module, args, output))  # type: ignore[no-untyped-call]
+            stream = _stream(name, _call_number(name, None, tokens, recomputes))
+            num_features, key = output.size(-1), (self._trainer.args.seed, tokens.step)
+            largest = neftune.largest_of(alpha, tokens.seq_len, num_features)
+            return output + neftune.noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
+
+        ledger.set(embeddings, "neftune_noise_alpha", alpha)  # which transformers' hook reads
+        ledger.on_restore(embeddings.register_forward_hook(add_noise).remove)
+
+    def _of_attention(self, name: str, layer: nn.Module | None) -> Callable[[Tensor, float], AttentionDropout | None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def dropout_of(query: Tensor, probability: float) -> AttentionDropout | None:
+            tokens, recomputes = self._tokens_now()
+            if tokens is None or (query.size(0), query.size(2)) != tokens.shape:
+                return None
+            call = _call_number(name, layer, tokens, recomputes)
+            rows = tokens.places.view(*tokens.shape, 2)[:, 0, 0].contiguous()
+            return AttentionDropout(probability, rows, self._trainer.args.seed, tokens.step, _stream(name, call))
+
+        counted: Callable[[Tensor, float], AttentionDropout | None] = dropout_of
+        return counted
+
+
+def drops_attention(base: PreTrainedModel) -> bool:
+    """Whether the configuration of the text model has a rate of attention dropout above 0."""
+    return any(rate > 0 for rate in _attention_rates(base.config.get_text_config().to_dict()))
+
+
+def _attention_rates(config: Mapping[str, Any]) -> Iterator[float]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _attention_rates(value)
+        elif isinstance(value, int | float) and "att" in name and "drop" in name:
+            yield value
+
+
+def _attention_modules(base: PreTrainedModel) -> set[nn.Module]:
+    return {module for _, module in text_modules(base) if "Attention" in type(module).__name__}
+
+
+def _stream(name: str, call: int) -> int:
+    return zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
 
 
 def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
@@ -221,7 +303,9 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
 def check_countable(base: PreTrainedModel) -> None:
     """Raises Refused for a dropout of the model, or of an adapter, that counters cannot replace."""
     for path, module in text_modules(base):
-        if isinstance(module, nn.Dropout) and module.p > 0 and (reason := why_not_counted(path, module)):
+        if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
+            continue
+        if reason := why_not_counted(path, module):
             setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
             raise Refused(f"{path} drops with p = {module.p}; set {setting}: {reason}")
 
@@ -232,11 +316,15 @@ def why_not_counted(path: str, module: nn.Dropout) -> str:
         return f"a {type(module).__name__} may drop otherwise than nn.Dropout"
     if module.inplace:
         return "it writes into its input (inplace=True)"
-    if path.rpartition(".")[2] in _OF_ATTENTION:
-        return "the ring has no attention dropout"
+    if _is_of_attention(path):
+        return "attention reads its rate"
     if "experts" in path.split("."):
         return "an expert does not know which tokens it was given"
     return ""
+
+
+def _is_of_attention(path: str) -> bool:
+    return path.rpartition(".")[2] in _OF_ATTENTION
 
 
 def _is_layer(path: str, base: nn.Module) -> bool:

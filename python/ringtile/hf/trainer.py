@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError
+from ringtile.errors import ConfigError, InputError, Refused
 from ringtile.hf import checks, model, recurrent, workers
 from ringtile.hf.checkpoints import Checkpoints
-from ringtile.hf.dropout import CountedDropout
+from ringtile.hf.dropout import CountedDropout, drops_attention
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
@@ -118,6 +119,8 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
             recurrent.install_alone(trainer.model, base, ledger)
         dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
         dropout.install(base, trainer.model, ledger)
+        if drops_attention(base) and base.config.get_text_config()._attn_implementation in ("sdpa", "eager"):
+            _count_attention_dropout(trainer.model, ledger)
     peers = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         peers = Peers(config.timeout_seconds, world_rank)
@@ -128,6 +131,17 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         for name in _ENTRIES:
             peers.wrap(trainer, name, ledger)
     ledger.set(trainer, _SESSION, _Session(config, ledger))
+
+
+def _count_attention_dropout(wrapped: nn.Module, ledger: Ledger) -> None:
+    """Switches the attention of a model on whole sequences to ringtile's, unless it has an attention of its own."""
+    own = Ledger()
+    try:
+        model.switch_attention(wrapped, own)
+    except Refused:
+        own.restore()
+    else:
+        ledger.on_restore(own.restore)
 
 
 def _summary(trainer: Trainer, config: Config) -> str:

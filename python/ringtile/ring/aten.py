@@ -139,6 +139,8 @@ class InPacks:
 
 def _why_not(block: Block, q: Tensor, v: Tensor) -> str:
     """Why aten has no kernel for a block; "" if it may have one."""
+    if block.dropout is not None:
+        return "draws dropout from a generator, not from counters"
     if block.softcap != 0:
         return f"has no softcap, which is {block.softcap}"
     if v.size(3) != q.size(3):

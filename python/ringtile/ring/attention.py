@@ -22,10 +22,12 @@ from ringtile.errors import InputError, RingtileError
 from ringtile.ring import ring
 from ringtile.ring.block_kernel import ATTENTION_KERNELS, AttentionCall, AttentionKernel
 from ringtile.ring.provider import Final
+from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, group_name, is_traced, only_group_of, telling, transport_of
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -43,6 +45,7 @@ def ring_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
     attention_kernel: AttentionKernel = "ringtile",
     return_lse: bool = False,
     block_kernel: AttentionKernel | None = None,
@@ -54,10 +57,11 @@ def ring_attention(
     and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into c tanh(x / c).
     sinks (H), of any float dtype: attention sinks, one more key of each query head, whose score is the sink whatever
     the query, and whose value is 0; they are the same on every rank, which is not compared, and their gradient is that
-    by this rank's queries, as a parameter's. Every rank of the group makes the same calls in the same order, forward
-    and backward; one group serves one thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute
-    it, and refuses what they cannot; "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so
-    that bits may differ from run to run). block_kernel: its old name.
+    by this rank's queries, as a parameter's. dropout: of the weights, after the softmax; it does not depend on ranks or
+    layout. Every rank of the group makes the same calls in the same order, forward and backward; one group serves one
+    thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute it, and refuses what they cannot;
+    "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may differ from run to
+    run). block_kernel: its old name.
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
@@ -69,7 +73,7 @@ def ring_attention(
     if block_kernel is not None:
         warnings.warn("block_kernel is now called attention_kernel", FutureWarning, stacklevel=2)
         attention_kernel = block_kernel
-    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, sinks, attention_kernel)
+    out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, sinks, dropout, attention_kernel)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
@@ -82,14 +86,14 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
     return_lse: bool = False,
 ) -> Any:
     """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S."""
     check_types(mask)
     layout = _one_rank(mask.seq_len)
-    return ring_attention(
-        q, k, v, mask=mask, layout=layout, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
-    )
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    return ring_attention(q, k, v, mask=mask, layout=layout, return_lse=return_lse, **options)
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,15 +116,17 @@ def _attend(
     scale: float | None,
     softcap: float,
     sinks: Tensor | None,
+    dropout: AttentionDropout | None,
     attention_kernel: AttentionKernel,
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block of attention."""
     through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
     try:
-        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, sinks, attention_kernel)
+        scale, softcap = _check(q, k, v, sequence, parts, scale, softcap, sinks, dropout, attention_kernel)
         if not through_op:
+            dropout = None if dropout is None else dropout.checked(q)
             found = sequence or ShardedSequence.of(*cast(_CheckedParts, parts))
-            call = AttentionCall(found, scale, softcap, attention_kernel, _fixed(sinks, q))
+            call = AttentionCall(found, scale, softcap, attention_kernel, _fixed(sinks, q), dropout)
     except Exception as error:
         if not is_traced(q):
             _tell(error, sequence, parts)
@@ -128,7 +134,7 @@ def _attend(
     if through_op:
         begin, end, layout, group = _tensors(sequence, parts)
         out, lse = torch.ops.ringtile.ring_attention(
-            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks
+            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks, *_dropout_numbers(dropout)
         )
         return out, lse
     if torch.is_grad_enabled() and (
@@ -140,7 +146,16 @@ def _attend(
 
 
 def _check(
-    q: Any, k: Any, v: Any, sequence: Any, parts: _Parts, scale: Any, softcap: Any, sinks: Any, attention_kernel: str
+    q: Any,
+    k: Any,
+    v: Any,
+    sequence: Any,
+    parts: _Parts,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    dropout: Any,
+    attention_kernel: str,
 ) -> tuple[float, float]:
     """scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes, which ring.py checks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -148,6 +163,8 @@ def _check(
             raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
     if sinks is not None and not isinstance(sinks, Tensor):
         raise InputError(f"sinks is a {type(sinks).__name__}; expected a tensor, one number for each head of q")
+    if dropout is not None and not isinstance(dropout, AttentionDropout):
+        raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
     if sequence is None:
         check_types(*parts[:2])
     elif not isinstance(sequence, ShardedSequence):
@@ -165,6 +182,25 @@ def _check(
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+
+
+_DropoutNumbers: TypeAlias = "tuple[float, int, int, int, Tensor | None]"
+
+
+def _dropout_numbers(dropout: AttentionDropout | None) -> _DropoutNumbers:
+    """Dropout as the op takes it."""
+    if dropout is None:
+        return 0.0, 0, 0, 0, None
+    return dropout.probability, dropout.seed, dropout.step, dropout.stream, dropout.rows
+
+
+def _dropout_of(
+    q: Tensor, probability: float, seed: int, step: int, stream: int, rows: Tensor | None
+) -> AttentionDropout | None:
+    """Dropout as a call holds it. InputError."""
+    if rows is None:
+        return None
+    return AttentionDropout(probability, rows, seed, step, stream).checked(q)
 
 
 def _fixed(sinks: Tensor | None, q: Tensor) -> Tensor | None:
@@ -217,7 +253,8 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         out, lse = ring.forward(call, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        rows = None if call.dropout is None else call.dropout.rows  # saved so that a write to them is noticed
+        ctx.save_for_backward(q, k, v, out, lse, sinks, rows)
         ctx.call = call
         ctx.number = call.sequence.transport.num_calls
         ctx.set_materialize_grads(False)
@@ -227,7 +264,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
         with transport.telling("ring_attention backward"):
-            q, k, v, out, lse, sinks = saved = ctx.saved_tensors
+            q, k, v, out, lse, sinks, _ = saved = ctx.saved_tensors
 
             def compute() -> tuple[Tensor | None, ...]:
                 final = Final.of(dout, dlse, out, lse)
@@ -242,7 +279,8 @@ class _RingAttention(torch.autograd.Function):
 # ---- the op -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("ringtile::ring_attention", mutates_args=())
+# Nor where it does not communicate: a graph of torch.compile's would go on with the mask that it was captured with.
+@torch.library.custom_op("ringtile::ring_attention", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _ring_attention(
     q: Tensor,
     k: Tensor,
@@ -255,14 +293,20 @@ def _ring_attention(
     group_name: str,
     attention_kernel: str = "ringtile",
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    stream: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
     with sequence.transport.telling("ring_attention forward"):
-        call = AttentionCall(sequence, scale, softcap, attention_kernel, _fixed(sinks, q))
+        drop = _dropout_of(q, dropout, seed, step, stream, rows)
+        call = AttentionCall(sequence, scale, softcap, attention_kernel, _fixed(sinks, q), drop)
     return ring.forward(call, q, k, v)
 
 
-@torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=())
+@torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -278,9 +322,15 @@ def _ring_attention_backward(
     softcap: float,
     group_name: str,
     attention_kernel: str = "ringtile",
+    dropout: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    stream: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sequence = _sequence_of_tensors("backward", begin, end, layout, group_name)
-    call = AttentionCall(sequence, scale, softcap, attention_kernel)
+    drop = _dropout_of(q, dropout, seed, step, stream, rows)
+    call = AttentionCall(sequence, scale, softcap, attention_kernel, dropout=drop)
     return ring.backward(call, Final.of(dout, dlse, out, lse), q, k, v)
 
 
@@ -304,6 +354,11 @@ def _(
     group_name: str,
     attention_kernel: str = "ringtile",
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    stream: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
     if sinks is not None:
@@ -313,36 +368,33 @@ def _(
 
 @_ring_attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Tensor | float | str
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Tensor | float | str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str, Tensor | None]"
-
-
-def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, group_name, attention_kernel, sinks = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)  # type: ignore[arg-type]
-    ctx.numbers = (scale, softcap, group_name, attention_kernel)  # type: ignore[attr-defined]
+def _setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, numbers, (sinks, *drop, rows) = inputs[:6], inputs[6:10], inputs[10:]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks, rows)
+    ctx.numbers, ctx.drop = numbers, drop  # type: ignore[attr-defined]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
-    with telling(ctx.numbers[2], "ring_attention backward", tensors[0]):  # type: ignore[attr-defined]
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, sinks, rows = ctx.saved_tensors
+    with telling(ctx.numbers[2], "ring_attention backward", tensors[0]):
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
             dout = torch.zeros_like(tensors[3])
-        dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers)  # type: ignore[attr-defined]
+        dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers, *ctx.drop, rows)
         of_sinks = None
-        if sinks is not None and ctx.needs_input_grad[10]:  # type: ignore[attr-defined]
+        if sinks is not None and ctx.needs_input_grad[10]:
             of_sinks = ring.sink_gradient(sinks, Final.of(dout, dlse, *tensors[3:5]))
-    return dq, dk, dv, None, None, None, None, None, None, None, of_sinks
+    return dq, dk, dv, *[None] * 7, of_sinks, *[None] * 5
 
 
 def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, ctx.group_name, _ = inputs  # type: ignore[attr-defined]  # the last is attention_kernel
+    ctx.group_name = inputs[12]  # type: ignore[attr-defined]
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:

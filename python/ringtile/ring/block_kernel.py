@@ -16,11 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile import self_check
+from ringtile import ops, self_check
 from ringtile.errors import Refused
 from ringtile.ring.aten import ATEN
 from ringtile.ring.judge import why_wrong
 from ringtile.ring.provider import Block, BlockMask, Final, Provider, Ringtile
+from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.sequence.plan import RankPlan
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -38,6 +39,7 @@ class AttentionCall:
     softcap: float = 0.0
     attention_kernel: str = "ringtile"
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
+    dropout: AttentionDropout | None = None  # None where its probability is 0
 
 
 def attn_fwd_(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -81,7 +83,7 @@ def attn_bwd_(
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None) -> None:
     """Refused where no provider that may be used computes some round; before any key is sent."""
-    if q.is_meta or (_is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v)):
+    if q.is_meta or (_is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v, call.dropout is not None)):
         return
     for i in range(len(call.sequence.plan.rounds)):
         _able(call, _block(call, i, q, fresh=False), q, k, v, dlse)
@@ -97,7 +99,12 @@ def _block(call: AttentionCall, i: int, q: Tensor, fresh: bool) -> Block:
     masks = _masks.get(plan)
     if masks is None:
         masks = _masks[plan] = tuple(BlockMask(plan.begin, plan.end, round.k_runs) for round in plan.rounds)
-    return Block(masks[i], *call.sequence.mask_on(q.device), call.scale, call.softcap, fresh)
+    block = Block(masks[i], *call.sequence.mask_on(q.device), call.scale, call.softcap, fresh)
+    if (drop := call.dropout) is None:
+        return block
+    positions = call.sequence.positions_on(q.device)
+    numbers = ops.WeightDropout(drop.probability, drop.seed, drop.step, drop.stream, drop.rows, positions)
+    return block._replace(dropout=numbers)
 
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:
@@ -123,7 +130,7 @@ def _able(
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}
     if call.attention_kernel != "aten":
-        if reason := why_wrong(RINGTILE, q, k, v):
+        if reason := why_wrong(RINGTILE, q, k, v, call.dropout is not None):
             wrong[RINGTILE.name] = reason
         else:
             able.append(RINGTILE)

@@ -7,6 +7,7 @@ The bounds follow one rounding after the other. u is half an eps of q's dtype, e
 - A score is off by a rounding e of |q| |k| a term, the log of a sum of N by N e, and exponentials may be as good as
   weights in q's dtype: that bounds the log-sum-exp. A weight is off by two such errors, and one u for its own rounding.
 - out = P v is off by that times P |v|, and by u P |v| for the rounding of each block, and again for the last one.
+- With dropout, P counts times Z, 0 or 1 / (1 - p), in out and dv, and dout v^T times Z; that adds two roundings e.
 - dv = P^T dout is off as out is. dscores = P (dout v^T - delta) are off as P is, and by P times what dout v^T (a
   rounding e a term) and delta (|dout| times what out is off by) are. They may be rounded to q's dtype, and so are dq
   and dk, block by block: three u of the sum of their terms' magnitudes.
@@ -24,27 +25,36 @@ from torch import Tensor
 
 from ringtile import ops, self_check
 from ringtile.ring.provider import Block, BlockMask, Final, Provider
+from ringtile.self_check import judges
 
 NUM_TOKENS = 140  # no multiple of any tile
 WINDOW = 133
 CUT = 131  # the second block begins here
+_DROPS = (0.25, 2**32 - 3, 12, 0xC0FFEE11)  # probability, seed, step, stream
+_ROW = 7
 
 
-def why_wrong(provider: Provider, q: Tensor, k: Tensor, v: Tensor) -> str:
+def why_wrong(provider: Provider, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
     """Why a provider is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
-    return verdict(provider, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2))
+    return verdict(provider, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2), drops)
 
 
 def verdict(
-    provider: Provider, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, grouped: bool
+    provider: Provider,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    grouped: bool,
+    drops: bool = False,
 ) -> str:
     """The same. Judged once for each of these, head dims up to a multiple of the provider's step.
 
-    grouped: several query heads share a kv head.
+    grouped: several query heads share a kv head. drops: with dropout.
     """
     step = provider.head_dim_step
-    key = (provider.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped)
-    given = (device, dtype, head_dim, v_head_dim, 4 if grouped else 2, 2)
+    key = (provider.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops)
+    given = (device, dtype, head_dim, v_head_dim, 4 if grouped else 2, 2, drops)
     return self_check.why_not(key, lambda: judge(provider, *given))
 
 
@@ -56,6 +66,7 @@ def judge(
     v_head_dim: int,
     num_heads: int,
     num_kv_heads: int,
+    drops: bool = False,
 ) -> str:
     """What is wrong with a provider; "" if nothing is."""
     generator = torch.Generator("cpu").manual_seed(0)
@@ -66,7 +77,7 @@ def judge(
 
     q, dout = normal(num_heads, head_dim), normal(num_heads, v_head_dim)
     k, v = normal(num_kv_heads, head_dim), normal(num_kv_heads, v_head_dim)
-    for what, got, expected, bound in _compared(provider, q, k, v, dout, head_dim**-0.5):
+    for what, got, expected, bound in _compared(provider, q, k, v, dout, head_dim**-0.5, drops):
         difference = (got.double() - expected).abs()
         if not bool((difference <= bound).all()):  # nor a nan
             worst = (difference / bound).nan_to_num(torch.inf).argmax()
@@ -76,7 +87,7 @@ def judge(
 
 
 def _compared(
-    provider: Provider, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
+    provider: Provider, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, drops: bool
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Name, what the provider computes, what it should, and by how much it may be off."""
     state = ops.state_dtype(q.dtype)
@@ -103,7 +114,9 @@ def _compared(
     lse_bound = float(2 * e * (q.size(3) * largest + NUM_TOKENS)) + u
     rounded = 2 * lse_bound + u
     of_weights = rounded * weights + least * attend
-    out64, out_bound = weights @ v64, (of_weights + 2 * u * weights) @ v64.abs() + least
+    dropped = _dropped(q) if drops else None
+    z = 1.0 if dropped is None else _factors(q.size(2), q.device)
+    out64, out_bound = (z * weights) @ v64, (z * (of_weights + 2 * (u + e) * weights)) @ v64.abs() + least
 
     begin = (at - (WINDOW - 1)).clamp(min=0).to(torch.int32)[None]
     end = (at + 1).to(torch.int32)[None]
@@ -114,7 +127,7 @@ def _compared(
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
         mask = BlockMask(begin.cpu(), end.cpu(), k_runs)
-        blocks.append(Block(mask, begin, end, scale, 0.0, fresh=part.start == 0))
+        blocks.append(Block(mask, begin, end, scale, 0.0, fresh=part.start == 0, dropout=dropped))
     for block, part in zip(blocks, parts, strict=True):
         provider.forward_(block, q, k[:, part], v[:, part], out, lse)
     yield "out", out, back(out64), back(out_bound)
@@ -125,12 +138,29 @@ def _compared(
     dk, dv = (torch.zeros_like(x, dtype=state) for x in (k, v))
     for block, part in zip(blocks, parts, strict=True):
         provider.backward_(block, q, k[:, part], v[:, part], final, dq, dk[:, part], dv[:, part])
-    dweights, delta = dout64 @ v64.mT, (dout64 * out64).sum(-1, keepdim=True)
+    dweights, delta = z * (dout64 @ v64.mT), (dout64 * out64).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     delta_bound = (dout64.abs() * (out_bound + u * out64.abs())).sum(-1, keepdim=True)
-    dweights_bound = 2 * e * v.size(3) * (dout64.abs() @ v64.abs().mT)
+    dweights_bound = 2 * e * (v.size(3) + 1) * z * (dout64.abs() @ v64.abs().mT)
     of_dscores = of_weights * (dweights - delta).abs() + weights * (delta_bound + dweights_bound)
+    of_dv = z * (of_weights + 2 * (u + e) * weights)
     terms = scale * (of_dscores + 3 * u * dscores.abs() + least * attend)
-    yield "dv", dv, summed(weights.mT @ dout64), summed((of_weights + 2 * u * weights).mT @ dout64.abs() + least)
+    yield "dv", dv, summed((z * weights).mT @ dout64), summed(of_dv.mT @ dout64.abs() + least)
     yield "dq", dq, back(scale * dscores @ k64), back(terms @ k64.abs() + least)
     yield "dk", dk, summed(scale * dscores.mT @ q64), summed(terms.mT @ q64.abs() + least)
+
+
+def _dropped(q: Tensor) -> ops.WeightDropout:
+    rows, positions = (torch.tensor(x, device=q.device) for x in ([_ROW], range(NUM_TOKENS)))
+    return ops.WeightDropout(*_DROPS, rows, positions)
+
+
+def _factors(num_heads: int, device: torch.device) -> Tensor:
+    """What dropout multiplies each weight by, (H, N, N)."""
+    p, seed, step, stream = _DROPS
+    positions, heads = torch.arange(NUM_TOKENS, device="cpu"), torch.arange(num_heads, device="cpu")
+    counters = torch.arange(-(-NUM_TOKENS // 4), device="cpu")
+    rows = _ROW + (heads[:, None, None] << 20)
+    words = judges.random_words(counters, positions[:, None], rows, stream, (seed, step))
+    kept = words.flatten(2)[:, :, :NUM_TOKENS] < (1 - p) * 2**32
+    return kept.to(device, torch.float64) / (1 - p)

@@ -136,17 +136,15 @@ class Pack(NamedTuple):
 
     left: int
     right: int
-    q_rows: Tensor | None  # int64, on the device; None: all of them, in order
+    q_rows: Tensor | None  # int64; None: all of them, in order
     k_rows: Tensor | None
-    q_offsets: Tensor  # int32 (sequences + 1), on the device
+    q_offsets: Tensor  # int32 (sequences + 1)
     k_offsets: Tensor
     max_queries: int
     max_keys: int
 
 
-def packs(
-    pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_keys: int, device: torch.device
-) -> tuple[Pack, ...]:
+def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_keys: int) -> tuple[Pack, ...]:
     """All pieces of a block of (batch, num_keys) keys; no row is twice in one pack."""
     groups: dict[tuple[int, int], list[list[tuple[range, range]]]] = {}
     for row in range(batch):
@@ -174,10 +172,10 @@ def packs(
                 Pack(
                     left,
                     right,
-                    _rows(of_queries, batch * num_queries, device),
-                    _rows(of_keys, batch * num_keys, device),
-                    _offsets(of_queries, device),
-                    _offsets(of_keys, device),
+                    _rows(of_queries, batch * num_queries),
+                    _rows(of_keys, batch * num_keys),
+                    _offsets(of_queries),
+                    _offsets(of_keys),
                     max(map(len, of_queries)),
                     max(map(len, of_keys)),
                 )
@@ -185,12 +183,12 @@ def packs(
     return tuple(found)
 
 
-def _rows(ranges: Sequence[range], total: int, device: torch.device) -> Tensor | None:
+def _rows(ranges: Sequence[range], total: int) -> Tensor | None:
     if sum(map(len, ranges)) == total:
         return None
-    return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges]).to(device)
+    return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])
 
 
-def _offsets(ranges: Sequence[range], device: torch.device) -> Tensor:
+def _offsets(ranges: Sequence[range]) -> Tensor:
     offsets = [0, *itertools.accumulate(map(len, ranges))]
-    return torch.tensor(offsets, dtype=torch.int32, device="cpu").to(device)
+    return torch.tensor(offsets, dtype=torch.int32, device="cpu")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.ring.pieces import Pack, Piece, Square, find_pieces, packs, squares
+from ringtile.sequence.device_mask import DeviceMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class BlockMask:
     begin: Tensor  # int32 CPU (Bm, N): the mask of the local queries, of the whole batch if Bm is 1
     end: Tensor
     k_runs: Tensor  # int64 CPU (R, 4): positions of the keys, and their rows
-    _packs: dict[object, tuple[Pack, ...]] = field(default_factory=dict)
+    _packs: dict[object, tuple[tuple[Pack, ...], DeviceMask]] = field(default_factory=dict)
 
     @functools.cached_property
     def pieces(self) -> tuple[Sequence[Piece], ...] | None:
@@ -44,11 +45,17 @@ class BlockMask:
         return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
 
     def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
-        """The pieces in packs, for q (B, N, ...) and k (B, K, ...)."""
+        """The pieces in packs, for q (B, N, ...) and k (B, K, ...), on their device. Refused as by `mask_on`."""
         key = (q.device, q.size(0))
         if key not in self._packs:
-            self._packs[key] = packs(self.pieces or (), q.size(0), q.size(1), k.size(1), q.device)
-        return self._packs[key]
+            found = packs(self.pieces or (), q.size(0), q.size(1), k.size(1))
+            mask = DeviceMask(q.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
+            copies = iter(mask.read())
+            there = (Pack._make(next(copies) if isinstance(x, Tensor) else x for x in pack) for pack in found)
+            self._packs[key] = tuple(there), mask
+        found, mask = self._packs[key]
+        mask.read()  # on this stream too
+        return found
 
 
 class Block(NamedTuple):
@@ -61,6 +68,7 @@ class Block(NamedTuple):
     softcap: float
     fresh: bool  # forward: no block came before; backward: dk, dv are new, and each of their rows is in the block.
     # Then out and lse, or dk and dv, may be uninitialized.
+    dropout: ops.WeightDropout | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +127,10 @@ class Ringtile:
 
     def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         mask = (block.begin, block.end, block.mask.k_runs)
-        ops.attn_fwd_(q, k, v, *mask, out, lse, block.scale, block.softcap, block.fresh)
+        ops.attn_fwd_(q, k, v, *mask, out, lse, block.scale, block.softcap, block.fresh, block.dropout)
 
     def backward_(
         self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         mask, upstream = (block.begin, block.end, block.mask.k_runs), (final.dout, final.lse, final.delta)
-        ops.attn_bwd_(q, k, v, *mask, *upstream, dq, dk, dv, block.scale, block.softcap, block.fresh)
+        ops.attn_bwd_(q, k, v, *mask, *upstream, dq, dk, dv, block.scale, block.softcap, block.fresh, block.dropout)

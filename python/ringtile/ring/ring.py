@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -207,8 +208,13 @@ def _open(
     }
     if call.sinks is not None:
         fields["sinks"] = call.sinks.size(0)
-    data = sequence.data_of(q, k, v) if direction == "forward" else 0
-    with transport.call(op, fields, q.device, forward_call=forward_call, data=data):
+    step, data = 0, sequence.data_of(q, k, v) if direction == "forward" else 0
+    if (drop := call.dropout) is not None:
+        fields |= {"dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
+        step = drop.step  # not among the terms, which would be new in every step
+        if drop.rows.is_cpu:
+            data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
+    with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):
         yield ring
 
 

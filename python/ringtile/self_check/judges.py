@@ -112,16 +112,24 @@ def dropout(
     places = torch.tensor([[0, 0], [2**32 - 1, 5], [7, 2**31 + 3]], device="cpu")
     key, stream, p = (2**32 - 3, 12), 0xC0FFEE11, 0.25
     row, position = places[:, :1], places[:, 1:]
-    words = [x.expand(3, 35) for x in (torch.arange(35, device="cpu"), position, row, torch.full_like(row, stream))]
-    for i in range(10):
-        k0, k1 = ((k + i * weyl) % 2**32 for k, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
-        (high_0, low_0), (high_1, low_1) = (_halves(f, words[j]) for f, j in ((0xD2511F53, 0), (0xCD9E8D57, 2)))
-        words = [high_1 ^ words[1] ^ k0, low_1, high_0 ^ words[3] ^ k1, low_0]
-    kept = (torch.stack(words, dim=-1).flatten(1)[:, :139] < (1 - p) * 2**32).to(device)
+    words = random_words(torch.arange(35, device="cpu"), position, row, stream, key)
+    kept = (words.flatten(1)[:, :139] < (1 - p) * 2**32).to(device)
     u, e, least = _roundings(dtype)
     expected = x.double() * kept / (1 - p)
     got = kernel(x, places.to(device), p, *key, stream)
     return _differs("result", got, expected, (u + 4 * e) * expected.abs() + least)
+
+
+def random_words(counter: Tensor, position: Tensor, row: Tensor, stream: int, key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10 of counters in int64, broadcast against each other: (..., 4), of which word i is for feature
+    4 counter + i."""
+    shape = (counter + position + row).shape
+    words = [x.expand(shape) for x in (counter, position, row, torch.full_like(row, stream))]
+    for i in range(10):
+        k0, k1 = ((k + i * weyl) % 2**32 for k, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        (high_0, low_0), (high_1, low_1) = (_halves(f, words[j]) for f, j in ((0xD2511F53, 0), (0xCD9E8D57, 2)))
+        words = [high_1 ^ words[1] ^ k0, low_1, high_0 ^ words[3] ^ k1, low_0]
+    return torch.stack(words, dim=-1)
 
 
 def _halves(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:

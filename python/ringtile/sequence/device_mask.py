@@ -1,4 +1,4 @@
-"""The mask of a rank's queries in the memory of a GPU, kept for as long as the GPU may read it."""
+"""What says the mask of a rank's queries, in the memory of a GPU for as long as the GPU may read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringtile.errors import Refused
 
 
 class DeviceMask:
-    """begin and end of the local queries on a GPU, int32 (B or 1, N), copied when this object is made.
+    """Tensors that say a mask, copied to a device when this object is made; on a CPU, the tensors themselves.
 
     It may go while kernels that read it are still to run, on any stream: the allocator gives freed memory to the stream
     that it was allocated on at once, and on others waits for what they have been given to do if it knows of them.
@@ -19,25 +19,27 @@ class DeviceMask:
     a small part of the queries and outputs of the same tokens that every such graph holds.
     """
 
-    def __init__(self, begin: Tensor, end: Tensor, device: torch.device) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise Refused(
-                f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph is "
-                f"captured; make the same call once before the capture"
-            )
-        self._tensors = begin.to(device), end.to(device)
-        self._streams = {torch.cuda.current_stream(device)}  # which the allocator knows of
+    def __init__(self, device: torch.device, *tensors: Tensor) -> None:
+        self._device = device
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise Refused(
+                    f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph "
+                    f"is captured; make the same call once before the capture"
+                )
+            self._streams = {torch.cuda.current_stream(device)}  # which the allocator knows of
+        self._tensors = tuple(x.to(device) for x in tensors)
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """begin and end, for kernels that the caller launches on the current stream."""
-        begin, end = self._tensors
-        stream = torch.cuda.current_stream(begin.device)
-        if stream not in self._streams:
-            begin.record_stream(stream)
-            end.record_stream(stream)
-            self._streams.add(stream)
-        if torch.cuda.is_current_stream_capturing():
-            _in_graphs.setdefault(id(self), self)
+    def read(self) -> tuple[Tensor, ...]:
+        """The tensors, for kernels that the caller launches on the current stream."""
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            if stream not in self._streams:
+                for x in self._tensors:
+                    x.record_stream(stream)
+                self._streams.add(stream)
+            if torch.cuda.is_current_stream_capturing():
+                _in_graphs.setdefault(id(self), self)
         return self._tensors
 
 

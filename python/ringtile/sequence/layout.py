@@ -207,11 +207,11 @@ class Layout:
         """N, the number of tokens a rank holds."""
         return sum(run.length for run in self.runs(rank))
 
-    def positions(self, rank: int) -> Tensor:
-        """int64 CPU (N,): the global position of each local token."""
-        positions = torch.empty(self.local_len(rank), dtype=torch.int64, device="cpu")
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """int64 (N,): the global position of each local token."""
+        positions = torch.empty(self.local_len(rank), dtype=torch.int64, device=device)
         for run in self.runs(rank):
-            positions[run.local_begin : run.local_begin + run.length] = _positions(run)
+            positions[run.local_begin : run.local_begin + run.length] = _positions(run, device)
         return positions
 
     @functools.cached_property
@@ -292,8 +292,8 @@ def _run(rank: int, values: Sequence[int]) -> Run:
     return run
 
 
-def _positions(run: Run) -> Tensor:
-    return run.global_begin + run.stride * torch.arange(run.length, device="cpu")
+def _positions(run: Run, device: torch.device | str = "cpu") -> Tensor:
+    return run.global_begin + run.stride * torch.arange(run.length, device=device)
 
 
 def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:

@@ -155,11 +155,18 @@ class ShardedSequence:
 
         Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
-        if device.type != "cuda":
-            return self.plan.begin.to(device), self.plan.end.to(device)
         if device not in self._on_device:
-            self._on_device[device] = DeviceMask(self.plan.begin, self.plan.end, device)
-        return self._on_device[device].read()
+            self._on_device[device] = DeviceMask(device, self.plan.begin, self.plan.end)
+        begin, end = self._on_device[device].read()
+        return begin, end
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """int64 (N,): the global position of each local token; on a GPU made anew, for which no stream waits."""
+        return self._positions if device.type == "cpu" else self.layout.positions(self.rank, device)
+
+    @functools.cached_property
+    def _positions(self) -> Tensor:
+        return self.layout.positions(self.rank)
 
     # ---- found again ----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
 from ringtile.transport.loopback import LoopbackGroup
-from ringtile.transport.transport import Transport
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Transport
 
 Mesh = DeviceMesh | Group
 
@@ -224,7 +224,7 @@ def sequence_in_force(group: Group, layout_name: str, local_len: int) -> Sharded
         raise
 
 
-@torch.library.custom_op("ringtile::sequence_of", mutates_args=())
+@torch.library.custom_op("ringtile::sequence_of", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def sequence_of(
     like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:

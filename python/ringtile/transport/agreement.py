@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ringtile.errors import InputError
 
-HEADER_VERSION = 4
+HEADER_VERSION = 5
 # One size for ever: a receive of the wrong size kills the process, so a header must fit whatever the peer's version.
 HEADER_BYTES = 1024
 # Users may send on the group too (tags from 0 up); ours begin with the bytes "RT".
@@ -44,25 +44,25 @@ class Terms:
 
     def __init__(self, op: str, device_type: str, fields: Mapping[str, HeaderValue]) -> None:
         text = json.dumps({"op": op, "device": device_type, **fields}).encode("ascii")
-        # Fixed width: a header is made by writing three numbers, each as wide as an int64, into this template. What
+        # Fixed width: a header is made by writing four numbers, each as wide as an int64, into this template. What
         # differs first is named, so the fields of the caller precede what follows from them.
         self._template = (
             b'{"version": %d, "call": %%20d, ' % HEADER_VERSION
             + text[1:-1].replace(b"%", b"%%")
-            + b', "call of the forward": %20d, "fingerprint of the data": %20d}'
+            + b', "call of the forward": %20d, "dropout step": %20d, "fingerprint of the data": %20d}'
         )
         num_bytes = len(self.header(0))
         if num_bytes > HEADER_BYTES:
             raise InputError(f"a header of {num_bytes} bytes; expected at most {HEADER_BYTES}")
         self._checksum = zlib.crc32(text)
 
-    def header(self, call: int, forward_call: int = 0, data: int = 0) -> bytes:
+    def header(self, call: int, forward_call: int = 0, data: int = 0, step: int = 0) -> bytes:
         """HEADER_BYTES bytes: the terms and what tells this call from others of its kind, as JSON padded with spaces.
 
         call: its number on the group. forward_call: in a backward, the number of the forward's call; 0: not known.
-        data: a fingerprint of the data that the call is about; 0: not known.
+        data: a fingerprint of the data that the call is about; 0: not known. step: from which dropout is drawn.
         """
-        return (self._template % (call, forward_call, data)).ljust(HEADER_BYTES)
+        return (self._template % (call, forward_call, step, data)).ljust(HEADER_BYTES)
 
     def payload_tag(self, call: int) -> int:
         """The tag of the payloads of a call. Different calls, or different terms, do not receive each other's."""

@@ -18,7 +18,7 @@ from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, group_name, telling, transport_of
-from ringtile.transport.transport import Transport
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Transport
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -60,7 +60,6 @@ def _call(
     with transport.telling(op):
         ops.check_device("the tensor", x)
         arguments.check_storage("the tensor", x)
-        transport.check_device(x.device)
         if x.size(dim) != size:
             raise InputError(
                 f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {transport.rank}"
@@ -91,7 +90,7 @@ def _shard(x: Tensor, runs: Tensor, dim: int) -> Tensor:
     return local
 
 
-@torch.library.custom_op("ringtile::all_gather_seq", mutates_args=())
+@torch.library.custom_op("ringtile::all_gather_seq", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group_name: str) -> Tensor:
     transport = transport_of(group_name)
     runs = _runs_of_ranks("unshard", layout, seq_len, transport)
@@ -107,7 +106,7 @@ def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group
     return full
 
 
-@torch.library.custom_op("ringtile::reduce_scatter_seq", mutates_args=())
+@torch.library.custom_op("ringtile::reduce_scatter_seq", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _reduce_scatter_seq(x: Tensor, layout: Tensor, dim: int, local_len: int, group_name: str) -> Tensor:
     """This rank's shard, summed over all ranks in rank order, in at least float32."""
     transport = transport_of(group_name)

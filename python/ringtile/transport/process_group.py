@@ -61,6 +61,7 @@ class ProcessGroupTransport(Transport):
         return message
 
     def check_device(self, device: torch.device) -> None:
+        super().check_device(device)
         group = self._group()
         if device.type == "cpu" or group is None or self.world_size == 1:
             return

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, PeerLost, RingMismatch, RingtileError
+from ringtile.errors import InputError, PeerLost, Refused, RingMismatch, RingtileError
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
     MAX_REASON,
@@ -42,6 +42,7 @@ class Message(Protocol):
     def wait(self) -> Any: ...
 
 
+NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)  # of ops: torch.compile calls them between its CUDA graphs
 _TOLD = "_ringtile_told"  # an attribute of an error that the other ranks have heard of
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
 
@@ -107,22 +108,27 @@ class Transport(abc.ABC):
         *,
         forward_call: int = 0,
         data: int = 0,
+        step: int = 0,
     ) -> Iterator[None]:
         """One operation that all ranks take part in: agree on op and fields, then exchange payloads in the body.
 
-        device: where the payloads are; `check_device` has accepted it. forward_call, data: as in `Terms.header`. See
-        agreement.py for who waits for whom.
+        device: where the payloads are. forward_call, data, step: as in `Terms.header`. See agreement.py for who waits
+        for whom.
 
         RingMismatch leaves the group usable, except on a GPU after terms that were agreed on, where NCCL's messages may
         be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and refuses
-        later calls with PeerLost. Raises InputError in a forked process, and in a second thread.
+        later calls with PeerLost. Raises InputError in a forked process, and in a second thread, and what
+        `check_device` raises.
         """
         if self.world_size == 1:
             yield
             return
         self._check_process_and_thread(op)
+        device = torch.device(device)
+        with self.telling(op):
+            self.check_device(device)
         with self._numbered(op):
-            self._agree(op, fields, torch.device(device), forward_call, data)
+            self._agree(op, fields, device, forward_call, data, step)
             yield
             self.compare_headers()
 
@@ -178,13 +184,13 @@ class Transport(abc.ABC):
         ) from self._failure
 
     def _agree(
-        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int
+        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int, step: int
     ) -> None:
         key = (op, device.type, *fields.items())
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self.num_calls)
-        self._send_header(op, terms.header(self.num_calls, forward_call, data))
+        self._send_header(op, terms.header(self.num_calls, forward_call, data, step))
         self._behind = True
         if agreed is None:
             self.compare_headers()
@@ -284,8 +290,20 @@ class Transport(abc.ABC):
                         messages.append(((peer,), post(tensor, peer, tag)))
         return Exchange(messages, [*sends.values(), *receives.values()], self, what)
 
-    def check_device(self, device: torch.device) -> None:  # noqa: B027
-        """InputError: this group cannot carry tensors of that device."""
+    def check_device(self, device: torch.device) -> None:
+        """InputError: this group cannot carry tensors of that device. Refused: a CUDA graph would.
+
+        Ranks agree on the host, and a replay has no host: a rank that replays another graph than its peers, or calls
+        while they replay, would take their payloads for its own.
+        """
+        if device.type != "cuda" or self.world_size == 1 or not torch.cuda.is_available():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise Refused(
+                f"a CUDA graph is being captured, and its replays could not check that all {self.world_size} ranks of "
+                f"the group make the same call; capture only what lies between calls that communicate, as "
+                f"torch.compile(mode='reduce-overhead') does"
+            )
 
     def _drop_messages(self) -> None:  # noqa: B027
         """Forgets messages that nobody will wait for: their tensors may be freed, and others take their places."""

@@ -1,0 +1,55 @@
+// Dropout of a panel of weights: which stay is a function of their places in the global batch (../dropout/philox.h).
+#ifndef RINGTILE_ATTN_WEIGHT_DROPOUT_H
+#define RINGTILE_ATTN_WEIGHT_DROPOUT_H
+
+#include "../dropout/dropout.h"
+#include "../dropout/philox_words.h"
+#include "query_tile.h"
+
+// Of the counter of each row of a tile, what does not depend on the key; 0 in unused lanes.
+typedef struct dropout_rows {
+    uint32_t query[TILE_ROWS], row[TILE_ROWS];
+} dropout_rows;
+
+static inline bool drops(const rt_attn_params *p) { return p->dropout > 0; }
+
+// Numbers of scratch that a tile of factors takes.
+static inline int64_t num_factors(const rt_attn_params *p) { return drops(p) ? TILE_KEYS * PANEL : 0; }
+
+static void find_dropout_rows(const rt_attn_params *p, const query_tile *queries, dropout_rows *rows) {
+    for (int64_t row = 0; row < queries->num_panels * PANEL; row++) {
+        const bool used = row < queries->num_rows;
+        rows->query[row] = used ? (uint32_t)p->q_positions[row_token(queries, row)] : 0;
+        rows->row[row] = used ? rt_dropout_row(p->dropout_rows[queries->batch], row_head(queries, row)) : 0;
+    }
+}
+
+// factors (keys, PANEL): 0, or 1 / (1 - dropout) where a weight stays; for keys [begin, end) of the run.
+static void dropout_panel(const rt_attn_params *p, const dropout_rows *rows, const rt_run *run, int64_t panel,
+                          int64_t begin, int64_t end, real *factors) {
+    const rt_dropout_rule rule = rt_dropout_rule_of(p->dropout);
+    const real scale = (real)rule.scale;
+    uint32_t word[4][PANEL];
+    int64_t counter = -1; // of the words: four neighbouring positions share one
+    for (int64_t key = begin; key < end; key++) {
+        const int64_t position = run->global_begin + key * run->stride;
+        if (position / 4 != counter) {
+            counter = position / 4;
+            for (int i = 0; i < PANEL; i++) {
+                word[0][i] = (uint32_t)counter, word[1][i] = rows->query[panel * PANEL + i];
+                word[2][i] = rows->row[panel * PANEL + i], word[3][i] = p->stream;
+            }
+            philox_words(PANEL, word[0], p->seed, p->step);
+        }
+        const uint32_t *own = word[position % 4];
+        real *to = factors + (key - begin) * PANEL;
+        for (int i = 0; i < PANEL; i++) to[i] = own[i] <= rule.last_kept ? scale : 0;
+    }
+}
+
+// x *= factors, over n keys of a panel.
+static void multiply_panel(int64_t n, const real *factors, real *x) {
+    for (int64_t i = 0; i < n * PANEL; i += LANES) vec_store(x + i, vec_load(x + i) * vec_load(factors + i));
+}
+
+#endif // RINGTILE_ATTN_WEIGHT_DROPOUT_H
