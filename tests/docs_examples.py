@@ -92,6 +92,18 @@ def _heads_first() -> Names:
     return names | {name: names[name].transpose(1, 2) for name in "qkv"}
 
 
+def _recurrent() -> Names:
+    heads, wide = (B, S // W, H), (B, S // W, H, D)
+    return _sequence(S // W) | {
+        "x": torch.randn(B, S // W, D),
+        "weight": torch.randn(D, 4),
+        "u": torch.randn(wide),
+        **{name: torch.randn(heads).sigmoid() for name in ("beta", "dt")},
+        **{name: -torch.rand(size) for name, size in (("g", heads), ("A", (H,)))},
+        **{name: torch.randn(wide) for name in "BC"},
+    }
+
+
 def _tiles() -> Names:
     model = tiny_model()
     config = model.config
@@ -161,6 +173,7 @@ def _has_tiles(names: Names) -> None:
 _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "README.md 1": (lambda: _sequence(S), _is_unsharded),
     "docs/design/ring.md 0": (lambda: _sequence(S // W), _has_output),
+    "docs/guide/hybrid.md 0": (_recurrent, _has_output),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
     "docs/guide/pytorch.md 0": (_loop, _has_gradients),
     "docs/guide/pytorch.md 1": (_loop, _has_logits),

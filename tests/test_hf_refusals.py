@@ -192,7 +192,7 @@ class NoLossArguments(type(tiny_model())):
         (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
         (lambda: LlamaForSequenceClassification(tiny_model().config), "a loss of its own for whole sequences"),
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
-        (lambda: tiny_model("lfm2"), "layers of type conv"),
+        (lambda: _with(tiny_model("lfm2"), nn.Conv1d(32, 32, 3)), "Conv1d"),
         (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
         (lambda: tiny_model("doge"), "model.layers.0.self_attn (DogeAttention) picks the keys"),
         (lambda: tiny_model("phimoe"), "model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts"),

@@ -27,6 +27,7 @@ from ringtile.errors import (
 
 _build_error: BuildError | None = None
 try:
+    from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, ssd
     from ringtile.ring.attention import attention, ring_attention
     from ringtile.ring.weight_dropout import AttentionDropout
     from ringtile.sequence.layout import Layout, Run
@@ -92,6 +93,7 @@ __all__ = [
     "Run",
     "ShardedSequence",
     "attention",
+    "causal_conv1d",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
@@ -100,10 +102,12 @@ __all__ = [
     "enable",
     "enable_context_parallel_dispatcher",
     "flex_attention",
+    "gated_delta_rule",
     "offload_activations",
     "plan",
     "restore",
     "ring_attention",
+    "ssd",
     "tile_mlps",
     "tiled_linear_cross_entropy",
     "tiled_mlp",

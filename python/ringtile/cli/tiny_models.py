@@ -96,8 +96,12 @@ _BESIDES: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 4} for name in ("axk1", "deepseek_v3", "youtu", "longcat_flash")},  # the part with RoPE
     **{name: {"head_dim": _HEAD_DIM} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared", "doge"), _NO_BALANCE),
-    **dict.fromkeys(("bamba", "falcon_h1"), _MAMBA),
-    "granitemoehybrid": {**_MAMBA, **_NO_BALANCE},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "falcon_h1": _MAMBA,
+    "granitemoehybrid": {
+        **{**_MAMBA, **_NO_BALANCE},
+        "layer_types": ["linear_attention", "full_attention"] * LAYERS_OF_A_KIND,
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _SECTIONS}},
     **{name: {"rope_parameters": _SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")},
     **{name: {"rope_parameters": _SECTIONS} for name in ("glm4v_text", "glm_ocr_text", "paddleocr_vl_text")},
@@ -145,7 +149,10 @@ _BESIDES: dict[str, dict[str, Any]] = {
     "zamba2": {
         **{"attention_hidden_size": 2 * _HIDDEN, "attention_head_dim": 2 * _HEAD_DIM},
         "layers_block_type": ["linear_attention", "hybrid"] * LAYERS_OF_A_KIND,
+        "hybrid_layer_ids": [1, 3],
     },
+    # With the usual 1e-6, norms of tiny embeddings amplify rounding: transformers' float32 is 4e-6 from float64.
+    **{name: {"rms_norm_eps": 1e-2} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": _HEAD_DIM},
         **{"indexer_budget": 8, "indexer_compress_ratio": 2},

@@ -34,6 +34,7 @@ class ShardedBatch:
     mean_share: float = 1.0  # the factor, in the loss of a shard, of what is not divided by a number of items
     balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
     attention_calls: int = 0  # attention layers that have used this batch
+    recurrent_calls: int = 0  # recurrent mixers that have
     loss_calls: int = 0  # loss functions that have received it
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 

@@ -18,8 +18,9 @@ from transformers.integrations import sdpa_attention
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
+from ringtile.hf import recurrent
 from ringtile.hf.balancing_loss import check_balancing_loss
-from ringtile.hf.layers import known_types
+from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.parallelism import parallelism_of
@@ -77,6 +78,7 @@ _WHOLE_SEQUENCES = {
 _SAMPLING = {
     "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),
 }
+_TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each token by itself
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
 
@@ -138,6 +140,15 @@ def check_not_compiled(trainer: Trainer) -> None:
         )
 
 
+def check_recurrent(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Raises Refused where recurrent layers would be compiled."""
+    if trainer.args.torch_compile and recurrent.mixers(text_modules(model)):
+        raise Refused(
+            f"{type(model).__name__} has recurrent layers and {type(trainer).__name__} uses torch_compile; expected "
+            f"only one of the two: the recurrent layers have not been shown to survive compilation"
+        )
+
+
 def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
     """Raises Refused where the loss of a shard would be a mean over that shard.
 
@@ -166,14 +177,21 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
             f"...ForTokenClassification model, whose loss is a sum over tokens: load it with AutoModelForCausalLM, "
             f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
-    causal = attends_causally(model)
+    causal, modules = attends_causally(model), text_modules(model)
+    mixers = recurrent.mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
+    if causal and mixers and len(mixers) == num_layers(config)[1]:
+        layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
     if layer_types:
         raise Refused(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
             f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
-    convolutions = [path for path, module in text_modules(model) if isinstance(module, nn.Conv1d)]
+    convolutions = [
+        path
+        for path, module in modules
+        if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in mixers)
+    ]
     if convolutions:
         raise Refused(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"

@@ -30,6 +30,19 @@ def known_types(causal: bool) -> frozenset[str]:
     return _TYPES_OF_DECODERS if causal else _TYPES_OF_ENCODERS
 
 
+# Of layers that hold a recurrent mixer; a hybrid one attends too.
+RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+
+
+def num_layers(config: Any) -> tuple[int, int]:
+    """How many layers attend, and how many are recurrent. config: of the text model."""
+    # BART's num_hidden_layers are those of an encoder, also in its decoder alone.
+    total = getattr(config, "decoder_layers", config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or ()
+    recurrent = sum(kind in RECURRENT_TYPES for kind in kinds)
+    return (sum(kind in _TYPES_OF_DECODERS or kind == "hybrid" for kind in kinds) if recurrent else total), recurrent
+
+
 def layer_masks(config: Any, causal: bool = True) -> list[LayerMask]:
     """Of each layer. config: of the text model; causal: whether it attends no later token."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers

@@ -30,6 +30,7 @@ class LossOnShards(Strategy):
     def check(self) -> None:
         checks.check_mean_over_targets(self.trainer, self.base)
         checks.check_model(self.base)
+        checks.check_recurrent(self.trainer, self.base)
 
     @property
     def entry(self) -> nn.Module:

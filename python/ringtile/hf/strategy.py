@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile.config import Config
 from ringtile.errors import Refused
-from ringtile.hf import checks, data, model
+from ringtile.hf import checks, data, model, recurrent
 from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
-from ringtile.hf.layers import layer_masks, positions_separate
+from ringtile.hf.layers import layer_masks, num_layers, positions_separate
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.masks import positions_alone_separate
 from ringtile.hf.model_loss import shifts_labels
@@ -102,6 +102,7 @@ class Strategy(abc.ABC):
         model.switch_attention(wrapped, self.ledger)
         model.pin_rope_length(base, self.ledger, lambda: self.active_batch)
         model.refuse_towers(base, self.ledger, lambda: self.active_batch)
+        recurrent.install(base, self.ledger, lambda: self.active_batch)
         install_balancing_loss(base, self.ledger, lambda: self.active_batch, self.group)
 
     # ---- one batch ------------------------------------------------------------------------------
@@ -152,14 +153,18 @@ class Strategy(abc.ABC):
             )
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
-        """Raises Refused unless every layer attended through the ring and the loss got the shifted labels."""
+        """Raises Refused unless every layer mixed its tokens through ringtile and the loss got the shifted labels."""
         name, config = type(self.base).__name__, self.base.config.get_text_config()
-        # BART's num_hidden_layers are those of an encoder, also in its decoder alone.
-        num_layers = getattr(config, "decoder_layers", config.num_hidden_layers)
-        if batch.attention_calls == 0 or batch.attention_calls % num_layers:
+        attending, recurrent_layers = num_layers(config)
+        if not _once_per_layer(batch.attention_calls, attending):
             raise Refused(
-                f"{name} has {num_layers} layers but called ringtile's attention {batch.attention_calls} times in a "
+                f"{name} has {attending} layers but called ringtile's attention {batch.attention_calls} times in a "
                 f"forward pass; expected once per layer: the other layers would attend within a shard only"
+            )
+        if not _once_per_layer(batch.recurrent_calls, recurrent_layers):
+            raise Refused(
+                f"{name} has {recurrent_layers} recurrent layers, of which {batch.recurrent_calls} mixed their tokens "
+                f"through ringtile in a forward pass; expected all: the others would see a shard only"
             )
         if watches_loss and batch.loss_calls == 0:
             raise Refused(
@@ -229,3 +234,7 @@ class Strategy(abc.ABC):
         """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
         rows: int = original(args) // self.group.size
         return rows
+
+
+def _once_per_layer(calls: int, layers: int) -> bool:
+    return calls % layers == 0 and calls > 0 if layers else calls == 0

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
-from ringtile.hf import checks, model, workers
+from ringtile.hf import checks, model, recurrent, workers
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.dropout import CountedDropout, drops_attention
 from ringtile.hf.gc_callback import CollectGarbage
@@ -114,9 +114,18 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         world_rank = strategy.group.world_rank
     elif only_data_parallel(trainer):
         assert trainer.model is not None  # base_model has refused it otherwise
+        hybrid = bool(recurrent.mixers(model.text_modules(base)))
+        if hybrid:
+            checks.check_recurrent(trainer, base)
+            recurrent.install_alone(trainer.model, base, ledger)
         dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
         dropout.install(base, trainer.model, ledger)
-        if drops_attention(base) and base.config.get_text_config()._attn_implementation in ("sdpa", "eager"):
+        # Not of a hybrid model, whose batches would look like shards to ringtile's attention.
+        if (
+            not hybrid
+            and drops_attention(base)
+            and base.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+        ):
             _count_attention_dropout(trainer.model, ledger)
     peers = None
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,0 +1,268 @@
+"""Recurrent layers of transformers' hybrid models: convolution, gated delta rule, Mamba-2.
+
+Their mixers call functions of their module by name, which know nothing of documents or shards. A mixer gets a forward
+whose names mean ringtile's functions; the module, and so every other model of its kind, keeps its own. The functions
+find the `ShardedBatch` in the keyword arguments that layers hand down, also under activation checkpointing.
+
+Shape letters: B batch, S global tokens, N local tokens, C channels, W width, H heads, G groups, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from ringtile import ops
+from ringtile.errors import Refused
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.layers import positions_separate
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.masks import mask_of_batch, positions_alone_separate
+from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, ssd
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.sharded import ShardedSequence
+
+_CONV = frozenset({"causal_conv1d_fn"})
+_DELTA = _CONV | {"torch_chunk_gated_delta_rule"}
+_MAMBA2 = _CONV | {"mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
+# The mixers whose forward was read and tested, by class, with the functions that mix their tokens.
+_MIXERS = {
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONV),
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
+    "OlmoHybridGatedDeltaNet": _DELTA,
+    "KimiLinearDeltaAttention": _CONV | {"chunk_kimi_delta_attention"},
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _MAMBA2),
+    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer"), _MAMBA2),
+}
+_CACHES = ("cache_params", "past_key_values")  # the names under which mixers take one
+_DROPS_BATCH = "seq_idx"  # the only keyword argument that the layers of LFM2 hand to their convolution
+
+
+def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Those of _MIXERS, by path."""
+    return {path: module for path, module in modules if type(module).__name__ in _MIXERS}
+
+
+def install(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+    """Makes the mixers of a model compute on shards, and each document alone. Raises Refused.
+
+    active_batch: the batch that is inside the model now; a mixer that does not get it would mix a shard's tokens only.
+    """
+    for path, module in model.named_modules():
+        if type(module).__name__ in _MIXERS:
+            ledger.set(module, "forward", _forward_of(path, module, active_batch))
+        if any(_MIXERS.get(type(child).__name__) == _CONV for child in module.children()):
+            ledger.on_restore(module.register_forward_pre_hook(_hand_down_batch, with_kwargs=True).remove)
+
+
+def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) -> None:
+    """The same where no sequence is sharded: packed documents and padding stay apart in the mixers too.
+
+    wrapped: the model with its adapters, whose batches are whole sequences.
+    """
+    separate = bool(positions_separate(model))
+    inside: list[ShardedBatch] = []  # the model now: at most one
+
+    def add_batch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if module.training:
+            kwargs = {**kwargs, "use_cache": False}  # which nothing reads in training
+        use_cache = kwargs.get("use_cache")
+        if model.config.get_text_config().use_cache if use_cache is None else use_cache:
+            return args, kwargs  # generation: one document in a row
+        main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        if not isinstance(main, Tensor):
+            return args, kwargs
+        sequence = _sequence(kwargs, main, separate, "flash" in str(model.config._attn_implementation))
+        places = torch.arange(main.size(1), device=main.device)
+        batch = ShardedBatch(sequence, main.size(1), max_position=0, num_targets=None, places=places)
+        inside[:] = [batch]
+        return args, {**kwargs, BATCH_ARGUMENT: batch}
+
+    ledger.on_restore(wrapped.register_forward_pre_hook(add_batch, with_kwargs=True).remove)
+    leave = wrapped.register_forward_hook(lambda module, args, out: inside.clear(), always_call=True)
+    ledger.on_restore(leave.remove)
+    install(model, ledger, lambda: inside[0] if inside else None)
+
+
+def _sequence(inputs: dict[str, Any], main: Tensor, separate: bool, flash: bool) -> ShardedSequence:
+    """Of a batch whose attention is transformers' own. Raises Refused where that would not separate the documents."""
+    if not separate and positions_alone_separate(inputs):
+        raise Refused(
+            "the model hands no position ids to its masks, so that the documents of a packed row attend each other; "
+            "expected rows of one document, or flash attention, or context_parallel_size above 1 with cu_seq_lens_q "
+            "and cu_seq_lens_k in the batch (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+        )
+    batch_size, seq_len = main.shape[:2]
+    mask = mask_of_batch(inputs, batch_size, seq_len, separate)
+    seen = {name: value for name, value in inputs.items() if name in ("attention_mask", "position_ids")}
+    if seen.get("attention_mask") is not None:
+        seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
+    if not flash and mask_of_batch(seen, batch_size, seq_len, separate) != mask:
+        raise Refused(
+            "documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask, at none of which "
+            "transformers' attention looks: its layers would mix what the recurrent layers keep apart. Pack without "
+            "attention_mask and with position_ids that start again, or set context_parallel_size above 1"
+        )
+    return ShardedSequence.of(mask, Layout.contiguous(seq_len, 1), None)
+
+
+def _hand_down_batch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    batch = kwargs.get(BATCH_ARGUMENT)
+    return args, kwargs if batch is None else {**kwargs, _DROPS_BATCH: batch}
+
+
+# ---- a mixer ------------------------------------------------------------------------------------
+
+
+def _forward_of(path: str, mixer: nn.Module, active_batch: Callable[[], ShardedBatch | None]) -> Callable[..., Any]:
+    """The mixer's forward, on ringtile's functions for a batch with documents, and as it was without."""
+    name, expected = type(mixer).__name__, _MIXERS[type(mixer).__name__]
+    plain = inspect.unwrap(type(mixer).forward)
+    missing = expected - set(plain.__code__.co_names)
+    if missing or "forward" in vars(mixer):
+        raise Refused(
+            f"{path} ({name}) has a forward that is not transformers 5.17's: "
+            + (f"it does not call {', '.join(sorted(missing))}" if missing else "something has replaced it")
+            + "; expected transformers' own, whose functions ringtile replaces"
+        )
+    original = mixer.forward
+    called: list[str] = []
+
+    def counting(function: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(function)
+            return _FUNCTIONS[function](*args, **kwargs)
+
+        return call
+
+    replaced = {function: counting(function) for function in expected}
+    ours = types.FunctionType(
+        plain.__code__, {**plain.__globals__, **replaced}, name, plain.__defaults__, plain.__closure__
+    )
+    ours.__kwdefaults__ = plain.__kwdefaults__
+    convolutions = [child for child, module in mixer.named_children() if isinstance(module, nn.Conv1d)]
+    with_hooks = force_accelerate_hooks(convolutions)(ours)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        batch = _batch_of(kwargs)
+        if batch is None:
+            if active_batch() is not None:
+                raise Refused(
+                    f"{path} ({name}) got a shard of a sequence without the keyword argument {BATCH_ARGUMENT!r}; "
+                    f"expected layers that hand their keyword arguments down to it"
+                )
+            return original(*args, **kwargs)
+        if any(kwargs.get(cache) is not None for cache in _CACHES):
+            raise Refused(f"{path} ({name}) got a cache; expected none: its states are those of whole sequences")
+        called.clear()
+        out = with_hooks(mixer, *args, **kwargs)
+        if set(called) != expected:
+            raise Refused(
+                f"{path} ({name}) called {', '.join(called) or 'none'} of the functions that mix its tokens; expected "
+                f"{', '.join(sorted(expected))}: ringtile knows no other way of mixing them"
+            )
+        batch.recurrent_calls += 1
+        return out
+
+    return forward
+
+
+def _batch_of(kwargs: dict[str, Any]) -> ShardedBatch | None:
+    for name in (BATCH_ARGUMENT, _DROPS_BATCH):
+        if isinstance(kwargs.get(name), ShardedBatch):
+            batch: ShardedBatch = kwargs[name]
+            return batch
+    return None
+
+
+# ---- what stands in for transformers' functions -------------------------------------------------
+
+
+def _sequence_of(kwargs: dict[str, Any]) -> ShardedSequence:
+    batch = _batch_of(kwargs)
+    if batch is None or kwargs.get("initial_state") is not None or kwargs.get("initial_states") is not None:
+        raise Refused("a recurrent layer with a cache; expected use_cache false: a state belongs to whole sequences")
+    return batch.sequence
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(ops.state_dtype(x.dtype))
+
+
+def _causal_conv1d_fn(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+) -> Tensor:
+    """hidden_states (B, C, N) -> (B, C, N)."""
+    known = "silu" if activation in ("silu", "swish") else ""
+    x = hidden_states.transpose(1, 2)
+    y: Tensor = causal_conv1d(x, weight, _sequence_of(kwargs), bias=bias, activation=known).transpose(1, 2)
+    return y if known or activation is None else ACT2FN[activation](y)
+
+
+def _gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query, key (B, N, H, K), value (B, N, H, V), g (B, N, H) or (B, N, H, K), beta (B, N, H) -> (B, N, H, V)."""
+    sequence = _sequence_of({**kwargs, "initial_state": output_final_state or kwargs.get("initial_state")})
+    q, k, v, decay, strength = (_wide(x) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:  # with an epsilon under the root, as in fla, and not as functional.normalize
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return gated_delta_rule(q, k, v, decay, strength, sequence).to(value.dtype), None
+
+
+def _mamba2_chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32."""
+    sequence = _sequence_of({**kwargs, "initial_state": return_final_states or kwargs.get("initial_states")})
+    if z is not None:
+        raise Refused("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
+    dt = _wide(dt)
+    dt = dt if dt_bias is None else dt + _wide(dt_bias)
+    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    x, A, B, C = (_wide(x) for x in (hidden_states, A, B, C))
+    y: Tensor = ssd(x, dt, A, B, C, sequence, D=None if D is None else _wide(D))
+    return y
+
+
+def _no_short_cut(*args: Any, **kwargs: Any) -> None:
+    """A fused kernel would mix documents, and the tokens of a shard only; the mixer goes on without it."""
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _causal_conv1d_fn,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
+    "mamba2_split_conv1d_scan_combined": _no_short_cut,
+    "mamba2_chunk_scan": _mamba2_chunk_scan,
+}

@@ -1,0 +1,139 @@
+"""What a recurrent layer must know of a sharded sequence: where documents start, and which pieces a state crosses.
+
+Shape letters: Bm mask rows (B or 1), S global tokens, N local tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.errors import Refused
+from ringtile.recurrent.resets import PADDING, STARTS
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+
+
+class HandOver(NamedTuple):
+    """A cut between neighbouring pieces that some document crosses: source holds the token before it, target its own.
+
+    A message where the two are different ranks: of one state in the forward, of its gradient, the other way, in the
+    backward.
+    """
+
+    position: int  # global: the first token after the cut
+    source: int
+    target: int
+
+
+class Piece(NamedTuple):
+    """Local tokens that are neighbours in the sequence too."""
+
+    begin: int
+    length: int
+    source: int | None  # the rank whose state this piece goes on with; None: no document reaches into it
+    target: int | None  # the rank that goes on with the state of this piece
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.begin, self.begin + self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Of one rank."""
+
+    sequence: ShardedSequence
+
+    def check(self) -> None:
+        """Refused: a state cannot follow this mask or this layout."""
+        _ = self.pieces, self.resets
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """In the order of the sequence."""
+        sequence = self.sequence
+        cuts = {cut.position: cut for cut in hand_overs(sequence.mask, sequence.layout)}
+        pieces = []
+        for rank, begin, local_begin, length in _pieces(sequence.layout):
+            if rank == sequence.rank:
+                before, after = cuts.get(begin), cuts.get(begin + length)
+                pieces.append(Piece(local_begin, length, before and before.source, after and after.target))
+        return tuple(pieces)
+
+    @functools.cached_property
+    def resets(self) -> Tensor:
+        """uint8 CPU (Bm, N), see resets.py."""
+        positions = self.sequence.layout.positions(self.sequence.rank)
+        return _resets(self.sequence.mask)[:, positions].contiguous()
+
+
+_of_sequences: weakref.WeakKeyDictionary[ShardedSequence, Documents] = weakref.WeakKeyDictionary()
+
+
+def documents_of(sequence: ShardedSequence) -> Documents:
+    """The same object for the same sequence, whose layers ask for it one after another."""
+    found = _of_sequences.get(sequence)
+    return found if found is not None else _of_sequences.setdefault(sequence, Documents(sequence))
+
+
+def hand_overs(mask: IntervalMask, layout: Layout) -> tuple[HandOver, ...]:
+    """Every cut that a state crosses, in the order of the sequence. Raises Refused."""
+    goes_on = (_resets(mask) == 0).any(0)
+    pieces = _pieces(layout)
+    return tuple(
+        HandOver(begin, before[0], rank) for before, (rank, begin, _, _) in itertools.pairwise(pieces) if goes_on[begin]
+    )
+
+
+def message_bytes(mask: IntervalMask, layout: Layout, state_bytes: int) -> dict[tuple[int, int], int]:
+    """What travels in the forward from rank to rank; in the backward as much the other way. state_bytes: of a state."""
+    sent: dict[tuple[int, int], int] = {}
+    for cut in hand_overs(mask, layout):
+        if cut.source != cut.target:
+            sent[cut.source, cut.target] = sent.get((cut.source, cut.target), 0) + state_bytes
+    return sent
+
+
+def _pieces(layout: Layout) -> list[tuple[int, int, int, int]]:
+    """(rank, global_begin, local_begin, length) of all ranks in the order of the sequence; neighbouring runs merged."""
+    pieces: list[tuple[int, int, int, int]] = []
+    for rank, begin, stride, local_begin, length in sorted(layout.tensor.tolist(), key=lambda run: run[1]):
+        if stride != 1 and length > 1:
+            raise Refused(
+                f"a recurrent layer over a layout where rank {rank} holds every {stride}th token; expected runs of "
+                "neighbouring tokens: the contiguous, zigzag, per_document or balanced layout"
+            )
+        if pieces and pieces[-1][0] == rank and pieces[-1][2] + pieces[-1][3] == local_begin:
+            _, first, local_first, so_far = pieces.pop()
+            pieces.append((rank, first, local_first, so_far + length))
+        else:
+            pieces.append((rank, begin, local_begin, length))
+    return pieces
+
+
+def _resets(mask: IntervalMask) -> Tensor:
+    """uint8 (Bm, S). A token is padding if it does not attend itself. Raises Refused for other masks than documents."""
+    begin, end = mask.begin, mask.end
+    positions = torch.arange(mask.seq_len, dtype=torch.int32, device="cpu")
+    holds = (begin <= positions) & (positions < end)
+    starts = holds & (begin == positions)
+    goes_on = torch.zeros_like(holds)
+    goes_on[:, 1:] = holds[:, :-1] & (begin[:, 1:] == begin[:, :-1])
+    wrong = holds & ((end != positions + 1) | ~(starts | goes_on))
+    if bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise Refused(
+            f"a recurrent layer under a mask whose token {token} (row {row}) attends "
+            f"[{int(begin[row, token])}, {int(end[row, token])}); expected causal documents, where a token attends "
+            "from the first token of its document to itself: a recurrence has no window, so pass the sequence without "
+            "it, and no prefix"
+        )
+    return starts.to(torch.uint8) * STARTS + (~holds).to(torch.uint8) * PADDING

@@ -1,0 +1,188 @@
+"""Convolution and recurrences over the tokens of one device in torch operations, for devices without kernels.
+
+A recurrence goes through each document in chunks. A chunk's tokens act on each other in pairs (i, j <= i), with the
+decay between them, the exponent of a difference of sums: nothing is divided by a decay, so a strong one underflows to
+the 0 that it is. The sums are in float64, because their differences decide.
+
+Shape letters: B batch, Bm mask rows (B or 1), N tokens, C channels, W width of a convolution, H heads, G heads of q and
+k (or groups of B and C), K key dim, V value dim, n tokens of a document or of a chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ringtile import ops
+from ringtile.recurrent.resets import PADDING, STARTS, holds
+
+_CHUNK = 64
+_CHUNK_OF_CHANNELS = 16  # with a decay per channel: a chunk makes n x n x K numbers of each head
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """x (B, N, C), weight (C, W), bias (C), initial_state (B, W - 1, C): the inputs before the first token.
+
+    Returns y (B, N, C) of x's dtype, and the last W - 1 inputs of the open document, zeros before its start.
+    activation: "" or "silu".
+    """
+    batch, num_tokens, num_channels = x.shape
+    before = weight.size(1) - 1
+    dtype = ops.state_dtype(x.dtype)
+    resets = resets.to(x.device)
+    held = holds(resets)[..., None]
+    inputs = torch.where(held, x.to(dtype), 0)
+    if initial_state is None:
+        initial_state = inputs.new_zeros(batch, before, num_channels)
+    inputs = torch.cat([initial_state.to(dtype), inputs], dim=1)
+    positions = torch.arange(num_tokens, device=x.device)
+    start = torch.where((resets & STARTS) > 0, positions, -before).cummax(1).values
+    reach = (positions - start)[..., None]  # how many tokens back the document goes
+    y = inputs.new_zeros(batch, num_tokens, num_channels)
+    for back in range(before + 1):
+        at = before - back
+        tap = weight[:, at].to(dtype) * inputs[:, at : at + num_tokens]
+        y = y + torch.where(reach >= back, tap, 0)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if activation:
+        y = functional.silu(y)
+    last = torch.where(held[..., 0], positions, -1).amax(1, keepdim=True)  # (Bm, 1), of the open document
+    recent = last + 1 - before + torch.arange(before, device=x.device)
+    of_document = recent >= torch.where(last < 0, -before, start.gather(1, last.clamp(min=0)))
+    rows = torch.arange(batch, device=x.device)[:, None]
+    final_state = torch.where(of_document[..., None], inputs[rows, recent + before], 0)
+    return torch.where(held, y, 0).to(x.dtype), final_state
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    resets: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """S_t = exp(g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t S_t)^T; out_t = scale q_t S_t (arXiv:2412.06464).
+
+    q, k (B, N, G, K), v (B, N, H, V), beta (B, N, H), g (B, N, H), or (B, N, H, K) for a decay of each channel of K.
+    Returns out (B, N, H, V) of v's dtype and the state (B, H, K, V).
+    """
+    (batch, _, num_heads, value_dim), dtype = v.shape, ops.state_dtype(v.dtype)
+
+    def of_document(given: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = given
+        out, state = _chunks(q, k, v.to(dtype), g, beta, state)
+        return scale * out, state
+
+    if initial_state is None:
+        initial_state = v.new_zeros(batch, num_heads, k.size(3), value_dim, dtype=dtype)
+    out, state = _each_document(of_document, [q, k, v, g, beta], resets, initial_state.to(dtype))
+    return out.to(v.dtype), state
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    resets: Tensor,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t: Mamba-2 (arXiv:2405.21060).
+
+    x (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K), D (H). Returns y (B, N, H, V) of x's dtype and the state
+    (B, H, V, K).
+    """
+    (batch, _, num_heads, value_dim), dtype = x.shape, ops.state_dtype(x.dtype)
+
+    def of_document(given: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = given
+        x, dt = x.to(dtype), dt.to(dtype)
+        y, state = _chunks(C, B, x * dt[..., None], dt * A.to(dtype), None, state)
+        return (y if D is None else y + D.to(dtype)[:, None] * x), state
+
+    if initial_state is None:
+        initial_state = x.new_zeros(batch, num_heads, value_dim, B.size(3), dtype=dtype)
+    y, state = _each_document(of_document, [x, dt, B, C], resets, initial_state.to(dtype).mT)
+    return y.to(x.dtype), state.mT
+
+
+def _each_document(
+    compute: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]],
+    tensors: list[Tensor],
+    resets: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """compute(tensors of a document's tokens, state) -> (out, state), for each document of each row, joined."""
+    num_rows = resets.size(0)
+    rows = [slice(None)] if num_rows == 1 else [slice(row, row + 1) for row in range(num_rows)]
+    outs, states = [], []
+    with torch.autocast(state.device.type, enabled=False):  # which would compute products of float32 in bfloat16
+        for row, of_row in zip(rows, resets, strict=True):
+            state_, out_ = state[row], []
+            for begin, end in itertools.pairwise(_bounds(of_row)):
+                given = [x[row, begin:end] for x in tensors]
+                if of_row[begin] & PADDING:
+                    out_.append(state.new_zeros(*given[0].shape[:2], state.size(1), state.size(3)))
+                    continue
+                out, state_ = compute(given, torch.zeros_like(state_) if of_row[begin] & STARTS else state_)
+                out_.append(out)
+            outs.append(torch.cat(out_, dim=1))
+            states.append(state_)
+    return torch.cat(outs), torch.cat(states)
+
+
+def _bounds(resets: Tensor) -> list[int]:
+    """resets (N,) -> where documents and stretches of padding begin, and N."""
+    padding = (resets & PADDING) > 0
+    changes = (resets & STARTS) > 0
+    changes[1:] |= padding[1:] != padding[:-1]
+    return sorted({0, *changes.nonzero().flatten().tolist(), resets.numel()})
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule for one document, in the dtype of v and state; without beta plain decay,
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T."""
+    repeats, by_channel = v.size(2) // k.size(2), g.dim() == 4
+    q, k = (x.to(v.dtype).repeat_interleave(repeats, dim=2).transpose(1, 2) for x in (q, k))  # (B, H, n, K)
+    v = v.transpose(1, 2)
+    g = (g if by_channel else g[..., None]).double().transpose(1, 2)  # (B, H, n, K or 1)
+    strength = None if beta is None else beta.to(v.dtype).transpose(1, 2)[..., None]
+    outs = []
+    chunk = _CHUNK_OF_CHANNELS if by_channel else _CHUNK
+    for begin in range(0, v.size(2), chunk):
+        of_chunk = slice(begin, begin + chunk)
+        q_, k_, v_ = q[:, :, of_chunk], k[:, :, of_chunk], v[:, :, of_chunk]
+        total = g[:, :, of_chunk].cumsum(2)
+        later = torch.ones(2 * (v_.size(2),), dtype=torch.bool, device=v.device).triu(1)
+        own = torch.eye(v_.size(2), dtype=torch.bool, device=v.device)  # no decay, and so none of its gradient
+        between = (total[:, :, :, None] - total[:, :, None]).masked_fill(own[..., None], 0)
+        between = between.masked_fill(later[..., None], -torch.inf).exp().to(v.dtype)
+        since = total.exp().to(v.dtype)  # what is left of the state
+        if strength is not None:  # v_i less what the state before it holds for k_i, which is linear in those before
+            strength_ = strength[:, :, of_chunk]
+            system = (strength_ * _pairs(k_, k_, between)).tril(-1)  # and 1 on the diagonal
+            v_ = torch.linalg.solve_triangular(
+                system, strength_ * (v_ - (since * k_) @ state), upper=False, unitriangular=True
+            )
+        outs.append((since * q_) @ state + _pairs(q_, k_, between) @ v_)
+        state = since[:, :, -1, :, None] * state + (between[:, :, -1] * k_).mT @ v_
+    return torch.cat(outs, dim=2).transpose(1, 2), state
+
+
+def _pairs(x: Tensor, k: Tensor, between: Tensor) -> Tensor:
+    """x, k (B, H, n, K), between (B, H, n, n, K or 1) -> (B, H, n, n): x_i k_j, channel by channel times the decay."""
+    if between.size(-1) == 1:
+        return (x @ k.mT) * between[..., 0]
+    return torch.einsum("bhik,bhjk,bhijk->bhij", x, k, between)
