@@ -269,7 +269,7 @@ class BuildExtensions(BuildExtension):
 
 NVCC = find_nvcc()
 extensions = [
-    extension("_C", ["csrc/torch/kernels.cpp", "csrc/torch/sequence.cpp", "csrc/torch/shared_memory.cpp"]),
+    extension("_C", [f"csrc/torch/{name}.cpp" for name in ("kernels", "scan", "sequence", "shared_memory")]),
     extension("_bench", ["csrc/torch/bench.cpp"]),
 ]
 if NVCC:

@@ -1,5 +1,5 @@
-// The C API of ringtile's core: attention over a running softmax, sequence layouts, the ring's plan, GLU, softmax
-// cross entropy and dropout. It works on raw pointers, shapes and strides, and has no notion of PyTorch, Python or processes.
+// The C API of ringtile's core: attention over a running softmax, recurrences and their convolution, sequence layouts, the
+// ring's plan, GLU, softmax cross entropy and dropout. It works on raw pointers, shapes and strides, and has no notion of PyTorch, Python or processes.
 //
 // Conventions
 //   Shape letters  B batch, S global tokens, N local queries, K keys of this block, H query heads,
@@ -39,7 +39,7 @@ extern "C" {
     X(RT_BAD_SCALE, "scale and softcap must be finite in the arithmetic's dtype (float64 for float64 "       \
                     "inputs, else float32), and so must 1 / softcap and z_loss; softcap and z_loss must "    \
                     "not be negative, and label_smoothing must be in [0, 1]")                                \
-    X(RT_BAD_MASK, "mask_batch_stride must be 0 or num_queries")                                             \
+    X(RT_BAD_MASK, "the batch stride of a mask or of resets must be 0 or the number of tokens")              \
     X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                          \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "    \
                   "tokens inside the local tensor; two runs of a rank must not share a position or a token") \
@@ -49,6 +49,7 @@ extern "C" {
     X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")            \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
     X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
+    X(RT_BAD_WIDTH, "width must be in 1..8")                                                                 \
     X(RT_BAD_PROBABILITY, "a probability must be in [0, 1]")                                                 \
     X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
     X(RT_CAPACITY, "the output array is too small")                                                          \
@@ -240,6 +241,95 @@ rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const v
 // They need no workspace and run on the calling thread.
 rt_status rt_attn_fwd_reference(const rt_attn_params *p);
 rt_status rt_attn_bwd_reference(const rt_attn_params *p);
+
+// ---- recurrences -------------------------------------------------------------------------------
+
+// Tokens t of one document act on a state S (D, Dv) of each head, in order:
+//   S = diag(exp decay_t) S,    u_t = beta_t (v_t - S^T k_t)   or, without beta, u_t = step_t v_t,
+//   S = S + k_t u_t^T,          out_t = scale S^T q_t + skip v_t.
+// With beta: the gated delta rule (arXiv:2412.06464), and with a decay of each channel KDA (arXiv:2510.26692). Without:
+// SSD (Mamba-2, arXiv:2405.21060), with q, k, v, step, decay for its C, B, x, dt, dt A.
+// Bits of resets: the state is 0 before a token with RT_DOCUMENT_BEGIN; a token with RT_PADDING is skipped: nothing of it
+// is read, and its outputs and gradients are 0.
+enum { RT_DOCUMENT_BEGIN = 1, RT_PADDING = 2 };
+
+// Forward and backward share the struct. Letters as in attention, with G the heads of q and k. Arrays without a stride are
+// contiguous; those of the state dtype are f32, or f64 if dtype is RT_F64.
+typedef struct rt_scan_params {
+    rt_dtype dtype; // of q, k, v, out, dout
+    int64_t batch, num_tokens, num_heads, num_kv_heads, head_dim, v_head_dim;
+    bool channel_decay; // decay and ddecay are (B, N, H, D); else (B, N, H)
+    double scale;
+
+    const void *q, *k;                             // (B, N, G, D); head h reads head h / (H / G)
+    const void *v;                                 // (B, N, H, Dv)
+    int64_t q_stride[3], k_stride[3], v_stride[3]; // batch, token, head
+    const void *decay;                             // state dtype; <= 0
+    const void *beta;                              // (B, N, H) state dtype; NULL: no delta term
+    const void *step;                              // (B, N, H) state dtype; NULL: 1. Not with beta
+    const void *skip;                              // (H) state dtype; NULL: 0. Not with beta
+    const uint8_t *resets;                         // (B or 1, N)
+    int64_t resets_batch_stride;                   // N, or 0 if one row serves every batch
+    const void *initial_state;                     // (B, H, D, Dv) state dtype; NULL: 0
+    void *
+        states; // (B, H, rt_scan_num_states(N), D, Dv) state dtype. Forward: written, NULL if no backward will follow
+
+    // Forward only: written.
+    void *out;         // (B, N, H, Dv) dtype
+    void *final_state; // (B, H, D, Dv) state dtype
+
+    // Backward only. Gradients are of the state dtype, and written; each of an input that is NULL is NULL.
+    const void *dout; // (B, N, H, Dv) dtype
+    int64_t dout_stride[3];
+    const void *dfinal_state; // (B, H, D, Dv) state dtype; NULL: 0
+    void *dq, *dk;            // (B, N, G, D)
+    void *dv;                 // (B, N, H, Dv)
+    void *ddecay, *dbeta, *dstep;
+    void *dskip;          // (B, N, H): each token's part of it
+    void *dinitial_state; // (B, H, D, Dv); not NULL
+
+    void *workspace; // 64-byte aligned
+    int64_t workspace_bytes;
+} rt_scan_params;
+
+// How many states between the chunks of a row a forward keeps for the backward.
+int64_t rt_scan_num_states(int64_t num_tokens);
+// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
+int64_t rt_scan_fwd_workspace_bytes(const rt_scan_params *p, int64_t num_workers);
+int64_t rt_scan_bwd_workspace_bytes(const rt_scan_params *p, int64_t num_workers);
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_BAD_SCALE, RT_BAD_MASK (resets_batch_stride),
+//   RT_WORKSPACE
+rt_status rt_scan_fwd(const rt_scan_params *p, rt_parallel parallel);
+rt_status rt_scan_bwd(const rt_scan_params *p, rt_parallel parallel);
+
+enum { RT_MAX_CONV_WIDTH = 8 };
+
+// Causal depthwise convolution over the tokens of one document, in order:
+//   y_t = act(bias + sum over i < width of weight[i] x_(t - width + 1 + i)),    act(z) = z or z sigmoid(z).
+// resets: as in rt_scan_params; x before a document is 0, and before the first token of the row initial_state.
+typedef struct rt_conv_params {
+    rt_dtype dtype; // of x, y, dy, dx
+    int64_t batch, num_tokens, num_channels, width;
+    bool silu;
+    const void *x;                     // (B, N, C)
+    const void *weight;                // (C, width) state dtype
+    const void *bias;                  // (C) state dtype, or NULL
+    int64_t x_stride[2], dy_stride[2]; // batch, token
+    const uint8_t *resets;             // (B or 1, N)
+    int64_t resets_batch_stride;       // N, or 0
+    const void *initial_state;         // (B, width - 1, C) state dtype; NULL: 0
+    void *y;                           // (B, N, C)
+    void *final_state;                 // (B, width - 1, C) state dtype: the open document's last tokens
+    const void *dy;                    // (B, N, C)
+    const void *dfinal_state;          // (B, width - 1, C) state dtype; NULL: 0
+    void *dx;                          // (B, N, C)
+    void *dweight, *dbias,
+        *dinitial_state; // (C, width), (C), (B, width - 1, C) state dtype; dbias NULL if bias is
+} rt_conv_params;
+
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_WIDTH, RT_BAD_MASK (resets_batch_stride)
+rt_status rt_conv_fwd(const rt_conv_params *p, rt_parallel parallel);
+rt_status rt_conv_bwd(const rt_conv_params *p, rt_parallel parallel);
 
 // ---- gated MLP ---------------------------------------------------------------------------------
 

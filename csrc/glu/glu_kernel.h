@@ -5,18 +5,7 @@
 
 #include "../chunk.h"
 #include "../isa/kernels.h"
-
-typedef struct activation {
-    vec value, slope;
-} activation;
-
-// act = x sigmoid(z), act' = sigmoid(z) + x sigmoid(z) sigmoid(-z) dz.
-static inline activation sigmoid_gate(vec x, vec z, vec dz) {
-    const vec e = vec_exp(-vec_abs(z)), large = 1 / (1 + e), small = e * large; // sigmoid(|z|), sigmoid(-|z|)
-    const vec sigmoid = vec_select(z < 0, small, large), other = vec_select(z < 0, large, small);
-    const vec value = x * sigmoid;
-    return (activation){value, sigmoid + value * other * dz};
-}
+#include "../sigmoid.h"
 
 // Phi(-t) of the normal distribution for t >= 0, given bell = exp(-t^2 / 2).
 static inline vec normal_tail(vec t, vec bell) {

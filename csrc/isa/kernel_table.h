@@ -3,6 +3,8 @@
 #include "../dropout/dropout_kernel.h"
 #include "../glu/glu_kernel.h"
 #include "../loss/cross_entropy_kernel.h"
+#include "../scan/conv_kernel.h"
+#include "../scan/scan_kernel.h"
 #include "kernels.h"
 
 const rt_kernels RT_KERNELS = {
@@ -15,4 +17,9 @@ const rt_kernels RT_KERNELS = {
     .attn_forward = attn_forward,
     .attn_backward = attn_backward,
     .attn_delta = attn_delta,
+    .scan_scratch_bytes = scan_scratch_bytes,
+    .scan_forward = scan_forward,
+    .scan_backward = scan_backward,
+    .conv_forward = conv_forward,
+    .conv_backward = conv_backward,
 };

@@ -3,6 +3,7 @@
 #define RINGTILE_ISA_KERNELS_H
 
 #include "../ringtile.h"
+#include "../scan/chunks.h"
 
 // Forward: dprod, dgate and dup are NULL. Backward, in place: dgate, dup and prod are the arrays gate, up and dprod.
 typedef struct rt_glu_arrays {
@@ -30,6 +31,16 @@ typedef struct rt_kernels {
     // Tokens [first, last) of rt_attn_delta, counted over all batches.
     void (*attn_delta)(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                        void *delta, int64_t first, int64_t last);
+    // Of head head, batch batch of rt_scan_fwd or rt_scan_bwd. workspace: this worker's scratch, of scan_scratch_bytes.
+    int64_t (*scan_scratch_bytes)(const rt_scan_params *p, bool backward);
+    void (*scan_forward)(const rt_scan_params *p, const rt_chunks *chunks, int64_t batch, int64_t head,
+                         char *workspace);
+    // turn: of the heads that share q and k; turn->before is NULL for the first.
+    void (*scan_backward)(const rt_scan_params *p, const rt_chunks *chunks, int64_t batch, int64_t head,
+                          const rt_scan_turn *turn, char *workspace);
+    // Channels [first, last) of rt_conv_fwd or rt_conv_bwd.
+    void (*conv_forward)(const rt_conv_params *p, int64_t first, int64_t last);
+    void (*conv_backward)(const rt_conv_params *p, int64_t first, int64_t last);
 } rt_kernels;
 
 // Whether this CPU has an instruction set.

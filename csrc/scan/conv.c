@@ -1,0 +1,32 @@
+// The convolution's entry points: they check, then hand channels to the workers.
+#include "scan.h"
+
+#include "../isa/kernels.h"
+#include "../parallel.h"
+
+enum { TASK_CHANNELS = 256 };
+
+typedef struct job {
+    const rt_conv_params *p;
+    void (*kernel)(const rt_conv_params *p, int64_t first, int64_t last);
+} job;
+
+static void run_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
+    const job *j = ctx;
+    const int64_t first = task * TASK_CHANNELS, last = first + TASK_CHANNELS;
+    j->kernel(j->p, first, last < j->p->num_channels ? last : j->p->num_channels);
+}
+
+static rt_status run_conv(const rt_conv_params *p, bool backward, rt_parallel parallel) {
+    const rt_kernels *kernels;
+    rt_status status = rt_conv_check(p, backward);
+    if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);
+    if (status != RT_OK) return status;
+    job j = {p, backward ? kernels->conv_backward : kernels->conv_forward};
+    rt_for_each(parallel, rt_num_tasks(p->num_channels, TASK_CHANNELS), run_task, &j);
+    return RT_OK;
+}
+
+rt_status rt_conv_fwd(const rt_conv_params *p, rt_parallel parallel) { return run_conv(p, false, parallel); }
+rt_status rt_conv_bwd(const rt_conv_params *p, rt_parallel parallel) { return run_conv(p, true, parallel); }

@@ -1,0 +1,10 @@
+// The preconditions of recurrences and convolutions.
+#ifndef RINGTILE_SCAN_SCAN_H
+#define RINGTILE_SCAN_SCAN_H
+
+#include "../ringtile.h"
+
+rt_status rt_scan_check(const rt_scan_params *p, bool backward);
+rt_status rt_conv_check(const rt_conv_params *p, bool backward);
+
+#endif // RINGTILE_SCAN_SCAN_H

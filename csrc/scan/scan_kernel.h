@@ -1,0 +1,2 @@
+// The recurrences, compiled once per instruction set for its math type (vec.h).
+#include "backward.h"

@@ -1,0 +1,196 @@
+// The ops of recurrences and their convolution, on CPU tensors.
+#include "binding.h"
+
+namespace {
+
+using namespace ringtile;
+using MaybeTensor = std::optional<Tensor>;
+
+Tensor empty_like(const Tensor &x, std::vector<int64_t> sizes, ScalarType dtype) {
+    return torch::stable::empty(sizes, dtype, std::nullopt, x.device());
+}
+
+// A tensor of this dtype and these sizes, contiguous; its first element, NULL if there is none.
+void *optional_data(const char *op, const char *name, const MaybeTensor &x, ScalarType dtype,
+                    const std::vector<int64_t> &sizes) {
+    if (!x.has_value()) return nullptr;
+    return Arg{op, name, *x}.on_cpu().dtype(dtype).contiguous().sizes(sizes).data();
+}
+
+// resets: uint8 (B or 1, N). Returns the batch stride.
+int64_t set_resets(const char *op, const Tensor &resets, int64_t B, int64_t N, const uint8_t *&data) {
+    const Arg arg = {op, "resets", resets};
+    arg.on_cpu().dtype(ScalarType::Byte).dim(2).contiguous();
+    const bool shared = resets.size(0) == 1;
+    arg.sizes({shared ? 1 : B, N});
+    data = arg.data<const uint8_t>();
+    return shared ? 0 : N;
+}
+
+// ---- recurrences -------------------------------------------------------------------------------
+
+struct ScanArgs {
+    const Tensor &q, &k, &v, &decay;
+    const MaybeTensor &beta, &step, &skip;
+    const Tensor &resets;
+    const MaybeTensor &initial_state;
+    double scale;
+};
+
+void set_strides(int64_t (&strides)[3], const Tensor &x) {
+    for (int i = 0; i < 3; ++i) strides[i] = x.stride(i);
+}
+
+// The params that forward and backward share, from checked tensors.
+rt_scan_params scan_params(const char *op, const ScanArgs &in) {
+    Arg{op, "q", in.q}.on_cpu().dim(4).unit_last_stride();
+    const ScalarType dtype = Arg{op, "q", in.q}.scalar_type();
+    const int64_t B = in.q.size(0), N = in.q.size(1), G = in.q.size(2), D = in.q.size(3);
+    Arg{op, "k", in.k}.on_cpu().dtype(dtype).sizes({B, N, G, D}).unit_last_stride();
+    Arg{op, "v", in.v}.on_cpu().dtype(dtype).dim(4).unit_last_stride();
+    const int64_t H = in.v.size(2), Dv = in.v.size(3);
+    Arg{op, "v", in.v}.sizes({B, N, H, Dv});
+
+    rt_scan_params p = {};
+    p.dtype = dtype_of(in.q, op);
+    const ScalarType state = state_dtype(p.dtype);
+    p.batch = B, p.num_tokens = N, p.num_heads = H, p.num_kv_heads = G, p.head_dim = D, p.v_head_dim = Dv;
+    p.scale = in.scale;
+    const Arg decay = {op, "decay", in.decay};
+    p.channel_decay = in.decay.dim() == 4;
+    decay.on_cpu().dtype(state).contiguous();
+    decay.sizes(p.channel_decay ? std::vector<int64_t>{B, N, H, D} : std::vector<int64_t>{B, N, H});
+    p.decay = decay.data();
+    p.q = Arg{op, "q", in.q}.data(), p.k = Arg{op, "k", in.k}.data(), p.v = Arg{op, "v", in.v}.data();
+    set_strides(p.q_stride, in.q), set_strides(p.k_stride, in.k), set_strides(p.v_stride, in.v);
+    p.beta = optional_data(op, "beta", in.beta, state, {B, N, H});
+    p.step = optional_data(op, "step", in.step, state, {B, N, H});
+    p.skip = optional_data(op, "skip", in.skip, state, {H});
+    p.resets_batch_stride = set_resets(op, in.resets, B, N, p.resets);
+    p.initial_state = optional_data(op, "initial_state", in.initial_state, state, {B, H, D, Dv});
+    return p;
+}
+
+Tensor workspace_of(rt_scan_params &p, const Tensor &x, int64_t num_bytes) {
+    Tensor workspace = empty_like(x, {num_bytes}, ScalarType::Byte);
+    p.workspace = workspace.data_ptr(), p.workspace_bytes = num_bytes;
+    return workspace;
+}
+
+// keep: for a backward. Returns out, the final state, and the states that the backward needs.
+std::tuple<Tensor, Tensor, Tensor> scan(const Tensor &q, const Tensor &k, const Tensor &v,
+                                        const Tensor &decay, MaybeTensor beta, MaybeTensor step,
+                                        MaybeTensor skip, const Tensor &resets, MaybeTensor initial_state,
+                                        double scale, bool keep) {
+    const char *op = "scan";
+    rt_scan_params p = scan_params(op, {q, k, v, decay, beta, step, skip, resets, initial_state, scale});
+    const ScalarType state = state_dtype(p.dtype);
+    Tensor out = empty_like(q, {p.batch, p.num_tokens, p.num_heads, p.v_head_dim}, v.scalar_type());
+    Tensor final_state = empty_like(q, {p.batch, p.num_heads, p.head_dim, p.v_head_dim}, state);
+    const int64_t num_states = keep ? rt_scan_num_states(p.num_tokens) : 0;
+    Tensor states = empty_like(q, {p.batch, p.num_heads, num_states, p.head_dim, p.v_head_dim}, state);
+    p.out = out.data_ptr(), p.final_state = final_state.data_ptr();
+    p.states = keep ? states.data_ptr() : nullptr;
+    const rt_parallel parallel = torch_threads();
+    const Tensor workspace = workspace_of(p, q, rt_scan_fwd_workspace_bytes(&p, parallel.num_workers));
+    check(rt_scan_fwd(&p, parallel), op);
+    return {out, final_state, states};
+}
+
+// dq, dk, dv, ddecay, dbeta or dstep, dskip of each token, dinitial_state; the two in between may be empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+scan_backward(const Tensor &dout, MaybeTensor dfinal_state, const Tensor &q, const Tensor &k, const Tensor &v,
+              const Tensor &decay, MaybeTensor beta, MaybeTensor step, MaybeTensor skip, const Tensor &resets,
+              MaybeTensor initial_state, const Tensor &states, double scale) {
+    const char *op = "scan_backward";
+    rt_scan_params p = scan_params(op, {q, k, v, decay, beta, step, skip, resets, initial_state, scale});
+    const ScalarType state = state_dtype(p.dtype);
+    const int64_t B = p.batch, N = p.num_tokens, H = p.num_heads, G = p.num_kv_heads, D = p.head_dim,
+                  Dv = p.v_head_dim;
+    const Arg arg = {op, "dout", dout};
+    p.dout = arg.on_cpu().dtype(v.scalar_type()).sizes({B, N, H, Dv}).unit_last_stride().data();
+    set_strides(p.dout_stride, dout);
+    p.dfinal_state = optional_data(op, "dfinal_state", dfinal_state, state, {B, H, D, Dv});
+    const Arg kept = {op, "states", states};
+    p.states = kept.on_cpu().dtype(state).contiguous().sizes({B, H, rt_scan_num_states(N), D, Dv}).data();
+    Tensor dq = empty_like(q, {B, N, G, D}, state), dk = empty_like(q, {B, N, G, D}, state),
+           dv = empty_like(q, {B, N, H, Dv}, state), dinitial = empty_like(q, {B, H, D, Dv}, state);
+    Tensor ddecay = empty_like(
+        q, p.channel_decay ? std::vector<int64_t>{B, N, H, D} : std::vector<int64_t>{B, N, H}, state);
+    const bool has_factor = p.beta != nullptr || p.step != nullptr;
+    Tensor dfactor = empty_like(q, {B, N, has_factor ? H : 0}, state),
+           dskip = empty_like(q, {B, N, p.skip != nullptr ? H : 0}, state);
+    p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr(), p.ddecay = ddecay.data_ptr();
+    if (p.beta != nullptr) p.dbeta = dfactor.data_ptr();
+    if (p.step != nullptr) p.dstep = dfactor.data_ptr();
+    if (p.skip != nullptr) p.dskip = dskip.data_ptr();
+    p.dinitial_state = dinitial.data_ptr();
+    const rt_parallel parallel = torch_threads();
+    const Tensor workspace = workspace_of(p, q, rt_scan_bwd_workspace_bytes(&p, parallel.num_workers));
+    check(rt_scan_bwd(&p, parallel), op);
+    return {dq, dk, dv, ddecay, dfactor, dskip, dinitial};
+}
+
+// ---- convolution -------------------------------------------------------------------------------
+
+rt_conv_params conv_params(const char *op, const Tensor &x, const Tensor &weight, const MaybeTensor &bias,
+                           const Tensor &resets, const MaybeTensor &initial_state, bool silu) {
+    Arg{op, "x", x}.on_cpu().dim(3).unit_last_stride();
+    rt_conv_params p = {};
+    p.dtype = dtype_of(x, op);
+    const ScalarType state = state_dtype(p.dtype);
+    p.batch = x.size(0), p.num_tokens = x.size(1), p.num_channels = x.size(2), p.silu = silu;
+    const Arg weights = {op, "weight", weight};
+    weights.on_cpu().dtype(state).dim(2).contiguous().sizes({p.num_channels, weight.size(1)});
+    p.width = weight.size(1), p.weight = weights.data();
+    check(p.width < 1 || p.width > RT_MAX_CONV_WIDTH ? RT_BAD_WIDTH : RT_OK, op);
+    p.bias = optional_data(op, "bias", bias, state, {p.num_channels});
+    p.x = Arg{op, "x", x}.data(), p.x_stride[0] = x.stride(0), p.x_stride[1] = x.stride(1);
+    p.resets_batch_stride = set_resets(op, resets, p.batch, p.num_tokens, p.resets);
+    p.initial_state =
+        optional_data(op, "initial_state", initial_state, state, {p.batch, p.width - 1, p.num_channels});
+    return p;
+}
+
+std::tuple<Tensor, Tensor> causal_conv1d(const Tensor &x, const Tensor &weight, MaybeTensor bias,
+                                         const Tensor &resets, MaybeTensor initial_state, bool silu) {
+    const char *op = "causal_conv1d";
+    rt_conv_params p = conv_params(op, x, weight, bias, resets, initial_state, silu);
+    Tensor y = empty_like(x, {p.batch, p.num_tokens, p.num_channels}, x.scalar_type());
+    Tensor final_state = empty_like(x, {p.batch, p.width - 1, p.num_channels}, state_dtype(p.dtype));
+    p.y = y.data_ptr(), p.final_state = final_state.data_ptr();
+    check(rt_conv_fwd(&p, torch_threads()), op);
+    return {y, final_state};
+}
+
+// dx, dweight, dbias (empty without a bias), dinitial_state.
+std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(const Tensor &dy, MaybeTensor dfinal_state,
+                                                                  const Tensor &x, const Tensor &weight,
+                                                                  MaybeTensor bias, const Tensor &resets,
+                                                                  MaybeTensor initial_state, bool silu) {
+    const char *op = "causal_conv1d_backward";
+    rt_conv_params p = conv_params(op, x, weight, bias, resets, initial_state, silu);
+    const ScalarType state = state_dtype(p.dtype);
+    const std::vector<int64_t> state_sizes = {p.batch, p.width - 1, p.num_channels};
+    const Arg arg = {op, "dy", dy};
+    arg.on_cpu().dtype(x.scalar_type()).sizes({p.batch, p.num_tokens, p.num_channels}).unit_last_stride();
+    p.dy = arg.data(), p.dy_stride[0] = dy.stride(0), p.dy_stride[1] = dy.stride(1);
+    p.dfinal_state = optional_data(op, "dfinal_state", dfinal_state, state, state_sizes);
+    Tensor dx = empty_like(x, {p.batch, p.num_tokens, p.num_channels}, x.scalar_type());
+    Tensor dweight = empty_like(x, {p.num_channels, p.width}, state),
+           dbias = empty_like(x, {p.bias != nullptr ? p.num_channels : 0}, state),
+           dinitial = empty_like(x, state_sizes, state);
+    p.dx = dx.data_ptr(), p.dweight = dweight.data_ptr(), p.dinitial_state = dinitial.data_ptr();
+    if (p.bias != nullptr) p.dbias = dbias.data_ptr();
+    check(rt_conv_bwd(&p, torch_threads()), op);
+    return {dx, dweight, dbias, dinitial};
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
+    m.impl("scan", TORCH_BOX(&scan));
+    m.impl("scan_backward", TORCH_BOX(&scan_backward));
+    m.impl("causal_conv1d", TORCH_BOX(&causal_conv1d));
+    m.impl("causal_conv1d_backward", TORCH_BOX(&causal_conv1d_backward));
+}

@@ -1,0 +1,322 @@
+"""The compiled recurrences and their convolution over the tokens of one device, differentiable once.
+
+    gated_delta_rule   S = diag(exp g) S;  u = beta (v - S^T k);  S += k u^T;  out = scale S^T q   (arXiv:2412.06464)
+    ssd                S = exp(dt A) S + dt B x^T;  y = S^T C + D x                                (arXiv:2405.21060)
+    causal_conv1d      y = act(bias + sum over i of weight[i] x_(t - width + 1 + i))
+
+resets, uint8 (B or 1, N), on the CPU. Bit 0: a document starts at this token, so that nothing before it reaches it, the
+initial state included. Bit 1: padding, which is skipped: its numbers are not read, its output and gradients are 0. The
+final state is that of the document that is open after the last token. States are float32, or float64 for float64.
+
+Shape letters: B batch, N tokens, H heads, G heads of q and k (of B and C; H is a multiple), K and V their dims, C
+channels, W width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringtile import arguments, derivatives, ops
+from ringtile.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+MAX_WIDTH = 8
+ACTIVATIONS = ("", "silu")
+_CHUNK = 64  # tokens between the states that a forward keeps for its backward (csrc/scan/chunks.h)
+
+_ops = torch.ops.ringtile
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """A causal depthwise convolution of x (B, N, C) with weight (C, W), W <= 8, and bias (C).
+
+    initial_state (B, W - 1, C): the inputs before the first token, 0 if None. activation: "" or "silu". Returns y
+    (B, N, C) of x's dtype, and the last W - 1 inputs of the open document, 0 before its start.
+    """
+    op = "causal_conv1d"
+    _check_tensors(op, 3, x=x, weight=weight, bias=bias, resets=resets, initial_state=initial_state)
+    if activation not in ACTIVATIONS:
+        raise InputError(f'activation is {activation!r}; expected "silu", or "" for none')
+    width = weight.size(1) if weight.dim() == 2 else 0
+    if not 1 <= width <= MAX_WIDTH:
+        raise InputError(f"weight is {tuple(weight.shape)}; expected (channels, width) with a width in 1..{MAX_WIDTH}")
+    batch, num_tokens, num_channels = x.shape
+    _check_shape("weight", weight, (num_channels, width), "the channels of x")
+    _check_shape("bias", bias, (num_channels,), "the channels of x")
+    _check_shape("initial_state", initial_state, (batch, width - 1, num_channels), "(batch, width - 1, channels)")
+    _check_resets(resets, batch, num_tokens)
+    state = ops.state_dtype(x.dtype)
+    weight, bias, initial_state = (_as(state, given) for given in (weight, bias, initial_state))
+    y, final_state = _ops.causal_conv1d(
+        _unit_last_stride(x), weight, bias, resets.contiguous(), initial_state, activation == "silu"
+    )
+    return y, final_state
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    resets: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule of q, k (B, N, G, K) and v (B, N, H, V), with log decay g <= 0 and strength beta (B, N, H).
+
+    g (B, N, H), or (B, N, H, K) for a decay of each channel (KDA). initial_state (B, H, K, V), 0 if None. Returns out
+    (B, N, H, V) of v's dtype and the final state.
+    """
+    op = "gated_delta_rule"
+    _check_tensors(op, 4, q=q, k=k, v=v, g=g, beta=beta, resets=resets, initial_state=initial_state)
+    _check_heads(("q", q), ("k", k), ("v", v), initial_state)
+    batch, num_tokens, num_heads, dim = *v.shape[:3], q.size(3)
+    expected = (batch, num_tokens, num_heads)
+    _check_shape("beta", beta, expected, "(batch, tokens, heads) of v")
+    if g.dim() == 4:
+        _check_shape("g", g, (*expected, dim), "the tokens and heads of v and the head dim of k")
+    else:
+        _check_shape("g", g, expected, "(batch, tokens, heads) of v, or with the head dim of k for KDA")
+    _check_resets(resets, batch, num_tokens)
+    scale = arguments.check_number("scale", scale)
+    ops.check_scale_and_softcap(v.dtype, scale, 0.0)
+    state = ops.state_dtype(v.dtype)
+    g, beta, initial_state = (_as(state, given) for given in (g, beta, initial_state))
+    return _scan(q, k, v, g, beta, None, None, resets, initial_state, scale)
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    resets: Tensor,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's scan of x (B, N, H, V) with step dt (B, N, H) after its softplus, A (H) < 0, B and C (B, N, G, K), D (H).
+
+    initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's dtype and the final state.
+    """
+    _check_tensors("ssd", 4, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
+    transposed = None if initial_state is None else initial_state.transpose(-1, -2)
+    _check_heads(("C", C), ("B", B), ("x", x), transposed)
+    batch, num_tokens, num_heads = x.shape[:3]
+    _check_shape("dt", dt, (batch, num_tokens, num_heads), "(batch, tokens, heads) of x")
+    _check_shape("A", A, (num_heads,), "the heads of x")
+    _check_shape("D", D, (num_heads,), "the heads of x")
+    _check_resets(resets, batch, num_tokens)
+    state = ops.state_dtype(x.dtype)
+    step, rate, skip, transposed = (_as(state, given) for given in (dt, A, D, transposed))
+    # Padding may hold anything, which autograd would multiply by its gradient of 0.
+    decay = torch.where((resets & 2 > 0)[..., None], 0, step) * rate  # type: ignore[operator]
+    y, final_state = _scan(C, B, x, decay, None, step, skip, resets, transposed, 1.0)
+    return y, final_state.transpose(-1, -2)
+
+
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    step: Tensor | None,
+    skip: Tensor | None,
+    resets: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (_unit_last_stride(x) for x in (q, k, v))
+    inputs = (q, k, v, decay, beta, step, skip, initial_state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    out, final_state, _ = _ops.scan(
+        q, k, v, decay.contiguous(), beta, step, skip, resets.contiguous(), initial_state, scale, keep
+    )
+    return out, final_state
+
+
+def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(dtype).contiguous()
+
+
+def _unit_last_stride(x: Tensor) -> Tensor:
+    return x if x.size(-1) < 2 or x.stride(-1) == 1 else x.contiguous()
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _check_tensors(op: str, num_dims: int, **tensors: Tensor | None) -> None:
+    """Types, devices, dtypes, storages and derivatives of an op's tensors; the first has num_dims dims."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x is None and name in ("bias", "D", "initial_state"):
+            continue
+        arguments.check_tensor(name, x)
+        assert isinstance(x, Tensor)
+        if name != "resets" and x.dtype not in ops.FLOAT_DTYPES:
+            raise InputError(f"{name} has dtype {x.dtype}, expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
+    assert isinstance(first, Tensor)
+    if first.device.type not in ("cpu", "meta"):
+        raise InputError(f"{first_name} is on {first.device}; expected a CPU tensor: {op} has no kernel there yet")
+    arguments.check_devices(first_name, first, **tensors)
+    derivatives.check_once(op, *tensors.values(), vmap=False)
+    if first.dim() != num_dims:
+        words = "(batch, tokens, channels)" if num_dims == 3 else "(batch, tokens, heads, head dim)"
+        raise InputError(f"{first_name} is {tuple(first.shape)}; expected {words}")
+
+
+def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...], why: str) -> None:
+    if x is not None and tuple(x.shape) != expected:
+        raise InputError(f"{name} is {tuple(x.shape)}; expected {expected}: {why}")
+
+
+def _check_resets(resets: Tensor, batch: int, num_tokens: int) -> None:
+    if resets.dtype != torch.uint8:
+        raise InputError(f"resets has dtype {resets.dtype}; expected torch.uint8: 1 a document starts, 2 padding")
+    if tuple(resets.shape) not in ((batch, num_tokens), (1, num_tokens)):
+        raise InputError(f"resets is {tuple(resets.shape)}; expected ({batch}, {num_tokens}) or (1, {num_tokens})")
+
+
+def _check_heads(of_q: tuple[str, Tensor], of_k: tuple[str, Tensor], of_v: tuple[str, Tensor], state: Any) -> None:
+    """q, k (B, N, G, K), v (B, N, H, V) and the initial state (B, H, K, V), by the names that the caller gave them."""
+    (q_name, q), (k_name, k), (v_name, v) = of_q, of_k, of_v
+    for name, x in (of_q, of_k, of_v):
+        if x.dim() != 4:
+            raise InputError(f"{name} is {tuple(x.shape)}; expected (batch, tokens, heads, head dim)")
+        if x.dtype != v.dtype:
+            raise InputError(f"{name} has dtype {x.dtype} but {v_name} has {v.dtype}; cast them to one dtype")
+        if not 1 <= x.size(3) <= ops.MAX_HEAD_DIM:
+            raise InputError(f"{name} has head dim {x.size(3)}, expected 1..{ops.MAX_HEAD_DIM}")
+    _check_shape(k_name, k, tuple(q.shape), f"as {q_name}")
+    if q.shape[:2] != v.shape[:2]:
+        raise InputError(f"{q_name} has (batch, tokens) {tuple(q.shape[:2])} but {v_name} {tuple(v.shape[:2])}")
+    if q.size(2) == 0 or v.size(2) == 0 or v.size(2) % q.size(2):
+        raise InputError(
+            f"{v_name} has {v.size(2)} heads and {q_name} {q.size(2)}; expected a positive multiple of the latter"
+        )
+    if state is not None and tuple(state.shape) != (v.size(0), v.size(2), q.size(3), v.size(3)):
+        dims = f"heads of {v_name}, head dims of {k_name} and {v_name} (ssd: the other way round)"
+        raise InputError(f"initial_state is {tuple(state.shape)} (as head dims of {k_name}, {v_name}); expected {dims}")
+
+
+# ---- the ops: shapes and derivatives ------------------------------------------------------------
+
+
+def _num_states(num_tokens: int) -> int:
+    return (num_tokens - 1) // _CHUNK if num_tokens else 0
+
+
+@torch.library.register_fake("ringtile::scan")  # type: ignore[untyped-decorator]
+def _(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, step: Tensor | None, skip: Tensor | None,
+    resets: Tensor, initial_state: Tensor | None, scale: float, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, num_tokens, num_heads, v_dim = v.shape
+    state = (q.size(3), v_dim)
+    kept = (batch, num_heads, _num_states(num_tokens) if keep else 0, *state)
+    return v.new_empty(v.shape), decay.new_empty(batch, num_heads, *state), decay.new_empty(kept)
+
+
+@torch.library.register_fake("ringtile::scan_backward")  # type: ignore[untyped-decorator]
+def _(
+    dout: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None,
+    step: Tensor | None, skip: Tensor | None, resets: Tensor, initial_state: Tensor | None, states: Tensor,
+    scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, num_tokens, num_heads, v_dim = v.shape
+    has_factor = beta is not None or step is not None
+    shapes = [q.shape, k.shape, v.shape, decay.shape]
+    shapes += [torch.Size([batch, num_tokens, num_heads if has else 0]) for has in (has_factor, skip is not None)]
+    shapes.append(torch.Size([batch, num_heads, q.size(3), v_dim]))
+    return tuple(decay.new_empty(shape) for shape in shapes)
+
+
+@torch.library.register_fake("ringtile::causal_conv1d")  # type: ignore[untyped-decorator]
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2))
+
+
+@torch.library.register_fake("ringtile::causal_conv1d_backward")  # type: ignore[untyped-decorator]
+def _(
+    dy: Tensor, dfinal_state: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor,
+    initial_state: Tensor | None, silu: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dbias = weight.new_empty(0 if bias is None else x.size(2))
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, weight.new_empty(
+        x.size(0), weight.size(1) - 1, x.size(2)
+    )
+
+
+def _setup_scan(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.keep = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _scan_backward(
+    ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
+) -> tuple[Tensor | None, ...]:
+    *tensors, states = ctx.saved_tensors
+    q, k, v, _, beta, step, skip, _, initial_state = tensors
+    derivatives.check_once("the backward of a recurrence", dout, dfinal_state)
+    dout = v.new_zeros(v.shape) if dout is None else _unit_last_stride(dout)
+    dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+    dq, dk, dv, ddecay, dfactor, dskip, dinitial = _ops.scan_backward(dout, dfinal_state, *tensors, states, ctx.scale)
+    return (
+        dq.to(q.dtype),
+        dk.to(k.dtype),
+        dv.to(v.dtype),
+        ddecay,
+        None if beta is None else dfactor,
+        None if step is None else dfactor,
+        None if skip is None else dskip.sum((0, 1)),
+        None,
+        None if initial_state is None else dinitial,
+        None,
+        None,
+    )
+
+
+def _setup_conv(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.silu = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _conv_backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, _, bias, _, initial_state = tensors = ctx.saved_tensors
+    derivatives.check_once("the backward of causal_conv1d", dy, dfinal_state)
+    dy = x.new_zeros(x.shape) if dy is None else _unit_last_stride(dy)
+    dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+    dx, dweight, dbias, dinitial = _ops.causal_conv1d_backward(dy, dfinal_state, *tensors, ctx.silu)
+    return dx, dweight, None if bias is None else dbias, None, None if initial_state is None else dinitial, None
+
+
+def _refuse_scan(ctx: FunctionCtx, *gradients: Tensor) -> None:
+    raise derivatives.differentiated_again("gated_delta_rule or ssd")
+
+
+def _refuse_conv(ctx: FunctionCtx, *gradients: Tensor) -> None:
+    raise derivatives.differentiated_again("causal_conv1d")
+
+
+torch.library.register_autograd("ringtile::scan", _scan_backward, setup_context=_setup_scan)
+torch.library.register_autograd("ringtile::scan_backward", _refuse_scan)
+torch.library.register_autograd("ringtile::causal_conv1d", _conv_backward, setup_context=_setup_conv)
+torch.library.register_autograd("ringtile::causal_conv1d_backward", _refuse_conv)

@@ -1,0 +1,91 @@
+"""Recurrences and their convolution from their definitions, token by token in float64: the oracle of tests/test_scan_*.py.
+
+Each is a function of torch operations, so that autograd gives its gradients. Shape letters as in
+python/ringtile/recurrent/kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BEGIN, PADDING = 1, 2
+
+
+def rows_of(resets: Tensor, batch: int) -> list[list[int]]:
+    rows: list[list[int]] = resets.expand(batch, -1).tolist()
+    return rows
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, resets: Tensor, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, V) and the final state (B, H, K, V); without beta v is added as it is."""
+    batch, num_tokens, num_heads, dim = v.shape
+    repeats = num_heads // q.size(2)
+    q, k = (x.double().repeat_interleave(repeats, dim=2) for x in (q, k))
+    v, decay = v.double(), decay.double()
+    decay = decay if decay.dim() == 4 else decay[..., None]
+    outs, finals = [], []
+    for b, row in enumerate(rows_of(resets, batch)):
+        zero = torch.zeros(num_heads, k.size(3), dim, dtype=torch.float64)
+        now = zero if state is None else state[b].double()
+        out = []
+        for t, bits in enumerate(row):
+            if bits & BEGIN:
+                now = zero
+            if bits & PADDING:
+                out.append(torch.zeros(num_heads, dim, dtype=torch.float64))
+                continue
+            now = decay[b, t].exp()[..., None] * now
+            u = v[b, t]
+            if beta is not None:
+                u = beta[b, t, :, None].double() * (u - torch.einsum("hkv,hk->hv", now, k[b, t]))
+            now = now + k[b, t][:, :, None] * u[:, None]
+            out.append(scale * torch.einsum("hkv,hk->hv", now, q[b, t]))
+        outs.append(torch.stack(out) if out else v[b])
+        finals.append(now)
+    return torch.stack(outs), torch.stack(finals)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    return recurrence(q, k, v, g, beta, resets, state, scale)
+
+
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, resets: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x, dt = x.double(), dt.double()
+    held = (resets & PADDING == 0).expand(dt.shape[:2])[..., None]
+    dt, skipped = torch.where(held, dt, 0), torch.where(held[..., None], x, 0)
+    before = None if state is None else state.mT
+    y, final = recurrence(C, B, dt[..., None] * skipped, dt * A.double(), None, resets, before, 1.0)
+    return (y if D is None else y + D.double()[:, None] * skipped), final.mT
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, state: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    batch, _, num_channels = x.shape
+    width, zero = weight.size(1), torch.zeros(num_channels, dtype=torch.float64)
+    ys, finals = [], []
+    for b, row in enumerate(rows_of(resets, batch)):
+        window = [zero] * (width - 1) if state is None else list(state[b].double())
+        y = []
+        for t, bits in enumerate(row):
+            if bits & BEGIN:
+                window = [zero] * (width - 1)
+            if bits & PADDING:
+                y.append(zero)
+                continue
+            window.append(x[b, t].double())
+            z = zero if bias is None else bias.double()
+            for i in range(width):
+                z = z + weight[:, i].double() * window[len(window) - width + i]
+            window = window[len(window) - width + 1 :]
+            y.append(torch.nn.functional.silu(z) if activation else z)
+        ys.append(torch.stack(y) if y else x[b].double())
+        finals.append(torch.stack(window) if window else x.new_zeros(0, num_channels).double())
+    return torch.stack(ys), torch.stack(finals)
