@@ -1,4 +1,4 @@
-"""Recurrences and their convolution from their definitions, token by token in float64: the oracle of tests/test_scan_*.py.
+"""Recurrences and their convolution from their definitions, token by token in float64: an oracle.
 
 Each is a function of torch operations, so that autograd gives its gradients. Shape letters as in
 python/ringtile/recurrent/kernels.py.
@@ -18,16 +18,23 @@ def rows_of(resets: Tensor, batch: int) -> list[list[int]]:
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, resets: Tensor, state: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    resets: Tensor,
+    state: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, V) and the final state (B, H, K, V); without beta v is added as it is."""
-    batch, num_tokens, num_heads, dim = v.shape
+    _, _, num_heads, dim = v.shape
     repeats = num_heads // q.size(2)
     q, k = (x.double().repeat_interleave(repeats, dim=2) for x in (q, k))
     v, decay = v.double(), decay.double()
     decay = decay if decay.dim() == 4 else decay[..., None]
     outs, finals = [], []
-    for b, row in enumerate(rows_of(resets, batch)):
+    for b, row in enumerate(rows_of(resets, v.size(0))):
         zero = torch.zeros(num_heads, k.size(3), dim, dtype=torch.float64)
         now = zero if state is None else state[b].double()
         out = []

@@ -7,6 +7,7 @@ import importlib
 import pytest
 import torch
 from ringtile import InputError, ops
+from ringtile.recurrent import kernels as _  # noqa: F401  (registers what autograd and fake tensors need)
 
 B, N, K, H, G, D, Dv = 2, 5, 7, 4, 2, 6, 3
 
@@ -45,6 +46,19 @@ def causal(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, seq_len, dtype=torch.int32), positions[None] + 1
 
 
+def scan_arguments() -> tuple[torch.Tensor | None, ...]:
+    """q, k, v, decay, beta, step, skip, resets, initial_state: one token of the second chunk has a kept state."""
+    q, k, v = (torch.randn(B, 66, heads, dim) for heads, dim in ((G, D), (G, D), (H, Dv)))
+    resets = torch.zeros(1, 66, dtype=torch.uint8)
+    return q, k / D, v, -torch.rand(B, 66, H), torch.rand(B, 66, H), None, None, resets, torch.randn(B, H, D, Dv)
+
+
+def convolution_arguments() -> tuple[torch.Tensor, ...]:
+    """x, weight, bias, resets, initial_state."""
+    resets = torch.zeros(1, N, dtype=torch.uint8)
+    return torch.randn(B, N, 3), torch.randn(3, 4), torch.randn(3), resets, torch.randn(B, 3, 3)
+
+
 TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
 
 OPCHECK_CASES = {
@@ -64,6 +78,12 @@ OPCHECK_CASES = {
         torch.randn(3, 5), torch.tensor([0, 4, -100]), torch.zeros(3), torch.zeros(3), -100, 0.1, 0.0, 0.0, True,
     ),
     "dropout": lambda: (torch.randn(3, 5, requires_grad=True), torch.arange(6).view(3, 2), 0.5, 1, 2, 3),
+    "scan": lambda: (*scan_arguments(), 0.5, True),
+    "scan_backward": lambda: (
+        torch.randn(B, 66, H, Dv), torch.randn(B, H, D, Dv), *scan_arguments(), torch.randn(B, H, 1, D, Dv), 0.5,
+    ),
+    "causal_conv1d": lambda: (*convolution_arguments(), True),
+    "causal_conv1d_backward": lambda: (torch.randn(B, N, 3), torch.randn(B, 3, 3), *convolution_arguments(), True),
 }  # fmt: skip
 
 
@@ -85,8 +105,8 @@ def test_every_op_is_opchecked() -> None:
 @pytest.mark.parametrize("name", sorted(set(OPCHECK_CASES) - {"shard_seq", "unshard_seq"}))
 def test_compiled_op_names_each_tensor_that_is_missing(name: str) -> None:
     """None reaches an op as an undefined tensor, which has no dtype; torch answers where no other is left."""
-    arguments = OPCHECK_CASES[name]()
-    for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
+    arguments, schema = OPCHECK_CASES[name](), getattr(torch.ops.ringtile, name).default._schema
+    for i in (i for i, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"):
         with pytest.raises(RuntimeError, match=rf"ringtile.{name}: .* is None, expected|no tensor arguments"):
             getattr(torch.ops.ringtile, name)(*arguments[:i], None, *arguments[i + 1 :])
 

@@ -117,9 +117,10 @@ scan_backward(const Tensor &dout, MaybeTensor dfinal_state, const Tensor &q, con
            dv = empty_like(q, {B, N, H, Dv}, state), dinitial = empty_like(q, {B, H, D, Dv}, state);
     Tensor ddecay = empty_like(
         q, p.channel_decay ? std::vector<int64_t>{B, N, H, D} : std::vector<int64_t>{B, N, H}, state);
-    const bool has_factor = p.beta != nullptr || p.step != nullptr;
+    // Not by their pointers, which are NULL without tokens.
+    const bool has_factor = beta.has_value() || step.has_value();
     Tensor dfactor = empty_like(q, {B, N, has_factor ? H : 0}, state),
-           dskip = empty_like(q, {B, N, p.skip != nullptr ? H : 0}, state);
+           dskip = empty_like(q, {B, N, skip.has_value() ? H : 0}, state);
     p.dq = dq.data_ptr(), p.dk = dk.data_ptr(), p.dv = dv.data_ptr(), p.ddecay = ddecay.data_ptr();
     if (p.beta != nullptr) p.dbeta = dfactor.data_ptr();
     if (p.step != nullptr) p.dstep = dfactor.data_ptr();
@@ -178,7 +179,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(const Tensor &
     p.dfinal_state = optional_data(op, "dfinal_state", dfinal_state, state, state_sizes);
     Tensor dx = empty_like(x, {p.batch, p.num_tokens, p.num_channels}, x.scalar_type());
     Tensor dweight = empty_like(x, {p.num_channels, p.width}, state),
-           dbias = empty_like(x, {p.bias != nullptr ? p.num_channels : 0}, state),
+           dbias = empty_like(x, {bias.has_value() ? p.num_channels : 0}, state),
            dinitial = empty_like(x, state_sizes, state);
     p.dx = dx.data_ptr(), p.dweight = dweight.data_ptr(), p.dinitial_state = dinitial.data_ptr();
     if (p.bias != nullptr) p.dbias = dbias.data_ptr();

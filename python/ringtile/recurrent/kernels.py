@@ -56,10 +56,8 @@ def causal_conv1d(
     _check_shape("initial_state", initial_state, (batch, width - 1, num_channels), "(batch, width - 1, channels)")
     _check_resets(resets, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
-    weight, bias, initial_state = (_as(state, given) for given in (weight, bias, initial_state))
-    y, final_state = _ops.causal_conv1d(
-        _unit_last_stride(x), weight, bias, resets.contiguous(), initial_state, activation == "silu"
-    )
+    tensors = (_as(state, weight), _maybe(state, bias), resets.contiguous(), _maybe(state, initial_state))
+    y, final_state = _ops.causal_conv1d(_unit_last_stride(x), *tensors, activation == "silu")
     return y, final_state
 
 
@@ -92,8 +90,8 @@ def gated_delta_rule(
     scale = arguments.check_number("scale", scale)
     ops.check_scale_and_softcap(v.dtype, scale, 0.0)
     state = ops.state_dtype(v.dtype)
-    g, beta, initial_state = (_as(state, given) for given in (g, beta, initial_state))
-    return _scan(q, k, v, g, beta, None, None, resets, initial_state, scale)
+    before = _maybe(state, initial_state)
+    return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, resets, before, scale)
 
 
 def ssd(
@@ -106,9 +104,10 @@ def ssd(
     resets: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's scan of x (B, N, H, V) with step dt (B, N, H) after its softplus, A (H) < 0, B and C (B, N, G, K), D (H).
+    """Mamba-2's scan of x (B, N, H, V) with B and C (B, N, G, K), A (H) < 0, D (H).
 
-    initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's dtype and the final state.
+    dt (B, N, H): the step, after its softplus. initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's
+    dtype and the final state.
     """
     _check_tensors("ssd", 4, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
     transposed = None if initial_state is None else initial_state.transpose(-1, -2)
@@ -119,10 +118,10 @@ def ssd(
     _check_shape("D", D, (num_heads,), "the heads of x")
     _check_resets(resets, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
-    step, rate, skip, transposed = (_as(state, given) for given in (dt, A, D, transposed))
+    step = _as(state, dt)
     # Padding may hold anything, which autograd would multiply by its gradient of 0.
-    decay = torch.where((resets & 2 > 0)[..., None], 0, step) * rate  # type: ignore[operator]
-    y, final_state = _scan(C, B, x, decay, None, step, skip, resets, transposed, 1.0)
+    decay = torch.where((resets & 2 > 0)[..., None], 0, step) * A.to(state)
+    y, final_state = _scan(C, B, x, decay, None, step, _maybe(state, D), resets, _maybe(state, transposed), 1.0)
     return y, final_state.transpose(-1, -2)
 
 
@@ -147,8 +146,12 @@ def _scan(
     return out, final_state
 
 
-def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(dtype).contiguous()
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(dtype).contiguous()
+
+
+def _maybe(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
+    return None if x is None else _as(dtype, x)
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:
@@ -257,8 +260,11 @@ def _(
     initial_state: Tensor | None, silu: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dbias = weight.new_empty(0 if bias is None else x.size(2))
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, weight.new_empty(
-        x.size(0), weight.size(1) - 1, x.size(2)
+    return (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape),
+        dbias,
+        weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2)),
     )
 
 

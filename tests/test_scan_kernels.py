@@ -1,0 +1,337 @@
+"""The compiled recurrences and their convolution against their definitions, token by token in float64.
+
+Every dtype, tail and kind on every instruction set is in tests/c/test_scan.c.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import scan_oracle
+import torch
+from ringtile import InputError, Refused
+from ringtile.recurrent import kernels
+from scan_oracle import BEGIN, PADDING
+from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+KINDS = ("delta", "kda", "ssd", "convolution")
+B, N, G, H, K, V, CHANNELS = 2, 70, 1, 2, 5, 3, 6
+
+
+def tensors_of(
+    kind: str, dtype: torch.dtype = torch.float64, num_tokens: int = N, batch: int = B, dim: int = K, decay: float = 0.5
+) -> dict[str, Tensor]:
+    """Every floating input of a kind, by name. Keys have length 1, as layers normalize them."""
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+
+    found: dict[str, Tensor]
+    if kind == "convolution":
+        found = {"x": normal(num_tokens, CHANNELS), "weight": normal(CHANNELS, 4)[0], "bias": normal(CHANNELS)[0]}
+        found["initial_state"] = normal(3, CHANNELS)
+    elif kind == "ssd":
+        found = {"x": normal(num_tokens, H, V), "dt": normal(num_tokens, H).abs(), "A": -decay * normal(H)[0].abs()}
+        found |= {"B": normal(num_tokens, G, dim), "C": normal(num_tokens, G, dim), "D": normal(H)[0]}
+        found["initial_state"] = normal(H, V, dim)
+    else:
+        found = {
+            "q": normal(num_tokens, G, dim),
+            "v": normal(num_tokens, H, V),
+            "beta": normal(num_tokens, H).sigmoid(),
+        }
+        found["k"] = torch.nn.functional.normalize(normal(num_tokens, G, dim), dim=-1)
+        found["g"] = -decay * normal(num_tokens, H, *([dim] if kind == "kda" else [])).abs()
+        found["initial_state"] = normal(H, dim, V)
+    return {name: x.to(dtype).requires_grad_() for name, x in found.items()}
+
+
+ORDER = {
+    "convolution": ("x", "weight", "bias", "resets", "initial_state"),
+    "ssd": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
+    "delta": ("q", "k", "v", "g", "beta", "resets", "initial_state"),
+}
+LAST = {"convolution": ("silu",), "ssd": (), "delta": (0.7,)}
+FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "delta": "gated_delta_rule"}
+
+
+def call(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
+    kind = "delta" if kind == "kda" else kind
+    given = tensors | {"resets": resets}
+    function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION[kind])
+    return function(*(given.get(name) for name in ORDER[kind]), *LAST[kind])
+
+
+def results(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> dict[str, Tensor]:
+    """The output, the final state, and all gradients of a random function of both, whose slopes every dtype holds."""
+    out, final = call(module, kind, tensors, resets)
+    generator = torch.Generator().manual_seed(0)
+    parts = [(x * torch.randint(-8, 9, x.shape, generator=generator).double() / 8).sum() for x in (out, final)]
+    names, leaves = zip(*tensors.items(), strict=True)
+    gradients = torch.autograd.grad(sum(parts, torch.zeros(())), leaves, materialize_grads=True)
+    return {"out": out.detach(), "final": final.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def resets_of(*rows: dict[int, int], num_tokens: int = N) -> Tensor:
+    resets = torch.zeros(len(rows), num_tokens, dtype=torch.uint8)
+    for row, bits in zip(resets, rows, strict=True):
+        for token, value in bits.items():
+            row[token] = value
+    return resets
+
+
+PLACES = {
+    "one document": resets_of({}),
+    "documents at every kind of place": resets_of({0: BEGIN, 1: BEGIN, 30: BEGIN, 64: BEGIN, 69: BEGIN}),
+    "rows that differ": resets_of({7: BEGIN}, {}),
+    "every token": torch.full((1, N), BEGIN, dtype=torch.uint8),
+    "padding left, inside and right": resets_of(
+        {0: PADDING, 1: PADDING | BEGIN, 5: PADDING, 40: BEGIN, 41: PADDING, 69: PADDING}, {68: PADDING, 69: PADDING}
+    ),
+    "a document without a token at the end": resets_of({69: PADDING | BEGIN}),
+    "padding only": torch.full((1, N), PADDING, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_are_their_definitions_in_float64(kind: str, places: str) -> None:
+    """Values and gradients to a few hundred ulp: sums of at most N + K terms of magnitude about 1 to 10."""
+    tensors = tensors_of(kind)
+    got, want = (results(module, kind, tensors, PLACES[places]) for module in (kernels, scan_oracle))
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 129])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_take_any_number_of_tokens(kind: str, num_tokens: int) -> None:
+    tensors, resets = tensors_of(kind, num_tokens=num_tokens), resets_of({}, num_tokens=num_tokens)
+    got, want = (results(module, kind, tensors, resets) for module in (kernels, scan_oracle))
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind: str) -> None:
+    """Through chunks, documents and padding, by both results; the definitions above have autograd's own gradients."""
+    tensors, resets = tensors_of(kind, num_tokens=68, batch=1, dim=2), resets_of({66: BEGIN, 2: PADDING}, num_tokens=68)
+    names = list(tensors)
+
+    def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return call(kernels, kind, dict(zip(names, leaves, strict=True)), resets)
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+STRENGTHS = {"strong": -1e4, "none": 0.0, "mild": -0.05, "all at once": float("-inf")}
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("kind", ["delta", "kda"])
+def test_any_decay_is_exact(kind: str, strength: str) -> None:
+    """Every third token forgets by that much; beta 2 makes each step a reflection, so that nothing fades by itself."""
+    tensors = tensors_of(kind)
+    with torch.no_grad():
+        tensors["g"][:, ::3] = STRENGTHS[strength]
+        tensors["beta"].fill_(2.0)
+    got, want = (results(module, kind, tensors, PLACES["one document"]) for module in (kernels, scan_oracle))
+    for name, x in want.items():
+        if name == "g" and strength == "all at once":
+            continue  # autograd's exp has 0 * inf there; ours is 0
+        torch.testing.assert_close(got[name], x, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    assert got["g"].isfinite().all()
+
+
+def distance(got: dict[str, Tensor], want: dict[str, Tensor], name: str) -> float:
+    return float((got[name].double() - want[name]).norm() / want[name].norm())
+
+
+@pytest.mark.parametrize("kind", ["delta", "kda"])
+@pytest.mark.parametrize("decay", [0.05, 3.0])
+def test_float32_is_no_further_from_float64_than_transformers(kind: str, decay: float) -> None:
+    """Ours may be off by twice transformers' error, or by the 8 ulp below which both are chance."""
+    tensors = tensors_of(kind, torch.float32, num_tokens=300, dim=16, decay=decay)
+    del tensors["initial_state"]
+    resets = resets_of({}, num_tokens=300)
+    theirs = chunk_kimi_delta_attention if kind == "kda" else torch_chunk_gated_delta_rule
+
+    class Transformers:
+        @staticmethod
+        def gated_delta_rule(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: None, scale: float
+        ) -> tuple[Tensor, Tensor]:
+            q, k = (x.repeat_interleave(H, dim=2) for x in (q, k))
+            out, final = theirs(q * (scale * q.size(3) ** 0.5), k, v, g, beta, output_final_state=True)
+            return out, final
+
+    exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    want = results(scan_oracle, kind, exact, resets)
+    ours, reference = (results(module, kind, tensors, resets) for module in (kernels, Transformers))
+    for name in want:
+        assert distance(ours, want, name) <= max(2 * distance(reference, want, name), 8 * 2**-23), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_16_bit_inputs_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
+    """States and sums are float32: only outputs and gradients are rounded to dtype, by half an ulp of each number."""
+    half = tensors_of(kind, dtype, decay=0.5)
+    half = {name: x if name in ("q", "k", "v", "x", "B", "C") else x.float() for name, x in half.items()}
+    half = {name: x.detach().requires_grad_() for name, x in half.items()}
+    wide = {name: x.detach().float().requires_grad_() for name, x in half.items()}
+    got, want = (results(kernels, kind, x, PLACES["rows that differ"]) for x in (half, wide))
+    for name, x in want.items():
+        own = torch.finfo(dtype).eps / 2 if got[name].dtype == dtype else 0.0
+        torch.testing.assert_close(got[name].float(), x, rtol=own + 1e-6, atol=torch.finfo(dtype).tiny)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_and_padding_leak_nothing(kind: str) -> None:
+    """Another document's numbers, even NaN, change no bit of a document's results; padding's are never read."""
+    resets = resets_of({20: BEGIN, 45: BEGIN, 46: PADDING, 60: PADDING})
+    per_token = [name for name, x in tensors_of(kind).items() if x.dim() > 1 and x.size(1) == N]
+
+    def changed(tokens: slice | list[int], value: float) -> dict[str, Tensor]:
+        tensors = tensors_of(kind, torch.float32)
+        with torch.no_grad():
+            for name in per_token:
+                tensors[name][:, tokens] = value
+        return results(kernels, kind, tensors, resets)
+
+    base = changed([46, 60], 0.0)
+    spoilt = changed([46, 60], float("nan"))
+    for name, x in base.items():
+        assert torch.equal(spoilt[name], x), name
+    other = changed([*range(20, 45), 46, 60], float("nan"))
+    for name in ("out", *per_token):
+        for document in (slice(0, 20), slice(45, N)):
+            assert torch.equal(other[name][:, document], base[name][:, document]), name
+    assert torch.equal(other["final"], base["final"])
+    for name in ("out", *per_token):
+        assert not base[name][:, [46, 60]].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_cut_in_two_is_one(kind: str) -> None:
+    """final_state of a part is initial_state of the next, forward and backward."""
+    tensors, cut = tensors_of(kind, num_tokens=150), 77
+    resets = resets_of({90: BEGIN}, num_tokens=150)
+    per_token = [name for name, x in tensors.items() if x.dim() > 1 and x.size(1) == 150]
+
+    class Cut:
+        def __getattr__(self, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+            return functools.partial(self.twice, getattr(kernels, name))
+
+        def twice(self, function: Callable[..., tuple[Tensor, Tensor]], *given: object) -> tuple[Tensor, Tensor]:
+            names = ORDER["delta" if kind == "kda" else kind]
+            named, rest = dict(zip(names, given, strict=False)), given[len(names) :]
+            outs = []
+            for tokens in (slice(0, cut), slice(cut, None)):
+                part = {name: x[:, tokens] if name in [*per_token, "resets"] else x for name, x in named.items()}  # type: ignore[index]
+                out, named["initial_state"] = function(*part.values(), *rest)
+                outs.append(out)
+            final = named["initial_state"]
+            assert isinstance(final, Tensor)
+            return torch.cat(outs, dim=1), final
+
+    got, want = (results(module, kind, tensors, resets) for module in (Cut(), kernels))
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-12)
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    tensors, threads = tensors_of("delta", torch.float32), torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(results(kernels, "delta", tensors, PLACES["rows that differ"]))
+    finally:
+        torch.set_num_threads(threads)
+    for name, x in found[0].items():
+        assert torch.equal(found[1][name], x), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_any_strides(kind: str) -> None:
+    tensors = tensors_of(kind)
+    moved = {name: x.detach().mT.contiguous().mT.requires_grad_() if x.dim() > 1 else x for name, x in tensors.items()}
+    got, want = (results(kernels, kind, x, PLACES["one document"]) for x in (moved, tensors))
+    for name, x in want.items():
+        assert torch.equal(got[name], x), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
+    tensors = tensors_of(kind, num_tokens=3)
+    resets = resets_of({}, num_tokens=3)
+    first, *others = tensors.values()
+    (gradient,) = torch.autograd.grad(call(kernels, kind, tensors, resets)[0].sum(), first, create_graph=True)
+    with pytest.raises(Refused, match="differentiated again"):
+        torch.autograd.grad(gradient.sum(), others[0])
+    name = next(iter(tensors))
+    with pytest.raises(Refused, match=r"forward-mode|torch\.func"):
+        torch.func.jvp(lambda x: call(kernels, kind, tensors | {name: x}, resets)[0], (first,), (first,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change", "message"),
+    [
+        ("delta", "q", lambda x: x[0], r"q is \(70, 1, 5\); expected \(batch, tokens, heads, head dim\)"),
+        ("delta", "q", lambda x: x.float(), "q has dtype torch.float32 but v has torch.float64"),
+        ("delta", "q", lambda x: x.int(), "q has dtype torch.int32, expected one of"),
+        ("delta", "q", lambda x: x.to("meta"), "k is on cpu but q is on meta"),
+        ("delta", "q", lambda x: None, "q is a NoneType; expected a tensor"),
+        ("delta", "q", lambda x: x.expand(B, N, 3, K), "k is"),
+        ("delta", "k", lambda x: x[..., :-1], "k is"),
+        ("delta", "v", lambda x: x[:, :-1], r"q has \(batch, tokens\) \(2, 70\) but v \(2, 69\)"),
+        ("delta", "v", lambda x: x.new_zeros(B, N, H, 513), "v has head dim 513, expected 1..512"),
+        ("delta", "v", lambda x: x[:, :, :0], "v has 0 heads and q 1; expected a positive multiple"),
+        ("delta", "g", lambda x: x[..., None], r"g is \(2, 70, 2, 1\); expected \(2, 70, 2, 5\)"),
+        ("delta", "g", lambda x: x[..., :1], r"g is \(2, 70, 1\); expected \(2, 70, 2\)"),
+        ("delta", "beta", lambda x: x[:, :-1], "beta is"),
+        ("delta", "initial_state", lambda x: x.mT, "initial_state is"),
+        ("ssd", "dt", lambda x: x[..., 0], "dt is"),
+        ("ssd", "A", lambda x: x[:1], r"A is \(1,\); expected \(2,\): the heads of x"),
+        ("ssd", "D", lambda x: x[:1], "D is"),
+        ("ssd", "B", lambda x: x[:, :, :, :-1], "B is"),
+        ("ssd", "initial_state", lambda x: x.mT, "initial_state is"),
+        ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
+        ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected .* a width in 1..8"),
+        ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\): the channels of x"),
+        ("convolution", "bias", lambda x: x[:1], "bias is"),
+        ("convolution", "initial_state", lambda x: x[:, :-1], "initial_state is"),
+    ],
+)
+def test_wrong_arguments_are_named(kind: str, name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+    tensors = tensors_of(kind)
+    with pytest.raises(InputError, match=message):
+        call(kernels, kind, tensors | {name: change(tensors[name])}, PLACES["one document"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_resets_and_options_are_named(kind: str) -> None:
+    tensors = tensors_of(kind)
+    for resets, message in (
+        (torch.zeros(1, N), "resets has dtype torch.float32; expected torch.uint8"),
+        (torch.zeros(N, dtype=torch.uint8), r"resets is \(70,\); expected \(2, 70\) or \(1, 70\)"),
+        (torch.zeros(3, N, dtype=torch.uint8), "resets is"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call(kernels, kind, tensors, resets)
+    if kind == "convolution":
+        with pytest.raises(InputError, match="activation is 'relu'; expected \"silu\""):
+            kernels.causal_conv1d(
+                *(tensors[name] for name in ("x", "weight", "bias")), PLACES["one document"], None, "relu"
+            )
+    if kind == "delta":
+        with pytest.raises(InputError, match="scale is inf"):
+            kernels.gated_delta_rule(
+                *(tensors[name] for name in ("q", "k", "v", "g", "beta")), PLACES["one document"], None, float("inf")
+            )
