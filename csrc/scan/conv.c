@@ -23,7 +23,9 @@ static rt_status run_conv(const rt_conv_params *p, bool backward, rt_parallel pa
     rt_status status = rt_conv_check(p, backward);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);
     if (status != RT_OK) return status;
-    job j = {p, backward ? kernels->conv_backward : kernels->conv_forward};
+    rt_conv_params params = *p;
+    if (p->num_tokens == 0 && p->width == 1) params.batch = 0; // rows of nothing, of any number
+    job j = {&params, backward ? kernels->conv_backward : kernels->conv_forward};
     rt_for_each(parallel, rt_num_tasks(p->num_channels, TASK_CHANNELS), run_task, &j);
     return RT_OK;
 }
