@@ -224,7 +224,7 @@ static inline void conv_reference_fwd(const rt_conv_params *p) {
 static inline void conv_reference_bwd(const rt_conv_params *p) {
     const int64_t B = p->batch, N = p->num_tokens, C = p->num_channels, K = p->width;
     const rt_dtype wide = state_of(p->dtype);
-    double *dx = must_alloc((size_t)(N + K) * sizeof(double));
+    double *dx = must_alloc((size_t)((B > 0 && C > 0 ? N : 0) + K) * sizeof(double));
     for (int64_t c = 0; c < C; c++) {
         double dweight[RT_MAX_CONV_WIDTH] = {0}, dbias = 0;
         for (int64_t b = 0; b < B; b++) {
