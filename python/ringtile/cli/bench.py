@@ -25,19 +25,20 @@ SUBJECTS = {
     "ring": "the ring, over processes of this machine",
     "mlp": "a gated MLP, in one process",
     "loss": "output projection and cross entropy, in one process",
+    "scan": "recurrences (gated delta rule, KDA, SSD) and their convolution, in one process",
 }
 WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
     "case": (
         str,
         "attention, ring: full, causal, padding, window-TOKENS, documents-COUNT; mlp: mlp, checkpointed; "
-        "loss: full, half-ignored",
+        "loss: full, half-ignored; scan: delta, kda, ssd, convolution",
     ),
     "dtype": (str, "of tensors and weights"),
     "seq_len": (int, "tokens"),
-    "head_dim": (int, "attention, ring: numbers of a head"),
-    "num_heads": (int, "attention, ring: query heads"),
-    "num_kv_heads": (int, "attention, ring: key and value heads"),
+    "head_dim": (int, "attention, ring, scan: numbers of a head"),
+    "num_heads": (int, "attention, ring: query heads; scan: heads"),
+    "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
     "world_size": (int, "ring: ranks"),
     "device": (str, "attention: cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
