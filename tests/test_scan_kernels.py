@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import scan_oracle
 import torch
-from ringtile import InputError, Refused
+from ringtile import InputError, Refused, self_check
 from ringtile.recurrent import kernels
 from scan_oracle import BEGIN, PADDING
 from torch import Tensor
@@ -156,9 +156,9 @@ def distance(got: dict[str, Tensor], want: dict[str, Tensor], name: str) -> floa
 @pytest.mark.parametrize("decay", [0.05, 3.0])
 def test_float32_is_no_further_from_float64_than_transformers(kind: str, decay: float) -> None:
     """Ours may be off by twice transformers' error, or by the 8 ulp below which both are chance."""
-    tensors = tensors_of(kind, torch.float32, num_tokens=300, dim=16, decay=decay)
+    tensors = tensors_of(kind, torch.float32, num_tokens=150, dim=16, decay=decay)
     del tensors["initial_state"]
-    resets = resets_of({}, num_tokens=300)
+    resets = resets_of({}, num_tokens=150)
     theirs = chunk_kimi_delta_attention if kind == "kda" else torch_chunk_gated_delta_rule
 
     class Transformers:
@@ -335,3 +335,45 @@ def test_wrong_resets_and_options_are_named(kind: str) -> None:
             kernels.gated_delta_rule(
                 *(tensors[name] for name in ("q", "k", "v", "g", "beta")), PLACES["one document"], None, float("inf")
             )
+
+
+# ---- self-check ---------------------------------------------------------------------------------
+
+
+class Wrong:
+    """ringtile's ops, of which one spoils the last element of one of its results."""
+
+    def __init__(self, op: str, result: int) -> None:
+        self.op, self.result = op, result
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Tensor, ...]]:
+        op = getattr(torch.ops.ringtile, name)
+
+        def spoilt(*given: object) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = op(*given)
+            if name == self.op:
+                found[self.result].view(-1)[-1] += 0.25
+            return found
+
+        return spoilt
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
+    self_check.forget()
+    try:
+        assert kernels.why_not_kernel(kind, dtype) == ""
+        ops = ("causal_conv1d", "causal_conv1d_backward") if kind == "convolution" else ("scan", "scan_backward")
+        # Every gradient of the backward in turn, as the dtypes go.
+        results = {torch.float64: (0, 0), torch.float32: (1, 1), torch.bfloat16: (0, 2), torch.float16: (0, 3)}[dtype]
+        for op, result in zip(ops, results, strict=True):
+            self_check.forget()
+            monkeypatch.setattr(kernels, "_ops", Wrong(op, result))
+            assert kernels.why_not_kernel(kind, dtype).startswith("gives another ")
+        with pytest.raises(
+            Refused, match=r"kernel cannot be used for .*: it gives another .* RINGTILE_CPU_ISA=generic"
+        ):
+            call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), resets_of({}, num_tokens=3))
+    finally:
+        self_check.forget()

@@ -196,7 +196,6 @@ static void scan_forward(const rt_scan_params *p, const rt_chunks *chunks, int64
     for (int64_t i = 0; i < chunks->num_chunks; i++) {
         const int64_t state = chunks->chunks[i].state;
         s.has_state = state >= 0 || (state == RT_STATE_INITIAL && initial != NULL);
-        if (!s.has_state) read_state(p, &s, NULL, s.state);
         if (state >= 0 && states != NULL)
             write_state(p, &s, s.state, states + kept_state_at(p, batch, head, state));
         begin_chunk(p, chunks, i, batch, head, &s);

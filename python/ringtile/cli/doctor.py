@@ -111,6 +111,7 @@ def cuda(ops: ModuleType) -> str:
 def self_checks() -> dict[str, str]:
     """By device and kernel: the dtypes for which it computes what it should, and what is wrong with the others."""
     from ringtile import ops, self_check
+    from ringtile.recurrent import kernels
     from ringtile.ring import judge
     from ringtile.ring.aten import ATEN
     from ringtile.ring.block_kernel import RINGTILE
@@ -132,6 +133,10 @@ def self_checks() -> dict[str, str]:
         for name in ops.KERNELS:
             found[f"{device}: ringtile's {name}"] = verdicts(
                 {dtype: (ops.why_not_kernel, (name, device, dtype)) for dtype in ops.FLOAT_DTYPES}
+            )
+        for name in kernels.KERNELS if device.type == "cpu" else ():
+            found[f"{device}: ringtile's {kernels.KERNELS[name]}"] = verdicts(
+                {dtype: (kernels.why_not_kernel, (name, dtype)) for dtype in ops.FLOAT_DTYPES}
             )
     return found
 

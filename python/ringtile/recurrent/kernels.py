@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError
+from ringtile import arguments, derivatives, ops, self_check
+from ringtile.errors import InputError, Refused
+from ringtile.recurrent import judges
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -30,6 +31,27 @@ ACTIVATIONS = ("", "silu")
 _CHUNK = 64  # tokens between the states that a forward keeps for its backward (csrc/scan/chunks.h)
 
 _ops = torch.ops.ringtile
+
+
+# ---- self-check ---------------------------------------------------------------------------------
+
+KERNELS = {"delta": "gated delta rule", "kda": "KDA", "ssd": "SSD", "convolution": "causal convolution"}
+
+
+def why_not_kernel(name: str, dtype: torch.dtype) -> str:
+    """What is wrong with one of KERNELS on the CPU; "" if nothing is. Found out once a process."""
+    return self_check.why_not((KERNELS[name], dtype), lambda: judges.of(_ops)[name](dtype))
+
+
+def _check_kernel(name: str, x: Tensor) -> None:
+    """Refused where a kernel for tensors such as x is wrong."""
+    if torch.compiler.is_compiling() or x.device.type == "meta":
+        return
+    if reason := why_not_kernel(name, x.dtype):
+        raise Refused(
+            f"ringtile's {KERNELS[name]} kernel cannot be used for {x.dtype}: it {reason}; try "
+            "RINGTILE_CPU_ISA=generic, and report this with the output of: ringtile doctor"
+        )
 
 
 # ---- the functions ------------------------------------------------------------------------------
@@ -56,6 +78,7 @@ def causal_conv1d(
     _check_shape("initial_state", initial_state, (batch, width - 1, num_channels), "(batch, width - 1, channels)")
     _check_resets(resets, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
+    _check_kernel("convolution", x)
     tensors = (_as(state, weight), _maybe(state, bias), resets.contiguous(), _maybe(state, initial_state))
     y, final_state = _ops.causal_conv1d(_unit_last_stride(x), *tensors, activation == "silu")
     return y, final_state
@@ -91,6 +114,7 @@ def gated_delta_rule(
     ops.check_scale_and_softcap(v.dtype, scale, 0.0)
     state = ops.state_dtype(v.dtype)
     before = _maybe(state, initial_state)
+    _check_kernel("kda" if g.dim() == 4 else "delta", v)
     return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, resets, before, scale)
 
 
@@ -118,6 +142,7 @@ def ssd(
     _check_shape("D", D, (num_heads,), "the heads of x")
     _check_resets(resets, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
+    _check_kernel("ssd", x)
     step = _as(state, dt)
     # Padding may hold anything, which autograd would multiply by its gradient of 0.
     decay = torch.where((resets & 2 > 0)[..., None], 0, step) * A.to(state)

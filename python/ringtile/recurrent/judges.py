@@ -1,0 +1,149 @@
+"""What is wrong with a kernel of the recurrences or of their convolution: a small case against its definition.
+
+Every judge returns "" if nothing is. The definitions go token by token in float64, forward and backward, without
+autograd, whose hooks belong to the caller. Bounds: half an eps of the result's dtype for its one rounding, and an eps
+of the dtype that the kernel computes in for each term of a sum, relative to the largest result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+N, H, K, V, C, WIDTH = 67, 2, 5, 3, 20, 4  # 67 tokens, heads that share keys: more than a chunk (csrc/scan/chunks.h)
+BEGIN, PADDING = {1, 70}, {4, 66}
+
+
+def _resets() -> Tensor:
+    bits = [(t in BEGIN) + 2 * (t in PADDING) for t in range(N)]
+    return torch.tensor([bits], dtype=torch.uint8, device="cpu")
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def recurrence(forward: Callable[..., Any], backward: Callable[..., Any], kind: str, dtype: torch.dtype) -> str:
+    """kind: "delta", "kda" or "ssd"."""
+    generator, state = torch.Generator("cpu").manual_seed(0), torch.promote_types(dtype, torch.float32)
+    q, k, v, dout = (_normal(generator, 1, N, heads, dim).to(dtype) for heads, dim in ((1, K), (1, K), (H, V), (H, V)))
+    k /= 4
+    decay = -_normal(generator, 1, N, H, *([K] if kind == "kda" else [])).abs().to(state) / 8
+    factor = _normal(generator, 1, N, H).sigmoid().to(state)
+    skip = _normal(generator, H).to(state) if kind == "ssd" else None
+    before, dfinal = (_normal(generator, 1, H, K, V).to(state) for _ in range(2))
+    beta, step = (None, factor) if kind == "ssd" else (factor, None)
+    given = (q, k, v, decay, beta, step, skip, _resets(), before)
+    out, final, states = forward(*given, 0.5, True)
+    gradients = backward(dout, dfinal, *given, states, 0.5)
+    names = ("output", "final state", *(f"gradient of {name}" for name in ("q", "k", "v", "the decay", "the factor")))
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "factor": factor, "before": before}
+    inputs |= {"dout": dout, "dfinal": dfinal, "skips": torch.zeros(H) if skip is None else skip}
+    expected = _recurrence(kind, **{name: x.double() for name, x in inputs.items()})
+    got = (out, final, *gradients[:5], gradients[6])
+    return _first_difference((*names, "gradient of the state"), got, expected, N + K + V)
+
+
+def _recurrence(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, factor: Tensor, before: Tensor, dout: Tensor,
+    dfinal: Tensor, skips: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out, the final state, dq, dk, dv, ddecay, dfactor and the gradient of the initial state."""
+    delta = kind != "ssd"
+    keeps = decay.exp() if kind == "kda" else decay.exp()[..., None].expand(1, N, H, K)
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (v, q, k, v))
+    dkeeps, dfactor, now, kept = torch.zeros_like(keeps), torch.zeros_like(factor), before[0], {}
+    for t in range(N):
+        now = torch.zeros_like(now) if t in BEGIN else now
+        if t in PADDING:
+            continue
+        decayed = keeps[0, t, :, :, None] * now
+        surprise = v[0, t] - (k[0, t] @ decayed)[:, 0] if delta else v[0, t]
+        after = decayed + k[0, t, 0, :, None] * (factor[0, t, :, None] * surprise)[:, None]
+        out[0, t] = 0.5 * (q[0, t] @ after)[:, 0] + skips[:, None] * v[0, t]
+        kept[t], now = (now, decayed, surprise, after), after
+    final, dnow = now, dfinal[0]
+    for t in reversed(range(N)):
+        if t not in PADDING:
+            earlier, decayed, surprise, after = kept[t]
+            dnow = dnow + 0.5 * q[0, t, 0, :, None] * dout[0, t, :, None]
+            dq[0, t, 0] = 0.5 * torch.einsum("hkv,hv->k", after, dout[0, t])
+            u, du = factor[0, t, :, None] * surprise, (k[0, t] @ dnow)[:, 0]
+            dk[0, t, 0] = torch.einsum("hkv,hv->k", dnow, u)
+            dfactor[0, t], dv[0, t] = (du * surprise).sum(-1), factor[0, t, :, None] * du
+            if delta:
+                dk[0, t, 0] -= torch.einsum("hkv,hv->k", decayed, dv[0, t])
+                dnow = dnow - k[0, t, 0, :, None] * dv[0, t, :, None]
+            dv[0, t] += skips[:, None] * dout[0, t]
+            dkeeps[0, t] = (dnow * earlier).sum(-1)
+            dnow = keeps[0, t, :, :, None] * dnow
+        dnow = torch.zeros_like(dnow) if t in BEGIN else dnow
+    ddecay = dkeeps * keeps
+    return out, final[None], dq, dk, dv, ddecay if kind == "kda" else ddecay.sum(-1), dfactor, dnow[None]
+
+
+def convolution(forward: Callable[..., Any], backward: Callable[..., Any], dtype: torch.dtype) -> str:
+    generator, state = torch.Generator("cpu").manual_seed(0), torch.promote_types(dtype, torch.float32)
+    x, dy = (_normal(generator, 1, N, C).to(dtype) for _ in range(2))
+    weight, bias = _normal(generator, C, WIDTH).to(state), _normal(generator, C).to(state)
+    before, dafter = (_normal(generator, 1, WIDTH - 1, C).to(state) for _ in range(2))
+    y, after = forward(x, weight, bias, _resets(), before, True)
+    got = (y, after, *backward(dy, dafter, x, weight, bias, _resets(), before, True))
+    names = ("output", "final state", *(f"gradient of {name}" for name in ("x", "the weight", "the bias", "the state")))
+    expected = _convolution(*(x.double() for x in (x, weight, bias, before, dy, dafter)))
+    return _first_difference(names, got, expected, N)
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, dy: Tensor, dafter: Tensor
+) -> tuple[Tensor, ...]:
+    """y, the final state, dx, dweight, dbias and the gradient of the initial state; rows of `all` are those of both."""
+    everything = torch.cat([before[0], x[0]])
+    y, dx, dweight, dbias = (torch.zeros_like(x) for x in (x[0], everything, weight, bias))
+    window: list[int | None] = list(range(WIDTH - 1))  # rows of everything; None: 0
+    for t in range(N):
+        window = [None] * (WIDTH - 1) if t in BEGIN else window
+        if t in PADDING:
+            continue
+        window = [*window, t + WIDTH - 1]
+        rows = [(i, row) for i, row in enumerate(window) if row is not None]
+        z = bias + sum(weight[:, i] * everything[row] for i, row in rows)
+        y[t] = z * z.sigmoid()
+        dz = dy[0, t] * z.sigmoid() * (1 + z * (1 - z.sigmoid()))
+        dbias += dz
+        for i, row in rows:
+            dx[row] += weight[:, i] * dz
+            dweight[:, i] += everything[row] * dz
+        window = window[1:]
+    final = torch.zeros_like(before[0])
+    for i, last in enumerate(window):
+        if last is not None:
+            final[i] = everything[last]
+            dx[last] += dafter[0, i]
+    return y[None], final[None], dx[None, WIDTH - 1 :], dweight, dbias, dx[None, : WIDTH - 1]
+
+
+def _first_difference(
+    names: tuple[str, ...], got: tuple[Tensor, ...], expected: tuple[Tensor, ...], num_terms: int
+) -> str:
+    for name, x, right in zip(names, got, expected, strict=True):
+        limits, sums = torch.finfo(x.dtype), torch.finfo(torch.promote_types(x.dtype, torch.float32))
+        off = (x.double() - right).abs()
+        bound = limits.eps / 2 * right.abs() + num_terms * sums.eps * (1 + right.abs().max()) + limits.tiny
+        if not bool((off <= bound).all()):  # a nan is not
+            return f"gives another {name} than its definition, by up to {float(off.max()):.1e}"
+    return ""
+
+
+def of(ops: Any) -> Mapping[str, Callable[[torch.dtype], str]]:
+    """The judges of all kernels, by name."""
+    judges: dict[str, Callable[[torch.dtype], str]] = {
+        kind: lambda dtype, kind=kind: recurrence(ops.scan, ops.scan_backward, kind, dtype)  # type: ignore[misc]
+        for kind in ("delta", "kda", "ssd")
+    }
+    return judges | {
+        "convolution": lambda dtype: convolution(ops.causal_conv1d, ops.causal_conv1d_backward, dtype),
+    }
