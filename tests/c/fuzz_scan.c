@@ -315,4 +315,4 @@ static void trial(uint64_t *state, int64_t entry) {
         try_scan(state);
 }
 
-int main(int argc, char **argv) { return fuzz_main(argc, argv, 3000, 0, trial); }
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 1500, 0, trial); }

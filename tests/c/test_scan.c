@@ -76,8 +76,8 @@ static void test_documents_padding_groups_and_rows_on_threads(void) {
 
 static void test_largest_heads(void) {
     uint64_t state = 4;
-    check_case(__LINE__, &state, RT_F32, DELTA, (shape){1, 70, 1, 1, 256, 256}, 0, 0, no_threads());
-    check_case(__LINE__, &state, RT_F32, KDA, (shape){1, 20, 1, 1, 512, 3}, 0, 0, no_threads());
+    check_case(__LINE__, &state, RT_F32, DELTA, (shape){1, 5, 1, 1, 256, 256}, 0, 0, no_threads());
+    check_case(__LINE__, &state, RT_F32, KDA, (shape){1, 18, 1, 1, 512, 3}, 0, 0, no_threads());
 }
 
 static void test_any_number_of_workers_gives_the_same_bits(void) {

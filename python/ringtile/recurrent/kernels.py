@@ -111,8 +111,9 @@ def gated_delta_rule(
         _check_shape("g", g, expected, "(batch, tokens, heads) of v, or with the head dim of k for KDA")
     _check_resets(resets, batch, num_tokens)
     scale = arguments.check_number("scale", scale)
-    ops.check_scale_and_softcap(v.dtype, scale, 0.0)
     state = ops.state_dtype(v.dtype)
+    if not abs(scale) <= torch.finfo(state).max:
+        raise InputError(f"scale is {scale}; expected a finite number of {state}")
     before = _maybe(state, initial_state)
     _check_kernel("kda" if g.dim() == 4 else "delta", v)
     return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, resets, before, scale)
