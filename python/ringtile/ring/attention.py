@@ -1,7 +1,7 @@
-"""Ring attention: exact attention over a sequence sharded over the ranks of a group (arXiv:2310.01889).
+"""Exact attention over a sequence sharded over the ranks of a group: a ring (arXiv:2310.01889), or another scheme.
 
 The public functions, and the op behind them with its autograd formula. What one rank does round by round is in
-ring.py, who computes a block of keys in block_kernel.py.
+ring.py, what travels in exchange.py, who computes a block of keys in block_kernel.py.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
 R runs of all ranks.
@@ -127,9 +127,9 @@ def _attend(
             _tell(error, sequence, parts)
         raise
     if through_op:
-        begin, end, layout, group = _tensors(sequence, parts)
+        begin, end, layout, group, scheme = _tensors(sequence, parts)
         out, lse = torch.ops.ringtile.ring_attention(
-            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks
+            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks, scheme
         )
         return out, lse
     if torch.is_grad_enabled() and (
@@ -202,12 +202,12 @@ def is_plain(q: Tensor) -> bool:
     )
 
 
-def _tensors(sequence: ShardedSequence | None, parts: _Parts) -> tuple[Tensor, Tensor, Tensor, str]:
-    """begin, end, layout and the group's name, as the op takes them; without making a sequence, which is not traced."""
+def _tensors(sequence: ShardedSequence | None, parts: _Parts) -> tuple[Tensor, Tensor, Tensor, str, str]:
+    """begin, end, layout, the group's name and the scheme, as the op takes them; makes no sequence: none is traced."""
     if sequence is not None:
-        return sequence.begin, sequence.end, sequence.layout_tensor, sequence.group_name
+        return sequence.begin, sequence.end, sequence.layout_tensor, sequence.group_name, sequence.scheme
     mask, layout, group = cast(_CheckedParts, parts)
-    return mask.begin, mask.end, layout.tensor, group_name(group)
+    return mask.begin, mask.end, layout.tensor, group_name(group), "ring"
 
 
 class _RingAttention(torch.autograd.Function):
@@ -257,8 +257,9 @@ def _ring_attention(
     group_name: str,
     attention_kernel: str = "ringtile",
     sinks: Tensor | None = None,
+    scheme: str = "ring",
 ) -> tuple[Tensor, Tensor]:
-    sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
+    sequence = _sequence_of_tensors("forward", begin, end, layout, group_name, scheme)
     with sequence.transport.telling("ring_attention forward"):
         call = AttentionCall(sequence, scale, softcap, attention_kernel, _fixed(sinks, q))
     return ring.forward(call, q, k, v)
@@ -280,17 +281,18 @@ def _ring_attention_backward(
     softcap: float,
     group_name: str,
     attention_kernel: str = "ringtile",
+    scheme: str = "ring",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sequence = _sequence_of_tensors("backward", begin, end, layout, group_name)
+    sequence = _sequence_of_tensors("backward", begin, end, layout, group_name, scheme)
     call = AttentionCall(sequence, scale, softcap, attention_kernel)
     return ring.backward(call, Final.of(dout, dlse, out, lse), q, k, v)
 
 
 def _sequence_of_tensors(
-    direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str
+    direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str, scheme: str
 ) -> ShardedSequence:
     with transport_of(group_name).telling(f"ring_attention {direction}"):
-        return ShardedSequence.of_tensors(begin, end, layout, group_name)
+        return ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
 
 
 @_ring_attention.register_fake
@@ -306,6 +308,7 @@ def _(
     group_name: str,
     attention_kernel: str = "ringtile",
     sinks: Tensor | None = None,
+    scheme: str = "ring",
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
     if sinks is not None:
@@ -320,13 +323,13 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str, Tensor | None]"
+_Inputs: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, str, str, Tensor | None, str]"
 
 
 def _setup_context(ctx: FunctionCtx, inputs: _Inputs, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, softcap, group_name, attention_kernel, sinks = inputs
+    *tensors, scale, softcap, group_name, attention_kernel, sinks, scheme = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)  # type: ignore[arg-type]
-    ctx.numbers = (scale, softcap, group_name, attention_kernel)  # type: ignore[attr-defined]
+    ctx.numbers = (scale, softcap, group_name, attention_kernel, scheme)  # type: ignore[attr-defined]
     ctx.set_materialize_grads(False)
 
 
@@ -340,11 +343,11 @@ def _backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tup
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[10]:  # type: ignore[attr-defined]
             of_sinks = ring.sink_gradient(sinks, Final.of(dout, dlse, *tensors[3:5]))
-    return dq, dk, dv, None, None, None, None, None, None, None, of_sinks
+    return dq, dk, dv, None, None, None, None, None, None, None, of_sinks, None
 
 
 def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, ctx.group_name, _ = inputs  # type: ignore[attr-defined]  # the last is attention_kernel
+    *_, ctx.group_name, _, _ = inputs  # type: ignore[attr-defined]  # the last are attention_kernel and scheme
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:

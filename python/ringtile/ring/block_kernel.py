@@ -81,9 +81,16 @@ def attn_bwd_(
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None) -> None:
     """Refused where no provider that may be used computes some round; before any key is sent."""
+    plan = call.sequence.plan
+    if call.attention_kernel == "aten" and not plan.is_whole:
+        raise Refused(
+            f"attention_kernel is 'aten', whose backward needs the output, but with the scheme {plan.scheme.text} that "
+            f"stays with the owner of the queries; set attention_kernel to auto or ringtile, or the scheme to ring or "
+            f"all_gather"
+        )
     if q.is_meta or (_is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v)):
         return
-    for i in range(len(call.sequence.plan.rounds)):
+    for i in range(len(plan.rounds)):
         _able(call, _block(call, i, q, fresh=False), q, k, v, dlse)
 
 
@@ -102,7 +109,8 @@ def _block(call: AttentionCall, i: int, q: Tensor, fresh: bool) -> Block:
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:
     """Whether nobody else is asked if ringtile's kernels are right."""
-    return call.attention_kernel == "ringtile" or (call.attention_kernel == "auto" and not q.is_cuda)
+    others = call.attention_kernel != "ringtile" and call.sequence.plan.is_whole
+    return not others or (call.attention_kernel == "auto" and not q.is_cuda)
 
 
 _NO_DLSE = "takes no gradient of the log-sum-exp (return_lse)"
