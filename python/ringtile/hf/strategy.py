@@ -121,6 +121,7 @@ class Strategy(abc.ABC):
             layers=self.layers,
             positions_separate=self.positions_separate,
             attention_kernel=self.config.attention_kernel,
+            scheme=self.config.context_parallel_scheme,
         )
         local.update({name: inputs[name] for name in routers & inputs.keys()})
         self.active_batch.balancing_share = 1 / self.group.size
