@@ -12,7 +12,6 @@ A scheme is a text, the same in Python, YAML and on the command line:
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from dataclasses import dataclass
@@ -73,7 +72,6 @@ class Share:
     pieces: tuple[Piece, ...]
 
 
-@functools.cache
 def share(num_heads: int, num_kv_heads: int, num_parts: int, part: int) -> Share:
     """The part-th of num_parts shares of H query heads.
 

@@ -11,9 +11,9 @@ Dv value head dim, n tokens of one message.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from ringtile.transport.transport import Exchange, Transport
 _Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Tensors one after another in one flat buffer."""
 
     flat: Tensor
@@ -36,15 +35,10 @@ class Message:
     @classmethod
     def empty(cls, like: Tensor, tensors: Sequence[_Kind]) -> Message:
         """Uninitialized tensors, on the device of like; the widest dtype first, so that each is aligned."""
-        dtypes = {dtype for _, dtype in tensors}
-        of_flat = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        sizes = [math.prod(shape) * dtype.itemsize // of_flat.itemsize for shape, dtype in tensors]
-        flat = like.new_empty(sum(sizes), dtype=of_flat)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in tensors]
+        flat = like.new_empty(sum(sizes), dtype=torch.uint8)
         parts = zip(flat.split_with_sizes(sizes), tensors, strict=True)
-        return cls(
-            flat,
-            tuple((x if x.dtype == dtype else x.view(dtype)).view(shape) for x, (shape, dtype) in parts),
-        )
+        return cls(flat, tuple(x.view(dtype).view(shape) for x, (shape, dtype) in parts))
 
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Message:
@@ -55,8 +49,7 @@ class Message:
         return message
 
 
-@dataclass(frozen=True)
-class Arriving:
+class Arriving(NamedTuple):
     """Tensors of several ranks on their way, which are put together rank by rank."""
 
     exchange: Exchange | None  # None: nothing travels
@@ -71,9 +64,8 @@ class Arriving:
         return tuple(torch.cat(x, dim) for x, dim in zip(zip(*self.parts, strict=True), self.dims, strict=True))
 
 
-@dataclass(frozen=True)
-class Block:
-    """One kernel call's worth of work for each piece of the share: a round of a stage."""
+class Block(NamedTuple):
+    """A round of a stage: a kernel call for each piece of the share."""
 
     stage: int
     i: int
@@ -93,14 +85,19 @@ class Block:
 class Work:
     """One rank's part of a pass: its tensors, its plan, and the way to its peers."""
 
-    num_heads: int
     k: Tensor  # (B, N, G, D)
     v: Tensor  # (B, N, G, Dv)
     plan: RankPlan
+    shares: tuple[tuple[Share, ...], ...]  # by stage, then by place in a group
     transport: Transport
 
-    def share(self, stage: int, rank: int | None = None) -> Share:
-        return self.plan.share(stage, self.plan.rank if rank is None else rank, self.num_heads, self.k.size(2))
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, transport: Transport) -> Work:
+        return cls(k, v, plan, plan.shares(q.size(2), k.size(2)), transport)
+
+    def share(self, stage: int, rank: int) -> Share:
+        of_stage = self.shares[stage]
+        return of_stage[rank % len(of_stage)]
 
     def blocks(self, *queries: Tensor) -> Iterator[Block]:
         """All rounds of all stages; the messages of the next one travel until it is asked for.
@@ -108,7 +105,7 @@ class Work:
         queries: what workers need of queries, in (B, N, H, ...) or (B, H, N), the widest dtype first.
         """
         rounds = self.plan.rounds
-        order = [(stage, i) for stage in range(self.plan.scheme.num_stages) for i in range(len(rounds))]
+        order = [(stage, i) for stage in range(len(self.shares)) for i in range(len(rounds))]
         arriving = self._fetch(0, 0, queries)
         of_stage: tuple[Tensor, ...] = ()
         for at, (stage, i) in enumerate(order):
@@ -117,112 +114,115 @@ class Work:
                 of_stage = arriving[0].wait()
             if at + 1 < len(order):
                 arriving = self._fetch(*order[at + 1], queries)
-            yield Block(stage, i, i + 1 == len(rounds), rounds[i], self.share(stage), of_stage, k, v)
+            share = self.share(stage, self.plan.rank)
+            yield Block(stage, i, i + 1 == len(rounds), rounds[i], share, of_stage, k, v)
 
     def _fetch(self, stage: int, i: int, queries: tuple[Tensor, ...]) -> list[Arriving]:
         keys = self._fetch_keys(stage, i)
         return [self._fetch_queries(stage, queries), keys] if i == 0 else [keys]
 
-    def _start(self, sends: Mapping[int, Message], receives: Mapping[int, Message], what: str) -> Exchange:
-        me = self.plan.rank
-        return self.transport.start(
-            {rank: message.flat for rank, message in sends.items() if rank != me},
-            {rank: message.flat for rank, message in receives.items() if rank != me},
-            what,
-        )
-
     def _place(self, stage: int) -> str:
-        return f" of stage {stage}" if self.plan.scheme.num_stages > 1 else ""
+        return f" of stage {stage}" if len(self.shares) > 1 else ""
 
     # ---- keys and values, and their gradients ---------------------------------------------------
 
     def _fetch_keys(self, stage: int, i: int) -> Arriving:
         """Starts the exchange of keys and values for a round."""
-        round, own = self.plan.rounds[i], self.share(stage).kv_heads
+        round, me = self.plan.rounds[i], self.plan.rank
+        own = self.share(stage, me).kv_heads
         if round.in_place:
-            return Arriving(None, [(of_heads(self.k, own), of_heads(self.v, own))], (1, 1))
-        sends = {}
+            return Arriving(None, ((of_heads(self.k, own), of_heads(self.v, own)),), (1, 1))
+        sends, receives, parts = {}, {}, []
         for outgoing in round.outgoing:
             heads = self.share(stage, outgoing.rank).kv_heads
-            sends[outgoing.rank] = message = self.keys(outgoing.num_keys, heads, self.k.dtype)
-            for x, part in zip((self.k, self.v), message.parts, strict=True):
-                ops.shard_seq_(of_heads(x, heads), outgoing.runs, 1, part)
-        receives = {
-            incoming.rank: sends[incoming.rank]
-            if incoming.rank == self.plan.rank
-            else self.keys(incoming.num_keys, own, self.k.dtype)
-            for incoming in round.incoming
-        }
-        exchange = self._start(sends, receives, f"round {i}{self._place(stage)}")
-        return Arriving(exchange, [message.parts for message in receives.values()], (1, 1))
+            message = self.keys(outgoing.num_keys, heads, self.k.dtype)
+            ops.shard_seq_(of_heads(self.k, heads), outgoing.runs, 1, message.parts[0])
+            ops.shard_seq_(of_heads(self.v, heads), outgoing.runs, 1, message.parts[1])
+            if outgoing.rank == me:
+                mine = message
+            else:
+                sends[outgoing.rank] = message.flat
+        for incoming in round.incoming:
+            if incoming.rank == me:
+                parts.append(mine.parts)
+            else:
+                message = self.keys(incoming.num_keys, own, self.k.dtype)
+                receives[incoming.rank] = message.flat
+                parts.append(message.parts)
+        exchange = self.transport.start(sends, receives, f"round {i}{self._place(stage)}")
+        return Arriving(exchange, parts, (1, 1))
 
     def give_back(self, block: Block, partial: Message) -> ReturningKeys:
         """Starts the way home of a block's gradients, and of those for the keys of this rank that others work on."""
-        round, dtype = block.round, partial.parts[0].dtype
-        if len(round.incoming) == 1:
-            sends = {round.incoming[0].rank: partial}
-        else:
-            sends = {}
-            for incoming in round.incoming:
-                sends[incoming.rank] = message = self.keys(incoming.num_keys, block.share.kv_heads, dtype)
+        round, me, dtype = block.round, self.plan.rank, partial.flat.dtype
+        sends, receives, returned = {}, {}, []
+        for incoming in round.incoming:
+            message = partial
+            if len(round.incoming) > 1:
+                message = self.keys(incoming.num_keys, block.share.kv_heads, dtype)
                 for x, part in zip(partial.parts, message.parts, strict=True):
                     part.copy_(x.narrow(1, incoming.begin, incoming.num_keys))
-        receives = {
-            outgoing.rank: sends[outgoing.rank]
-            if outgoing.rank == self.plan.rank
-            else self.keys(outgoing.num_keys, self.share(block.stage, outgoing.rank).kv_heads, dtype)
-            for outgoing in round.outgoing
-        }
-        exchange = self._start(sends, receives, f"the gradients of round {block.i}{self._place(block.stage)}")
-        returned = [
-            (outgoing.runs, self.share(block.stage, outgoing.rank).kv_heads, receives[outgoing.rank].parts)
-            for outgoing in round.outgoing
-        ]
-        return ReturningKeys(exchange, returned)
+            if incoming.rank == me:
+                mine = message
+            else:
+                sends[incoming.rank] = message.flat
+        for outgoing in round.outgoing:
+            heads = self.share(block.stage, outgoing.rank).kv_heads
+            if outgoing.rank == me:
+                returned.append((outgoing.runs, heads, mine.parts))
+            else:
+                message = self.keys(outgoing.num_keys, heads, dtype)
+                receives[outgoing.rank] = message.flat
+                returned.append((outgoing.runs, heads, message.parts))
+        what = f"the gradients of round {block.i}{self._place(block.stage)}"
+        return ReturningKeys(self.transport.start(sends, receives, what), returned)
 
     def keys(self, num_keys: int, heads: range, dtype: torch.dtype) -> Message:
         """Keys and values of n tokens, or their gradients: k (B, n, heads, D), then v (B, n, heads, Dv)."""
-        shapes = ((x.size(0), num_keys, len(heads), x.size(3)) for x in (self.k, self.v))
-        return Message.empty(self.k, [(shape, dtype) for shape in shapes])
+        shapes = [(x.size(0), num_keys, len(heads), x.size(3)) for x in (self.k, self.v)]
+        size = math.prod(shapes[0])
+        flat = self.k.new_empty(size + math.prod(shapes[1]), dtype=dtype)
+        return Message(flat, (flat[:size].view(shapes[0]), flat[size:].view(shapes[1])))
 
     # ---- queries, and their results -------------------------------------------------------------
 
     def _fetch_queries(self, stage: int, queries: tuple[Tensor, ...]) -> Arriving:
         """Starts the exchange of queries for a stage."""
-        own = self.share(stage).heads
+        own = self.share(stage, self.plan.rank).heads
         mine = tuple(of_heads(x, own) for x in queries)
-        dims = tuple(_token_dim(x) for x in queries)
         if len(self.plan.group) == 1:
-            return Arriving(None, [mine], dims)
+            return Arriving(None, (mine,), ())
         sends, receives, parts = {}, {}, []
         for rank, num_tokens in zip(self.plan.group, self.plan.query_lens, strict=True):
             if rank == self.plan.rank:
                 parts.append(mine)
                 continue
             heads = self.share(stage, rank).heads
-            sends[rank] = Message.holding([of_heads(x, heads) for x in queries])
-            receives[rank] = Message.empty(self.k, [_sized(x, num_tokens, len(own)) for x in queries])
-            parts.append(receives[rank].parts)
-        return Arriving(self._start(sends, receives, f"the queries{self._place(stage)}"), parts, dims)
+            sends[rank] = Message.holding([of_heads(x, heads) for x in queries]).flat
+            message = Message.empty(self.k, [_sized(x, num_tokens, len(own)) for x in queries])
+            receives[rank] = message.flat
+            parts.append(message.parts)
+        exchange = self.transport.start(sends, receives, f"the queries{self._place(stage)}")
+        return Arriving(exchange, parts, tuple(map(_token_dim, queries)))
 
     def give_back_queries(self, stage: int, results: Sequence[Tensor]) -> ReturningQueries:
         """Starts the way home of results for all tokens of the group, the widest dtype first."""
         sends, receives, returned, begin = {}, {}, [], 0
         for rank, num_tokens in zip(self.plan.group, self.plan.query_lens, strict=True):
-            rows = [x.narrow(_token_dim(x), begin, num_tokens) for x in results]
+            rows = tuple(x.narrow(_token_dim(x), begin, num_tokens) for x in results)
             begin += num_tokens
             heads = self.share(stage, rank).heads
             if rank == self.plan.rank:
-                returned.append((heads, tuple(rows)))
+                returned.append((heads, rows))
                 continue
-            sends[rank] = Message.holding(rows)
-            receives[rank] = Message.empty(self.k, [_sized(x, self.k.size(1), len(heads)) for x in results])
-            returned.append((heads, receives[rank].parts))
-        return ReturningQueries(self._start(sends, receives, f"the results{self._place(stage)}"), returned)
+            sends[rank] = Message.holding(rows).flat
+            message = Message.empty(self.k, [_sized(x, self.k.size(1), len(heads)) for x in results])
+            receives[rank] = message.flat
+            returned.append((heads, message.parts))
+        return ReturningQueries(self.transport.start(sends, receives, f"the results{self._place(stage)}"), returned)
 
 
-@dataclass(frozen=True)
-class ReturningKeys:
+class ReturningKeys(NamedTuple):
     """Partial gradients of local keys on their way from the ranks that work on them."""
 
     exchange: Exchange
@@ -231,15 +231,14 @@ class ReturningKeys:
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
         """In the order of the ranks, whatever arrives first."""
         self.exchange.wait()
-        for runs, heads, parts in self.returned:
-            for gradient, part in zip((dk, dv), parts, strict=True):
-                gradient = of_heads(gradient, heads)
-                for row, _, packed, length in runs.tolist():
-                    gradient[:, row : row + length] += part[:, packed : packed + length]
+        for runs, heads, (partial_dk, partial_dv) in self.returned:
+            own_dk, own_dv = of_heads(dk, heads), of_heads(dv, heads)
+            for row, _, packed, length in runs.tolist():
+                own_dk[:, row : row + length] += partial_dk[:, packed : packed + length]
+                own_dv[:, row : row + length] += partial_dv[:, packed : packed + length]
 
 
-@dataclass(frozen=True)
-class ReturningQueries:
+class ReturningQueries(NamedTuple):
     """Results of local queries on their way from the ranks that work on them."""
 
     exchange: Exchange
@@ -259,7 +258,7 @@ def _token_dim(x: Tensor) -> int:
 
 def of_heads(x: Tensor, heads: range) -> Tensor:
     """A view of some heads of (B, N, H, ...) or (B, H, N)."""
-    dim = 3 - _token_dim(x)
+    dim = 2 if x.dim() == 4 else 1
     return x if len(heads) == x.size(dim) else x.narrow(dim, heads.start, len(heads))
 
 

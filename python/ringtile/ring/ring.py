@@ -50,10 +50,11 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
                 block_kernel.attn_fwd_(call, block.i, of_piece, *block.keys_of(piece), *running)
             if not block.is_last:
                 continue
+            if is_whole:
+                out, lse = states[0]
+                return out.to(q.dtype), lse
             states = states or [empty_outputs(queries, v, state)]  # of no heads
             out_share, lse_share = (_joined(x, dim) for x, dim in zip(zip(*states, strict=True), (2, 1), strict=True))
-            if is_whole:
-                return out_share.to(q.dtype), lse_share
             if returning is not None:
                 returning.write_to(lse, out)
             returning = work.give_back_queries(block.stage, (lse_share, out_share.to(q.dtype)))
@@ -164,7 +165,7 @@ def _open(
         if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
         block_kernel.check(call, q, k, v, dlse)
-        work = Work(q.size(2), k, v, sequence.plan, transport)
+        work = Work.of(q, k, v, sequence.plan, transport)
         layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:
         yield work

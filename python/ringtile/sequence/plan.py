@@ -10,6 +10,7 @@ H query heads, G kv heads, D head dim, Dv value head dim, W ranks, R runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -75,9 +76,9 @@ class RankPlan:
         """Whether this rank works on all heads of its own queries, at once: then no query travels."""
         return len(self.group) == self.scheme.num_stages == 1
 
-    def share(self, stage: int, rank: int, num_heads: int, num_kv_heads: int) -> Share:
-        """The heads of any rank in a stage."""
-        return _share(self.scheme, len(self.group), stage, rank, num_heads, num_kv_heads)
+    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+        """By stage, then by a rank's place in its group: the heads that it works on."""
+        return _shares(self.scheme.num_stages, len(self.group), num_heads, num_kv_heads)
 
 
 def rank_plan(mask: IntervalMask, layout: Layout, rank: int, scheme: Scheme | None = None) -> RankPlan:
@@ -137,9 +138,11 @@ def _key_groups(scheme: Scheme, num_groups: int, group: int) -> list[list[int]]:
     return [[*range(num_groups)]] if scheme.at_once else [[(group - i) % num_groups] for i in range(num_groups)]
 
 
-def _share(scheme: Scheme, group_size: int, stage: int, rank: int, num_heads: int, num_kv_heads: int) -> Share:
-    part = stage * group_size + rank % group_size
-    return share(num_heads, num_kv_heads, group_size * scheme.num_stages, part)
+@functools.cache
+def _shares(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+    num_parts = num_stages * group_size
+    parts = [share(num_heads, num_kv_heads, num_parts, part) for part in range(num_parts)]
+    return tuple(tuple(parts[at : at + group_size]) for at in range(0, num_parts, group_size))
 
 
 def _joined(layout: Layout, groups: Sequence[range]) -> Layout:
@@ -387,20 +390,17 @@ class _Costs:
             for rank in groups[key_group]:
                 if (cut := _cut(run, begins[rank], layout.local_len(rank))).length > 0:
                     self._runs[query_group, rank].append(cut)
-        self._shares = [
-            [_share(scheme, self._size, stage, rank, num_heads, num_kv_heads) for stage in range(scheme.num_stages)]
-            for rank in range(layout.world_size)
-        ]
+        self._shares = _shares(scheme.num_stages, self._size, num_heads, num_kv_heads)
 
     def group(self, rank: int) -> range:
         return self._groups[rank // self._size]
 
     def num_heads(self, rank: int) -> int:
-        return sum(len(share.heads) for share in self._shares[rank])
+        return sum(len(of_stage[rank % self._size].heads) for of_stage in self._shares)
 
     def num_kv_heads(self, rank: int) -> int:
         """Each as often as it travels: in every stage that works on it."""
-        return sum(len(share.kv_heads) for share in self._shares[rank])
+        return sum(len(of_stage[rank % self._size].kv_heads) for of_stage in self._shares)
 
     def num_keys(self, query_rank: int, key_rank: int) -> int:
         return sum(run.length for run in self._runs[query_rank // self._size, key_rank])
