@@ -258,12 +258,10 @@ def test_processes_equal_virtual_ranks() -> None:
 def test_op_takes_a_scheme() -> None:
     """Under torch.compile and vmap the op finds the sequence by its tensors: the same tensors, another scheme."""
     p = problem(1, SEQ_LEN, 4, 2)
+    layout = Layout.zigzag(SEQ_LEN, 2)
 
     def on_rank(group: LoopbackGroup) -> None:
-        sequences = [
-            ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 2), group, scheme=scheme)
-            for scheme in ("ulysses", "ring")
-        ]
+        sequences = [ShardedSequence(MASKS["causal"], layout, group, scheme=scheme) for scheme in ("ulysses", "ring")]
         for sequence in sequences:
             leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
             begin = group.transport.bytes_sent
