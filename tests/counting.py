@@ -48,11 +48,13 @@ def assert_near(actual: Tensor, oracle: Tensor, num_terms: int, num_roundings: i
 
 
 class Alive(TorchDispatchMode):
-    """The most elements that tensors made inside held at one time, in storages of at least `at_least` elements."""
+    """The most elements, and the most bytes, that tensors made inside held at one time; counts storages of at least
+    `at_least` elements."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__()
         self.at_least, self.now, self.peak = at_least, 0, 0
+        self.bytes_now = self.bytes_peak = 0
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -69,9 +71,11 @@ class Alive(TorchDispatchMode):
         if num_elements >= self.at_least:
             self._seen.add(storage._cdata)
             self.now += num_elements
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, storage._cdata, num_elements)
+            self.bytes_now += storage.nbytes()
+            self.peak, self.bytes_peak = max(self.peak, self.now), max(self.bytes_peak, self.bytes_now)
+            weakref.finalize(storage, self._free, storage._cdata, num_elements, storage.nbytes())
 
-    def _free(self, key: int, num_elements: int) -> None:
+    def _free(self, key: int, num_elements: int, num_bytes: int) -> None:
         self._seen.discard(key)
         self.now -= num_elements
+        self.bytes_now -= num_bytes

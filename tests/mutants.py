@@ -194,17 +194,24 @@ MUTANTS = [
         "c test_plan",
     ),
     Mutant(
+        "scheme: every rank's heads begin at the first",
+        "python/ringtile/ring/exchange.py",
+        "x.narrow(dim, heads.start, len(heads))",
+        "x.narrow(dim, 0, len(heads))",
+        "tests/test_schemes.py -k one_rank",
+    ),
+    Mutant(
         "plan: received keys at the rows of their owner",
         "python/ringtile/sequence/plan.py",
-        "k_runs = torch.stack((k_runs[:, 0], k_runs[:, 1], _packed(k_runs), k_runs[:, 3]), dim=1)",
-        "k_runs = torch.stack((k_runs[:, 0], k_runs[:, 1], k_runs[:, 2], k_runs[:, 3]), dim=1)",
+        "k_runs=k_runs.contiguous() if in_place else _packed(k_runs),",
+        "k_runs=k_runs.contiguous(),",
         "tests/test_ring.py -k world_size",
     ),
     Mutant(
         "plan: bytes of the values forgotten",
         "python/ringtile/sequence/plan.py",
-        "elements = batch * num_kv_heads * (head_dim + v_head_dim)",
-        "elements = batch * num_kv_heads * (head_dim + head_dim)",
+        "key, value = batch * head_dim, batch * v_head_dim",
+        "key, value = batch * head_dim, batch * head_dim",
         "tests/test_plan.py",
     ),
     # ---- masks, layouts, the sequence
@@ -239,9 +246,9 @@ MUTANTS = [
     # ---- ring
     Mutant(
         "ring: returned gradients replace instead of adding",
-        "python/ringtile/ring/ring.py",
-        "dv[:, row : row + length] += self.partial.v[:, packed : packed + length]",
-        "dv[:, row : row + length] = self.partial.v[:, packed : packed + length]",
+        "python/ringtile/ring/exchange.py",
+        "own_dv[:, row : row + length] += partial_dv[:, packed : packed + length]",
+        "own_dv[:, row : row + length] = partial_dv[:, packed : packed + length]",
         "tests/test_ring.py -k world_size",
     ),
     Mutant(

@@ -62,6 +62,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--head-dim",
             "--v-head-dim",
             "--dtype",
+            "--scheme",
             "--batch",
         },
     }

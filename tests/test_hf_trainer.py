@@ -37,7 +37,6 @@ def packed_for_flash(rows):
 
 CASES = {
     "right": ("zigzag", {}),
-    "right-contiguous": ("contiguous", {}),
     "left": ("zigzag", {"collator": Padded("left")}),
     "rank-without-targets": ("contiguous", {"collator": Padded("left"), "late_targets": True}),
     "packed": ("per_document", {"collator": packed}),
@@ -71,6 +70,12 @@ def test_two_ranks_equal_one_process(layout, options):
     expected = _reference(**options)
     for run in run_ranks(2, train, {"context_parallel_size": 2, "layout": layout}, **options):
         assert_equal_runs(run, expected)
+
+
+def test_two_ranks_that_share_heads_equal_one_process():
+    config = {"context_parallel_size": 2, "layout": "contiguous", "context_parallel_scheme": "ulysses"}
+    for run in run_ranks(2, train, config):
+        assert_equal_runs(run, _reference())
 
 
 def test_two_ranks_with_tiles_equal_one_process():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError
+from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Plan, plan, rank_plan
@@ -26,10 +28,11 @@ def problems(draw: st.DrawFn) -> tuple[IntervalMask, Layout]:
     return draw(masks(draw(st.integers(1, 2)), seq_len)), draw(layouts(seq_len, world_size))
 
 
-def keys_needed(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int) -> Tensor:
-    """Global positions that key_rank holds, in its local order, and some query of query_rank attends in some row."""
+def keys_needed(mask: IntervalMask, layout: Layout, query_ranks: Sequence[int], key_rank: int) -> Tensor:
+    """Global positions that key_rank holds, in its local order, and some query of query_ranks attends in some row."""
+    queries = torch.cat([layout.positions(rank) for rank in query_ranks])
     keys = layout.positions(key_rank)
-    attends = dense(mask)[:, layout.positions(query_rank)][:, :, keys]
+    attends = dense(mask)[:, queries][:, :, keys]
     return keys[attends.any(1).any(0)]
 
 
@@ -38,34 +41,51 @@ def num_pairs(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int
     return int(attends.sum())
 
 
-@given(problems())
-def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMask, Layout]) -> None:
-    """Every rank packs its rows with send_runs; what arrives are the positions that k_runs of the receiver name."""
+@given(problems(), st.sampled_from(["ring", "all_gather", "ulysses", "usp", "staged:2"]), st.data())
+def test_rounds_move_exactly_the_keys_that_are_needed(
+    problem: tuple[IntervalMask, Layout], name: str, data: st.DataObject
+) -> None:
+    """Every rank packs its rows with the runs of outgoing; what arrives are the positions that k_runs names."""
     mask, layout = problem
     world_size = layout.world_size
-    plans = [rank_plan(mask, layout, rank) for rank in range(world_size)]
+    if name == "usp":
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        name = f"usp:{data.draw(st.sampled_from(divisors))}"
+    plans = [rank_plan(mask, layout, rank, Scheme.parse(name)) for rank in range(world_size)]
     for rank, of_rank in enumerate(plans):
-        assert torch.equal(of_rank.begin, mask.begin[:, layout.positions(rank)])
-        assert torch.equal(of_rank.end, mask.end[:, layout.positions(rank)])
-        assert [round.key_rank for round in of_rank.rounds] == [(rank - i) % world_size for i in range(world_size)]
-        assert [round.query_rank for round in of_rank.rounds] == [(rank + i) % world_size for i in range(world_size)]
+        queries = torch.cat([layout.positions(each) for each in of_rank.group])
+        assert rank in of_rank.group
+        assert torch.equal(of_rank.begin, mask.begin[:, queries])
+        assert torch.equal(of_rank.end, mask.end[:, queries])
+        key_ranks = [
+            [rank] if round.in_place else [incoming.rank for incoming in round.incoming] for round in of_rank.rounds
+        ]
+        assert sorted(itertools.chain(*key_ranks)) == [*range(world_size)]
+        if name == "ring":
+            assert key_ranks == [[(rank - i) % world_size] for i in range(world_size)]
         for i, round in enumerate(of_rank.rounds):
-            owner = plans[round.key_rank].rounds[i]
-            needed = keys_needed(mask, layout, rank, round.key_rank)
-            assert round.num_pairs == num_pairs(mask, layout, rank, round.key_rank)
-            assert round.num_keys == owner.num_sent == needed.numel()
+            needed = [keys_needed(mask, layout, of_rank.group, key_rank) for key_rank in key_ranks[i]]
+            assert round.num_pairs == sum(
+                num_pairs(mask, layout, query_rank, key_rank)
+                for query_rank in of_rank.group
+                for key_rank in key_ranks[i]
+            )
+            assert round.num_keys == sum(map(torch.numel, needed))
+            assert [incoming.num_keys for incoming in round.incoming] in ([], [*map(torch.numel, needed)])
+            block = torch.full((round.num_keys,), -1)
+            for incoming in round.incoming:
+                [outgoing] = [each for each in plans[incoming.rank].rounds[i].outgoing if each.rank == rank]
+                assert outgoing.num_keys == incoming.num_keys
+                local = layout.positions(incoming.rank)  # stands for k: the row of a position is the position
+                ops.shard_seq_(local, outgoing.runs, 0, block[incoming.begin : incoming.begin + incoming.num_keys])
+            block = layout.positions(rank) if round.in_place else block
+            assert round.in_place or torch.equal(block, torch.cat(needed))
 
-            local = layout.positions(round.key_rank)  # stands for k: the row of a position is the position
-            received = torch.full((round.num_keys,), -1)
-            ops.shard_seq_(local, owner.send_runs, 0, received)
-            assert torch.equal(received, needed)
-
-            rows = local if i == 0 else received  # what k_runs' local_begin counts in
-            named = torch.full_like(rows, -1)
+            named = torch.full_like(block, -1)
             for global_begin, stride, local_begin, length in round.k_runs.tolist():
                 named[local_begin : local_begin + length] = global_begin + stride * torch.arange(length)
-            assert torch.equal(named[named >= 0], needed)
-            assert torch.equal(named[named >= 0], rows[named >= 0])
+            assert torch.equal(named[named >= 0], torch.cat(needed))
+            assert torch.equal(named[named >= 0], block[named >= 0])
 
 
 @given(
@@ -96,7 +116,7 @@ def test_costs_are_counted_pair_by_pair(
     def key_elements(query_rank: int, key_rank: int) -> int:
         if query_rank == key_rank:
             return 0
-        return batch * keys_needed(mask, layout, query_rank, key_rank).numel() * kv_heads * (head_dim + v_head_dim)
+        return batch * keys_needed(mask, layout, [query_rank], key_rank).numel() * kv_heads * (head_dim + v_head_dim)
 
     gradient_bytes = 8 if dtype == torch.float64 else 4
     for rank in ranks:
@@ -159,7 +179,7 @@ def test_mask_that_attends_nothing_costs_nothing() -> None:
 def test_table_names_ranks_and_totals() -> None:
     cost = causal_plan(Layout.zigzag(64, 2))
     table = str(cost).splitlines()
-    assert table[0].startswith("rank  tokens  rounds  keys  fwd MB out  fwd MB in  bwd MB out  bwd MB in")
+    assert table[0].startswith("rank  tokens  from  keys  fwd MB out  fwd MB in  bwd MB out  bwd MB in")
     assert [line.split()[:4] for line in table[1:3]] == [["0", "32", "1", "32"], ["1", "32", "1", "16"]]
     assert table[3].startswith("64 tokens over 2 ranks: 0.006 MB forward")
 

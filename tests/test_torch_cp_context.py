@@ -5,10 +5,12 @@ Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, 
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, NamedTuple
 
 import pytest
+import ringtile
 import torch
 from ringtile import (
     InputError,
@@ -56,11 +58,17 @@ def expected(x: Inputs, **arguments: Any) -> list[Tensor]:
 
 
 def in_context(
-    group: LoopbackGroup, x: Inputs, layout: Layout | str, mask: IntervalMask | None, **arguments: Any
+    group: LoopbackGroup,
+    x: Inputs,
+    layout: Layout | str,
+    mask: IntervalMask | None,
+    scheme: str = "ring",
+    **arguments: Any,
 ) -> list[Tensor]:
     """The same as `expected` on one rank of a ring, for its own tokens."""
     tensors = [t.clone() for t in x]
-    with context_parallel(group, buffers=tensors, buffer_seq_dims=[2, -2, 2, 2], layout=layout, mask=mask):
+    dims = [2, -2, 2, 2]
+    with context_parallel(group, buffers=tensors, buffer_seq_dims=dims, layout=layout, mask=mask, scheme=scheme):
         leaves = [t.detach().requires_grad_() for t in tensors[:3]]
         out = sdpa(*leaves, **arguments)
         results = [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
@@ -109,6 +117,32 @@ def test_mask_of_the_context_holds_and_is_narrowed_by_causal(is_causal: bool) ->
     attend = dense(mask & IntervalMask.causal(50) if is_causal else mask)[:, None]
     layout = Layout.balanced(mask, 4, chunk=3)
     assert_equal(run(4, x, layout, mask, is_causal=is_causal), expected(x, attn_mask=attend))
+
+
+def test_scheme_of_the_context_holds_also_under_a_dense_mask() -> None:
+    """The bytes are those of its plan."""
+    x, layout = inputs(48), Layout.zigzag(48, 2)
+    cost = ringtile.plan(
+        *(IntervalMask.causal(48), layout),
+        **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "v_head_dim": 8, "scheme": "ulysses"},
+        dtype=torch.float64,
+        batch=2,
+    )
+
+    def on_rank(group: LoopbackGroup, **arguments: Any) -> list[Tensor]:
+        results = in_context(group, x, layout, None, "ulysses", **arguments)
+        of_rank = cost.ranks[group.transport.rank]
+        assert group.transport.bytes_sent == of_rank.forward_bytes_sent + of_rank.backward_bytes_sent
+        without_buffers = context_parallel(group, scheme="ulysses")
+        with pytest.raises(InputError, match="the scheme is ulysses, but there are no buffers"), without_buffers:
+            pass
+        return results
+
+    for arguments in ({"is_causal": True}, {"attn_mask": torch.ones(48, 48, dtype=torch.bool).tril()}):
+        ranks = LoopbackWorld(2).run(functools.partial(on_rank, **arguments))
+        order = torch.cat([layout.positions(rank) for rank in range(2)]).argsort()
+        got = [torch.cat(shards, 2).index_select(2, order) for shards in zip(*ranks, strict=True)]
+        assert_equal(got, expected(x, is_causal=True))
 
 
 def test_dense_mask_of_one_interval_per_query_is_taken() -> None:

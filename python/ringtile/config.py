@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ringtile.errors import ConfigError, shown
+from ringtile.errors import ConfigError, InputError, shown
+from ringtile.scheme import Scheme
 from ringtile.yaml_file import read_yaml
 
 MAX_KEY = 80  # characters of an unknown key that an error shows
@@ -40,6 +41,7 @@ class Config(Section):
 
     context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped", "per_document", "balanced"] = "zigzag"  # who holds which tokens
+    context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
     attention_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # who computes attention: docs/design/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
@@ -62,6 +64,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
+        try:
+            Scheme.parse(self.context_parallel_scheme).groups(self.context_parallel_size)
+        except InputError as error:
+            raise ValueError(f"context_parallel_scheme: {error}") from None
         if self.tiled_mlp_num_shards is not None and not self.tiled_mlp:
             raise ValueError(
                 f"tiled_mlp_num_shards is {self.tiled_mlp_num_shards} but tiled_mlp is false; "

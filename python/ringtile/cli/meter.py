@@ -84,6 +84,7 @@ class Meter(TrainerCallback):
             head_dim=getattr(self.config, "head_dim", None) or self.config.hidden_size // num_heads,
             dtype=self.dtype,
             batch=batch_size,
+            scheme=sequence.scheme,
         )
 
     def tokens_per_s(self) -> float:

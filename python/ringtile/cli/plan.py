@@ -1,4 +1,4 @@
-"""`ringtile plan`: shows which keys travel between the ranks of a ring, the bytes and the flops, without running it."""
+"""`ringtile plan`: shows which keys travel between ranks, the bytes and the flops, without running it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from ringtile.cli import Outcome
 from ringtile.errors import ConfigError, RingtileError
+from ringtile.scheme import EXPECTED
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import plan as make_plan
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, required=True, metavar="D", help="size of a query and key head")
     parser.add_argument("--v-head-dim", type=int, metavar="DV", help="size of a value head (D)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of queries, keys and values (bfloat16)")
+    parser.add_argument("--scheme", default="ring", metavar="SCHEME", help=f"{EXPECTED} (ring)")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences in a batch (1)")
 
 
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> Outcome:
         v_head_dim=args.v_head_dim,
         dtype=DTYPES[args.dtype],
         batch=args.batch,
+        scheme=args.scheme,
     )
     print(plan)
     totals = ("forward_bytes", "backward_bytes", "forward_flops", "backward_flops", "imbalance")

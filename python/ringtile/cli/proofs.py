@@ -78,7 +78,7 @@ def _ring(name: str, mask: IntervalMask, text: Any, config: Config, group: dist.
     shapes = [(1, seq_len, heads, head_dim), *[(1, seq_len, kv_heads, head_dim)] * 2, (1, seq_len, heads, head_dim)]
     q, k, v, gradient = (torch.randn(shape) for shape in shapes)
 
-    sequence = ringtile.ShardedSequence(mask, layout, group)
+    sequence = ringtile.ShardedSequence(mask, layout, group, scheme=config.context_parallel_scheme)
     local = [sequence.shard(x, dim=1).requires_grad_() for x in (q, k, v)]
     out = ringtile.ring_attention(local[0], local[1], local[2], sequence)
     out.backward(sequence.shard(gradient, dim=1))

@@ -59,6 +59,7 @@ def shard_batch(
     causal: bool = True,
     shifts_labels: bool = True,
     attention_kernel: AttentionKernel = "ringtile",
+    scheme: str = "ring",
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch (also in the part, for the attention layers).
 
@@ -86,7 +87,7 @@ def shard_batch(
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = mask.padded(padding)
-    sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group)
+    sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
     batch = ShardedBatch(
         sequence,
         seq_len=seq_len,

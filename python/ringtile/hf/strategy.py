@@ -126,6 +126,7 @@ class Strategy(abc.ABC):
             causal=self.causal,
             shifts_labels=self.shifts_labels,
             attention_kernel=self.config.attention_kernel,
+            scheme=self.config.context_parallel_scheme,
         )
         local.update({name: inputs[name] for name in routers & inputs.keys()})
         self.active_batch.mean_share = 1 / self.group.size

@@ -1,7 +1,7 @@
-"""Ring attention: exact attention over a sequence sharded over the ranks of a group (arXiv:2310.01889).
+"""Exact attention over a sequence sharded over the ranks of a group: a ring (arXiv:2310.01889), or another scheme.
 
 The public functions, and the op behind them with its autograd formula. What one rank does round by round is in
-ring.py, who computes a block of keys in block_kernel.py.
+ring.py, what travels in exchange.py, who computes a block of keys in block_kernel.py.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
 R runs of all ranks.
@@ -132,9 +132,11 @@ def _attend(
             _tell(error, sequence, parts)
         raise
     if through_op:
-        begin, end, layout, group = _tensors(sequence, parts)
+        begin, end, layout, group, scheme = _tensors(sequence, parts)
         out, lse = torch.ops.ringtile.ring_attention(
-            q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks, *_dropout_numbers(dropout)
+            *(q, k, v, begin, end, layout, scale, softcap, group, attention_kernel, sinks),
+            *_dropout_numbers(dropout),
+            scheme,
         )
         return out, lse
     if torch.is_grad_enabled() and (
@@ -237,12 +239,12 @@ def is_plain(q: Tensor) -> bool:
     )
 
 
-def _tensors(sequence: ShardedSequence | None, parts: _Parts) -> tuple[Tensor, Tensor, Tensor, str]:
-    """begin, end, layout and the group's name, as the op takes them; without making a sequence, which is not traced."""
+def _tensors(sequence: ShardedSequence | None, parts: _Parts) -> tuple[Tensor, Tensor, Tensor, str, str]:
+    """begin, end, layout, the group's name and the scheme, as the op takes them; makes no sequence: none is traced."""
     if sequence is not None:
-        return sequence.begin, sequence.end, sequence.layout_tensor, sequence.group_name
+        return sequence.begin, sequence.end, sequence.layout_tensor, sequence.group_name, sequence.scheme
     mask, layout, group = cast(_CheckedParts, parts)
-    return mask.begin, mask.end, layout.tensor, group_name(group)
+    return mask.begin, mask.end, layout.tensor, group_name(group), "ring"
 
 
 class _RingAttention(torch.autograd.Function):
@@ -298,8 +300,9 @@ def _ring_attention(
     step: int = 0,
     stream: int = 0,
     rows: Tensor | None = None,
+    scheme: str = "ring",
 ) -> tuple[Tensor, Tensor]:
-    sequence = _sequence_of_tensors("forward", begin, end, layout, group_name)
+    sequence = _sequence_of_tensors("forward", begin, end, layout, group_name, scheme)
     with sequence.transport.telling("ring_attention forward"):
         drop = _dropout_of(q, dropout, seed, step, stream, rows)
         call = AttentionCall(sequence, scale, softcap, attention_kernel, _fixed(sinks, q), drop)
@@ -327,18 +330,19 @@ def _ring_attention_backward(
     step: int = 0,
     stream: int = 0,
     rows: Tensor | None = None,
+    scheme: str = "ring",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sequence = _sequence_of_tensors("backward", begin, end, layout, group_name)
+    sequence = _sequence_of_tensors("backward", begin, end, layout, group_name, scheme)
     drop = _dropout_of(q, dropout, seed, step, stream, rows)
     call = AttentionCall(sequence, scale, softcap, attention_kernel, dropout=drop)
     return ring.backward(call, Final.of(dout, dlse, out, lse), q, k, v)
 
 
 def _sequence_of_tensors(
-    direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str
+    direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str, scheme: str
 ) -> ShardedSequence:
     with transport_of(group_name).telling(f"ring_attention {direction}"):
-        return ShardedSequence.of_tensors(begin, end, layout, group_name)
+        return ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
 
 
 @_ring_attention.register_fake
@@ -359,6 +363,7 @@ def _(
     step: int = 0,
     stream: int = 0,
     rows: Tensor | None = None,
+    scheme: str = "ring",
 ) -> tuple[Tensor, Tensor]:
     ops.check_attention(q, k, v, scale, softcap)
     if sinks is not None:
@@ -374,9 +379,9 @@ def _(
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, numbers, (sinks, *drop, rows) = inputs[:6], inputs[6:10], inputs[10:]
+    tensors, numbers, (sinks, *drop, rows, scheme) = inputs[:6], inputs[6:10], inputs[10:]
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks, rows)
-    ctx.numbers, ctx.drop = numbers, drop  # type: ignore[attr-defined]
+    ctx.numbers, ctx.drop, ctx.scheme = numbers, drop, scheme  # type: ignore[attr-defined]
     ctx.set_materialize_grads(False)
 
 
@@ -386,11 +391,11 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
             dout = torch.zeros_like(tensors[3])
-        dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers, *ctx.drop, rows)
+        dq, dk, dv = _ring_attention_backward(dout, dlse, *tensors, *ctx.numbers, *ctx.drop, rows, ctx.scheme)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[10]:
             of_sinks = ring.sink_gradient(sinks, Final.of(dout, dlse, *tensors[3:5]))
-    return dq, dk, dv, *[None] * 7, of_sinks, *[None] * 5
+    return dq, dk, dv, *[None] * 7, of_sinks, *[None] * 6
 
 
 def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

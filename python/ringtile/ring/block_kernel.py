@@ -83,10 +83,27 @@ def attn_bwd_(
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None) -> None:
     """Refused where no provider that may be used computes some round; before any key is sent."""
+    plan = call.sequence.plan
+    if not plan.is_whole:
+        _check_shares(call, plan.scheme.text)
     if q.is_meta or (_is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v, call.dropout is not None)):
         return
-    for i in range(len(call.sequence.plan.rounds)):
+    for i in range(len(plan.rounds)):
         _able(call, _block(call, i, q, fresh=False), q, k, v, dlse)
+
+
+def _check_shares(call: AttentionCall, scheme: str) -> None:
+    """Refused: what cannot be computed where ranks share heads."""
+    if call.attention_kernel == "aten":
+        raise Refused(
+            f"attention_kernel is 'aten', whose backward needs the output, but with the scheme {scheme} that stays "
+            f"with the owner of the queries; set attention_kernel to auto or ringtile, or the scheme to ring or all_gather"
+        )
+    if call.dropout is not None:
+        raise Refused(
+            f"attention dropout with the scheme {scheme}, in which a rank works on queries of others; expected the "
+            f"scheme ring or all_gather, or no attention dropout"
+        )
 
 
 # ---- who can ------------------------------------------------------------------------------------
@@ -109,7 +126,8 @@ def _block(call: AttentionCall, i: int, q: Tensor, fresh: bool) -> Block:
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:
     """Whether nobody else is asked if ringtile's kernels are right."""
-    return call.attention_kernel == "ringtile" or (call.attention_kernel == "auto" and not q.is_cuda)
+    others = call.attention_kernel != "ringtile" and call.sequence.plan.is_whole
+    return not others or (call.attention_kernel == "auto" and not q.is_cuda)
 
 
 _NO_DLSE = "takes no gradient of the log-sum-exp (return_lse)"

@@ -87,6 +87,13 @@ class Final:
             dout = torch.zeros_like(out)
         return cls(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse)
 
+    @classmethod
+    def of_delta(cls, dout: Tensor, lse: Tensor, delta: Tensor) -> Final:
+        """Of queries whose out stays with another rank, which has sent their delta."""
+        final = cls(dout, dout.new_empty(0), lse, None)
+        final.__dict__["delta"] = delta
+        return final
+
     @functools.cached_property
     def delta(self) -> Tensor:
         """What `ops.attn_bwd_` takes."""

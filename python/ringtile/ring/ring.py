@@ -1,22 +1,20 @@
-"""One rank's part of the ring, forward and backward.
+"""One rank's part of attention, forward and backward, by any plan: the ring and every other scheme.
 
-In round i, rank r works on the keys of rank (r - i) mod W while the keys of round i + 1 travel. Keys travel straight
-from their owner, and only those that some local query attends. In the backward the keys travel again, and the partial
-dk, dv of round i travel straight back to the owner while round i + 1 computes; the owner adds them in round order.
-Running outputs and all gradients stay in float32 (float64 for float64 inputs) until the last round, and the running
-log-sum-exp in float64.
+In each round a rank merges a block of keys into the running state of the queries that it works on, while the keys of
+the next round travel. In the backward the keys travel again, and the partial dk, dv of a round travel straight back to
+their owners while the next round computes; owners add them in the order of rounds, then ranks. Where ranks share heads,
+queries travel to the ranks that work on them, and their results back. Running outputs and all gradients stay in float32
+(float64 for float64 inputs) until the last round, and the running log-sum-exp in float64.
 
-Shape letters: B batch, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim, W ranks, R runs,
-n keys of one message.
+Shape letters: B batch, N local tokens, Nq tokens of all ranks of a group, H query heads, G kv heads, D head dim,
+Dv value head dim.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,22 +24,44 @@ from ringtile import arguments, ops
 from ringtile.errors import InputError
 from ringtile.ring import block_kernel
 from ringtile.ring.block_kernel import AttentionCall
+from ringtile.ring.exchange import ReturningKeys, ReturningQueries, Work, of_heads
 from ringtile.ring.provider import Final
-from ringtile.sequence.plan import RankPlan, Round
 from ringtile.transport.agreement import HeaderValue
-from ringtile.transport.transport import Exchange, Transport
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
-    with _open("forward", call, q, k, v) as ring:
-        out, lse = empty_outputs(q, v, ops.state_dtype(q.dtype))
-        if call.sinks is not None:  # as if a block of one key with that score and value 0 had come before
-            out.zero_()
-            lse.copy_(call.sinks[:, None])
-        for i, (_, round_k, round_v) in enumerate(ring.rounds()):
-            block_kernel.attn_fwd_(call, i, q, round_k, round_v, out, lse)
-    return out.to(q.dtype), lse
+    state = ops.state_dtype(q.dtype)
+    with _open("forward", call, q, k, v) as work:
+        is_whole = work.plan.is_whole
+        returning: ReturningQueries | None = None
+        if not is_whole:
+            out, lse = empty_outputs(q, v, q.dtype)
+        for block in work.blocks(q):
+            if block.i == 0:
+                (queries,) = block.queries
+                pieces = [(piece, of_heads(queries, piece.heads)) for piece in block.share.pieces]
+                states = [empty_outputs(of_piece, v, state) for _, of_piece in pieces]
+                if call.sinks is not None:  # as if a block of one key with that score and value 0 had come before
+                    sinks = of_heads(call.sinks[None, :, None], block.share.heads)
+                    for (piece, _), (out_state, lse_state) in zip(pieces, states, strict=True):
+                        out_state.zero_()
+                        lse_state.copy_(of_heads(sinks, piece.heads))
+            for (piece, of_piece), running in zip(pieces, states, strict=True):
+                block_kernel.attn_fwd_(call, block.i, of_piece, *block.keys_of(piece), *running)
+            if not block.is_last:
+                continue
+            if is_whole:
+                out, lse = states[0]
+                return out.to(q.dtype), lse
+            states = states or [empty_outputs(queries, v, state)]  # of no heads
+            out_share, lse_share = (_joined(x, dim) for x, dim in zip(zip(*states, strict=True), (2, 1), strict=True))
+            if returning is not None:
+                returning.write_to(lse, out)
+            returning = work.give_back_queries(block.stage, (lse_share, out_share.to(q.dtype)))
+        assert returning is not None
+        returning.write_to(lse, out)
+    return out, lse
 
 
 def backward(
@@ -51,26 +71,58 @@ def backward(
 
     forward_call: the number of the forward's call on the group, which must be the same on all ranks; 0: not known.
     """
-    with _open("backward", call, q, k, v, forward_call, final.dlse) as ring:
-        state = ops.state_dtype(q.dtype)
-        dq = q.new_zeros(q.shape, dtype=state)
-        fresh = ring.plan.rounds[0].num_keys == k.size(1)  # round 0 writes all of dk and dv
+    state = ops.state_dtype(q.dtype)
+    with _open("backward", call, q, k, v, forward_call, final.dlse) as work:
+        is_whole, first = work.plan.is_whole, work.plan.rounds[0]
+        fresh = is_whole and first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
         dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
-        returning: _Returning | None = None
-        for i, (round, round_k, round_v) in enumerate(ring.rounds()):
-            if i == 0:
-                round_dk, round_dv = dk, dv
-            else:
-                partial = ring.message(round.num_keys, state)
-                round_dk, round_dv, fresh = partial.k, partial.v, True
-            block_kernel.attn_bwd_(call, i, q, round_k, round_v, final, dq, round_dk, round_dv, fresh)
+        if not is_whole:
+            dq = torch.empty_like(q)
+        returning: ReturningKeys | None = None
+        returning_queries: ReturningQueries | None = None
+        for block in work.blocks(*((q,) if is_whole else (final.lse, final.delta, q, final.dout))):
+            if block.i == 0:
+                queries = block.queries[0] if is_whole else block.queries[2]
+                dq_share = queries.new_zeros(queries.shape, dtype=state)
+                pieces = [
+                    (
+                        piece,
+                        of_heads(queries, piece.heads),
+                        final if is_whole else _final(*(of_heads(x, piece.heads) for x in block.queries)),
+                        of_heads(dq_share, piece.heads),
+                    )
+                    for piece in block.share.pieces
+                ]
+            own = block.share.kv_heads
+            partial = None if block.round.in_place else work.keys(block.round.num_keys, own, state)
+            block_dk, block_dv = (of_heads(dk, own), of_heads(dv, own)) if partial is None else partial.parts
+            for piece, of_piece, final_of_piece, dq_of_piece in pieces:
+                gradients = dq_of_piece, of_heads(block_dk, piece.kv_heads), of_heads(block_dv, piece.kv_heads)
+                keys, is_fresh = block.keys_of(piece), fresh or partial is not None
+                block_kernel.attn_bwd_(call, block.i, of_piece, *keys, final_of_piece, *gradients, is_fresh)
             if returning is not None:
                 returning.add_to(dk, dv)
-            if i > 0:
-                returning = ring.give_back(i, partial)
+            returning = None if partial is None else work.give_back(block, partial)
+            if block.is_last and not is_whole:
+                if returning_queries is not None:
+                    returning_queries.write_to(dq)
+                returning_queries = work.give_back_queries(block.stage, (dq_share.to(q.dtype),))
         if returning is not None:
             returning.add_to(dk, dv)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        if returning_queries is not None:
+            returning_queries.write_to(dq)
+        else:
+            dq = dq_share.to(q.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _final(lse: Tensor, delta: Tensor, q: Tensor, dout: Tensor) -> Final:
+    """Of queries of several ranks, as they traveled."""
+    return Final.of_delta(dout, lse.contiguous(), delta.contiguous())
+
+
+def _joined(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
@@ -93,80 +145,6 @@ def empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     )
 
 
-# ---- messages -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Message:
-    """Keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv) in one flat buffer."""
-
-    flat: Tensor
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True)
-class _Ring:
-    """What one rank needs for one pass: local k (B, N, G, D) and v (B, N, G, Dv), its rounds, the way to its peers."""
-
-    k: Tensor
-    v: Tensor
-    plan: RankPlan
-    transport: Transport
-
-    def rounds(self) -> Iterator[tuple[Round, Tensor, Tensor]]:
-        """Each round with its keys and values; the keys of the next round travel until it is asked for."""
-        k, v = self.k, self.v
-        for i, round in enumerate(self.plan.rounds):
-            last = i + 1 == len(self.plan.rounds)
-            if not last:
-                arriving, keys = self._fetch(i + 1)
-            yield round, k, v
-            if not last:
-                arriving.wait()
-                k, v = keys.k, keys.v
-
-    def _fetch(self, i: int) -> tuple[Exchange, _Message]:
-        """Starts the key exchange of round i."""
-        round = self.plan.rounds[i]
-        sent, received = self.message(round.num_sent, self.k.dtype), self.message(round.num_keys, self.k.dtype)
-        ops.shard_seq_(self.k, round.send_runs, 1, sent.k)
-        ops.shard_seq_(self.v, round.send_runs, 1, sent.v)
-        exchange = self.transport.start({round.query_rank: sent.flat}, {round.key_rank: received.flat}, f"round {i}")
-        return exchange, received
-
-    def give_back(self, i: int, partial: _Message) -> _Returning:
-        """Starts the way home of round i's partial gradients, and of those for the keys that were sent in round i."""
-        round = self.plan.rounds[i]
-        received = self.message(round.num_sent, partial.flat.dtype)
-        exchange = self.transport.start(
-            {round.key_rank: partial.flat}, {round.query_rank: received.flat}, f"the gradients of round {i}"
-        )
-        return _Returning(exchange, received, round.send_runs)
-
-    def message(self, num_keys: int, dtype: torch.dtype) -> _Message:
-        """A message of that many keys, uninitialized."""
-        k_shape, v_shape = ((x.size(0), num_keys, x.size(2), x.size(3)) for x in (self.k, self.v))
-        k_numel, v_numel = math.prod(k_shape), math.prod(v_shape)
-        flat = self.k.new_empty(k_numel + v_numel, dtype=dtype)
-        return _Message(flat, flat[:k_numel].view(k_shape), flat[k_numel:].view(v_shape))
-
-
-@dataclass(frozen=True)
-class _Returning:
-    """Partial gradients of local keys, on their way from the rank whose queries used the keys."""
-
-    exchange: Exchange
-    partial: _Message
-    runs: Tensor  # int64 CPU (R, 4): row of the local k, 1, row of the message, length
-
-    def add_to(self, dk: Tensor, dv: Tensor) -> None:
-        self.exchange.wait()
-        for row, _, packed, length in self.runs.tolist():
-            dk[:, row : row + length] += self.partial.k[:, packed : packed + length]
-            dv[:, row : row + length] += self.partial.v[:, packed : packed + length]
-
-
 # ---- before the first round ---------------------------------------------------------------------
 
 
@@ -179,7 +157,7 @@ def _open(
     v: Tensor,
     forward_call: int = 0,
     dlse: Tensor | None = None,
-) -> Iterator[_Ring]:
+) -> Iterator[Work]:
     """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
     sequence = call.sequence
     transport = sequence.transport
@@ -188,10 +166,10 @@ def _open(
         if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
         block_kernel.check(call, q, k, v, dlse)
-        ring = _Ring(k, v, sequence.plan, transport)
+        work = Work.of(q, k, v, sequence.plan, transport)
         layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:
-        yield ring
+        yield work
         return
     fields: dict[str, HeaderValue] = {
         "batch": q.size(0),
@@ -203,6 +181,7 @@ def _open(
         "dtype": str(q.dtype),
         "scale": call.scale,
         "softcap": call.softcap,
+        "scheme": sequence.scheme,
         "layout digest": layout_digest,
         "mask digest": mask_digest,  # of the layout too, but that is compared first
     }
@@ -215,7 +194,7 @@ def _open(
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
     with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):
-        yield ring
+        yield work
 
 
 def _check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:

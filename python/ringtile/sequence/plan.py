@@ -1,15 +1,19 @@
 """The plan: which keys every rank needs of every other, in which round, and what that costs. Integers only.
 
-Round i of the ring: rank r works on the keys of rank (r - i) mod W, and its own keys serve rank (r + i) mod W.
-Only needed keys travel, straight from their owner; in the backward the partial dk, dv travel straight back.
+The ranks of a scheme's groups share heads: each works on the queries of its whole group. Round i: a rank of group a
+works on the keys of group (a - i) mod n, or, at once, on those of all ranks in one round. Only needed keys travel,
+straight from their owner; in the backward the partial dk, dv travel straight back. The ring has groups of one rank.
 
-Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, H query heads, G kv heads,
-D head dim, Dv value head dim, W ranks, R runs.
+Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, Nq tokens of all ranks of a group,
+H query heads, G kv heads, D head dim, Dv value head dim, W ranks, R runs.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,60 +21,104 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError
+from ringtile.scheme import Scheme, Share, share
 from ringtile.sequence.layout import Layout, Run, check_types
 from ringtile.sequence.mask import IntervalMask
 
 
+@dataclass(frozen=True)
+class Incoming:
+    """The keys of one rank in a round's block."""
+
+    rank: int
+    begin: int  # their first row of the block
+    num_keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """The keys of this rank that a rank works on in a round."""
+
+    rank: int
+    runs: Tensor  # int64 CPU (R, 4) for ops.shard_seq_: row of the local k, 1, row of the message, length
+    num_keys: int
+
+
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What one rank does in one round. In round 0 both peers are the rank itself and nothing travels."""
+    """What one rank does in one round. This rank may be among the others, where its keys are part of a block."""
 
-    key_rank: int  # (rank - i) mod W: whose keys this rank works on
-    k_runs: (
-        Tensor  # int64 CPU (R, 4): positions of those keys; local_begin = row of the received k (round 0: of k itself)
-    )
-    num_keys: int  # rows received: the packed length of k_runs (round 0: keys needed of itself)
+    k_runs: Tensor  # int64 CPU (R, 4): positions of the keys; local_begin = row of the block
+    num_keys: int
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
-    query_rank: int  # (rank + i) mod W: whose queries need this rank's keys
-    send_runs: Tensor  # int64 CPU (R, 4) for ops.shard_seq_: row of the local k, 1, row of the sent k, length
-    num_sent: int  # rows sent
+    in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
+    incoming: tuple[Incoming, ...]  # one after another, these are the block
+    outgoing: tuple[Outgoing, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """All rounds of one rank: `rounds[i]` for i = 0..W-1, empty ones included."""
+    """All rounds of one rank, empty ones included. Each stage of the scheme runs all of them."""
 
     rank: int
     world_size: int
     seq_len: int
     local_len: int
-    begin: Tensor  # int32 CPU (Bm, N): the mask of the local queries
+    begin: Tensor  # int32 CPU (Bm, Nq): the mask of the queries that this rank works on
     end: Tensor
     rounds: tuple[Round, ...]
+    scheme: Scheme
+    group: range  # the ranks whose queries those are, rank by rank
+    query_lens: tuple[int, ...]  # how many each of them has
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank works on all heads of its own queries, at once: then no query travels."""
+        return len(self.group) == self.scheme.num_stages == 1
+
+    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+        """By stage, then by a rank's place in its group: the heads that it works on."""
+        return _shares(self.scheme.num_stages, len(self.group), num_heads, num_kv_heads)
 
 
-def rank_plan(mask: IntervalMask, layout: Layout, rank: int) -> RankPlan:
-    """The rounds of `rank`. mask and layout are of one length."""
-    needed, pairs = ops.plan(mask.begin, mask.end, layout.tensor, rank)
+def rank_plan(mask: IntervalMask, layout: Layout, rank: int, scheme: Scheme | None = None) -> RankPlan:
+    """The rounds of `rank`. mask and layout are of one length; no scheme is the ring."""
+    scheme = scheme or Scheme.parse("ring")
+    groups = scheme.groups(layout.world_size)
+    joined = _joined(layout, groups)
+    mine = rank // len(groups[0])
+    needed, pairs = ops.plan(mask.begin, mask.end, joined.tensor, mine)
+
+    def keys(query_group: int, key_rank: int) -> Tensor:
+        """int64 (R, 4): the runs of key_rank's tokens that a group attends."""
+        of_group = needed[(needed[:, 0] == query_group) & (needed[:, 1] == key_rank // len(groups[0])), 2:]
+        return _of_rank(of_group, layout, groups, key_rank)
+
     rounds = []
-    for i in range(layout.world_size):
-        key_rank, query_rank = (rank - i) % layout.world_size, (rank + i) % layout.world_size
-        k_runs, sent = _runs_between(needed, rank, key_rank), _runs_between(needed, query_rank, rank)
-        send_runs = torch.stack((sent[:, 2], torch.ones_like(sent[:, 2]), _packed(sent), sent[:, 3]), dim=1)
-        if i > 0:
-            k_runs = torch.stack((k_runs[:, 0], k_runs[:, 1], _packed(k_runs), k_runs[:, 3]), dim=1)
+    for i, key_groups in enumerate(_key_groups(scheme, len(groups), mine)):
+        key_ranks = [key_rank for group in key_groups for key_rank in groups[group]]
+        in_place = key_ranks == [rank]
+        runs = [keys(mine, key_rank) for key_rank in key_ranks]
+        lens = [int(each[:, 3].sum()) for each in runs]
+        k_runs = torch.cat(runs)
+        query_groups = range(len(groups)) if scheme.at_once else [(mine + i) % len(groups)]
         rounds.append(
             Round(
-                key_rank=key_rank,
-                k_runs=k_runs.contiguous(),
-                num_keys=int(k_runs[:, 3].sum()),
-                num_pairs=int(pairs[rank, key_rank]),
-                query_rank=query_rank,
-                send_runs=send_runs,
-                num_sent=int(sent[:, 3].sum()),
+                k_runs=k_runs.contiguous() if in_place else _packed(k_runs),
+                num_keys=sum(lens),
+                num_pairs=int(pairs[mine, key_groups].sum()),
+                in_place=in_place,
+                incoming=()
+                if in_place
+                else tuple(map(Incoming, key_ranks, itertools.accumulate(lens, initial=0), lens)),
+                outgoing=()
+                if in_place
+                else tuple(
+                    _outgoing(query_rank, keys(group, rank)) for group in query_groups for query_rank in groups[group]
+                ),
             )
         )
-    positions = layout.positions(rank)
+    positions = joined.positions(mine)
     return RankPlan(
         rank=rank,
         world_size=layout.world_size,
@@ -79,18 +127,62 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int) -> RankPlan:
         begin=mask.begin[:, positions],
         end=mask.end[:, positions],
         rounds=tuple(rounds),
+        scheme=scheme,
+        group=groups[mine],
+        query_lens=tuple(map(layout.local_len, groups[mine])),
     )
 
 
-def _runs_between(needed: Tensor, query_rank: int, key_rank: int) -> Tensor:
-    """int64 (R, 4): the runs of key_rank's tokens that query_rank attends, from what `ops.plan` returned."""
-    return needed[(needed[:, 0] == query_rank) & (needed[:, 1] == key_rank), 2:]
+def _key_groups(scheme: Scheme, num_groups: int, group: int) -> list[list[int]]:
+    """Whose keys a group works on, round by round."""
+    return [[*range(num_groups)]] if scheme.at_once else [[(group - i) % num_groups] for i in range(num_groups)]
+
+
+@functools.cache
+def _shares(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+    num_parts = num_stages * group_size
+    parts = [share(num_heads, num_kv_heads, num_parts, part) for part in range(num_parts)]
+    return tuple(tuple(parts[at : at + group_size]) for at in range(0, num_parts, group_size))
+
+
+def _joined(layout: Layout, groups: Sequence[range]) -> Layout:
+    """The layout of the groups: each holds the tokens of its ranks, rank by rank."""
+    if len(groups) == layout.world_size:
+        return layout
+    runs = []
+    for group in groups:
+        begins = _row_begins(layout, group)
+        runs.append(
+            [run._replace(local_begin=run.local_begin + begins[rank]) for rank in group for run in layout.runs(rank)]
+        )
+    return Layout(layout.seq_len, tuple(map(tuple, runs)))
+
+
+def _row_begins(layout: Layout, group: range) -> dict[int, int]:
+    """The first row of each rank of a group among the rows of all."""
+    return dict(zip(group, itertools.accumulate(map(layout.local_len, group), initial=0), strict=False))
+
+
+def _of_rank(runs: Tensor, layout: Layout, groups: Sequence[range], rank: int) -> Tensor:
+    """The part of a group's runs, int64 (R, 4), that lies in the rows of one of its ranks, counted from its first."""
+    group = groups[rank // len(groups[0])]
+    if len(group) == 1:
+        return runs
+    begin, length = _row_begins(layout, group)[rank], layout.local_len(rank)
+    cut = (_cut(Run(*run), begin, length) for run in runs.tolist())
+    return ops.runs_tensor([run for run in cut if run.length > 0])
+
+
+def _outgoing(rank: int, runs: Tensor) -> Outgoing:
+    packed = _packed(runs)
+    send_runs = torch.stack((runs[:, 2], torch.ones_like(runs[:, 2]), packed[:, 2], runs[:, 3]), dim=1)
+    return Outgoing(rank, send_runs, int(runs[:, 3].sum()))
 
 
 def _packed(runs: Tensor) -> Tensor:
-    """(R,) first row of each run in a buffer that holds the runs one after another."""
-    lengths = runs[:, 3]
-    return lengths.cumsum(0) - lengths
+    """The same runs in the rows of a buffer that holds them one after another."""
+    begins = runs[:, 3].cumsum(0) - runs[:, 3]
+    return torch.stack((runs[:, 0], runs[:, 1], begins, runs[:, 3]), dim=1)
 
 
 # ---- what it costs ------------------------------------------------------------------------------
@@ -98,27 +190,28 @@ def _packed(runs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """One round of one rank."""
+    """What one rank computes with the keys of one rank."""
 
     key_rank: int
     runs: tuple[Run, ...]  # the keys needed: global positions, and rows of key_rank's local tokens
     num_keys: int
-    num_pairs: int  # unmasked (query, key) pairs, summed over the batch
+    num_pairs: int  # unmasked (query, key) pairs of a head, summed over the batch
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank does for one attention layer. Bytes are payload: keys, values and their gradients."""
+    """What one rank does for one attention layer. Bytes are payload; num_heads are the query heads it works on."""
 
     rank: int
     local_len: int
+    num_heads: int
     rounds: tuple[RoundCost, ...]
     forward_bytes_sent: int
     forward_bytes_received: int
     backward_bytes_sent: int
     backward_bytes_received: int
-    forward_flops: int  # 2 pairs H (D + Dv): Q K^T, P V
-    backward_flops: int  # 2 pairs H (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS^T Q, dS K
+    forward_flops: int  # 2 pairs num_heads (D + Dv): Q K^T, P V
+    backward_flops: int  # 2 pairs num_heads (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS^T Q, dS K
 
 
 @dataclass(frozen=True)
@@ -127,6 +220,7 @@ class Plan:
 
     seq_len: int
     ranks: tuple[RankCost, ...]
+    scheme: str = "ring"
 
     @property
     def forward_bytes(self) -> int:
@@ -155,7 +249,7 @@ class Plan:
         header = (
             "rank",
             "tokens",
-            "rounds",
+            "from",
             "keys",
             "fwd MB out",
             "fwd MB in",
@@ -165,7 +259,7 @@ class Plan:
         )
         rows: list[tuple[str, ...]] = [header]
         for cost in self.ranks:
-            received = [round.num_keys for round in cost.rounds[1:] if round.num_keys]
+            received = [round.num_keys for round in cost.rounds if round.num_keys and round.key_rank != cost.rank]
             bytes_moved = (
                 cost.forward_bytes_sent,
                 cost.forward_bytes_received,
@@ -186,8 +280,8 @@ class Plan:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         flops = self.forward_flops + self.backward_flops
         total = (
-            f"{self.seq_len} tokens over {len(self.ranks)} ranks: {self.forward_bytes / 1e6:.3f} MB forward, "
-            f"{self.backward_bytes / 1e6:.3f} MB backward, {flops / 1e9:.3f} GFLOP, busiest rank "
+            f"{self.seq_len} tokens over {len(self.ranks)} ranks: {self.forward_bytes / 1e6:.3f} MB "
+            f"forward, {self.backward_bytes / 1e6:.3f} MB backward, {flops / 1e9:.3f} GFLOP, busiest rank "
             f"{self.imbalance:.2f} x the mean"
         )
         return "\n".join([*lines, total])
@@ -203,12 +297,16 @@ def plan(
     v_head_dim: int | None = None,
     dtype: torch.dtype,
     batch: int | None = None,
+    scheme: str = "ring",
 ) -> Plan:
     """What one attention layer moves and computes, exactly, before anything runs.
 
     num_heads H, num_kv_heads G, head_dim D, v_head_dim Dv (D if None); dtype of q, k, v; batch B (the rows of the
-    mask if None). n needed keys of another rank cost B n G (D + Dv) elements of dtype in the forward; in the backward
-    the same again, and as many elements of dk, dv in the state dtype the other way.
+    mask if None); scheme as in ShardedSequence. n needed keys of another rank cost B n g (D + Dv) elements of dtype in
+    the forward, for the g kv heads that the rank works on; in the backward the same again, and as many elements of dk,
+    dv in the state dtype the other way. Where ranks share heads, each query of another rank costs, for each head,
+    D elements there and Dv elements and a float64 back; in the backward D + Dv elements, a float64 and a number of the
+    state dtype there, and D elements back.
     Raises InputError when mask, layout and numbers do not fit each other.
     """
     check_types(mask, layout)
@@ -230,37 +328,99 @@ def plan(
     if dtype not in ops.FLOAT_DTYPES:
         raise InputError(f"dtype is {dtype}; expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
 
-    needed, pairs = ops.plan(mask.begin, mask.end, layout.tensor)
+    parsed = Scheme.parse(scheme)
+    costs = _Costs(mask, layout, parsed, num_heads, num_kv_heads)
     world_size = layout.world_size
-
-    runs_between: dict[tuple[int, int], list[Run]] = defaultdict(list)
-    for query_rank, key_rank, *run in needed.tolist():
-        runs_between[query_rank, key_rank].append(Run(*run))
-
-    def round_cost(query_rank: int, key_rank: int) -> RoundCost:
-        runs = tuple(runs_between[query_rank, key_rank])
-        num_pairs = int(pairs[query_rank, key_rank]) * (batch // rows)
-        return RoundCost(key_rank, runs, sum(run.length for run in runs), num_pairs)
-
-    rounds = [tuple(round_cost(rank, (rank - i) % world_size) for i in range(world_size)) for rank in range(world_size)]
-    elements = batch * num_kv_heads * (head_dim + v_head_dim)  # of one key and its value
-    key_bytes, grad_bytes = elements * dtype.itemsize, elements * ops.state_dtype(dtype).itemsize
+    key, value = batch * head_dim, batch * v_head_dim  # elements of a head
+    state_bytes = ops.state_dtype(dtype).itemsize
+    key_bytes, grad_bytes = (key + value) * dtype.itemsize, (key + value) * state_bytes
+    there, back = key * dtype.itemsize, value * dtype.itemsize + 8 * batch
+    there_again, back_again = (key + value) * dtype.itemsize + (8 + state_bytes) * batch, key * dtype.itemsize
     ranks = []
     for rank in range(world_size):
-        received = sum(rounds[rank][i].num_keys for i in range(1, world_size))
-        sent = sum(rounds[(rank + i) % world_size][i].num_keys for i in range(1, world_size))
-        num_pairs = sum(cost.num_pairs for cost in rounds[rank])
+        others = [other for other in range(world_size) if other != rank]
+        # kv heads times keys of rank, and query heads times its queries, that others work on; and the other way.
+        keys_out, keys_in = (
+            sum(costs.num_keys(*pair) * costs.num_kv_heads(pair[0]) for pair in pairs)
+            for pairs in ([(other, rank) for other in others], [(rank, other) for other in others])
+        )
+        group = [other for other in costs.group(rank) if other != rank]
+        queries_out = layout.local_len(rank) * sum(map(costs.num_heads, group))
+        queries_in = sum(map(layout.local_len, group)) * costs.num_heads(rank)
+        rounds = costs.rounds(rank, batch // rows)
+        num_pairs = sum(cost.num_pairs for cost in rounds) * costs.num_heads(rank)
         ranks.append(
             RankCost(
                 rank=rank,
                 local_len=layout.local_len(rank),
-                rounds=rounds[rank],
-                forward_bytes_sent=sent * key_bytes,
-                forward_bytes_received=received * key_bytes,
-                backward_bytes_sent=sent * key_bytes + received * grad_bytes,
-                backward_bytes_received=received * key_bytes + sent * grad_bytes,
-                forward_flops=2 * num_pairs * num_heads * (head_dim + v_head_dim),
-                backward_flops=2 * num_pairs * num_heads * (3 * head_dim + 2 * v_head_dim),
+                num_heads=costs.num_heads(rank),
+                rounds=rounds,
+                forward_bytes_sent=keys_out * key_bytes + queries_out * there + queries_in * back,
+                forward_bytes_received=keys_in * key_bytes + queries_in * there + queries_out * back,
+                backward_bytes_sent=keys_out * key_bytes
+                + keys_in * grad_bytes
+                + queries_out * there_again
+                + queries_in * back_again,
+                backward_bytes_received=keys_in * key_bytes
+                + keys_out * grad_bytes
+                + queries_in * there_again
+                + queries_out * back_again,
+                forward_flops=2 * num_pairs * (head_dim + v_head_dim),
+                backward_flops=2 * num_pairs * (3 * head_dim + 2 * v_head_dim),
             )
         )
-    return Plan(layout.seq_len, tuple(ranks))
+    return Plan(layout.seq_len, tuple(ranks), parsed.text)
+
+
+class _Costs:
+    """Counts from which the costs of all ranks follow."""
+
+    def __init__(self, mask: IntervalMask, layout: Layout, scheme: Scheme, num_heads: int, num_kv_heads: int) -> None:
+        self._groups = groups = scheme.groups(layout.world_size)
+        self._size = len(groups[0])
+        self._scheme = scheme
+        joined = _joined(layout, groups)
+        needed, self._pairs = ops.plan(mask.begin, mask.end, joined.tensor)
+        if joined is not layout:
+            self._pairs = ops.plan(mask.begin, mask.end, layout.tensor)[1]
+        self._runs: defaultdict[tuple[int, int], list[Run]] = defaultdict(list)  # by query group and key rank
+        begins = {rank: begin for group in groups for rank, begin in _row_begins(layout, group).items()}
+        for query_group, key_group, *of_group in needed.tolist():
+            run = Run(*of_group)
+            for rank in groups[key_group]:
+                if (cut := _cut(run, begins[rank], layout.local_len(rank))).length > 0:
+                    self._runs[query_group, rank].append(cut)
+        self._shares = _shares(scheme.num_stages, self._size, num_heads, num_kv_heads)
+
+    def group(self, rank: int) -> range:
+        return self._groups[rank // self._size]
+
+    def num_heads(self, rank: int) -> int:
+        return sum(len(of_stage[rank % self._size].heads) for of_stage in self._shares)
+
+    def num_kv_heads(self, rank: int) -> int:
+        """Each as often as it travels: in every stage that works on it."""
+        return sum(len(of_stage[rank % self._size].kv_heads) for of_stage in self._shares)
+
+    def num_keys(self, query_rank: int, key_rank: int) -> int:
+        return sum(run.length for run in self._runs[query_rank // self._size, key_rank])
+
+    def rounds(self, rank: int, rows: int) -> tuple[RoundCost, ...]:
+        """Of one rank, for a batch of that many rows for each of the mask's."""
+        key_groups = _key_groups(self._scheme, len(self._groups), rank // self._size)
+        return tuple(
+            RoundCost(
+                key_rank,
+                tuple(self._runs[rank // self._size, key_rank]),
+                self.num_keys(rank, key_rank),
+                int(self._pairs[[*self.group(rank)], key_rank].sum()) * rows,
+            )
+            for group in itertools.chain(*key_groups)
+            for key_rank in self._groups[group]
+        )
+
+
+def _cut(run: Run, begin: int, length: int) -> Run:
+    """The part of a run that lies in these rows, counted from the first of them; its length may be negative."""
+    low, high = max(run.local_begin, begin), min(run.local_begin + run.length, begin + length)
+    return Run(run.global_begin + (low - run.local_begin) * run.stride, run.stride, low - begin, high - low)

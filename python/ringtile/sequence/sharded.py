@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.errors import InputError
+from ringtile.scheme import Scheme
 from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.fingerprint import found_on
 from ringtile.sequence.layout import Layout, check_types
@@ -37,15 +38,16 @@ class ShardedSequence:
     """A global sequence of S tokens: who attends whom (mask), who holds what (layout), over the ranks of a group.
 
     Made once per batch; costs no communication. mask and layout are the same on every rank and stay as they are;
-    group None is one rank. `sequence & mask` is the same sequence under a narrower mask.
+    group None is one rank. scheme: how the ranks share the work of attention (ringtile/scheme.py); the results do not
+    depend on it. `sequence & mask` is the same sequence under a narrower mask.
 
-    Attributes: mask, layout, group_name; rank and world_size of this process in the group; begin, end int32 (B or 1, S)
-    and layout_tensor int64 (R, 5), mask and layout as the ops take them.
+    Attributes: mask, layout, scheme, group_name; rank and world_size of this process in the group; begin, end int32
+    (B or 1, S) and layout_tensor int64 (R, 5), mask and layout as the ops take them.
 
     Raises InputError when mask, layout and group do not fit each other.
     """
 
-    def __init__(self, mask: IntervalMask, layout: Layout, group: Group | None = None) -> None:
+    def __init__(self, mask: IntervalMask, layout: Layout, group: Group | None = None, *, scheme: str = "ring") -> None:
         check_types(mask, layout)
         transport = transport_of(group)
         if layout.world_size != transport.world_size:
@@ -59,7 +61,9 @@ class ShardedSequence:
             raise InputError(
                 f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length"
             )
-        self.mask, self.layout = mask, layout
+        self._scheme = Scheme.parse(scheme)
+        self._scheme.groups(layout.world_size)
+        self.mask, self.layout, self.scheme = mask, layout, scheme
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
         self.begin, self.end, self.layout_tensor = mask.begin, mask.end, layout.tensor
@@ -115,7 +119,7 @@ class ShardedSequence:
         """The same sequence, where a query attends what both masks let it attend. The last ones are remembered."""
         check_types(mask)
         if mask not in self._narrowed:
-            self._narrowed[mask] = ShardedSequence(self.mask & mask, self.layout, self.group_name)
+            self._narrowed[mask] = ShardedSequence(self.mask & mask, self.layout, self.group_name, scheme=self.scheme)
             self._narrowed[mask]._data = self._data
             if len(self._narrowed) > _MAX_REMEMBERED:
                 del self._narrowed[next(iter(self._narrowed))]
@@ -139,7 +143,7 @@ class ShardedSequence:
     @functools.cached_property
     def plan(self) -> RankPlan:
         """The rounds of this rank."""
-        return rank_plan(self.mask, self.layout, self.rank)
+        return rank_plan(self.mask, self.layout, self.rank, self._scheme)
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:
@@ -152,7 +156,7 @@ class ShardedSequence:
         return zlib.crc32(repr((self._data, found_on(*locals_))).encode())
 
     def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """begin and end of the local queries, int32 (B or 1, N), copied to a GPU once.
+        """begin and end of the queries that this rank works on, int32 (B or 1, their number), copied to a GPU once.
 
         Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
@@ -172,34 +176,38 @@ class ShardedSequence:
     # ---- found again ----------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, mask: IntervalMask, layout: Layout, group: Group | None = None) -> ShardedSequence:
-        """The sequence of these; the same object for equal masks and layouts, of which the last ones are remembered."""
+    def of(
+        cls, mask: IntervalMask, layout: Layout, group: Group | None = None, *, scheme: str = "ring"
+    ) -> ShardedSequence:
+        """The sequence of these; the same object for equal ones, of which the last are remembered."""
         check_types(mask, layout)
         transport = transport_of(group)
         with _lock:
             remembered = _remembered.setdefault(transport, OrderedDict())
-            found = remembered.get((mask, layout))
+            found = remembered.get((mask, layout, scheme))
             if found is None:
-                found = remembered[mask, layout] = cls(mask, layout, group)
+                found = remembered[mask, layout, scheme] = cls(mask, layout, group, scheme=scheme)
                 while len(remembered) > _MIN_REMEMBERED and (
                     len(remembered) > _MAX_REMEMBERED or sum(map(_num_bytes, remembered.values())) > _MAX_BYTES
                 ):
                     remembered.popitem(last=False)
             else:
-                remembered.move_to_end((mask, layout))
+                remembered.move_to_end((mask, layout, scheme))
             return found
 
     @classmethod
-    def of_tensors(cls, begin: Tensor, end: Tensor, layout: Tensor, group_name: str) -> ShardedSequence:
-        """The sequence whose `begin`, `end`, `layout_tensor` and `group_name` these are, as an op receives them.
+    def of_tensors(
+        cls, begin: Tensor, end: Tensor, layout: Tensor, group_name: str, scheme: str = "ring"
+    ) -> ShardedSequence:
+        """The sequence whose `begin`, `end`, `layout_tensor`, ... these are, as an op receives them.
 
         Tensors that were seen before, and not written to since, are known by their identity, in O(1); others by their
         content. Raises InputError, LayoutError.
         """
-        seen = _seen.get(_ids(group_name, begin, end, layout))
+        seen = _seen.get(_ids(group_name, scheme, begin, end, layout))
         found = seen.sequence_of(begin, end, layout) if seen is not None else None
         if found is None or found._transport() is None:
-            found = cls.of(IntervalMask(begin, end), Layout.from_tensor(layout), group_name)
+            found = cls.of(IntervalMask(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
             _Seen.remember(found, begin, end, layout)
         return found
 
@@ -220,7 +228,7 @@ class _Seen(NamedTuple):
     def remember(cls, sequence: ShardedSequence, *tensors: Tensor) -> None:
         versions = tuple(map(_version, tensors))
         with _seen_lock:
-            _seen[_ids(sequence.group_name, *tensors)] = cls(
+            _seen[_ids(sequence.group_name, sequence.scheme, *tensors)] = cls(
                 tuple(map(weakref.ref, tensors)), versions, weakref.ref(sequence)
             )
             if len(_seen) > _MAX_SEEN:
@@ -235,8 +243,8 @@ class _Seen(NamedTuple):
         return sequence if same else None
 
 
-def _ids(group_name: str, *tensors: Tensor) -> tuple[object, ...]:
-    return group_name, *map(id, tensors)
+def _ids(group_name: str, scheme: str, *tensors: Tensor) -> tuple[object, ...]:
+    return group_name, scheme, *map(id, tensors)
 
 
 def _version(x: Tensor) -> int:
@@ -247,7 +255,7 @@ def _version(x: Tensor) -> int:
 _MAX_SEEN = 1024
 _seen: dict[tuple[object, ...], _Seen] = {}
 _seen_lock = threading.Lock()
-_remembered: weakref.WeakKeyDictionary[Transport, OrderedDict[tuple[IntervalMask, Layout], ShardedSequence]] = (
+_remembered: weakref.WeakKeyDictionary[Transport, OrderedDict[tuple[IntervalMask, Layout, str], ShardedSequence]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringtile.errors import InputError, Refused
 from ringtile.random_states import drawn_since, random_states
+from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -30,6 +31,7 @@ def context_parallel(
     no_restore_buffers: Collection[Tensor] | None = None,
     layout: Layout | str = "zigzag",
     mask: IntervalMask | None = None,
+    scheme: str = "ring",
 ) -> Iterator[None]:
     """Inside the block every buffer holds this rank's tokens, and PyTorch's attention functions run as a ring.
 
@@ -41,6 +43,7 @@ def context_parallel(
     layout: how to shard the sequence: "zigzag", "contiguous", "striped", or a Layout of S tokens.
     mask: which keys each query attends, in global positions; it knows nothing of the layout. Without one, is_causal
     decides in each call of scaled_dot_product_attention. With one, is_causal=True narrows it to its causal part.
+    scheme: how the ranks share the work (docs/guide/schemes.md); a block without buffers is a ring.
 
     Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
     threads, each with a group of its own. A group of one rank does nothing unless there is a mask.
@@ -54,6 +57,9 @@ def context_parallel(
         buffers, buffer_seq_dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
         kept = as_list(no_restore_buffers, "no_restore_buffers")
         seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
+        Scheme.parse(scheme).groups(transport.world_size)
+        if seq_len is None and scheme != "ring":
+            raise InputError(f"the scheme is {scheme}, but there are no buffers; expected buffers, a Layout or a mask")
     if transport.world_size == 1 and mask is None:
         yield
         return
@@ -64,7 +70,11 @@ def context_parallel(
         return
     with transport.telling("context_parallel"):
         layout = layout_of(layout, seq_len, transport.world_size)
-        sequence = unmasked_sequence(layout, group) if mask is None else ShardedSequence.of(mask, layout, group)
+        sequence = (
+            unmasked_sequence(layout, group, scheme)
+            if mask is None
+            else ShardedSequence.of(mask, layout, group, scheme=scheme)
+        )
     _ = sequence.causal  # made here: a compiled call of attention can read it but not make it
     scope = AttentionScope(group, sequence=sequence, is_masked=mask is not None)
     full = [buffer.detach() for buffer in buffers]

@@ -60,9 +60,9 @@ def layout_of(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
     return layout
 
 
-def unmasked_sequence(layout: Layout, group: Group) -> ShardedSequence:
-    """The sequence in which every query attends every key; the same object for equal layouts."""
-    return ShardedSequence.of(_full_mask(layout.seq_len), layout, group)
+def unmasked_sequence(layout: Layout, group: Group, scheme: str = "ring") -> ShardedSequence:
+    """The sequence in which every query attends every key; the same object for equal layouts and schemes."""
+    return ShardedSequence.of(_full_mask(layout.seq_len), layout, group, scheme=scheme)
 
 
 # Cached, so that finding the sequence in force again costs nothing that grows with S.

@@ -78,4 +78,4 @@ def _masked(sequence: ShardedSequence | None, attn_mask: Tensor) -> ShardedSeque
         )
     # Not `sequence & mask`: the sequence would remember every batch's mask for as long as it lives.
     mask = sequence.mask & IntervalMask.from_bool(attn_mask)
-    return ShardedSequence.of(mask, sequence.layout, sequence.group_name)
+    return ShardedSequence.of(mask, sequence.layout, sequence.group_name, scheme=sequence.scheme)

@@ -1,0 +1,341 @@
+"""Every scheme over virtual ranks against attention on one rank, and what it sends against the plan.
+
+Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, W ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Alive
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Attention, dense_gradients
+from pool import run_ranks
+from ringtile import (
+    Config,
+    ConfigError,
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    Refused,
+    RingMismatch,
+    ShardedSequence,
+    plan,
+    ring_attention,
+)
+from ringtile.ring import ring
+from ringtile.ring.block_kernel import AttentionCall
+from ringtile.scheme import Scheme, share
+from ringtile.transport.loopback import LoopbackGroup
+from strategies import dense, layouts, masks
+from test_ring import FLOAT64_TOLERANCE, Problem, assemble, assert_close, assert_within_8_ulp, problem, run_ring
+from test_sinks import by_definition, sinks_of
+from torch import Tensor
+
+SEQ_LEN = 48
+MASKS = {
+    "causal": IntervalMask.causal(SEQ_LEN),
+    "full": IntervalMask.full(SEQ_LEN),
+    "documents": IntervalMask.documents([13, 1, 20, 14]),
+    "window": IntervalMask.sliding_window(SEQ_LEN, 7),
+    "prefix": IntervalMask.prefix_lm(SEQ_LEN, 11),
+    "padding": IntervalMask.from_padding(torch.tensor([[0] * 5 + [1] * 43, [1] * 40 + [0] * 8])),
+}
+LAYOUTS = ("contiguous", "zigzag", "striped")
+HEADS = ((8, 8), (8, 2), (7, 7), (4, 1), (6, 3))
+SCHEMES = ("all_gather", "ulysses", "usp:1", "usp:2", "staged:1", "staged:2", "staged:3")
+WORLD_SIZES = (2, 3, 4)
+
+
+def cells() -> list[tuple[str, str, str, tuple[int, int], int]]:
+    return [
+        cell
+        for cell in itertools.product(SCHEMES, MASKS, LAYOUTS, HEADS, WORLD_SIZES)
+        if not (cell[0] == "usp:2" and cell[4] == 3)  # refused: see below
+    ]
+
+
+def pairwise(all_cells: list[Any]) -> list[Any]:
+    """A few of them, greedily chosen, in which each two values of two parameters meet."""
+
+    def pairs(cell: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    left = set().union(*map(pairs, all_cells))
+    chosen = []
+    while left:
+        chosen.append(max(all_cells, key=lambda cell: len(pairs(cell) & left)))
+        left -= pairs(chosen[-1])
+    return chosen
+
+
+def run_scheme(
+    p: Problem,
+    mask: IntervalMask,
+    layout: Layout,
+    scheme: str,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Attention, list[tuple[int, int]], list[Tensor | None]]:
+    """Forward and backward on W virtual ranks, put together; the bytes that each sent in them; gradients of sinks."""
+
+    def on_rank(group: LoopbackGroup) -> tuple[Attention, tuple[int, int], Tensor | None]:
+        sequence = ShardedSequence(mask, layout, group, scheme=scheme)
+        q, k, v = (sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v))
+        leaf = None if sinks is None else sinks.clone().requires_grad_()
+        out, lse = ring_attention(q, k, v, sequence, softcap=softcap, sinks=leaf, return_lse=True, **options)
+        forward = group.transport.bytes_sent
+        cotangents = [sequence.shard(p.dout, 1), sequence.shard(p.dlse, 2)]
+        leaves = [q, k, v] if leaf is None else [q, k, v, leaf]
+        gradients = torch.autograd.grad([out, lse], leaves, cotangents)
+        result = Attention(out.detach(), lse.detach(), *gradients[:3])
+        return result, (forward, group.transport.bytes_sent - forward), None if leaf is None else gradients[3]
+
+    of_ranks, sent, of_sinks = zip(*LoopbackWorld(layout.world_size).run(on_rank), strict=True)
+    return assemble(list(of_ranks), layout), list(sent), list(of_sinks)
+
+
+def check_cell(name: str, mask: str, layout: str, heads: tuple[int, int], world_size: int) -> None:
+    """Within 8 ulp of one rank, and as many bytes as planned."""
+    p = problem(2, SEQ_LEN, *heads, head_dim=8, v_head_dim=16, dtype=torch.float32)
+    over = Layout.named(layout, SEQ_LEN, world_size)
+    result, sent, _ = run_scheme(p, MASKS[mask], over, name)
+    where = (name, mask, layout, heads, world_size)
+    assert_within_8_ulp(result, run_ring(p, MASKS[mask], Layout.contiguous(SEQ_LEN, 1)), where)
+    cost = plan(
+        *(MASKS[mask], over),
+        **{"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 8, "v_head_dim": 16, "scheme": name},
+        dtype=torch.float32,
+        batch=2,
+    )
+    assert sent == [(rank.forward_bytes_sent, rank.backward_bytes_sent) for rank in cost.ranks], where
+    assert cost.forward_bytes == sum(rank.forward_bytes_received for rank in cost.ranks), where
+    assert cost.backward_bytes == sum(rank.backward_bytes_received for rank in cost.ranks), where
+
+
+def test_schemes_equal_one_rank_and_send_what_is_planned() -> None:
+    for cell in pairwise(cells()):
+        check_cell(*cell)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_cells_equal_one_rank_and_send_what_is_planned(scheme: str) -> None:
+    for cell in cells():
+        if cell[0] == scheme:
+            check_cell(*cell)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, str]:
+    world_size = draw(st.integers(1, 5))
+    batch, seq_len = draw(st.integers(1, 2)), draw(st.integers(world_size, 24))
+    num_kv_heads = draw(st.integers(1, 3))
+    num_heads, dims = num_kv_heads * draw(st.integers(1, 4)), [draw(st.integers(1, 9)) for _ in range(2)]
+    p = problem(batch, seq_len, num_heads, num_kv_heads, *dims, seed=draw(st.integers(0, 1000)))
+    size = draw(st.sampled_from([size for size in range(1, world_size + 1) if world_size % size == 0]))
+    scheme = draw(st.sampled_from(["all_gather", "ulysses", f"usp:{size}", f"staged:{draw(st.integers(1, 4))}"]))
+    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scheme
+
+
+@settings(max_examples=40)
+@given(cases(), st.sampled_from([0.0, 2.0]))
+def test_schemes_equal_the_definition(case: tuple[Problem, IntervalMask, Layout, str], softcap: float) -> None:
+    """Any heads, also fewer than ranks, ranks of any lengths, head dims that align nothing."""
+    p, mask, layout, scheme = case
+    expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout, p.dlse, None, softcap)
+    assert_close(run_scheme(p, mask, layout, scheme, softcap)[0], expected, FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("scheme", ["all_gather", "ulysses", "usp:2", "staged:3"])
+def test_sinks_are_those_of_the_definition(scheme: str) -> None:
+    """The gradient of the sinks is by the queries of a rank, in every scheme: callers add those of the ranks."""
+    p = problem(2, SEQ_LEN, 6, 2)
+    sinks, layout = sinks_of(p), Layout.zigzag(SEQ_LEN, 4)
+    expected = by_definition(p, sinks, MASKS["documents"])
+    got, _, of_sinks = run_scheme(p, MASKS["documents"], layout, scheme, sinks=sinks)
+    assert_close(got, expected.attention, FLOAT64_TOLERANCE)
+    assert torch.allclose(sum(of_sinks), expected.dsinks, rtol=0, atol=FLOAT64_TOLERANCE)
+    of_ring = run_scheme(p, MASKS["documents"], layout, "ring", sinks=sinks)[2]
+    assert all(torch.allclose(x, y, rtol=0, atol=FLOAT64_TOLERANCE) for x, y in zip(of_sinks, of_ring, strict=True))
+
+
+def test_bits_are_the_same_every_time_and_not_finite_stays_where_it_may_go() -> None:
+    p = problem(2, SEQ_LEN, 6, 2, dtype=torch.bfloat16)
+    runs = [run_scheme(p, MASKS["causal"], Layout.zigzag(SEQ_LEN, 3), "ulysses")[0] for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+    p.k[:, 40] = torch.nan  # attended by later queries only
+    run = run_scheme(p, MASKS["causal"], Layout.zigzag(SEQ_LEN, 3), "ulysses")[0]
+    assert torch.equal(run.out[:, :40], runs[0].out[:, :40])
+    assert run.out[:, 40:].isnan().all()
+
+
+# ---- shares -------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 12))
+def test_shares_hold_each_head_once_in_pieces_for_one_kernel_call(kv_heads: int, repeats: int, num_parts: int) -> None:
+    heads = []
+    sizes = []
+    for part in range(num_parts):
+        of_part = share(kv_heads * repeats, kv_heads, num_parts, part)
+        heads += of_part.heads
+        sizes.append(len(of_part.heads))
+        assert sorted(head for piece in of_part.pieces for head in piece.heads) == [*range(len(of_part.heads))]
+        assert sorted(head for piece in of_part.pieces for head in piece.kv_heads) == [*range(len(of_part.kv_heads))]
+        for piece in of_part.pieces:
+            per_kv_head, rest = divmod(len(piece.heads), len(piece.kv_heads))
+            assert rest == 0
+            for i, head in enumerate(piece.heads):
+                assert of_part.heads[head] // repeats == of_part.kv_heads[piece.kv_heads[i // per_kv_head]]
+    assert heads == [*range(kv_heads * repeats)]
+    assert max(sizes) - min(sizes) <= (repeats if kv_heads >= num_parts else 1)
+
+
+def test_kv_heads_enough_for_all_ranks_travel_to_one_each() -> None:
+    kv_heads = [head for part in range(4) for head in share(24, 6, 4, part).kv_heads]
+    assert kv_heads == [*range(6)]
+
+
+# ---- what a scheme is for -----------------------------------------------------------------------
+
+
+def peak_bytes(num_stages: int) -> int:
+    """What a call allocates apart from its results: messages, queries and keys of a share, their running state."""
+    p = problem(1, 256, 16, 16, 16, 16, dtype=torch.float32)
+    scheme = f"staged:{num_stages}"
+    sequence = ShardedSequence(IntervalMask.causal(256), Layout.zigzag(256, 2), dist.group.WORLD, scheme=scheme)
+    q, k, v = (sequence.shard(x, 1) for x in (p.q, p.k, p.v))
+    assert sequence.plan  # made before
+    with Alive(at_least=64) as alive:
+        out, lse = ring.forward(AttentionCall(sequence, 0.25), q, k, v)
+    return alive.bytes_peak - out.nbytes - lse.nbytes
+
+
+def peaks_of_stages() -> list[int]:
+    return [peak_bytes(num_stages) for num_stages in (1, 2, 4, 8)]
+
+
+def test_memory_of_staged_falls_with_the_number_of_stages() -> None:
+    """As 1 / stages from three on. Then the messages of the next stage, and the results of the last, are under way."""
+    for one, two, four, eight in run_ranks(2, peaks_of_stages):
+        assert one > two > four
+        assert eight <= 0.51 * four < 0.51 * 0.5 * one
+
+
+def on_gloo() -> dict[str, Any]:
+    """This rank's results and the bytes that it sent, scheme by scheme."""
+    p = problem(2, SEQ_LEN, 6, 2, dtype=torch.bfloat16)
+    results = {}
+    for scheme in ("all_gather", "ulysses", "staged:2"):
+        sequence = ShardedSequence(MASKS["documents"], Layout.zigzag(SEQ_LEN, 2), dist.group.WORLD, scheme=scheme)
+        leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
+        before = sequence.transport.bytes_sent
+        out, lse = ring_attention(*leaves, sequence, return_lse=True)
+        cotangents = [sequence.shard(p.dout, 1), sequence.shard(p.dlse, 2)]
+        gradients = torch.autograd.grad([out, lse], leaves, cotangents)
+        results[scheme] = Attention(out.detach(), lse.detach(), *gradients), sequence.transport.bytes_sent - before
+    return results
+
+
+def test_processes_equal_virtual_ranks() -> None:
+    p, layout = problem(2, SEQ_LEN, 6, 2, dtype=torch.bfloat16), Layout.zigzag(SEQ_LEN, 2)
+    ranks = run_ranks(2, on_gloo)
+    for scheme in ranks[0]:
+        virtual, sent, _ = run_scheme(p, MASKS["documents"], layout, scheme)
+        result = assemble([rank[scheme][0] for rank in ranks], layout)
+        assert all(torch.equal(x, y) for x, y in zip(result, virtual, strict=True)), scheme
+        assert [rank[scheme][1] for rank in ranks] == [sum(each) for each in sent], scheme
+
+
+def test_op_takes_a_scheme() -> None:
+    """Under torch.compile and vmap the op finds the sequence by its tensors: the same tensors, another scheme."""
+    p = problem(1, SEQ_LEN, 4, 2)
+    layout = Layout.zigzag(SEQ_LEN, 2)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        sequences = [ShardedSequence(MASKS["causal"], layout, group, scheme=scheme) for scheme in ("ulysses", "ring")]
+        for sequence in sequences:
+            leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
+            begin = group.transport.bytes_sent
+            out = ring_attention(*leaves, sequence)
+            gradients = torch.autograd.grad(out.sum(), leaves)
+            middle = group.transport.bytes_sent
+            tensors = sequence.begin, sequence.end, sequence.layout_tensor
+            through_op, _ = torch.ops.ringtile.ring_attention(
+                *leaves, *tensors, 0.25, 0.0, sequence.group_name, "ringtile", None, sequence.scheme
+            )
+            of_op = torch.autograd.grad(through_op.sum(), leaves)
+            assert group.transport.bytes_sent - middle == middle - begin
+            assert all(torch.equal(x, y) for x, y in zip((out, *gradients), (through_op, *of_op), strict=True))
+
+    LoopbackWorld(2).run(on_rank)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "Ring", "usp", "usp:0", "usp:-1", "staged:", "ulysses:2", "ring ", None, 2])
+def test_unknown_schemes_are_refused_by_name(text: Any) -> None:
+    with pytest.raises(InputError, match=r"the scheme is .*; expected ring, all_gather, ulysses, usp:M"):
+        Scheme.parse(text)
+
+
+def test_groups_that_do_not_come_out_even_are_refused() -> None:
+    message = "the scheme is usp:2, but the group has 3 ranks; expected a number that divides it"
+
+    def on_rank(group: LoopbackGroup) -> None:
+        with pytest.raises(InputError, match=message):
+            ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 3), group, scheme="usp:2")
+
+    LoopbackWorld(3).run(on_rank)
+    with pytest.raises(InputError, match=message):
+        plan(
+            *(MASKS["causal"], Layout.zigzag(SEQ_LEN, 3)),
+            **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "scheme": "usp:2"},
+            dtype=torch.float32,
+        )
+    with pytest.raises(ConfigError, match="context_parallel_scheme: the scheme is usp:2, but the group has 3 ranks"):
+        Config(context_parallel_size=3, context_parallel_scheme="usp:2")
+    with pytest.raises(ConfigError, match=r"context_parallel_scheme: the scheme is 'ulises'; expected ring"):
+        Config(context_parallel_size=3, context_parallel_scheme="ulises")
+
+
+def test_ranks_of_different_schemes_are_named() -> None:
+    p = problem(1, SEQ_LEN, 4, 2)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        scheme = ("ulysses", "all_gather")[group.transport.rank]
+        sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 2), group, scheme=scheme)
+        with pytest.raises(RingMismatch, match="ranks disagree on scheme in call 1"):
+            ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence)
+
+    LoopbackWorld(2).run(on_rank)
+
+
+def test_kernels_of_aten_are_refused_where_ranks_share_heads() -> None:
+    p, layout = problem(1, SEQ_LEN, 4, 4, 8, 8), Layout.contiguous(SEQ_LEN, 2)
+    aten: dict[str, Any] = {"attention_kernel": "aten"}
+    p = p._replace(dlse=torch.zeros_like(p.dlse))
+
+    def on_rank(group: LoopbackGroup) -> None:
+        for scheme in ("ulysses", "staged:2", "usp:2"):
+            sequence = ShardedSequence(MASKS["causal"], layout, group, scheme=scheme)
+            with pytest.raises(Refused, match=rf"attention_kernel is .aten., .* scheme {scheme} .*or all_gather"):
+                ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence, **aten)
+        sequence = ShardedSequence(MASKS["causal"], layout, group, scheme="all_gather")
+        leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
+        ours, theirs = (ring_attention(*leaves, sequence, **kernel) for kernel in ({}, aten))
+        assert (ours - theirs).abs().max() <= FLOAT64_TOLERANCE
+        cotangent = sequence.shard(p.dout, 1)
+        for x, y in zip(*(torch.autograd.grad(out, leaves, cotangent) for out in (ours, theirs)), strict=True):
+            assert (x - y).abs().max() <= FLOAT64_TOLERANCE
+
+    LoopbackWorld(2).run(on_rank)
