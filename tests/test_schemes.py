@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
 from pool import run_ranks
 from ringtile import (
+    AttentionDropout,
     Config,
     ConfigError,
     InputError,
@@ -270,7 +271,7 @@ def test_op_takes_a_scheme() -> None:
             middle = group.transport.bytes_sent
             tensors = sequence.begin, sequence.end, sequence.layout_tensor
             through_op, _ = torch.ops.ringtile.ring_attention(
-                *leaves, *tensors, 0.25, 0.0, sequence.group_name, "ringtile", None, sequence.scheme
+                *leaves, *tensors, 0.25, 0.0, sequence.group_name, scheme=sequence.scheme
             )
             of_op = torch.autograd.grad(through_op.sum(), leaves)
             assert group.transport.bytes_sent - middle == middle - begin
@@ -320,7 +321,7 @@ def test_ranks_of_different_schemes_are_named() -> None:
     LoopbackWorld(2).run(on_rank)
 
 
-def test_kernels_of_aten_are_refused_where_ranks_share_heads() -> None:
+def test_what_cannot_be_where_ranks_share_heads_is_refused() -> None:
     p, layout = problem(1, SEQ_LEN, 4, 4, 8, 8), Layout.contiguous(SEQ_LEN, 2)
     aten: dict[str, Any] = {"attention_kernel": "aten"}
     p = p._replace(dlse=torch.zeros_like(p.dlse))
@@ -328,8 +329,11 @@ def test_kernels_of_aten_are_refused_where_ranks_share_heads() -> None:
     def on_rank(group: LoopbackGroup) -> None:
         for scheme in ("ulysses", "staged:2", "usp:2"):
             sequence = ShardedSequence(MASKS["causal"], layout, group, scheme=scheme)
+            leaves = [sequence.shard(x, 1) for x in (p.q, p.k, p.v)]
             with pytest.raises(Refused, match=rf"attention_kernel is .aten., .* scheme {scheme} .*or all_gather"):
-                ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence, **aten)
+                ring_attention(*leaves, sequence, **aten)
+            with pytest.raises(Refused, match=f"attention dropout with the scheme {scheme}, .*or all_gather"):
+                ring_attention(*leaves, sequence, dropout=AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 0))
         sequence = ShardedSequence(MASKS["causal"], layout, group, scheme="all_gather")
         leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
         ours, theirs = (ring_attention(*leaves, sequence, **kernel) for kernel in ({}, aten))

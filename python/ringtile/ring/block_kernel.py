@@ -97,7 +97,8 @@ def _check_shares(call: AttentionCall, scheme: str) -> None:
     if call.attention_kernel == "aten":
         raise Refused(
             f"attention_kernel is 'aten', whose backward needs the output, but with the scheme {scheme} that stays "
-            f"with the owner of the queries; set attention_kernel to auto or ringtile, or the scheme to ring or all_gather"
+            f"with the owner of the queries; set attention_kernel to auto or ringtile, or the scheme to "
+            f"ring or all_gather"
         )
     if call.dropout is not None:
         raise Refused(
