@@ -203,7 +203,8 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
 def attends_causally(model: PreTrainedModel) -> bool:
     """Whether no token attends a later one. Raises Refused for decoders that do, and where layers or masks disagree."""
     config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
-    if getattr(config, "is_encoder_decoder", False):
+    whole = config if shifts_labels(model) else model.config  # T5Gemma 2 says it there alone
+    if getattr(config, "is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False):
         raise Refused(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
     said: dict[bool, str] = {}  # the first layer that says so
     for path, module in modules:

@@ -46,7 +46,8 @@ def num_layers(config: Any) -> tuple[int, int]:
 def layer_masks(config: Any, causal: bool = True) -> list[LayerMask]:
     """Of each layer. config: of the text model; causal: whether it attends no later token."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [_mask_of(config, kind, causal) for kind in kinds]
+    own = getattr(config, "per_layer_config", None)  # NeoMME: each layer has a window of its own
+    return [_mask_of(own[i] if own else config, kind, causal) for i, kind in enumerate(kinds)]
 
 
 def mask_of_layer(module: nn.Module, options: Mapping[str, Any]) -> LayerMask:
