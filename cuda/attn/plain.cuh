@@ -125,7 +125,11 @@ RT_DEVICE float dropout_factor(const attn_args &args, int head, int token, int64
     const rt_philox counter = {
         {(uint32_t)(position / 4), (uint32_t)ld_global(p.q_positions + token), row, p.stream}};
     const rt_philox random = rt_philox4x32(counter, p.seed, p.step);
-    return random.word[position % 4] <= args.dropout.last_kept ? (float)args.dropout.scale : 0;
+    const int which =
+        (int)(position % 4); // chosen without an index, for which the words would have to be in memory
+    const uint32_t low = which % 2 == 0 ? random.word[0] : random.word[1];
+    const uint32_t high = which % 2 == 0 ? random.word[2] : random.word[3];
+    return (which < 2 ? low : high) <= args.dropout.last_kept ? (float)args.dropout.scale : 0;
 }
 
 // ---- forward -----------------------------------------------------------------------------------

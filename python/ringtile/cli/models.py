@@ -76,10 +76,7 @@ def decide(name: str, ranks: Processes, alone: Processes) -> dict[str, Any]:
     import torch
 
     row = _decide(name, ranks, alone, torch.float32)
-    if row["verdict"] != "wrong":
-        return row
-    precise = _decide(name, ranks, alone, torch.float64)
-    return row if precise["verdict"] == "untried" else precise  # kernels of mixtures lack float64
+    return _decide(name, ranks, alone, torch.float64) if row["verdict"] == "wrong" else row
 
 
 def _decide(name: str, ranks: Processes, alone: Processes, dtype: torch.dtype) -> dict[str, Any]:
