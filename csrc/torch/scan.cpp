@@ -6,7 +6,7 @@ namespace {
 using namespace ringtile;
 using MaybeTensor = std::optional<Tensor>;
 
-Tensor empty_like(const Tensor &x, std::vector<int64_t> sizes, ScalarType dtype) {
+Tensor empty_like(const Tensor &x, const std::vector<int64_t> &sizes, ScalarType dtype) {
     return torch::stable::empty(sizes, dtype, std::nullopt, x.device());
 }
 
