@@ -195,7 +195,9 @@ static bool pull(rt_shm *shm, peer *p) {
     if (is_broken(p, num_ready > NUM_CHUNKS) || num_ready == 0) return false;
     const uint64_t place = p->num_emptied % NUM_CHUNKS;
     const chunk_header header = p->in->headers[place];
-    if (header.tag == m->tag) { // else: of a call on which the ranks disagreed
+    if (header.tag > m->tag)
+        return false; // of a later call: ours is one on which the ranks disagreed, and will be dropped
+    if (header.tag == m->tag) { // else: of an earlier call, on which they disagreed
         const bool fits =
             header.num_bytes > 0 && header.num_bytes <= CHUNK && header.num_bytes <= m->num_bytes - m->moved;
         if (is_broken(p, !fits)) return false;

@@ -39,7 +39,7 @@ typedef enum rt_shm_state {
 typedef struct rt_shm_message {
     void *data;
     int64_t num_bytes; // at least 1
-    uint64_t tag;      // a receive skips messages with another tag
+    uint64_t tag;      // a receive skips messages with a smaller tag, and leaves those with a larger one
     int64_t peer;
     bool outgoing;
     // Below: written by the functions here.

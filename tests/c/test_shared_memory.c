@@ -228,6 +228,21 @@ static void test_messages_of_another_tag_are_skipped(void) {
     free_world(&w);
 }
 
+// Rank 1 still waits in a call on which the ranks disagreed, while rank 0 is in the next one.
+static void test_messages_of_a_later_call_are_left(void) {
+    world w = new_world(2);
+    rt_shm_message sent = message(true, 1, 2, 1000, 9), got = message(false, 0, 2, 1000, 0);
+    rt_shm_message stale = message(false, 0, 1, 8, 0);
+    rt_shm_post(w.ends[0], &sent);
+    CHECK_INT(post_and_wait(w.ends[1], &stale, 5), RT_SHM_PENDING);
+    rt_shm_drop(w.ends[1], &stale);
+    CHECK_INT(post_and_wait(w.ends[1], &got, 1000), RT_SHM_DONE);
+    CHECK_INT(rt_shm_wait(w.ends[0], &sent, LONG), RT_SHM_DONE);
+    CHECK(holds(&got, 9));
+    free(stale.data), free(sent.data), free(got.data);
+    free_world(&w);
+}
+
 typedef struct closing {
     world *w;
     rt_shm_state state;
@@ -344,6 +359,7 @@ int main(int argc, char **argv) {
     test_the_helper_leaves_the_caller_its_byte();
     test_a_short_message_needs_no_receiver();
     test_messages_of_another_tag_are_skipped();
+    test_messages_of_a_later_call_are_left();
     test_a_closed_peer_is_lost();
     test_a_message_sent_before_the_end_arrives();
     test_a_silent_peer_times_out();

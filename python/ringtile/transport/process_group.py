@@ -48,15 +48,19 @@ class ProcessGroupTransport(Transport):
         shared = self._shared
         return shared if shared is not None and peer in shared.peers and tensor.device.type == "cpu" else None
 
+    def _ordered(self, tag: int) -> int:
+        """The tag in shared memory, where messages of a later call have larger ones."""
+        return self.num_calls << 32 | tag
+
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         if (shared := self._shares(tensor, peer)) is not None:
-            return shared.post(tensor, peer, tag, outgoing=True)
+            return shared.post(tensor, peer, self._ordered(tag), outgoing=True)
         message: Message = self._group_for(tensor).send([tensor], peer, tag)
         return message
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         if (shared := self._shares(tensor, peer)) is not None:
-            return shared.post(tensor, peer, tag, outgoing=False)
+            return shared.post(tensor, peer, self._ordered(tag), outgoing=False)
         message: Message = self._group_for(tensor).recv([tensor], peer, tag)
         return message
 
