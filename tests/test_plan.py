@@ -205,7 +205,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "head dim": (
         lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), v_head_dim=0, **GOOD),
-        "v_head_dim 0.* expected at least 1 each",
+        r"v_head_dim 0.* expected 1\.\.2\^31 - 1 each",
+    ),
+    "many heads": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 4 * 10**30}),
+        r"num_heads 40*, .* expected 1\.\.2\^31 - 1 each",
     ),
     "batch": (
         lambda: plan(TWO_ROWS, Layout.zigzag(8, 2), batch=3, **GOOD),

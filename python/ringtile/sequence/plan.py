@@ -318,10 +318,11 @@ def plan(
     batch = rows if batch is None else arguments.check_int("batch", batch)
     if mask.seq_len != layout.seq_len:
         raise InputError(f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length")
-    if min(num_heads, num_kv_heads, head_dim, v_head_dim, batch) < 1 or num_heads % num_kv_heads:
+    sizes = (num_heads, num_kv_heads, head_dim, v_head_dim, batch)
+    if not 1 <= min(sizes) <= max(sizes) < 2**31 or num_heads % num_kv_heads:
         raise InputError(
             f"num_heads {num_heads}, num_kv_heads {num_kv_heads}, head_dim {head_dim}, v_head_dim {v_head_dim}, batch "
-            f"{batch}; expected at least 1 each and num_heads a multiple of num_kv_heads"
+            f"{batch}; expected 1..2^31 - 1 each and num_heads a multiple of num_kv_heads"
         )
     if rows not in (1, batch):
         raise InputError(f"the mask has {rows} rows but batch is {batch}; expected {batch} or 1")
