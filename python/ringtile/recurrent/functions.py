@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError, RingtileError
+from ringtile.errors import InputError
 from ringtile.recurrent.documents import Documents, documents_of
 from ringtile.recurrent.hand_over import Halos, Operand, Recurrence, check_tensors, run
 from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.local import computing_on
-from ringtile.sequence.layout import Layout, check_types
+from ringtile.sequence.given import check_given, tell_others
+from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.agreement import HeaderValue
-from ringtile.transport.groups import Group, only_group_of, transport_of
+from ringtile.transport.groups import Group
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -214,27 +215,14 @@ def _checking(op: str, sequence: Any, mask: Any, layout: Any, group: Any, *tenso
             if x is not None:
                 arguments.check_tensor("an argument", x)
         derivatives.check_once(op, *tensors, vmap=False)
+        check_given(op, sequence, mask, layout, group)
         if sequence is None:
-            check_types(mask, layout)
             sequence = ShardedSequence.of(mask, layout, group)
-        elif not isinstance(sequence, ShardedSequence):
-            raise InputError(
-                f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
-            )
-        elif any(part is not None for part in (mask, layout, group)):
-            raise InputError(f"{op} got a sequence and mask, layout or group; expected one or the other")
         documents = documents_of(sequence)
         documents.check()
         yield documents
     except Exception as error:
-        with contextlib.suppress(RingtileError):
-            if isinstance(sequence, ShardedSequence):
-                transport = sequence.transport
-            elif group is None and isinstance(layout, Layout):  # forgotten?
-                transport = transport_of(only_group_of(layout.world_size))
-            else:
-                transport = transport_of(group)
-            transport.refuse(f"{op} forward", error)
+        tell_others(op, error, sequence, layout, group)
         raise
 
 

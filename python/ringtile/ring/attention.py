@@ -9,7 +9,6 @@ R runs of all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -18,15 +17,16 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError, RingtileError
+from ringtile.errors import InputError
 from ringtile.ring import ring
 from ringtile.ring.block_kernel import ATTENTION_KERNELS, AttentionCall, AttentionKernel
 from ringtile.ring.provider import Final
 from ringtile.ring.weight_dropout import AttentionDropout
+from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group, group_name, is_traced, only_group_of, telling, transport_of
+from ringtile.transport.groups import Group, group_name, is_traced, telling, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _attend(
             call = AttentionCall(found, scale, softcap, attention_kernel, _fixed(sinks, q), dropout)
     except Exception as error:
         if not is_traced(q):
-            _tell(error, sequence, parts)
+            tell_others("ring_attention", error, sequence, *parts[1:])
         raise
     if through_op:
         begin, end, layout, group, scheme = _tensors(sequence, parts)
@@ -167,14 +167,7 @@ def _check(
         raise InputError(f"sinks is a {type(sinks).__name__}; expected a tensor, one number for each head of q")
     if dropout is not None and not isinstance(dropout, AttentionDropout):
         raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
-    if sequence is None:
-        check_types(*parts[:2])
-    elif not isinstance(sequence, ShardedSequence):
-        raise InputError(
-            f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
-        )
-    elif any(part is not None for part in parts):
-        raise InputError("ring_attention got a sequence and mask, layout or group; expected one or the other")
+    check_given("ring_attention", sequence, *parts)
     if attention_kernel not in ATTENTION_KERNELS:
         raise InputError(f"attention_kernel is {attention_kernel!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
     derivatives.check_once("ring_attention", q, k, v, sinks)
@@ -211,19 +204,6 @@ def _fixed(sinks: Tensor | None, q: Tensor) -> Tensor | None:
         return None
     ops.check_sinks(sinks, q)
     return sinks.detach().to(ops.state_dtype(q.dtype))
-
-
-def _tell(error: Exception, sequence: Any, parts: _Parts) -> None:
-    """Tells the other ranks, who would wait for this one, why it makes no call: if the group is known."""
-    _, layout, group = parts
-    with contextlib.suppress(RingtileError):
-        if isinstance(sequence, ShardedSequence):
-            transport = sequence.transport
-        elif group is None and isinstance(layout, Layout):  # forgotten?
-            transport = transport_of(only_group_of(layout.world_size))
-        else:
-            transport = transport_of(group)
-        transport.refuse("ring_attention forward", error)
 
 
 def is_plain(q: Tensor) -> bool:
