@@ -76,7 +76,7 @@ checks: pytest-ranks pytest-alone ctest lint emulator
 
 # Tests that start ranks, and the others, which keep one core busy.
 RANKS := $(shell grep -lwE 'run_ranks|run_command|Pool' tests/test_*.py)
-PYTEST = $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
 BINARIES := build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 
 pytest-ranks: build

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
 
 import pytest
+import torch
 
 pytest.register_assert_rewrite("hf_training")
 
 from pool import close_pools  # noqa: E402
 
 _folder = tempfile.TemporaryDirectory(prefix="ringtile-")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that share a small tensor wait for each other most of the time. A test of threads sets
+    their number."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,15 +15,6 @@ from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LayoutError, ops
 from ringtile.sequence.balance import TOLERANCE
 from strategies import dense, document_lengths, masks
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tables of a few thousand numbers: on a busy machine two threads would wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_packing(seq_len: int, rng: random.Random) -> list[int]:

@@ -40,14 +40,6 @@ S = 24
 CASES = ("full", "causal", "window-5", "documents-3", "padding")
 
 
-@pytest.fixture(autouse=True)
-def keep_threads() -> Any:
-    """A bench sets torch's number of threads; restore it for the tests that follow."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def bench(tmp_path: pathlib.Path, *options: str) -> dict[str, Any]:
     assert main(["bench", *options, "--json", str(tmp_path / "bench.json")]) == 0
     report: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())

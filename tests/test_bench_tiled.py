@@ -28,14 +28,6 @@ PROVIDER = {"deepspeed": "deepspeed", "liger_kernel": "liger"}
 SUBJECTS = {"mlp": mlp, "loss": loss}
 
 
-@pytest.fixture(autouse=True)
-def keep_threads() -> Any:
-    """A bench sets torch's number of threads; restore it for the tests that follow."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def available(subject: str) -> set[str]:
     """The providers that can run here."""
     missing = {

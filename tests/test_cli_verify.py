@@ -48,7 +48,11 @@ def _verify(
 
 @pytest.mark.parametrize(
     ("model_type", "keys"),
-    [("llama", {"tiled_mlp": True, "tiled_loss": True}), ("qwen3", {"layout": "striped"}), ("mistral", {})],
+    [
+        ("llama", {"tiled_mlp": True, "tiled_loss": True}),
+        pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.matrix),
+        pytest.param("mistral", {}, marks=pytest.mark.matrix),
+    ],
 )
 @pytest.mark.timeout(240)
 def test_tiny_model_is_verified(model_type, keys, tmp_path):

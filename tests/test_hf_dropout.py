@@ -225,6 +225,7 @@ def _trained(make_model):
     return make_model().train()
 
 
+@pytest.mark.matrix
 def test_neftune_outside_of_training_steps_is_transformers():
     trainer = make_trainer(model=tiny_model().train(), neftune_noise_alpha=5.0)
     model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)

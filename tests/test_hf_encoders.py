@@ -67,11 +67,11 @@ UNPACKED = {packed_apart: Padded()}
 CASES = {
     "masked words": {"collator": Padded("left"), "evaluate": True},
     "packed": {"collator": packed_apart},
-    "classes": {"classes": True},
-    "no shift, a mean": {"family": "bert", "types": True, "evaluate": True},
-    "causal classes": {"family": "llama", "classes": True, "collator": packed},
+    "no shift, a mean": {"family": "bert", "types": True},
 }
 LONG = {
+    "classes": {"classes": True, "evaluate": True},
+    "causal classes": {"family": "llama", "classes": True, "collator": packed},
     "packed without bounds": {"collator": packed},
     "eurobert": {"family": "eurobert"},
     "eurobert packed": {"family": "eurobert", "collator": packed_apart},

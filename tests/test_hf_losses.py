@@ -53,7 +53,9 @@ class SumOverItems(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-@pytest.mark.parametrize("trainer_class", [TwiceTheLoss, LastThird, SumOverItems])
+@pytest.mark.parametrize(
+    "trainer_class", [LastThird, *(pytest.param(c, marks=pytest.mark.matrix) for c in (TwiceTheLoss, SumOverItems))]
+)
 def test_custom_compute_loss_sees_unsharded_sequences(trainer_class):
     options = {"trainer_class": trainer_class}
     expected = train(None, **options)
@@ -72,7 +74,13 @@ class MeanPerBatch(Trainer):
         self.model_accepts_loss_kwargs = False
 
 
-@pytest.mark.parametrize("options", [{}, {"average_tokens_across_devices": False}, {"label_smoothing_factor": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing_factor": 0.1},
+        *(pytest.param(o, marks=pytest.mark.matrix) for o in ({}, {"average_tokens_across_devices": False})),
+    ],
+)
 def test_mean_of_means_equals_one_process(options):
     options = {"trainer_class": MeanPerBatch, **options}
     expected = train(None, **options)
@@ -81,6 +89,7 @@ def test_mean_of_means_equals_one_process(options):
         assert run.eval_loss == pytest.approx(expected.eval_loss, rel=TOLERANCE)
 
 
+@pytest.mark.matrix
 def test_mean_of_means_of_two_groups_equals_two_ranks():
     expected = run_ranks(2, train, None, trainer_class=MeanPerBatch)[0]
     for run in run_ranks(4, train, CONFIG, trainer_class=MeanPerBatch):
@@ -118,11 +127,12 @@ def _train_squared(config, **options):
     return train(config, evaluate=False, **options)
 
 
-@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_compute_loss_func_sees_unsharded_sequences(average):
     _assert_equal(_train_squared, average_tokens_across_devices=average)
 
 
+@pytest.mark.matrix
 def test_compute_loss_func_of_one_batch_equals_one_process():
     _assert_equal(_train_squared, trainer_arguments={"compute_loss_func": _mean})
 
@@ -177,6 +187,7 @@ class HiddenStates(Trainer):
         return sum(hidden[:, 3].square().mean() for hidden in outputs.hidden_states)
 
 
+@pytest.mark.matrix
 def test_hidden_states_are_unsharded():
     _assert_equal(train, trainer_class=HiddenStates, evaluate=False, learning_rate=0.01)
 
@@ -203,17 +214,22 @@ def _train_sft(config, **options):
     return _train_trl("SFTTrainer", config, **options)
 
 
+SFT = [
+    {"packing": True, "packing_strategy": "bfd", "max_length": 48},
+    {"padding_free": True, "max_length": None},
+    {"loss_type": "dft"},
+]
+MORE_SFT = [
+    {"packing": True, "packing_strategy": "bfd_split", "max_length": 16},
+    {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
+    {"label_smoothing_factor": 0.1},
+    {"pad_to_multiple_of": 8},
+]
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"packing": True, "packing_strategy": "bfd", "max_length": 48},
-        {"packing": True, "packing_strategy": "bfd_split", "max_length": 16},
-        {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
-        {"padding_free": True, "max_length": None},
-        {"loss_type": "dft"},
-        {"label_smoothing_factor": 0.1},
-        {"pad_to_multiple_of": 8},
-    ],
+    [*SFT, *(pytest.param(options, marks=pytest.mark.matrix) for options in MORE_SFT)],
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_sft_equals_one_process(options):
@@ -231,6 +247,7 @@ def _train_completions(config):
     )
 
 
+@pytest.mark.matrix
 def test_sft_on_completions_equals_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_completions)
@@ -241,14 +258,19 @@ def _train_dpo(config, **options):
     return _train_trl("DPOTrainer", config, trainer_arguments={"ref_model": reference}, max_steps=2, **options)
 
 
+DPO = [
+    {"loss_type": ["sigmoid"]},
+    {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.5},
+    {"loss_type": ["robust"], "label_smoothing": 0.1, "use_weighting": True},
+    {"loss_type": ["aot"], "f_divergence_type": "reverse_kl"},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss_type": ["sigmoid"]},
         {"loss_type": ["ipo", "sft"], "loss_weights": [0.7, 0.3]},
-        {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.5},
-        {"loss_type": ["robust"], "label_smoothing": 0.1, "use_weighting": True},
-        {"loss_type": ["aot"], "f_divergence_type": "reverse_kl"},
+        *(pytest.param(options, marks=pytest.mark.matrix) for options in DPO),
     ],
     ids=lambda options: "-".join(options["loss_type"]),
 )
@@ -326,12 +348,13 @@ def _train_reward(config, engine="DDP", **options):
     return _train_trl("RewardTrainer", config, model=model, max_steps=2, num_rows=16, engine=engine, **options)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("engine", ["DDP", pytest.param("FSDP2", marks=pytest.mark.matrix)])
 def test_reward_model_equals_one_process(engine):
     pytest.importorskip("trl")
     _assert_equal(_train_reward, expected=_train_reward(None), engine=engine)
 
 
+@pytest.mark.matrix
 def test_centered_rewards_equal_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_reward, center_rewards_coefficient=0.1)
@@ -365,6 +388,7 @@ def _evaluate(config):
     return losses
 
 
+@pytest.mark.matrix
 def test_preferences_evaluate_as_one_process():
     pytest.importorskip("trl")
     expected = _evaluate(None)

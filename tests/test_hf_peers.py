@@ -17,23 +17,18 @@ from transformers import Trainer
 
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
 KILLS = [
-    KILL,
-    dataclasses.replace(
-        KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3, workers=2
-    ),  # rank 1 of its group
+    dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3),  # rank 1 of its group
     dataclasses.replace(KILL, phase="saving", victim=0),
-    dataclasses.replace(KILL, world_size=2, context_parallel_size=2, phase="evaluation", stops=True, timeout=2.0),
 ]
 LONG = [
-    pytest.param(dataclasses.replace(KILL, phase=phase, stops=stops), marks=pytest.mark.matrix)
-    for phase in PHASES
-    for stops in (False, True)
-    if (phase, stops) != (KILL.phase, KILL.stops)
+    dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3, workers=2),
+    dataclasses.replace(KILL, world_size=2, context_parallel_size=2, phase="evaluation", stops=True, timeout=2.0),
+    *(dataclasses.replace(KILL, phase=phase, stops=stops) for phase in PHASES for stops in (False, True)),
 ]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("trial", [*KILLS, *LONG], ids=str)
+@pytest.mark.parametrize("trial", [*KILLS, *(pytest.param(trial, marks=pytest.mark.matrix) for trial in LONG)], ids=str)
 def test_lost_rank_is_named_by_all_others(trial):
     counts = Counts()
     run(trial, counts)
@@ -49,7 +44,7 @@ def _rank_1_dies_while_saving():
     original, Trainer._save_checkpoint = Trainer._save_checkpoint, save
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_train_says_who_was_lost(size, tmp_path):
     """Without context parallelism too."""
     training = {**TRAINING, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}

@@ -33,7 +33,7 @@ def _reference(**options) -> Run:
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4, "max_grad_norm": 0.5}
 
 
-@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+@pytest.mark.parametrize("scheduler", [pytest.param("linear", marks=pytest.mark.matrix), "cosine"])
 def test_epochs_with_uneven_batches_equal_one_process(scheduler):
     options = {**EPOCHS, "lr_scheduler_type": scheduler}
     for run in run_ranks(2, train, CONFIG, **options):

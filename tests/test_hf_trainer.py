@@ -57,9 +57,9 @@ CASES = {
 }
 
 
-# Other cells hold what these do: "rank-without-targets" is padded on the left, "flash-kwargs" is packed; all tokens are
-# counted in most.
-LONG = ("left", "packed", "all-counted")
+# Other cells hold most of what these do: "rank-without-targets" is padded on the left, "flash-kwargs" is packed, all
+# tokens are counted in most; `ringtile models` tries RoPE that grows.
+LONG = ("left", "packed", "all-counted", "own-token-average", "evaluated-first", "dynamic-rope")
 
 
 @pytest.mark.parametrize(
