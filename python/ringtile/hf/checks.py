@@ -178,6 +178,11 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
             f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
     causal, modules = attends_causally(model), text_modules(model)
+    if reason := recurrent.unknown(modules):
+        raise Refused(
+            f"{reason}: no op of ringtile computes this recurrence; expected attention, a causal convolution, Mamba, "
+            f"Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
+        )
     mixers = recurrent.mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if causal and mixers and len(mixers) == num_layers(config)[1]:
