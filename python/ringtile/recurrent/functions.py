@@ -18,10 +18,12 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
-from ringtile.recurrent.documents import Documents, documents_of
-from ringtile.recurrent.hand_over import Halos, Operand, Recurrence, check_tensors, run
+from ringtile.recurrent.documents import Documents
+from ringtile.recurrent.hand_over import Halos
 from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.local import computing_on
+from ringtile.recurrent.recurrence import Operand, Recurrence, check_tensors
+from ringtile.recurrent.schemes import decide, run
 from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -62,16 +64,17 @@ def causal_conv1d(
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {activation!r}; expected '' or 'silu'")
+        pieces = documents.pieces
     terms = _terms(x, documents) | {"channels": x.size(2), "width": weight.size(1)}
     halos = Halos(op, documents, terms, weight.size(1) - 1)
     compute, resets = computing_on(x.device).causal_conv1d, documents.resets
-    if documents.sequence.world_size == 1 and len(documents.pieces) == 1:
+    if documents.sequence.world_size == 1 and len(pieces) == 1:
         y: Tensor = compute(x, weight, bias, resets, None, activation)[0]
         return y
     x, halo_of_piece = halos.of(x)
     outs = {
         piece.begin: compute(x[:, piece.tokens], weight, bias, resets[:, piece.tokens], halo, activation)[0]
-        for piece, halo in zip(documents.pieces, halo_of_piece, strict=True)
+        for piece, halo in zip(pieces, halo_of_piece, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
 
@@ -86,6 +89,7 @@ def gated_delta_rule(
     sequence: ShardedSequence | None = None,
     *,
     scale: float | None = None,
+    scheme: str | None = None,
     mask: IntervalMask | None = None,
     layout: Layout | None = None,
     group: Group | None = None,
@@ -94,8 +98,10 @@ def gated_delta_rule(
 
     For each document: S_t = diag(exp g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t^T S_t)^T; out_t = scale q_t^T S_t, with
     S = 0 before it. q, k (B, N, G, K), v (B, N, H, V), H a multiple of G; g (B, N, H) or (B, N, H, K), the log of the
-    decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. sequence,
-    mask, layout, group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
+    decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. scheme:
+    "states", "heads" (which takes any layout), "auto" for the cheaper one, or None for the one that goes with the
+    sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to rounding. sequence, mask, layout,
+    group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
     are in float32 (float64 for float64). Differentiable once.
     """
     op = "gated_delta_rule"
@@ -118,16 +124,15 @@ def gated_delta_rule(
         _check_heads("v", v, "k", k, "q", q)
         scale = key_dim**-0.5 if scale is None else arguments.check_number("scale", scale)
         ops.check_scale_and_softcap(v.dtype, scale, 0.0)
-    alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
-    key_heads = None if alone else 2
+        alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
+        key_heads = None if alone else 2
 
-    def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = given
-        return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
+        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            q, k, v, g, beta = given
+            return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
 
-    terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
-    return run(
-        Recurrence(
+        terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
+        recurrence = Recurrence(
             op,
             documents,
             _terms(v, documents) | terms | {"scale": scale, "decays a head": key_dim if by_channel else 1},
@@ -137,7 +142,8 @@ def gated_delta_rule(
             (batch, num_heads, key_dim, value_dim),
             num_heads if alone else num_key_heads,
         )
-    )
+        scheme = decide(recurrence, scheme)
+    return run(recurrence, scheme)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -150,6 +156,7 @@ def ssd(
     sequence: ShardedSequence | None = None,
     *,
     D: Tensor | None = None,
+    scheme: str | None = None,
     mask: IntervalMask | None = None,
     layout: Layout | None = None,
     group: Group | None = None,
@@ -158,8 +165,8 @@ def ssd(
 
     For each document: h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t, with h = 0 before it.
     x (B, N, H, V), dt (B, N, H) after its softplus, A (H) negative, B, C (B, N, G, K), H a multiple of G, D (H).
-    sequence, mask, layout, group, padding, errors: as in `causal_conv1d`. Returns y (B, N, H, V) of x's dtype; states
-    and sums are in float32 (float64 for float64). Differentiable once.
+    scheme: as in `gated_delta_rule`. sequence, mask, layout, group, padding, errors: as in `causal_conv1d`. Returns y
+    (B, N, H, V) of x's dtype; states and sums are in float32 (float64 for float64). Differentiable once.
     """
     op = "ssd"
     with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, D) as documents:
@@ -179,19 +186,18 @@ def ssd(
             },
         )
         _check_heads("x", x, "B", B, "C", C)
-    alone = num_groups == 1
-    group_heads = None if alone else 2
+        alone = num_groups == 1
+        group_heads = None if alone else 2
 
-    def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, dt, A, B, C, *D = given
-        return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
+        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            x, dt, A, B, C, *D = given
+            return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
 
-    operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
-    operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
-    operands += [] if D is None else [Operand(D, tokens=False, heads=0)]
-    terms = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": value_dim, "state_dim": state_dim}
-    return run(
-        Recurrence(
+        operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
+        operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
+        operands += [] if D is None else [Operand(D, tokens=False, heads=0)]
+        terms = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": value_dim, "state_dim": state_dim}
+        recurrence = Recurrence(
             op,
             documents,
             _terms(x, documents) | terms | {"D": "given" if D is not None else "none"},
@@ -201,7 +207,8 @@ def ssd(
             (batch, num_heads, value_dim, state_dim),
             num_heads if alone else num_groups,
         )
-    )
+        scheme = decide(recurrence, scheme)
+    return run(recurrence, scheme)
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -218,8 +225,8 @@ def _checking(op: str, sequence: Any, mask: Any, layout: Any, group: Any, *tenso
         check_given(op, sequence, mask, layout, group)
         if sequence is None:
             sequence = ShardedSequence.of(mask, layout, group)
-        documents = documents_of(sequence)
-        documents.check()
+        documents = Documents(sequence)
+        _ = documents.resets  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
         tell_others(op, error, sequence, layout, group)
