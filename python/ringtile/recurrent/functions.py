@@ -10,11 +10,13 @@ dim (or state dim), V value dim.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
@@ -31,8 +33,25 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 
+_P = ParamSpec("_P")
+PUBLIC: set[Callable[..., Tensor]] = set()  # the functions of this module
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+
+def _public(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Lets function modes see the call, such as that of `context_parallel`, which knows the sequence."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(function)
+    def public(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(public, (), *args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    PUBLIC.add(public)
+    return public  # type: ignore[no-any-return]
+
+
+@_public
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -48,8 +67,9 @@ def causal_conv1d(
 
     x (B, N, C): the local tokens; weight (C, W), weight[:, W - 1] for the token itself; W of 2..8; bias (C);
     activation: "" or "silu". sequence, or mask, layout and group, as in `ring_attention`, on every rank alike: causal
-    documents and runs of neighbouring tokens. Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
-    float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
+    documents and runs of neighbouring tokens; inside `context_parallel` its own, if none is given. Returns y (B, N, C)
+    of x's dtype, computed in float32 (float64 for float64). Padding, the tokens that do not attend themselves, has
+    output and gradient 0. Differentiable once.
 
     Raises InputError, Refused (another mask or layout), RingMismatch, PeerLost.
     """
@@ -79,7 +99,7 @@ def causal_conv1d(
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_public
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -146,7 +166,7 @@ def gated_delta_rule(
     return run(recurrence, scheme)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_public
 def ssd(
     x: Tensor,
     dt: Tensor,
