@@ -44,7 +44,7 @@ class Size(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Bytes by rank, of all ranks; in the backward as many as in the forward, but the other way in states."""
+    """Bytes by rank. All together they are as many in the backward as in the forward."""
 
     forward_sent: tuple[int, ...]
     backward_sent: tuple[int, ...]
