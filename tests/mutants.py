@@ -315,6 +315,49 @@ MUTANTS = [
         "total = own",
         "tests/test_layout.py",
     ),
+    # ---- recurrences over ranks
+    Mutant(
+        "recurrences: gradients of shared keys from one rank",
+        "python/ringtile/recurrent/heads.py",
+        "part.add_(x)",
+        "part.copy_(x)",
+        "tests/test_recurrent_heads.py -k one_process",
+    ),
+    Mutant(
+        "recurrences: every rank's heads begin at the first",
+        "python/ringtile/recurrent/recurrence.py",
+        "x.narrow(self.heads, begin * unit, (end - begin) * unit)",
+        "x.narrow(self.heads, 0, (end - begin) * unit)",
+        "tests/test_recurrent_heads.py -k one_process",
+    ),
+    Mutant(
+        "recurrences: a state stops at a rank's edge",
+        "python/ringtile/recurrent/documents.py",
+        "goes_on = (_resets(mask) == 0).any(0)",
+        "goes_on = (_resets(mask) < 0).any(0)",
+        "tests/test_recurrent_ranks.py -k each_document_alone",
+    ),
+    Mutant(
+        "recurrences: documents run into each other",
+        "python/ringtile/recurrent/documents.py",
+        "return starts.to(torch.uint8) * STARTS +",
+        "return (starts & (positions == 0)).to(torch.uint8) * STARTS +",
+        "tests/test_recurrent_heads.py -k reach_each_other",
+    ),
+    Mutant(
+        "recurrences: the gradient of a state is not handed back",
+        "python/ringtile/recurrent/hand_over.py",
+        "torch.zeros_like(state) if dinitial is None else dinitial)",
+        "torch.zeros_like(state))",
+        "tests/test_recurrent_ranks.py -k gradcheck",
+    ),
+    Mutant(
+        "recurrences: a block's mask is not narrowed to its causal part",
+        "python/ringtile/torch_context_parallel/recurrences.py",
+        "return scope.sequence.causal",
+        "return scope.sequence",
+        "tests/test_torch_cp_recurrent.py -k in_a_block",
+    ),
     # ---- labels and the scale of the loss
     Mutant(
         "labels: not shifted before sharding",

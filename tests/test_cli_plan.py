@@ -63,6 +63,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--v-head-dim",
             "--dtype",
             "--scheme",
+            "--recurrent",
             "--batch",
         },
     }
@@ -114,6 +115,31 @@ def test_masks_intersect_and_every_name_is_understood(tmp_path: pathlib.Path) ->
         plan_json(tmp_path, "--mask", mask)
 
 
+def test_recurrent_layers_are_planned_in_each_scheme(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One cut, 8 tokens a rank, two bytes a number. heads: half of q, k, v, g, beta of 8 tokens there, of v back."""
+    layers = ["gated_delta:4,2,3,5", "ssd:1,1,3,5", "conv:7,4"]
+    options = [word for layer in layers for word in ("--recurrent", layer)]
+    rows = plan_json(tmp_path, "--layout", "contiguous", *options)["recurrent"]
+    assert isinstance(rows, list)
+    found = {(row["layer"], row["scheme"]): (row["forward_bytes"], row["busiest_backward_bytes"]) for row in rows}
+    states, heads, inputs, outputs = 4 * 4 * 3 * 5, 8 * 2, 2 * 3 + 2 * 5 + 4, 2 * 5
+    assert found == {
+        (layers[0], "states"): (states, states),
+        (layers[0], "heads"): (2 * heads * (inputs + outputs), heads * (inputs + outputs)),
+        (layers[1], "states"): (4 * 3 * 5, 4 * 3 * 5),
+        (layers[1], "heads"): (0, 0),
+        (layers[2], "states"): (4 * 3 * 7, 4 * 3 * 7),
+    }
+    assert "with 1 heads, or groups of heads" in rows[3]["refused"]
+    printed = capsys.readouterr().out
+    assert printed.count("gated_delta:4,2,3,5  states") == 1
+    with_window = ["--mask", "window:3", "--recurrent", "conv:7,4"]
+    assert main([*SMALL, *with_window]) == 2
+    assert "a recurrence has no window" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mask", ["windw:3", "window", "window:x", "causal:3", "documents", ""])
 def test_unknown_mask_is_one_line_and_status_2(mask: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--mask", mask]) == 2
@@ -133,6 +159,11 @@ def test_unknown_mask_is_one_line_and_status_2(mask: str, capsys: pytest.Capture
         ["--batch", "0"],
         ["--mask", "documents:8,9"],
         ["--mask", "window:0"],
+        ["--recurrent", "ssd:4,2,3"],
+        ["--recurrent", "ssd:4,3,3,5"],
+        ["--recurrent", "ssd:4,4,3,x"],
+        ["--recurrent", "gru:4"],
+        ["--recurrent", "conv:4,9"],
         ["--json", "/dev/null/plan.json"],
     ],
 )

@@ -77,6 +77,15 @@ def test_packed_documents_on_ranks_train_as_each_alone(family: str, world_size: 
         assert_equal_training(of_rank, alone(family))
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ALL)
+def test_in_the_heads_scheme_packed_documents_train_as_each_alone(family: str) -> None:
+    config = {"context_parallel_size": 2, "layout": "zigzag", "context_parallel_scheme": "ulysses"}
+    collator = with_cu_seq_lens if family == WITHOUT_POSITIONS else packed
+    for of_rank in run_ranks(2, run, family, config, collator=collator, timeout=200.0):
+        assert_equal_training(of_rank, alone(family))
+
+
 @pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.matrix) for f in ALL])
 def test_two_groups_of_two_train_as_one_process(family: str) -> None:
     """On padded rows, with activation checkpointing."""

@@ -12,6 +12,7 @@ import torch
 
 from ringtile.cli import Outcome
 from ringtile.errors import ConfigError, RingtileError
+from ringtile.recurrent.plan import KINDS, scheme_costs, table
 from ringtile.scheme import EXPECTED
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -48,26 +49,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--v-head-dim", type=int, metavar="DV", help="size of a value head (D)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of queries, keys and values (bfloat16)")
     parser.add_argument("--scheme", default="ring", metavar="SCHEME", help=f"{EXPECTED} (ring)")
+    parser.add_argument(
+        "--recurrent",
+        action="append",
+        default=[],
+        metavar="LAYER",
+        help="also a recurrent layer, in each of its schemes: gated_delta, kda or ssd:HEADS,HEADS OF Q AND K (B AND "
+        "C),KEY DIM,VALUE DIM, or conv:CHANNELS,WIDTH; given again: another one",
+    )
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences in a batch (1)")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints the table of the plan."""
     masks = [parse_mask(text, args.seq_len) for text in args.mask or ["causal"]]
+    mask = functools.reduce(operator.and_, masks)
+    layout, dtype = Layout.named(args.layout, args.seq_len, args.world_size), DTYPES[args.dtype]
     plan = make_plan(
-        functools.reduce(operator.and_, masks),
-        Layout.named(args.layout, args.seq_len, args.world_size),
+        mask,
+        layout,
         num_heads=args.num_heads,
         num_kv_heads=args.num_heads if args.num_kv_heads is None else args.num_kv_heads,
         head_dim=args.head_dim,
         v_head_dim=args.v_head_dim,
-        dtype=DTYPES[args.dtype],
+        dtype=dtype,
         batch=args.batch,
         scheme=args.scheme,
     )
+    layers = [parse_layer(text) for text in args.recurrent]
+    costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, dtype, args.batch)]
     print(plan)
+    if costs:
+        print(table(costs))
+    recurrent = {"recurrent": [cost._asdict() for cost in costs]}
     totals = ("forward_bytes", "backward_bytes", "forward_flops", "backward_flops", "imbalance")
-    return Outcome(0, dataclasses.asdict(plan) | {name: getattr(plan, name) for name in totals})
+    return Outcome(0, dataclasses.asdict(plan) | {name: getattr(plan, name) for name in totals} | recurrent)
+
+
+def parse_layer(text: str) -> tuple[str, list[int]]:
+    """A recurrent layer from KIND:NUMBER,NUMBER,...; ConfigError for text without such numbers."""
+    kind, _, numbers = text.partition(":")
+    try:
+        return kind, [int(number) for number in numbers.split(",") if number]
+    except ValueError:
+        raise ConfigError(
+            f"--recurrent is {text!r}; expected {', '.join(KINDS)} and numbers, as in gated_delta:32,16,128,128"
+        ) from None
 
 
 def parse_mask(text: str, seq_len: int) -> IntervalMask:

@@ -47,47 +47,69 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
-    """Of one rank."""
+class Facts:
+    """Of one rank, computed once. Holds no sequence, so that remembering it keeps none alive."""
 
-    sequence: ShardedSequence
-
-    def check(self) -> None:
-        """Refused: a state cannot follow this mask or this layout."""
-        _ = self.pieces, self.resets
+    mask: IntervalMask
+    layout: Layout
+    rank: int
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """In the order of the sequence."""
-        sequence = self.sequence
-        cuts = {cut.position: cut for cut in hand_overs(sequence.mask, sequence.layout)}
+        """In the order of the sequence. Refused: a state cannot follow this layout."""
+        cuts = {cut.position: cut for cut in hand_overs(self.mask, self.layout)}
         pieces = []
-        for rank, begin, local_begin, length in _pieces(sequence.layout):
-            if rank == sequence.rank:
+        for rank, begin, local_begin, length in pieces_of(self.layout):
+            if rank == self.rank:
                 before, after = cuts.get(begin), cuts.get(begin + length)
                 pieces.append(Piece(local_begin, length, before and before.source, after and after.target))
         return tuple(pieces)
 
     @functools.cached_property
     def resets(self) -> Tensor:
-        """uint8 CPU (Bm, N), see resets.py."""
-        positions = self.sequence.layout.positions(self.sequence.rank)
-        return _resets(self.sequence.mask)[:, positions].contiguous()
+        """uint8 CPU (Bm, N), see resets.py. Refused: the mask has more than causal documents."""
+        return self.global_resets[:, self.layout.positions(self.rank)].contiguous()
+
+    @functools.cached_property
+    def global_resets(self) -> Tensor:
+        """The same of all tokens, uint8 CPU (Bm, S)."""
+        return _resets(self.mask)
+
+    @functools.cached_property
+    def schemes(self) -> dict[object, str]:
+        """What was decided for layers of this sequence, by what they are."""
+        return {}
 
 
-_of_sequences: weakref.WeakKeyDictionary[ShardedSequence, Documents] = weakref.WeakKeyDictionary()
+class Documents(NamedTuple):
+    """Of a call on one rank."""
+
+    sequence: ShardedSequence
+
+    @property
+    def facts(self) -> Facts:
+        """The same object for the same sequence, whose layers ask for it one after another."""
+        sequence, found = self.sequence, _facts.get(self.sequence)
+        if found is None:
+            found = _facts.setdefault(sequence, Facts(sequence.mask, sequence.layout, sequence.rank))
+        return found
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.facts.pieces
+
+    @property
+    def resets(self) -> Tensor:
+        return self.facts.resets
 
 
-def documents_of(sequence: ShardedSequence) -> Documents:
-    """The same object for the same sequence, whose layers ask for it one after another."""
-    found = _of_sequences.get(sequence)
-    return found if found is not None else _of_sequences.setdefault(sequence, Documents(sequence))
+_facts: weakref.WeakKeyDictionary[ShardedSequence, Facts] = weakref.WeakKeyDictionary()
 
 
 def hand_overs(mask: IntervalMask, layout: Layout) -> tuple[HandOver, ...]:
     """Every cut that a state crosses, in the order of the sequence. Raises Refused."""
     goes_on = (_resets(mask) == 0).any(0)
-    pieces = _pieces(layout)
+    pieces = pieces_of(layout)
     return tuple(
         HandOver(begin, before[0], rank) for before, (rank, begin, _, _) in itertools.pairwise(pieces) if goes_on[begin]
     )
@@ -102,14 +124,15 @@ def message_bytes(mask: IntervalMask, layout: Layout, state_bytes: int) -> dict[
     return sent
 
 
-def _pieces(layout: Layout) -> list[tuple[int, int, int, int]]:
+def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
     """(rank, global_begin, local_begin, length) of all ranks in the order of the sequence; neighbouring runs merged."""
     pieces: list[tuple[int, int, int, int]] = []
     for rank, begin, stride, local_begin, length in sorted(layout.tensor.tolist(), key=lambda run: run[1]):
         if stride != 1 and length > 1:
             raise Refused(
                 f"a recurrent layer over a layout where rank {rank} holds every {stride}th token; expected runs of "
-                "neighbouring tokens: the contiguous, zigzag, per_document or balanced layout"
+                "neighbouring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads, "
+                "which a convolution does not have"
             )
         if pieces and pieces[-1][0] == rank and pieces[-1][2] + pieces[-1][3] == local_begin:
             _, first, local_first, so_far = pieces.pop()

@@ -10,18 +10,22 @@ dim (or state dim), V value dim.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
-from ringtile.recurrent.documents import Documents, documents_of
-from ringtile.recurrent.hand_over import Halos, Operand, Recurrence, check_tensors, run
+from ringtile.recurrent.documents import Documents
+from ringtile.recurrent.hand_over import Halos
 from ringtile.recurrent.kernels import MAX_WIDTH, check_scale
 from ringtile.recurrent.local import computing_on
+from ringtile.recurrent.recurrence import Operand, Recurrence, check_tensors
+from ringtile.recurrent.schemes import decide, run
 from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -30,9 +34,25 @@ from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 
 _CHANNELS = 64  # of the selective scan, that its kernel takes at once (csrc/scan/chunks.h)
+_P = ParamSpec("_P")
+PUBLIC: set[Callable[..., Tensor]] = set()  # the functions of this module
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _public(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """Lets function modes see the call, such as that of `context_parallel`, which knows the sequence."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @functools.wraps(function)
+    def public(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(public, (), *args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    PUBLIC.add(public)
+    return public  # type: ignore[no-any-return]
+
+
+@_public
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -48,8 +68,9 @@ def causal_conv1d(
 
     x (B, N, C): the local tokens; weight (C, W), weight[:, W - 1] for the token itself; W of 2..8; bias (C);
     activation: "" or "silu". sequence, or mask, layout and group, as in `ring_attention`, on every rank alike: causal
-    documents and runs of neighbouring tokens. Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
-    float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
+    documents and runs of neighbouring tokens; inside `context_parallel` its own, if none is given. Returns y (B, N, C)
+    of x's dtype, computed in float32 (float64 for float64). Padding, the tokens that do not attend themselves, has
+    output and gradient 0. Differentiable once.
 
     Raises InputError, Refused (another mask or layout), RingMismatch, PeerLost.
     """
@@ -64,21 +85,22 @@ def causal_conv1d(
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {activation!r}; expected '' or 'silu'")
+        pieces = documents.pieces
     terms = _terms(x, documents) | {"channels": x.size(2), "width": weight.size(1)}
     halos = Halos(op, documents, terms, weight.size(1) - 1)
     compute, resets = computing_on(x.device).causal_conv1d, documents.resets
-    if documents.sequence.world_size == 1 and len(documents.pieces) == 1:
+    if documents.sequence.world_size == 1 and len(pieces) == 1:
         y: Tensor = compute(x, weight, bias, resets, None, activation)[0]
         return y
     x, halo_of_piece = halos.of(x)
     outs = {
         piece.begin: compute(x[:, piece.tokens], weight, bias, resets[:, piece.tokens], halo, activation)[0]
-        for piece, halo in zip(documents.pieces, halo_of_piece, strict=True)
+        for piece, halo in zip(pieces, halo_of_piece, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_public
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -88,6 +110,7 @@ def gated_delta_rule(
     sequence: ShardedSequence | None = None,
     *,
     scale: float | None = None,
+    scheme: str | None = None,
     mask: IntervalMask | None = None,
     layout: Layout | None = None,
     group: Group | None = None,
@@ -96,8 +119,10 @@ def gated_delta_rule(
 
     For each document: S_t = diag(exp g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t^T S_t)^T; out_t = scale q_t^T S_t, with
     S = 0 before it. q, k (B, N, G, K), v (B, N, H, V), H a multiple of G; g (B, N, H) or (B, N, H, K), the log of the
-    decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. sequence,
-    mask, layout, group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
+    decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. scheme:
+    "states", "heads" (which takes any layout), "auto" for the cheaper one, or None for the one that goes with the
+    sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to rounding. sequence, mask, layout,
+    group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
     are in float32 (float64 for float64). Differentiable once.
     """
     op = "gated_delta_rule"
@@ -119,16 +144,15 @@ def gated_delta_rule(
         )
         _check_heads("v", v, "k", k, "q", q)
         scale = check_scale(key_dim**-0.5 if scale is None else scale, v.dtype)
-    alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
-    key_heads = None if alone else 2
+        alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
+        key_heads = None if alone else 2
 
-    def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = given
-        return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
+        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            q, k, v, g, beta = given
+            return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
 
-    terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
-    return run(
-        Recurrence(
+        terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
+        recurrence = Recurrence(
             op,
             documents,
             _terms(v, documents) | terms | {"scale": scale, "decays a head": key_dim if by_channel else 1},
@@ -138,10 +162,11 @@ def gated_delta_rule(
             (batch, num_heads, key_dim, value_dim),
             num_heads if alone else num_key_heads,
         )
-    )
+        scheme = decide(recurrence, scheme)
+    return run(recurrence, scheme)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_public
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -151,6 +176,7 @@ def ssd(
     sequence: ShardedSequence | None = None,
     *,
     D: Tensor | None = None,
+    scheme: str | None = None,
     mask: IntervalMask | None = None,
     layout: Layout | None = None,
     group: Group | None = None,
@@ -159,8 +185,8 @@ def ssd(
 
     For each document: h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t, with h = 0 before it.
     x (B, N, H, V), dt (B, N, H) after its softplus, A (H) negative, B, C (B, N, G, K), H a multiple of G, D (H).
-    sequence, mask, layout, group, padding, errors: as in `causal_conv1d`. Returns y (B, N, H, V) of x's dtype; states
-    and sums are in float32 (float64 for float64). Differentiable once.
+    scheme: as in `gated_delta_rule`. sequence, mask, layout, group, padding, errors: as in `causal_conv1d`. Returns y
+    (B, N, H, V) of x's dtype; states and sums are in float32 (float64 for float64). Differentiable once.
     """
     op = "ssd"
     with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, D) as documents:
@@ -180,19 +206,18 @@ def ssd(
             },
         )
         _check_heads("x", x, "B", B, "C", C)
-    alone = num_groups == 1
-    group_heads = None if alone else 2
+        alone = num_groups == 1
+        group_heads = None if alone else 2
 
-    def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, dt, A, B, C, *D = given
-        return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
+        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            x, dt, A, B, C, *D = given
+            return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
 
-    operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
-    operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
-    operands += [] if D is None else [Operand(D, tokens=False, heads=0)]
-    terms = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": value_dim, "state_dim": state_dim}
-    return run(
-        Recurrence(
+        operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
+        operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
+        operands += [] if D is None else [Operand(D, tokens=False, heads=0)]
+        terms = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": value_dim, "state_dim": state_dim}
+        recurrence = Recurrence(
             op,
             documents,
             _terms(x, documents) | terms | {"D": "given" if D is not None else "none"},
@@ -202,10 +227,11 @@ def ssd(
             (batch, num_heads, value_dim, state_dim),
             num_heads if alone else num_groups,
         )
-    )
+        scheme = decide(recurrence, scheme)
+    return run(recurrence, scheme)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_public
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -215,6 +241,7 @@ def selective_scan(
     sequence: ShardedSequence | None = None,
     *,
     D: Tensor | None = None,
+    scheme: str | None = None,
     mask: IntervalMask | None = None,
     layout: Layout | None = None,
     group: Group | None = None,
@@ -223,7 +250,8 @@ def selective_scan(
 
     For each document, and each channel of x with a state h of K numbers: h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t;
     y_t = h_t C_t + D x_t, with h = 0 before it. x, dt (B, N, C), dt after its softplus, A (C, K) negative, B, C
-    (B, N, K), D (C). Apply a gate outside: y * silu(z). sequence, mask, layout, group, padding, errors: as in
+    (B, N, K), D (C). Apply a gate outside: y * silu(z). scheme: as in `gated_delta_rule`; heads are groups of 64
+    channels, or channels if they are no multiple of 64. sequence, mask, layout, group, padding, errors: as in
     `causal_conv1d`. Returns y (B, N, C) of x's dtype; states and sums are in float32 (float64 for float64).
     Differentiable once.
     """
@@ -250,15 +278,14 @@ def selective_scan(
             )
         _check_dtype("x", x, B=B, C=C)
 
-    def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, dt, A, B, C, *D = given
-        return computing_on(x.device).selective_scan(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
+        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            x, dt, A, B, C, *D = given
+            return computing_on(x.device).selective_scan(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
 
-    operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0), Operand(B, heads=None)]
-    operands += [Operand(C, heads=None)] + ([] if D is None else [Operand(D, tokens=False, heads=0)])
-    terms = {"channels": num_channels, "state_dim": state_dim, "D": "given" if D is not None else "none"}
-    return run(
-        Recurrence(
+        operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0), Operand(B, heads=None)]
+        operands += [Operand(C, heads=None)] + ([] if D is None else [Operand(D, tokens=False, heads=0)])
+        terms = {"channels": num_channels, "state_dim": state_dim, "D": "given" if D is not None else "none"}
+        recurrence = Recurrence(
             op,
             documents,
             _terms(x, documents) | terms,
@@ -268,7 +295,8 @@ def selective_scan(
             (batch, num_channels, state_dim),
             num_channels if num_channels % _CHANNELS else num_channels // _CHANNELS,
         )
-    )
+        scheme = decide(recurrence, scheme)
+    return run(recurrence, scheme)
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -285,8 +313,8 @@ def _checking(op: str, sequence: Any, mask: Any, layout: Any, group: Any, *tenso
         check_given(op, sequence, mask, layout, group)
         if sequence is None:
             sequence = ShardedSequence.of(mask, layout, group)
-        documents = documents_of(sequence)
-        documents.check()
+        documents = Documents(sequence)
+        _ = documents.resets  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
         tell_others(op, error, sequence, layout, group)

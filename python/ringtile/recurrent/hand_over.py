@@ -1,4 +1,4 @@
-"""States that travel along the pieces of a sharded sequence, from each rank to the one that goes on.
+"""The *states* scheme: states travel along the pieces of a sharded sequence, from each rank to the one that goes on.
 
 All ranks go through their pieces in the order of the sequence, and through the parts of a piece's heads in order. So a
 piece waits only for what comes before it in the sequence, and no two ranks wait for each other. A state goes to the
@@ -11,82 +11,25 @@ Shape letters: B batch, N local tokens, C channels, W width of a convolution.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError
+from ringtile import derivatives, ops
+from ringtile.recurrent.costs import parts_of_states
 from ringtile.recurrent.documents import Documents, Piece
+from ringtile.recurrent.recurrence import Recurrence, agreed
 from ringtile.recurrent.resets import kept_after
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
 
-_PARTS_PER_RANK = 2  # of the heads: two keep W ranks at work for two thirds of the time or more
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor that a recurrence takes. tokens: its dim 1 is that of the tokens. heads: its dim of heads, if any."""
-
-    tensor: Tensor
-    tokens: bool = True
-    heads: int | None = 2
-
-    def of(self, x: Tensor, piece: Piece, part: tuple[int, int, int]) -> Tensor:
-        """The view of x, a tensor shaped like this one, for a piece and for a part of the heads."""
-        if self.tokens:
-            x = x[:, piece.tokens]
-        begin, end, num_units = part
-        if self.heads is None or num_units == 1:
-            return x
-        unit = x.size(self.heads) // num_units
-        return x.narrow(self.heads, begin * unit, (end - begin) * unit)
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """One call of a recurrence on this rank.
-
-    compute: (tensors of the operands, resets, initial state or None) -> (out, final state), for any tokens and heads.
-    num_units: what heads are parted into; the heads of an operand are a multiple of it.
-    """
-
-    op: str
-    documents: Documents
-    terms: Mapping[str, HeaderValue]
-    compute: Callable[[list[Tensor], Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    operands: list[Operand]
-    out: Operand  # a tensor of out's shape and dtype; never read
-    state_shape: tuple[int, ...]  # (B, heads, ...)
-    num_units: int
-
-    @functools.cached_property
-    def parts(self) -> list[tuple[int, int, int]]:
-        """(begin, end, num_units) of each part of the heads."""
-        world_size = self.documents.sequence.world_size
-        num = min(self.num_units, _PARTS_PER_RANK * world_size) if world_size > 1 else 1
-        bounds = [part * self.num_units // num for part in range(num + 1)]
-        return [(begin, end, self.num_units) for begin, end in itertools.pairwise(bounds)]
-
-    def state_of(self, part: tuple[int, int, int]) -> tuple[int, ...]:
-        begin, end, num_units = part
-        batch, num_heads, *rest = self.state_shape
-        return (batch, num_heads // num_units * (end - begin), *rest)
-
 
 def run(recurrence: Recurrence) -> Tensor:
     """out (B, N, ...) of the local tokens; a collective, differentiable."""
-    documents = recurrence.documents
-    tensors = [operand.tensor for operand in recurrence.operands]
-    if documents.sequence.world_size == 1 and len(documents.pieces) == 1:
-        return recurrence.compute(tensors, documents.resets, None)[0]
-    out: Tensor = _Run.apply(recurrence, *tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = _Run.apply(recurrence, *recurrence.tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -124,18 +67,19 @@ _States = dict[tuple[int, int], Tensor]  # by piece and part
 def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, _States]:
     """out, and the states that pieces of this rank go on with."""
     documents, operands = recurrence.documents, recurrence.operands
+    parts = parts_of_states(recurrence.num_units, documents.sequence.world_size)
     out = recurrence.out.tensor.new_empty(recurrence.out.tensor.shape)
     states: _States = {}
     with _call(recurrence, "forward", out, documents.sequence.data_of(*tensors)) as messages:
         resets = documents.resets
         for i, piece in enumerate(documents.pieces):
-            for j, part in enumerate(recurrence.parts):
+            for j, part in enumerate(parts):
                 if piece.source is not None:
                     like = out.new_empty(recurrence.state_of(part), dtype=ops.state_dtype(out.dtype))
                     states[i, j] = messages.receive(piece.source, j, like)
-                given = [one.of(x, piece, part) for one, x in zip(operands, tensors, strict=True)]
+                given = [one.of(x, piece.tokens, part) for one, x in zip(operands, tensors, strict=True)]
                 out_, state = recurrence.compute(given, resets[:, piece.tokens], states.get((i, j)))
-                recurrence.out.of(out, piece, part).copy_(out_)
+                recurrence.out.of(out, piece.tokens, part).copy_(out_)
                 if piece.target is not None:
                     messages.send(piece.target, j, state)
     return out, states
@@ -150,6 +94,7 @@ def _backward(
     forward_call: int,
 ) -> list[Tensor | None]:
     documents, operands = recurrence.documents, recurrence.operands
+    parts = parts_of_states(recurrence.num_units, documents.sequence.world_size)
     gradients = [
         x.new_zeros(x.shape, dtype=ops.state_dtype(x.dtype)) if need else None
         for x, need in zip(tensors, needed, strict=True)
@@ -157,37 +102,21 @@ def _backward(
     with _call(recurrence, "backward", dout, 0, forward_call) as messages:
         resets = documents.resets
         for i, piece in reversed(list(enumerate(documents.pieces))):
-            for j, part in enumerate(recurrence.parts):
+            for j, part in enumerate(parts):
                 dstate = None
                 if piece.target is not None:
                     like = dout.new_empty(recurrence.state_of(part), dtype=ops.state_dtype(dout.dtype))
                     dstate = messages.receive(piece.target, j, like)
-                with torch.enable_grad():
-                    given = [
-                        one.of(x, piece, part).detach().requires_grad_(need)
-                        for one, x, need in zip(operands, tensors, needed, strict=True)
-                    ]
-                    state = states[i, j].detach().requires_grad_() if piece.source is not None else None
-                    out, final = recurrence.compute(given, resets[:, piece.tokens], state)
-                wanted = [x for x in (*given, state) if x is not None and x.requires_grad]
-                outputs = [(out, recurrence.out.of(dout, piece, part)), (final, dstate)]
-                known = [(x, dx) for x, dx in outputs if dx is not None and x.requires_grad]  # padding has no graph
-                found = iter(_gradients(known, wanted))
-                for one, total, need in zip(operands, gradients, needed, strict=True):
-                    if need and total is not None and (gradient := next(found)) is not None:
-                        one.of(total, piece, part).add_(gradient)
+                given = [one.of(x, piece.tokens, part) for one, x in zip(operands, tensors, strict=True)]
+                state = states[i, j] if piece.source is not None else None
+                of_part = recurrence.out.of(dout, piece.tokens, part)
+                found, dinitial = recurrence.gradients(given, needed, resets[:, piece.tokens], state, of_part, dstate)
+                for one, total, gradient in zip(operands, gradients, found, strict=True):
+                    if total is not None and gradient is not None:
+                        one.of(total, piece.tokens, part).add_(gradient)
                 if piece.source is not None and state is not None:
-                    gradient = next(found)
-                    messages.send(piece.source, j, torch.zeros_like(state) if gradient is None else gradient)
+                    messages.send(piece.source, j, torch.zeros_like(state) if dinitial is None else dinitial)
     return [None if total is None else total.to(x.dtype) for total, x in zip(gradients, tensors, strict=True)]
-
-
-def _gradients(outputs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Of the wanted tensors, from the outputs and their gradients."""
-    if not outputs:
-        return (None,) * len(wanted)
-    of_outputs, incoming = zip(*outputs, strict=True)
-    return torch.autograd.grad(of_outputs, wanted, incoming, allow_unused=True)
 
 
 # ---- messages -----------------------------------------------------------------------------------
@@ -231,18 +160,10 @@ def _call(
     recurrence: Recurrence | Halos, direction: str, x: Tensor, data: int, forward_call: int = 0
 ) -> Iterator[_Messages]:
     """Agrees with the other ranks that they make the same call, and waits at the end for what was sent."""
-    sequence = recurrence.documents.sequence
-    transport = sequence.transport
-    op = f"{recurrence.op} {direction}"
-    messages = _Messages(transport)
-    if transport.world_size == 1:
-        yield messages
-        return
-    with transport.telling(op):
-        transport.check_device(x.device)
-        layout_digest, mask_digest = sequence.digests
-    terms = {**recurrence.terms, "layout digest": layout_digest, "mask digest": mask_digest}
-    with transport.call(op, terms, x.device, forward_call=forward_call, data=data):
+    documents = recurrence.documents
+    messages = _Messages(documents.sequence.transport)
+    terms = {**recurrence.terms, "scheme": "states"}
+    with agreed(f"{recurrence.op} {direction}", documents, terms, x, data, forward_call):
         yield messages
         messages.wait()
         for exchange in messages.sent:
@@ -344,30 +265,3 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
         for piece, dwindow in arriving:
             add(piece, dwindow)
     return dx.to(dx_of_x.dtype)
-
-
-# ---- checks -------------------------------------------------------------------------------------
-
-
-def check_tensors(documents: Documents, tensors: Mapping[str, tuple[Tensor | None, tuple[int | None, ...]]]) -> None:
-    """InputError for tensors that are no float tensors of these shapes, on one device. None: any size."""
-    first_name, (first, _) = next(iter(tensors.items()))
-    for name, (x, shape) in tensors.items():
-        if x is None:
-            continue
-        arguments.check_tensor(name, x)
-        if x.dtype not in ops.FLOAT_DTYPES:
-            raise InputError(f"{name} is {x.dtype}; expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
-        if x.dim() != len(shape) or any(want not in (None, size) for size, want in zip(x.shape, shape, strict=True)):
-            expected = ", ".join("any" if size is None else str(size) for size in shape)
-            raise InputError(f"{name} is {tuple(x.shape)}; expected ({expected})")
-        assert first is not None
-        arguments.check_devices(first_name, first, **{name: x})
-    assert first is not None
-    sequence = documents.sequence
-    rows = sequence.mask.begin.size(0)
-    if rows not in (1, first.size(0)):
-        raise InputError(f"the mask has {rows} rows, the batch {first.size(0)}; expected the same number, or 1")
-    if first.device.type == "meta" and sequence.world_size > 1:
-        raise InputError(f"{first_name} is on meta, which holds no data for the other ranks; expected a real device")
-    sequence.check_unchanged()

@@ -10,10 +10,11 @@ Dv value head dim, n tokens of one message.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,32 +22,8 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.scheme import Piece, Share
 from ringtile.sequence.plan import RankPlan, Round
+from ringtile.transport.messages import Kind, Message, all_to_all
 from ringtile.transport.transport import Exchange, Transport
-
-_Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
-
-
-class Message(NamedTuple):
-    """Tensors one after another in one flat buffer."""
-
-    flat: Tensor
-    parts: tuple[Tensor, ...]
-
-    @classmethod
-    def empty(cls, like: Tensor, tensors: Sequence[_Kind]) -> Message:
-        """Uninitialized tensors, on the device of like; the widest dtype first, so that each is aligned."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in tensors]
-        flat = like.new_empty(sum(sizes), dtype=torch.uint8)
-        parts = zip(flat.split_with_sizes(sizes), tensors, strict=True)
-        return cls(flat, tuple(x.view(dtype).view(shape) for x, (shape, dtype) in parts))
-
-    @classmethod
-    def holding(cls, tensors: Sequence[Tensor]) -> Message:
-        """Copies of tensors, the widest dtype first."""
-        message = cls.empty(tensors[0], [(x.shape, x.dtype) for x in tensors])
-        for part, x in zip(message.parts, tensors, strict=True):
-            part.copy_(x)
-        return message
 
 
 class Arriving(NamedTuple):
@@ -102,7 +79,7 @@ class Work:
     def blocks(self, *queries: Tensor) -> Iterator[Block]:
         """All rounds of all stages; the messages of the next one travel until it is asked for.
 
-        queries: what workers need of queries, in (B, N, H, ...) or (B, H, N), the widest dtype first.
+        queries: what workers need of queries, in (B, N, H, ...) or (B, H, N).
         """
         rounds = self.plan.rounds
         order = [(stage, i) for stage in range(len(self.shares)) for i in range(len(rounds))]
@@ -192,34 +169,31 @@ class Work:
         mine = tuple(of_heads(x, own) for x in queries)
         if len(self.plan.group) == 1:
             return Arriving(None, (mine,), ())
-        sends, receives, parts = {}, {}, []
-        for rank, num_tokens in zip(self.plan.group, self.plan.query_lens, strict=True):
-            if rank == self.plan.rank:
-                parts.append(mine)
-                continue
-            heads = self.share(stage, rank).heads
-            sends[rank] = Message.holding([of_heads(x, heads) for x in queries]).flat
-            message = Message.empty(self.k, [_sized(x, num_tokens, len(own)) for x in queries])
-            receives[rank] = message.flat
-            parts.append(message.parts)
-        exchange = self.transport.start(sends, receives, f"the queries{self._place(stage)}")
+        outgoing = {
+            rank: mine if rank == self.plan.rank else [of_heads(x, self.share(stage, rank).heads) for x in queries]
+            for rank in self.plan.group
+        }
+        incoming = {
+            rank: [_sized(x, num_tokens, len(own)) for x in queries]
+            for rank, num_tokens in zip(self.plan.group, self.plan.query_lens, strict=True)
+        }
+        exchange, parts = all_to_all(self.transport, outgoing, incoming, f"the queries{self._place(stage)}")
         return Arriving(exchange, parts, tuple(map(_token_dim, queries)))
 
     def give_back_queries(self, stage: int, results: Sequence[Tensor]) -> ReturningQueries:
-        """Starts the way home of results for all tokens of the group, the widest dtype first."""
-        sends, receives, returned, begin = {}, {}, [], 0
-        for rank, num_tokens in zip(self.plan.group, self.plan.query_lens, strict=True):
-            rows = tuple(x.narrow(_token_dim(x), begin, num_tokens) for x in results)
-            begin += num_tokens
-            heads = self.share(stage, rank).heads
-            if rank == self.plan.rank:
-                returned.append((heads, rows))
-                continue
-            sends[rank] = Message.holding(rows).flat
-            message = Message.empty(self.k, [_sized(x, self.k.size(1), len(heads)) for x in results])
-            receives[rank] = message.flat
-            returned.append((heads, message.parts))
-        return ReturningQueries(self.transport.start(sends, receives, f"the results{self._place(stage)}"), returned)
+        """Starts the way home of results for all tokens of the group."""
+        begins = itertools.accumulate(self.plan.query_lens, initial=0)
+        outgoing = {
+            rank: [x.narrow(_token_dim(x), begin, num_tokens) for x in results]
+            for rank, begin, num_tokens in zip(self.plan.group, begins, self.plan.query_lens, strict=False)
+        }
+        heads = [self.share(stage, rank).heads for rank in self.plan.group]
+        incoming = {
+            rank: [_sized(x, self.k.size(1), len(of_rank)) for x in results]
+            for rank, of_rank in zip(self.plan.group, heads, strict=True)
+        }
+        exchange, parts = all_to_all(self.transport, outgoing, incoming, f"the results{self._place(stage)}")
+        return ReturningQueries(exchange, list(zip(heads, parts, strict=True)))
 
 
 class ReturningKeys(NamedTuple):
@@ -262,7 +236,7 @@ def of_heads(x: Tensor, heads: range) -> Tensor:
     return x if len(heads) == x.size(dim) else x.narrow(dim, heads.start, len(heads))
 
 
-def _sized(x: Tensor, num_tokens: int, num_heads: int) -> _Kind:
+def _sized(x: Tensor, num_tokens: int, num_heads: int) -> Kind:
     """Of (B, N, H, ...) or (B, H, N) with other N and H."""
     if x.dim() == 4:
         return (x.size(0), num_tokens, num_heads, x.size(3)), x.dtype

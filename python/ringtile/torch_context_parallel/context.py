@@ -46,7 +46,8 @@ def context_parallel(
     scheme: how the ranks share the work (docs/guide/schemes.md); a block without buffers is a ring.
 
     Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
-    threads, each with a group of its own. A group of one rank does nothing unless there is a mask.
+    threads, each with a group of its own. A group of one rank leaves attention to PyTorch unless there is a mask.
+    ringtile's recurrences inside that are given no sequence run over the block's, under the causal part of its mask.
 
     Raises InputError before any buffer is sharded; LayoutError when the sequence is too short. Refused inside for
     attention that the ring cannot serve or see (docs/guide/pytorch.md), and at the end if random numbers were drawn.
@@ -61,7 +62,8 @@ def context_parallel(
         if seq_len is None and scheme != "ring":
             raise InputError(f"the scheme is {scheme}, but there are no buffers; expected buffers, a Layout or a mask")
     if transport.world_size == 1 and mask is None:
-        yield
+        with RingMode(AttentionScope(group, layout_name="contiguous"), is_alone=True):
+            yield
         return
     if seq_len is None:
         assert isinstance(layout, str)

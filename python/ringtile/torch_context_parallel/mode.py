@@ -17,9 +17,11 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 from torch.overrides import TorchFunctionMode
 
 from ringtile.errors import InputError, Refused
+from ringtile.recurrent.functions import PUBLIC
 from ringtile.torch_context_parallel.flex import FlexCall, flex_attention, flex_hop_in_ring, flex_in_mode
 from ringtile.torch_context_parallel.noticing import Noticing, ShardedBuffer, caller_of
 from ringtile.torch_context_parallel.recompute import Enter, recompute_in
+from ringtile.torch_context_parallel.recurrences import in_scope
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
 
@@ -28,14 +30,20 @@ class RingMode(TorchFunctionMode):
     """While it is entered, scaled_dot_product_attention and flex_attention on this thread run over the scope's group.
 
     PyTorch keeps function modes per thread and passes them on to the threads of a backward pass; a checkpointed layer
-    enters the mode again when it is recomputed. buffers: those that `context_parallel` sharded. enter: what enters the
-    mode, if that is more than `with mode`.
+    enters the mode again when it is recomputed. So do ringtile's recurrences. buffers: those that `context_parallel`
+    sharded. enter: what enters the mode, if that is more than `with mode`. is_alone: one rank, whose attention stays
+    PyTorch's.
     """
 
     def __init__(
-        self, scope: AttentionScope, buffers: Sequence[ShardedBuffer] = (), enter: Enter | None = None
+        self,
+        scope: AttentionScope,
+        buffers: Sequence[ShardedBuffer] = (),
+        enter: Enter | None = None,
+        is_alone: bool = False,
     ) -> None:
         super().__init__()
+        self.is_alone = is_alone
         self.scope = scope
         self.enter: Enter = enter or (lambda: self)
         self.noticing = Noticing(scope, buffers)
@@ -45,6 +53,13 @@ class RingMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         eager = not torch.compiler.is_compiling()
+        if func in PUBLIC:
+            self._before_attention()
+            return in_scope(self.scope, func, args, kwargs)
+        if func is Tensor.unflatten:  # dynamo cannot trace its Python body under a mode (torch 2.13)
+            return torch.unflatten(*args, **kwargs)
+        if self.is_alone and func not in _BACKWARDS:
+            return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             if eager:
                 self._before_attention()
@@ -66,8 +81,6 @@ class RingMode(TorchFunctionMode):
         if func in _BACKWARDS:
             with self:
                 return _body(func)(*args, **kwargs)
-        if func is Tensor.unflatten:  # dynamo cannot trace its Python body under a mode (torch 2.13)
-            return torch.unflatten(*args, **kwargs)
         if not eager:
             return func(*args, **kwargs)
         result = self.noticing.before(func, args, kwargs)

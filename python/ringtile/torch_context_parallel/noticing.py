@@ -2,8 +2,9 @@
 
 Attention must come as scaled_dot_product_attention or flex_attention to run as a ring. Other ways to it would silently
 attend this rank's tokens only. Noticed are: softmax of scores that a product of two activations gave (eager attention),
-PyTorch's fused kernels by their own names, dropout, a window that the calling function knows of and attention does not,
-and what transformers derives from the number of local tokens. Nothing is noticed in a compiled graph.
+PyTorch's fused kernels by their own names, convolutions along the tokens, dropout, a window that the calling function
+knows of and attention does not, and what transformers derives from the number of local tokens. Nothing is noticed in a
+compiled graph.
 
 Shape letters: B batch, S global tokens, N local tokens, W ranks.
 """
@@ -62,6 +63,8 @@ class Noticing:
             self._check_softmax(*args, **kwargs)
         elif func in _DROPOUTS and self._world_size > 1:
             self._check_dropout(func.__name__, *args, **kwargs)
+        elif func is torch.conv1d and self._world_size > 1:
+            self._check_convolution(*args, **kwargs)
         elif func is torch.diff and _module_of(caller := caller_of(2)) == "transformers.masking_utils":
             return self._position_steps(args[0] if args else kwargs["input"])
         elif func is torch.arange and _module_of(caller := caller_of(2)).startswith("transformers.models."):
@@ -104,6 +107,19 @@ class Noticing:
         if any(kernel in name for kernel in _KERNELS):
             raise self._told(
                 Refused(f"{name} attends this rank's tokens only; call nn.functional.scaled_dot_product_attention")
+            )
+
+    def _check_convolution(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
+        """Along this rank's tokens, perhaps padded by up to a width on both sides."""
+        sequence, num_tokens, width = self._scope.sequence, input.size(-1), weight.size(-1)
+        if sequence is None or width == 1:
+            return
+        if 0 <= num_tokens - sequence.layout.local_len(sequence.rank) <= 2 * (width - 1):
+            raise self._told(
+                Refused(
+                    f"conv1d of width {width} along {num_tokens} tokens of this rank's, whose neighbours on other "
+                    "ranks it would not see; call ringtile.causal_conv1d"
+                )
             )
 
     def _check_dropout(

@@ -1,0 +1,157 @@
+"""The *heads* scheme: each rank computes whole sequences of its share of the heads, as one process does.
+
+Inputs of local tokens go to the ranks that own the heads, and outputs come back; in the backward the outputs' gradients
+go there, and those of the inputs come back. Messages are as those of `ulysses` in attention. What all heads take, such
+as keys that they share, goes to every rank, and its gradients are added in the order of the ranks.
+
+Shape letters: B batch, S global tokens, N local tokens, H heads, h heads of a share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile import derivatives, ops
+from ringtile.recurrent.costs import parts
+from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
+from ringtile.transport.messages import all_to_all
+
+
+def run(recurrence: Recurrence) -> Tensor:
+    """out (B, N, ...) of the local tokens; a collective, differentiable."""
+    out: Tensor = _Heads.apply(recurrence, *recurrence.tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Heads(torch.autograd.Function):
+    """Keeps the inputs of the share; the backward computes them again."""
+
+    @staticmethod
+    def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor) -> Tensor:
+        documents = recurrence.documents
+        terms = {**recurrence.terms, "scheme": "heads"}
+        data = documents.sequence.data_of(*tensors)
+        with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor, data):
+            exchange = _Exchange(recurrence)
+            given = exchange.to_heads(recurrence.operands, tensors, "the inputs")
+            out, _ = recurrence.compute(given, documents.facts.global_resets, None)
+            (out,) = exchange.to_tokens([recurrence.out], [out], "the outputs")
+        ctx.save_for_backward(*given)
+        ctx.recurrence, ctx.number = recurrence, documents.sequence.transport.num_calls
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        recurrence: Recurrence = ctx.recurrence
+        transport = recurrence.documents.sequence.transport
+        with transport.telling(f"{recurrence.op} backward"):
+            given = list(ctx.saved_tensors)
+
+            def compute() -> list[Tensor | None]:
+                return _backward(recurrence, given, dout, ctx.needs_input_grad[1:], ctx.number)
+
+            gradients = derivatives.gradients(recurrence.op, compute, dout, *given, telling=transport.telling)
+        return None, *gradients
+
+
+def _backward(
+    recurrence: Recurrence, given: list[Tensor], dout: Tensor, needed: tuple[bool, ...], forward_call: int
+) -> list[Tensor | None]:
+    documents, operands = recurrence.documents, recurrence.operands
+    # Only gradients that are needed travel, so that ranks must need the same.
+    terms = {
+        **recurrence.terms,
+        "scheme": "heads",
+        "inputs that need gradients": "".join("01"[need] for need in needed),
+    }
+    with agreed(f"{recurrence.op} backward", documents, terms, dout, forward_call=forward_call):
+        exchange = _Exchange(recurrence)
+        (whole,) = exchange.to_heads([recurrence.out], [dout], "the gradients of the outputs")
+        gradients, _ = recurrence.gradients(given, needed, documents.facts.global_resets, None, whole, None)
+        wanted = [i for i, need in enumerate(needed) if need]
+        found = [given[i].new_zeros(given[i].shape) if (x := gradients[i]) is None else x for i in wanted]
+        of_tokens = exchange.to_tokens([operands[i] for i in wanted], found, "the gradients of the inputs")
+    result: list[Tensor | None] = [None] * len(needed)
+    for i, gradient in zip(wanted, of_tokens, strict=True):
+        result[i] = gradient
+    return result
+
+
+class _Exchange:
+    """Between local tokens of all heads and whole sequences of this rank's share."""
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        sequence = recurrence.documents.sequence
+        self._rank, self._transport = sequence.rank, sequence.transport
+        self._seq_len, ranks = sequence.seq_len, range(sequence.world_size)
+        self._shares = parts(recurrence.num_units, sequence.world_size)
+        self._runs = [ops.runs_tensor(sequence.layout.runs(rank)) for rank in ranks]
+        self._local_lens = [sequence.layout.local_len(rank) for rank in ranks]
+
+    def to_heads(self, operands: Sequence[Operand], tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Of tensors like the operands' (B, N, H, ...), the share (B, S, h, ...); of one without tokens, a view."""
+        own = self._shares[self._rank]
+        result = [one.of(x, EVERY_TOKEN, own) for one, x in zip(operands, tensors, strict=True)]
+        moving = [i for i, one in enumerate(operands) if one.tokens]
+        outgoing = {
+            rank: [operands[i].of(tensors[i], EVERY_TOKEN, share) for i in moving]
+            for rank, share in enumerate(self._shares)
+        }
+        incoming = {
+            rank: [(_resized(result[i], num_tokens), result[i].dtype) for i in moving]
+            for rank, num_tokens in enumerate(self._local_lens)
+        }
+        exchange, arriving = all_to_all(self._transport, outgoing, incoming, what)
+        for i in moving:
+            result[i] = result[i].new_empty(_resized(result[i], self._seq_len))
+        exchange.wait()
+        for runs, of_rank in zip(self._runs, arriving, strict=True):
+            for i, x in zip(moving, of_rank, strict=True):
+                ops.unshard_seq_(x, runs, 1, result[i])
+        return result
+
+    def to_tokens(self, operands: Sequence[Operand], shares: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Of shares (B, S, h, ...), of tensors like the operands', (B, N, H, ...): `to_heads` the other way.
+
+        Where all ranks have the same heads, what they have is added; one without tokens is 0 in the other heads.
+        """
+        own_len = self._local_lens[self._rank]
+        moving = [i for i, one in enumerate(operands) if one.tokens]
+        outgoing = {rank: [self._of_rank(shares[i], rank) for i in moving] for rank in range(len(self._shares))}
+        incoming = {
+            rank: [(operands[i].of(operands[i].tensor, EVERY_TOKEN, share).shape, shares[i].dtype) for i in moving]
+            for rank, share in enumerate(self._shares)
+        }
+        exchange, arriving = all_to_all(self._transport, outgoing, incoming, what)
+        result = []
+        for one, x in zip(operands, shares, strict=True):
+            adds = one.heads is None or not one.tokens
+            shape = _resized(one.tensor, own_len) if one.tokens else one.tensor.shape
+            dtype = ops.state_dtype(x.dtype) if one.heads is None else x.dtype
+            result.append((x.new_zeros if adds else x.new_empty)(shape, dtype=dtype))
+        for i, one in enumerate(operands):
+            if not one.tokens:
+                one.of(result[i], EVERY_TOKEN, self._shares[self._rank]).copy_(shares[i])
+        exchange.wait()
+        for share, of_rank in zip(self._shares, arriving, strict=True):
+            for i, x in zip(moving, of_rank, strict=True):
+                part = operands[i].of(result[i], EVERY_TOKEN, share)
+                if operands[i].heads is None:
+                    part.add_(x)
+                else:
+                    part.copy_(x)
+        return [total.to(x.dtype) for total, x in zip(result, shares, strict=True)]
+
+    def _of_rank(self, x: Tensor, rank: int) -> Tensor:
+        local = x.new_empty(_resized(x, self._local_lens[rank]))
+        ops.shard_seq_(x, self._runs[rank], 1, local)
+        return local
+
+
+def _resized(x: Tensor, num_tokens: int) -> tuple[int, ...]:
+    """The shape of x with another number of tokens."""
+    return (x.size(0), num_tokens, *x.shape[2:])

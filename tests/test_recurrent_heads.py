@@ -1,0 +1,263 @@
+"""Recurrent layers in the heads scheme: bit for bit one process, in any layout; what travels; which scheme is chosen.
+
+Shape letters: B batch, S global tokens, H heads, G heads of q and k, K key dim, V value dim, W ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import ringtile
+import test_recurrent_ranks as ranks
+import torch
+import torch.distributed as dist
+from pool import run_ranks
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, Refused, RingMismatch, ShardedSequence
+from ringtile.recurrent.costs import Size, cheaper, cost, size_of
+from test_recurrent_ranks import ROWS, SEQ_LEN, Case, Tensors, assert_close, of_out, of_ranks, problem
+
+H, G, K, V = 8, 4, 3, 5
+_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "delta": {"q": (G, K), "k": (G, K), "v": (H, V), "g": (H,), "beta": (H,)},
+    "kda": {"q": (1, K), "k": (1, K), "v": (H, V), "g": (H, K), "beta": (H,)},
+    "ssd": {"x": (H, V), "dt": (H,), "B": (1, K), "C": (1, K), "A": (H,), "D": (H,)},
+    "ssd of groups": {"x": (H, V), "dt": (H,), "B": (G, K), "C": (G, K), "A": (H,)},
+}
+KINDS = {"delta": "gated_delta", "kda": "kda", "ssd": "ssd", "ssd of groups": "ssd"}
+ADDED = {"kda": {"q", "k"}, "ssd": {"B", "C", "A", "D"}, "ssd of groups": {"A"}, "delta": set()}  # by several ranks
+NAMES = list(_SHAPES)
+
+
+def case(name: str, scheme: str | None = "heads") -> Case:
+    function = ringtile.ssd if name.startswith("ssd") else ringtile.gated_delta_rule
+
+    def ours(tensors: Tensors, sequence: ShardedSequence) -> torch.Tensor:
+        return function(sequence=sequence, scheme=scheme, **tensors)  # type: ignore[arg-type]
+
+    return Case(ours, lambda tensors, resets: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * V)
+
+
+def layout_of(name: str, world_size: int) -> Layout:
+    if name == "uneven":
+        bounds = [0, 7, *(40 + rank for rank in range(world_size - 2)), SEQ_LEN]
+        return Layout.from_runs([[(a, 1, 0, b - a)] for a, b in itertools.pairwise(bounds)])
+    return ranks.LAYOUTS["many"] if name == "many" else Layout.named(name, SEQ_LEN, world_size)
+
+
+QUICK = [("delta", "zigzag", 3, "two rows", torch.bfloat16), ("kda", "striped", 3, "padded", torch.float32)]
+QUICK += [("ssd", "uneven", 4, "one row", torch.float64), ("ssd of groups", "zigzag", 2, "two rows", torch.float32)]
+CELLS = [
+    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.matrix)
+    for cell in itertools.product(
+        NAMES,
+        ("contiguous", "zigzag", "striped", "uneven", "many"),
+        (2, 3, 4),
+        ROWS,
+        (torch.float64, torch.float32, torch.bfloat16),
+    )
+    if cell[1] != "many" or cell[2] == 3
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "world_size", "rows", "dtype"), CELLS)
+def test_heads_are_one_process_bit_for_bit(
+    name: str, layout: str, world_size: int, rows: str, dtype: torch.dtype
+) -> None:
+    """Uneven shares: 4 units of G heads over 3 ranks. Gradients that ranks add are the same up to that sum's order."""
+    lengths = ROWS[rows]
+    padding = SEQ_LEN - sum(lengths[0])
+    tensors = {n: x.to(dtype) for n, x in problem(case(name), len(lengths), SEQ_LEN).items()}
+    for n, x in tensors.items():
+        if n not in "AD":
+            x[:, -padding:] = float("nan")
+    dout = torch.randn(len(lengths), SEQ_LEN, *of_out(case(name))).to(dtype)
+    mask = IntervalMask.documents(lengths).padded(padding)
+    out, gradients = of_ranks(case(name), tensors, dout, mask, layout_of(layout, world_size))
+    alone, of_one = of_ranks(case(name, "states"), tensors, dout, mask, Layout.contiguous(SEQ_LEN, 1))
+    assert torch.equal(out, alone)
+    assert gradients.keys() == tensors.keys()
+    for n, gradient in gradients.items():
+        if n not in ADDED[name]:
+            assert torch.equal(gradient, of_one[n]), n
+        elif dtype == torch.float64:
+            assert_close(gradient, of_one[n])
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_three_ranks_pass_gradcheck(name: str) -> None:
+    tensors = problem(case(name), 1, 10)
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    function = functools.partial(ranks.Whole.apply, case(name), list(tensors))
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
+
+
+@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
+    """Another second document of three: no bit of the others' outputs and gradients changes. There is no decay."""
+    mask, dout = IntervalMask.documents([[10, 24, 14]]), torch.randn(1, SEQ_LEN, H, V, dtype=torch.float64)
+    results = []
+    for shift in (0.0, 1.0):
+        tensors = problem(case(name), 1, SEQ_LEN, 0.0)
+        for n, x in tensors.items():
+            if n not in "AD":
+                x[:, 10:34] += shift
+        out, gradients = of_ranks(case(name), tensors, dout, mask, layout_of(layout, 3))
+        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in "AD"})
+    assert not torch.equal(results[0]["out"][:, 10:34], results[1]["out"][:, 10:34])
+    for n, x in results[0].items():
+        for of_others in (slice(0, 10), slice(34, None)):
+            assert torch.equal(x[:, of_others], results[1][n][:, of_others]), n
+
+
+# ---- what travels -------------------------------------------------------------------------------
+
+
+def sent(name: str, scheme: str, seq_len: int, layout: Layout, mask: IntervalMask) -> list[tuple[int, int]]:
+    """Bytes by rank, in the forward and in the backward, in float32."""
+    of_scheme = case(name, scheme)
+    tensors = {n: x.float() for n, x in problem(of_scheme, 2, seq_len).items()}
+
+    def rank(group: Any) -> tuple[int, int]:
+        sequence = ShardedSequence(mask, layout, group)
+        local = {
+            n: (x.clone() if n in "AD" else sequence.shard(x, 1)).detach().requires_grad_() for n, x in tensors.items()
+        }
+        out = of_scheme.ours(local, sequence)
+        forward = group.transport.bytes_sent
+        out.sum().backward()
+        return forward, group.transport.bytes_sent - forward
+
+    return LoopbackWorld(layout.world_size).run(rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq_len"),
+    [
+        *((name, 64) for name in NAMES),
+        *(pytest.param(name, n, marks=pytest.mark.matrix) for name in NAMES for n in (1024, 4096, 16384)),
+    ],
+)
+def test_bytes_are_as_planned(name: str, seq_len: int) -> None:
+    """In both schemes, of uneven shares: 4 units, or 8, over 3 ranks."""
+    mask, layout = IntervalMask.documents([seq_len // 4, 3 * seq_len // 4]), Layout.zigzag(seq_len, 3)
+    size = size_of(KINDS[name], H, 1 if name in ("kda", "ssd") else G, K, V, torch.float32, batch=2)
+    for scheme in ("states", "heads"):
+        planned = cost(scheme, mask, layout, size)
+        assert sent(name, scheme, seq_len, layout, mask) == list(zip(*planned, strict=True))
+
+
+# ---- which scheme -------------------------------------------------------------------------------
+
+
+def scheme_run(name: str, scheme: str | None, of_sequence: str, world_size: int, mask: IntervalMask) -> str:
+    """By what travels: in states as much as planned, in heads more."""
+    layout = Layout.contiguous(SEQ_LEN, world_size)
+    tensors = problem(case(name), 1, SEQ_LEN)
+
+    def rank(group: Any) -> int:
+        sequence = ShardedSequence(mask, layout, group, scheme=of_sequence)
+        case(name, scheme).ours({n: x if n in "AD" else sequence.shard(x, 1) for n, x in tensors.items()}, sequence)
+        return group.transport.bytes_sent  # type: ignore[no-any-return]
+
+    size = size_of(KINDS[name], H, G if name == "delta" else 1, K, V, torch.float64, batch=1)
+    total = sum(LoopbackWorld(world_size).run(rank))
+    by_scheme = {sum(cost("states", mask, layout, size).forward_sent): "states"}
+    if world_size <= size.num_units:
+        by_scheme[sum(cost("heads", mask, layout, size).forward_sent)] = "heads"
+    return by_scheme[total]
+
+
+def test_the_scheme_is_the_one_asked_for_or_the_attentions_or_the_cheaper() -> None:
+    causal = IntervalMask.causal(SEQ_LEN)
+    assert scheme_run("kda", None, "ring", 2, causal) == "states"
+    assert scheme_run("kda", None, "all_gather", 2, causal) == "states"
+    assert scheme_run("kda", None, "ulysses", 2, causal) == "heads"
+    assert scheme_run("kda", None, "staged:2", 2, causal) == "heads"
+    assert scheme_run("kda", None, "usp:2", 4, causal) == "states"
+    assert scheme_run("kda", "states", "ulysses", 2, causal) == "states"
+    assert scheme_run("kda", "heads", "ring", 2, causal) == "heads"
+    assert scheme_run("delta", None, "ulysses", 6, causal) == "states"  # there are 4 units
+    assert scheme_run("delta", "auto", "ulysses", 6, causal) == "states"
+    assert scheme_run("delta", "auto", "ring", 3, IntervalMask.documents([16, 16, 16])) == "states"  # nothing travels
+
+
+def test_the_cheaper_scheme_is_done_first() -> None:
+    """Two ranks, one document, a head each, S 8: states are handed on once, 4 tokens after the first 4.
+
+    Heads: 8 tokens of half the state, and 4 tokens to the other rank and back.
+    """
+    causal, layout = IntervalMask.causal(8), Layout.contiguous(8, 2)
+    # Of one state number, without bytes: 8 x 1/2 in heads. In states 4 x 1/2 a part, two on rank 0, then the last one
+    # on rank 1: 6. So heads are ahead by 2, and that many bytes (twice a number of updates each) are too many.
+    free = Size(num_units=2, unit_bytes=0, shared_bytes=0, out_bytes=0, state_numel=1, state_itemsize=0)
+    assert cheaper(causal, layout, free, "cpu") == "heads"
+    assert cheaper(causal, layout, free._replace(state_numel=7, shared_bytes=1), "cpu") == "heads"  # 28 + 8 < 42
+    assert cheaper(causal, layout, free._replace(state_numel=4, shared_bytes=1), "cpu") == "states"  # 16 + 8 = 24
+    assert cheaper(causal, layout, free._replace(state_numel=7, out_bytes=1), "cuda") == "states"  # 28 + 80 > 42
+    assert cheaper(IntervalMask.documents([4, 4]), layout, free, "cpu") == "states"  # 4 = 4
+    assert cheaper(causal, Layout.striped(8, 2), free, "cpu") == "heads"  # no state can follow
+    assert cheaper(causal, layout, free._replace(num_units=1), "cpu") == "states"
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_the_scheme_cannot_do_is_refused() -> None:
+    causal = IntervalMask.causal(SEQ_LEN)
+
+    def said(scheme: str, error: type[Exception], layout: Layout) -> list[str]:
+        tensors = problem(case("delta"), 1, SEQ_LEN)
+
+        def rank(group: Any) -> str:
+            sequence = ShardedSequence(causal, layout, group)
+            with pytest.raises(error) as caught:
+                case("delta", scheme).ours({n: sequence.shard(x, 1) for n, x in tensors.items()}, sequence)
+            return str(caught.value)
+
+        return LoopbackWorld(layout.world_size).run(rank)
+
+    for message in said("heads", Refused, Layout.contiguous(SEQ_LEN, 5)):
+        assert "with 4 heads, or groups of heads that share q and k (B and C), over 5 ranks; expected" in message
+    for message in said("states", Refused, Layout.striped(SEQ_LEN, 2)):
+        assert "or the scheme heads" in message
+    for message in said("rings", InputError, Layout.contiguous(SEQ_LEN, 2)):
+        assert "the scheme is 'rings'; expected states, heads, auto, or None" in message
+
+
+def ranks_disagree() -> list[str]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    sequence = ShardedSequence(IntervalMask.causal(SEQ_LEN), Layout.zigzag(SEQ_LEN, 2), group)
+    local = {n: sequence.shard(x, 1) for n, x in problem(case("delta"), 1, SEQ_LEN).items()}
+    with pytest.raises(RingMismatch) as scheme:
+        case("delta", ("states", "heads")[rank]).ours(local, sequence)
+    local["v"].requires_grad_()
+    local["g"].requires_grad_(rank == 1)
+    out = case("delta").ours(local, sequence)
+    with pytest.raises(RingMismatch) as needed:
+        out.sum().backward()
+    local["g"].requires_grad_()
+    case("delta").ours(local, sequence).sum().backward()
+    assert local["q"].grad is None
+    return [str(scheme.value), str(needed.value), str(bool(local["v"].grad.isfinite().all()))]
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    for scheme, needed, after in run_ranks(2, ranks_disagree):
+        assert "disagree on scheme in call" in scheme
+        assert "disagree on inputs that need gradients in call" in needed
+        assert after == "True"
+
+
+def test_a_sequence_that_is_let_go_of_is_freed() -> None:
+    sequence = ShardedSequence(IntervalMask.documents([SEQ_LEN]), Layout.contiguous(SEQ_LEN, 1))
+    case("delta", None).ours(problem(case("delta"), 1, SEQ_LEN), sequence)
+    seen = weakref.ref(sequence)
+    del sequence
+    gc.collect()
+    assert seen() is None
