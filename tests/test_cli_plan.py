@@ -63,6 +63,10 @@ def test_command_line_is_what_users_script_against() -> None:
             "--v-head-dim",
             "--dtype",
             "--scheme",
+            "--ranks-per-host",
+            "--device",
+            "--rates",
+            "--plot",
             "--batch",
         },
     }
