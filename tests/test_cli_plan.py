@@ -64,6 +64,10 @@ def test_command_line_is_what_users_script_against() -> None:
             "--dtype",
             "--scheme",
             "--recurrent",
+            "--ranks-per-host",
+            "--device",
+            "--rates",
+            "--plot",
             "--batch",
         },
     }

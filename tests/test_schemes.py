@@ -283,7 +283,7 @@ def test_op_takes_a_scheme() -> None:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "Ring", "usp", "usp:0", "usp:-1", "staged:", "ulysses:2", "ring ", None, 2])
+@pytest.mark.parametrize("text", ["", "Ring", "auto:2", "usp:0", "usp:-1", "staged:", "ulysses:2", "ring ", None, 2])
 def test_unknown_schemes_are_refused_by_name(text: Any) -> None:
     with pytest.raises(InputError, match=r"the scheme is .*; expected ring, all_gather, ulysses, usp:M"):
         Scheme.parse(text)

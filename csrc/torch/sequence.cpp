@@ -110,6 +110,62 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     return result;
 }
 
+// One pass of attention by a scheme, played on a model (rt_cost): seconds (W), bytes (W, W), events (E, 6) in float64 if
+// they are wanted: kind, from, to, bytes, begin, end.
+//   sizes (4): key, gradient, query, result bytes;  rates (10): flops of a pair, flops per second, seconds of a call,
+//   and latency, bytes per second of a rank and of a host, and overlap, within a host and between hosts
+std::tuple<Tensor, Tensor, Tensor> scheme_cost(const Tensor &hosts, const Tensor &tokens, const Tensor &keys,
+                                               const Tensor &pairs, const Tensor &shares, const Tensor &sizes,
+                                               const Tensor &rates, bool at_once, bool backward,
+                                               bool want_events) {
+    const char *op = "scheme_cost";
+    const auto counts = [&](const char *name, const Tensor &x, const std::vector<int64_t> &expected) {
+        const Arg arg = {op, name, x};
+        return arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes(expected).data<const int64_t>();
+    };
+    Arg{op, "hosts", hosts}.dim(1);
+    Arg{op, "shares", shares}.dim(3);
+    const int64_t W = hosts.size(0);
+    const int64_t *bytes_of = counts("sizes", sizes, {4});
+    Arg{op, "rates", rates}.on_cpu().dtype(ScalarType::Double).contiguous().sizes({10});
+    const auto *rate = Arg{op, "rates", rates}.data<const double>();
+    rt_cost_params p = {};
+    p.num_ranks = W, p.group_size = shares.size(1), p.num_stages = shares.size(0), p.at_once = at_once;
+    p.hosts = counts("hosts", hosts, {W}), p.tokens = counts("tokens", tokens, {W});
+    p.keys = counts("keys", keys, {W, W}), p.pairs = counts("pairs", pairs, {W, W});
+    p.shares = counts("shares", shares, {p.num_stages, p.group_size, 3});
+    p.key_bytes = bytes_of[0], p.gradient_bytes = bytes_of[1];
+    p.query_bytes = bytes_of[2], p.result_bytes = bytes_of[3];
+    p.flops_per_pair = rate[0], p.flops_per_s = rate[1], p.call_s = rate[2];
+    p.within = {rate[3], rate[4], rate[4], rate[5]};
+    p.between = {rate[6], rate[7], rate[8], rate[9]};
+    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+    Tensor seconds = torch::stable::empty({W}, ScalarType::Double, std::nullopt, cpu);
+    Tensor bytes = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);
+    std::vector<double> workspace(static_cast<size_t>(rt_cost_workspace_bytes(W)) / sizeof(double));
+    std::vector<rt_cost_event> events;
+    int64_t num_events = 0;
+    const auto play = [&] {
+        return rt_cost(&p, backward ? RT_COST_BACKWARD : RT_COST_FORWARD,
+                       static_cast<double *>(seconds.data_ptr()), static_cast<int64_t *>(bytes.data_ptr()),
+                       events.data(), static_cast<int64_t>(events.size()), &num_events, workspace.data());
+    };
+    check(play(), op);
+    if (want_events) {
+        events.resize(static_cast<size_t>(num_events));
+        check(play(), op);
+    }
+    Tensor rows =
+        torch::stable::empty({static_cast<int64_t>(events.size()), 6}, ScalarType::Double, std::nullopt, cpu);
+    auto *at = static_cast<double *>(rows.data_ptr());
+    for (const rt_cost_event &event : events)
+        for (const double value :
+             {static_cast<double>(event.kind), static_cast<double>(event.from), static_cast<double>(event.to),
+              static_cast<double>(event.num_bytes), event.begin, event.end})
+            *at++ = value;
+    return {seconds, bytes, rows};
+}
+
 // ---- instruction set ---------------------------------------------------------------------------
 
 int64_t cpu_isa() {
@@ -137,6 +193,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
+    m.def("scheme_cost(Tensor hosts, Tensor tokens, Tensor keys, Tensor pairs, Tensor shares, Tensor sizes, "
+          "Tensor rates, bool at_once, bool backward, bool want_events) -> (Tensor, Tensor, Tensor)");
     m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
     m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
@@ -168,6 +226,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("layout_check", TORCH_BOX(&layout_check));
     m.impl("plan", TORCH_BOX(&plan));
+    m.impl("scheme_cost", TORCH_BOX(&scheme_cost));
     m.impl("digest", TORCH_BOX(&digest));
 }
 

@@ -8,6 +8,8 @@ A scheme is a text, the same in Python, YAML and on the command line:
     usp:M         each rank: the queries of its M neighbours, its share of the heads among them; keys from M ranks at a
                   time (arXiv:2405.07719)
     staged:T      ulysses in T stages, each of a part of the share
+    usp           usp:M for the most neighbours M that always share a host
+    auto          whichever a model of links and kernels finds fastest, for each call (sequence/choice.py)
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from dataclasses import dataclass
 
 from ringtile.errors import InputError
 
-EXPECTED = "ring, all_gather, ulysses, usp:M (M ranks share the heads) or staged:T (T stages)"
-_TEXT = re.compile(r"(?:(ring|all_gather|ulysses)|(usp|staged):([1-9]\d{0,5}))")
+EXPECTED = (
+    "ring, all_gather, ulysses, usp:M (M ranks share the heads; usp: those of a host), staged:T (T stages) or auto"
+)
+_OPEN = ("auto", "usp")  # which one of the others it is depends on the hosts, for auto on the call too
+_TEXT = re.compile(r"(?:(ring|all_gather|ulysses|auto|usp)|(usp|staged):([1-9]\d{0,5}))")
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,23 @@ class Scheme:
             return cls(text, None if plain == "ulysses" else 1, at_once=plain == "all_gather")
         return cls(text, int(number)) if numbered == "usp" else cls(text, None, int(number))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a call has yet to settle which scheme it is."""
+        return self.text in _OPEN
+
+    def check(self, world_size: int) -> None:
+        """InputError: so many ranks cannot have it."""
+        if not self.is_open:
+            self.groups(world_size)
+
     def groups(self, world_size: int) -> tuple[range, ...]:
-        """The ranks that share heads, group by group. InputError: they do not come out even."""
+        """The ranks that share heads, group by group. InputError: they do not come out even, or the scheme is open."""
+        if self.is_open:
+            raise InputError(
+                f"the scheme is {self.text}, which depends on the ranks' hosts; expected a scheme that names itself: "
+                f"ring, all_gather, ulysses, usp:M or staged:T"
+            )
         size = world_size if self.group_size is None else self.group_size
         if world_size % size:
             raise InputError(

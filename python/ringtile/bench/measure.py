@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
+from ringtile.transport.rates import cpu_name
 
 _bench = importlib.import_module("ringtile._bench")  # compiled beside the ops, for the benchmark alone
 
@@ -196,12 +197,3 @@ def machine(device: str = "cpu") -> dict[str, object]:
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
     }
-
-
-def cpu_name() -> str:
-    """The CPU's model name."""
-    if (PROC / "cpuinfo").exists():
-        for line in (PROC / "cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

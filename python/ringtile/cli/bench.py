@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ringtile.bench.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
 from ringtile.bench.rows import DTYPES, Comparison, Measured, Row
-from ringtile.cli import Outcome
+from ringtile.cli import Outcome, bench_transport
 from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError
 
@@ -26,6 +26,7 @@ SUBJECTS = {
     "mlp": "a gated MLP, in one process",
     "loss": "output projection and cross entropy, in one process",
     "scan": "recurrences (gated delta rule, KDA, SSD, selective scan) and their convolution, in one process",
+    "transport": "messages between ranks, of this machine or of torchrun, and the rates that the scheme auto goes by",
 }
 WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
@@ -39,8 +40,8 @@ CHOICES: dict[str, tuple[type, str]] = {
     "head_dim": (int, "attention, ring, scan: numbers of a head"),
     "num_heads": (int, "attention, ring: query heads; scan: heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
-    "world_size": (int, "ring: ranks"),
-    "device": (str, "attention: cpu, cuda"),
+    "world_size": (int, "ring, transport: ranks"),
+    "device": (str, "attention, transport: cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
     "intermediate_size": (int, "mlp: width inside"),
     "vocab_size": (int, "loss: classes"),
@@ -76,9 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints a table for each workload once it is measured; status 1 if a ring moved other bytes than planned."""
-    subject = importlib.import_module(f"ringtile.bench.{args.subject}")
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):
         raise ConfigError(f"--repeats is {args.repeats}, --threads {args.threads}; expected at least 1")
+    if args.subject == "transport":
+        return bench_transport.run(args)
+    subject = importlib.import_module(f"ringtile.bench.{args.subject}")
     if args.plot:
         plot_roofline = importlib.import_module("ringtile.bench.roofline").plot_roofline
         check_output(args.plot, "--plot")

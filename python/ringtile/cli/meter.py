@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.layers import layer_masks
+from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
 from ringtile.sequence.plan import Plan
 from ringtile.sequence.plan import plan as make_plan
+from ringtile.sequence.price import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # whose memory counts
@@ -67,24 +68,28 @@ class Meter(TrainerCallback):
         if sharded is None:
             return
         batch_size, layers = kwargs["input_ids"].size(0), layer_masks(self.config)
-        plans = {layer: self.plan(sharded.narrowed(layer), batch_size) for layer in {*layers}}
+        plans = {layer: self.plan(sharded, layer, batch_size) for layer in {*layers}}
         for layer in layers:
             mine = plans[layer].ranks[sharded.sequence.rank]
             self.plan_bytes += self.forward_passes * mine.forward_bytes_sent + mine.backward_bytes_sent
             self.last_plan = plans[layer]
 
-    def plan(self, sequence: ShardedSequence, batch_size: int) -> Plan:
+    def plan(self, sharded: ShardedBatch, layer: LayerMask, batch_size: int) -> Plan:
         """The ring of one layer for one batch."""
-        num_heads = self.config.num_attention_heads
+        num_heads, sequence = self.config.num_attention_heads, sharded.narrowed(layer)
+        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // num_heads
+        shape = Shape(batch_size, num_heads, num_kv_heads, head_dim, head_dim, self.dtype)
+        whole = sharded.attention_kernel == "aten" or getattr(self.config, "attention_dropout", 0.0) > 0
         return make_plan(
             sequence.mask,
             sequence.layout,
             num_heads=num_heads,
-            num_kv_heads=getattr(self.config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(self.config, "head_dim", None) or self.config.hidden_size // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype=self.dtype,
             batch=batch_size,
-            scheme=sequence.scheme,
+            scheme=sequence.settled(shape, DEVICE, whole=whole).scheme,
         )
 
     def tokens_per_s(self) -> float:

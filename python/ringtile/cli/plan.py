@@ -1,22 +1,31 @@
-"""`ringtile plan`: shows which keys travel between ranks, the bytes and the flops, without running it."""
+"""`ringtile plan`: which keys travel between ranks, bytes, flops and what each scheme would take; runs nothing."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import importlib
 import operator
+import pathlib
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ringtile.cli import Outcome
+from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError, RingtileError
-from ringtile.recurrent.plan import KINDS, scheme_costs, table
-from ringtile.scheme import EXPECTED
+from ringtile.recurrent.plan import KINDS, scheme_costs
+from ringtile.recurrent.plan import table as recurrent_table
+from ringtile.scheme import EXPECTED, Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.plan import Plan
 from ringtile.sequence.plan import plan as make_plan
+from ringtile.sequence.price import Price, Prices, Shape, candidates, usp_of_hosts
+from ringtile.transport.rates import ASSUMED, cache_path, known_rates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -57,33 +66,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also a recurrent layer, in each of its schemes: gated_delta, kda or ssd:HEADS,HEADS OF Q AND K (B AND "
         "C),KEY DIM,VALUE DIM, or conv:CHANNELS,WIDTH; given again: another one",
     )
+    parser.add_argument("--ranks-per-host", type=int, metavar="COUNT", help="neighbouring ranks that share a host (W)")
+    parser.add_argument("--device", choices=tuple(ASSUMED), help="whose rates count (cuda if there is one, else cpu)")
+    parser.add_argument("--rates", metavar="FILE", help="as `ringtile bench transport` writes (that of this machine)")
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draw the scheme's messages and kernels")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences in a batch (1)")
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints the table of the plan."""
+    """Prints the tables of the plan and of all schemes."""
     masks = [parse_mask(text, args.seq_len) for text in args.mask or ["causal"]]
-    mask = functools.reduce(operator.and_, masks)
-    layout, dtype = Layout.named(args.layout, args.seq_len, args.world_size), DTYPES[args.dtype]
-    plan = make_plan(
-        mask,
-        layout,
-        num_heads=args.num_heads,
-        num_kv_heads=args.num_heads if args.num_kv_heads is None else args.num_kv_heads,
-        head_dim=args.head_dim,
-        v_head_dim=args.v_head_dim,
-        dtype=dtype,
-        batch=args.batch,
-        scheme=args.scheme,
-    )
+    mask, layout = functools.reduce(operator.and_, masks), Layout.named(args.layout, args.seq_len, args.world_size)
+    if args.plot:
+        check_output(args.plot, "--plot")
     layers = [parse_layer(text) for text in args.recurrent]
-    costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, dtype, args.batch)]
+    prices, said = _prices(args, mask, layout)
+    shape = Shape(
+        args.batch,
+        args.num_heads,
+        args.num_heads if args.num_kv_heads is None else args.num_kv_heads,
+        args.head_dim,
+        args.head_dim if args.v_head_dim is None else args.v_head_dim,
+        DTYPES[args.dtype],
+    )
+
+    def plan_of(scheme: str) -> Plan:
+        return make_plan(
+            mask,
+            layout,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            dtype=shape.dtype,
+            batch=shape.batch,
+            scheme=scheme,
+        )
+
+    scheme = args.scheme
+    plan = plan_of("ring" if Scheme.parse(scheme).is_open else scheme)
+    if Scheme.parse(scheme).is_open:
+        scheme = usp_of_hosts(prices.hosts) if scheme == "usp" else prices.cheapest(shape, whole=False)
+        plan = plan_of(scheme)
     print(plan)
+    print(f"\nOne layer, forward and backward, by scheme; {said}:")
+    names = dict.fromkeys([*candidates(args.world_size, args.num_heads), scheme])
+    schemes = [_facts(prices.of(name, shape), prices.hosts) for name in names]
+    print(_table(schemes, scheme))
+    costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, shape.dtype, args.batch)]
     if costs:
-        print(table(costs))
-    recurrent = {"recurrent": [cost._asdict() for cost in costs]}
+        print(f"\nRecurrent layers, by scheme:\n{recurrent_table(costs)}")
+    if args.plot:
+        plot_plan = importlib.import_module("ringtile.cli.plan_plot").plot_plan
+        price = prices.of(scheme, shape, events=True)
+        write_output(args.plot, lambda file: plot_plan(file, price))
     totals = ("forward_bytes", "backward_bytes", "forward_flops", "backward_flops", "imbalance")
-    return Outcome(0, dataclasses.asdict(plan) | {name: getattr(plan, name) for name in totals} | recurrent)
+    numbers = {name: getattr(plan, name) for name in totals}
+    recurrent = [cost._asdict() for cost in costs]
+    return Outcome(0, dataclasses.asdict(plan) | numbers | {"schemes": schemes, "recurrent": recurrent})
 
 
 def parse_layer(text: str) -> tuple[str, list[int]]:
@@ -95,6 +135,55 @@ def parse_layer(text: str) -> tuple[str, list[int]]:
         raise ConfigError(
             f"--recurrent is {text!r}; expected {', '.join(KINDS)} and numbers, as in gated_delta:32,16,128,128"
         ) from None
+
+
+def _prices(args: argparse.Namespace, mask: IntervalMask, layout: Layout) -> tuple[Prices, str]:
+    """And where their rates come from."""
+    per_host = args.world_size if args.ranks_per_host is None else args.ranks_per_host
+    if per_host < 1:
+        raise ConfigError(f"--ranks-per-host is {per_host}; expected at least 1")
+    hosts = tuple(rank // per_host for rank in range(args.world_size))
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rates = known_rates(device, args.rates, len(set(hosts)))
+    path = args.rates or (cache_path(device) if cache_path(device).exists() else "no file")
+    said = f"{per_host} ranks a host, rates of {path}"
+    return Prices(mask, layout, hosts, rates), "; ".join([said, *(str(each.message) for each in caught)])
+
+
+def _facts(price: Price, hosts: tuple[int, ...]) -> dict[str, Any]:
+    of = torch.tensor(hosts)
+    between = int(price.num_bytes[of[:, None] != of].sum())
+    return {
+        "scheme": price.scheme,
+        "bytes_within": int(price.num_bytes.sum()) - between,
+        "bytes_between": between,
+        "steps": price.num_steps,
+        "imbalance": price.imbalance,
+        "memory_bytes": price.memory,
+        "seconds": price.seconds,
+    }
+
+
+def _table(schemes: list[dict[str, Any]], chosen: str) -> str:
+    header = ("", "scheme", "MB within hosts", "MB between", "steps", "busiest / mean", "MB held", "ms predicted")
+    rows = [
+        (
+            "*" if facts["scheme"] == chosen else "",
+            facts["scheme"],
+            f"{facts['bytes_within'] / 1e6:.3f}",
+            f"{facts['bytes_between'] / 1e6:.3f}",
+            str(facts["steps"]),
+            f"{facts['imbalance']:.2f}",
+            f"{facts['memory_bytes'] / 1e6:.3f}",
+            f"{facts['seconds'] * 1e3:.3f}",
+        )
+        for facts in schemes
+    ]
+    rows.insert(0, header)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def parse_mask(text: str, seq_len: int) -> IntervalMask:

@@ -12,13 +12,13 @@ from ringtile.scheme import Scheme
 
 
 def decide(recurrence: Recurrence, scheme: str | None) -> str:
-    """ "states" or "heads". None: what goes with the sequence's scheme of attention; "auto": the cheaper one.
+    """ "states" or "heads". None: what goes with the sequence's scheme of attention, "auto": the cheaper one.
 
     By numbers that are the same on all ranks. Raises InputError, and Refused where the scheme cannot compute this.
     """
     documents, size = recurrence.documents, recurrence.size
     sequence = documents.sequence
-    if scheme == "auto":
+    if scheme == "auto" or (scheme is None and sequence.scheme == "auto"):
         device, known = recurrence.out.tensor.device.type, documents.facts.schemes
         if (size, device) not in known:
             known[size, device] = cheaper(sequence.mask, sequence.layout, size, device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -26,13 +27,14 @@ from ringtile.ring import block_kernel
 from ringtile.ring.block_kernel import AttentionCall
 from ringtile.ring.exchange import ReturningKeys, ReturningQueries, Work, of_heads
 from ringtile.ring.provider import Final
+from ringtile.sequence.price import Shape
 from ringtile.transport.agreement import HeaderValue
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
     state = ops.state_dtype(q.dtype)
-    with _open("forward", call, q, k, v) as work:
+    with _open("forward", call, q, k, v) as (call, work):
         is_whole = work.plan.is_whole
         returning: ReturningQueries | None = None
         if not is_whole:
@@ -77,7 +79,7 @@ def backward(
     forward_call: the number of the forward's call on the group, which must be the same on all ranks; 0: not known.
     """
     state = ops.state_dtype(q.dtype)
-    with _open("backward", call, q, k, v, forward_call, final.dlse) as work:
+    with _open("backward", call, q, k, v, forward_call, final.dlse) as (call, work):
         is_whole, first = work.plan.is_whole, work.plan.rounds[0]
         fresh = is_whole and first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
         dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
@@ -165,19 +167,25 @@ def _open(
     v: Tensor,
     forward_call: int = 0,
     dlse: Tensor | None = None,
-) -> Iterator[Work]:
-    """Checks the arguments of this rank, then agrees with the others on all that must be the same."""
-    sequence = call.sequence
-    transport = sequence.transport
+) -> Iterator[tuple[AttentionCall, Work]]:
+    """Checks the arguments of this rank, then agrees with the others on all that must be the same.
+
+    The call that it gives has a scheme that is not open.
+    """
+    transport = call.sequence.transport
     op = f"ring_attention {direction}"
     with transport.telling(op):
         if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
+        whole = call.attention_kernel == "aten" or call.dropout is not None
+        sequence = call.sequence.settled(Shape.of(q, k, v), q.device.type, whole=whole)
+        if sequence is not call.sequence:
+            call = replace(call, sequence=sequence)
         block_kernel.check(call, q, k, v, dlse)
         work = Work.of(q, k, v, sequence.plan, transport)
         layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:
-        yield work
+        yield call, work
         return
     fields: dict[str, HeaderValue] = {
         "batch": q.size(0),
@@ -202,7 +210,7 @@ def _open(
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
     with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):
-        yield work
+        yield call, work
 
 
 def _check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -215,13 +223,12 @@ def _check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
     sequence.check_unchanged()
     sequence.transport.check_device(q.device)
-    plan = sequence.plan
-    if q.size(1) != plan.local_len or k.size(1) != plan.local_len:
+    if q.size(1) != sequence.local_len or k.size(1) != sequence.local_len:
         raise InputError(
-            f"q has {q.size(1)} tokens, k and v have {k.size(1)}; the layout gives rank {plan.rank} "
-            f"{plan.local_len} of {plan.seq_len} tokens"
+            f"q has {q.size(1)} tokens, k and v have {k.size(1)}; the layout gives rank {sequence.rank} "
+            f"{sequence.local_len} of {sequence.seq_len} tokens"
         )
-    if plan.begin.size(0) not in (1, q.size(0)):
+    if sequence.begin.size(0) not in (1, q.size(0)):
         raise InputError(
-            f"the mask has {plan.begin.size(0)} rows, the batch {q.size(0)}; expected the same number, or 1"
+            f"the mask has {sequence.begin.size(0)} rows, the batch {q.size(0)}; expected the same number, or 1"
         )

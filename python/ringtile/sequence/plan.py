@@ -15,6 +15,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,14 +79,14 @@ class RankPlan:
 
     def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
         """By stage, then by a rank's place in its group: the heads that it works on."""
-        return _shares(self.scheme.num_stages, len(self.group), num_heads, num_kv_heads)
+        return shares_of(self.scheme.num_stages, len(self.group), num_heads, num_kv_heads)
 
 
 def rank_plan(mask: IntervalMask, layout: Layout, rank: int, scheme: Scheme | None = None) -> RankPlan:
     """The rounds of `rank`. mask and layout are of one length; no scheme is the ring."""
     scheme = scheme or Scheme.parse("ring")
     groups = scheme.groups(layout.world_size)
-    joined = _joined(layout, groups)
+    joined = joined_layout(layout, groups)
     mine = rank // len(groups[0])
     needed, pairs = ops.plan(mask.begin, mask.end, joined.tensor, mine)
 
@@ -139,26 +140,26 @@ def _key_groups(scheme: Scheme, num_groups: int, group: int) -> list[list[int]]:
 
 
 @functools.cache
-def _shares(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+def shares_of(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
     num_parts = num_stages * group_size
     parts = [share(num_heads, num_kv_heads, num_parts, part) for part in range(num_parts)]
     return tuple(tuple(parts[at : at + group_size]) for at in range(0, num_parts, group_size))
 
 
-def _joined(layout: Layout, groups: Sequence[range]) -> Layout:
+def joined_layout(layout: Layout, groups: Sequence[range]) -> Layout:
     """The layout of the groups: each holds the tokens of its ranks, rank by rank."""
     if len(groups) == layout.world_size:
         return layout
     runs = []
     for group in groups:
-        begins = _row_begins(layout, group)
+        begins = row_begins(layout, group)
         runs.append(
             [run._replace(local_begin=run.local_begin + begins[rank]) for rank in group for run in layout.runs(rank)]
         )
     return Layout(layout.seq_len, tuple(map(tuple, runs)))
 
 
-def _row_begins(layout: Layout, group: range) -> dict[int, int]:
+def row_begins(layout: Layout, group: range) -> dict[int, int]:
     """The first row of each rank of a group among the rows of all."""
     return dict(zip(group, itertools.accumulate(map(layout.local_len, group), initial=0), strict=False))
 
@@ -168,7 +169,7 @@ def _of_rank(runs: Tensor, layout: Layout, groups: Sequence[range], rank: int) -
     group = groups[rank // len(groups[0])]
     if len(group) == 1:
         return runs
-    begin, length = _row_begins(layout, group)[rank], layout.local_len(rank)
+    begin, length = row_begins(layout, group)[rank], layout.local_len(rank)
     cut = (_cut(Run(*run), begin, length) for run in runs.tolist())
     return ops.runs_tensor([run for run in cut if run.length > 0])
 
@@ -332,11 +333,7 @@ def plan(
     parsed = Scheme.parse(scheme)
     costs = _Costs(mask, layout, parsed, num_heads, num_kv_heads)
     world_size = layout.world_size
-    key, value = batch * head_dim, batch * v_head_dim  # elements of a head
-    state_bytes = ops.state_dtype(dtype).itemsize
-    key_bytes, grad_bytes = (key + value) * dtype.itemsize, (key + value) * state_bytes
-    there, back = key * dtype.itemsize, value * dtype.itemsize + 8 * batch
-    there_again, back_again = (key + value) * dtype.itemsize + (8 + state_bytes) * batch, key * dtype.itemsize
+    unit = UnitBytes.of(batch, head_dim, v_head_dim, dtype)
     ranks = []
     for rank in range(world_size):
         others = [other for other in range(world_size) if other != rank]
@@ -356,21 +353,45 @@ def plan(
                 local_len=layout.local_len(rank),
                 num_heads=costs.num_heads(rank),
                 rounds=rounds,
-                forward_bytes_sent=keys_out * key_bytes + queries_out * there + queries_in * back,
-                forward_bytes_received=keys_in * key_bytes + queries_in * there + queries_out * back,
-                backward_bytes_sent=keys_out * key_bytes
-                + keys_in * grad_bytes
-                + queries_out * there_again
-                + queries_in * back_again,
-                backward_bytes_received=keys_in * key_bytes
-                + keys_out * grad_bytes
-                + queries_in * there_again
-                + queries_out * back_again,
+                forward_bytes_sent=keys_out * unit.key + queries_out * unit.query + queries_in * unit.result,
+                forward_bytes_received=keys_in * unit.key + queries_in * unit.query + queries_out * unit.result,
+                backward_bytes_sent=keys_out * unit.key
+                + keys_in * unit.gradient
+                + queries_out * unit.query_again
+                + queries_in * unit.result_again,
+                backward_bytes_received=keys_in * unit.key
+                + keys_out * unit.gradient
+                + queries_in * unit.query_again
+                + queries_out * unit.result_again,
                 forward_flops=2 * num_pairs * (head_dim + v_head_dim),
                 backward_flops=2 * num_pairs * (3 * head_dim + 2 * v_head_dim),
             )
         )
     return Plan(layout.seq_len, tuple(ranks), parsed.text)
+
+
+class UnitBytes(NamedTuple):
+    """What a token of one head takes in a message, over the batch."""
+
+    key: int  # and its value
+    gradient: int  # of both
+    query: int  # forward
+    result: int
+    query_again: int  # backward: with lse, delta and dout
+    result_again: int
+
+    @classmethod
+    def of(cls, batch: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> UnitBytes:
+        key, value = batch * head_dim, batch * v_head_dim  # elements of a head
+        element, state = dtype.itemsize, ops.state_dtype(dtype).itemsize
+        return cls(
+            key=(key + value) * element,
+            gradient=(key + value) * state,
+            query=key * element,
+            result=value * element + 8 * batch,
+            query_again=(key + value) * element + (8 + state) * batch,
+            result_again=key * element,
+        )
 
 
 class _Costs:
@@ -380,18 +401,18 @@ class _Costs:
         self._groups = groups = scheme.groups(layout.world_size)
         self._size = len(groups[0])
         self._scheme = scheme
-        joined = _joined(layout, groups)
+        joined = joined_layout(layout, groups)
         needed, self._pairs = ops.plan(mask.begin, mask.end, joined.tensor)
         if joined is not layout:
             self._pairs = ops.plan(mask.begin, mask.end, layout.tensor)[1]
         self._runs: defaultdict[tuple[int, int], list[Run]] = defaultdict(list)  # by query group and key rank
-        begins = {rank: begin for group in groups for rank, begin in _row_begins(layout, group).items()}
+        begins = {rank: begin for group in groups for rank, begin in row_begins(layout, group).items()}
         for query_group, key_group, *of_group in needed.tolist():
             run = Run(*of_group)
             for rank in groups[key_group]:
                 if (cut := _cut(run, begins[rank], layout.local_len(rank))).length > 0:
                     self._runs[query_group, rank].append(cut)
-        self._shares = _shares(scheme.num_stages, self._size, num_heads, num_kv_heads)
+        self._shares = shares_of(scheme.num_stages, self._size, num_heads, num_kv_heads)
 
     def group(self, rank: int) -> range:
         return self._groups[rank // self._size]

@@ -26,7 +26,9 @@ from ringtile.sequence.fingerprint import found_on
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
+from ringtile.sequence.price import Prices, Shape, usp_of_hosts
 from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.placement import hosts_of, rates_of
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
@@ -41,8 +43,9 @@ class ShardedSequence:
     group None is one rank. scheme: how the ranks share the work of attention (ringtile/scheme.py); the results do not
     depend on it. `sequence & mask` is the same sequence under a narrower mask.
 
-    Attributes: mask, layout, scheme, group_name; rank and world_size of this process in the group; begin, end int32
-    (B or 1, S) and layout_tensor int64 (R, 5), mask and layout as the ops take them.
+    Attributes: mask, layout, scheme, group_name; rank and world_size of this process in the group, and local_len, the
+    tokens that it holds; begin, end int32 (B or 1, S) and layout_tensor int64 (R, 5), mask and layout as the ops take
+    them.
 
     Raises InputError when mask, layout and group do not fit each other.
     """
@@ -62,15 +65,17 @@ class ShardedSequence:
                 f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length"
             )
         self._scheme = Scheme.parse(scheme)
-        self._scheme.groups(layout.world_size)
+        self._scheme.check(layout.world_size)
         self.mask, self.layout, self.scheme = mask, layout, scheme
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
+        self.local_len = layout.local_len(self.rank)
         self.begin, self.end, self.layout_tensor = mask.begin, mask.end, layout.tensor
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
         self._narrowed: dict[IntervalMask, ShardedSequence] = {}
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
+        self._settled: dict[object, ShardedSequence] = {}  # by what a call with an open scheme is about, and by scheme
         self._on_device: dict[torch.device, DeviceMask] = {}
         self._versions = _version(self.begin), _version(self.end)
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
@@ -137,6 +142,33 @@ class ShardedSequence:
     def causal(self) -> ShardedSequence:
         """`self & IntervalMask.causal(seq_len)`."""
         return self & IntervalMask.causal(self.seq_len)
+
+    # ---- the same sequence with a scheme of its own ---------------------------------------------
+
+    def settled(self, shape: Shape, device_type: str, *, whole: bool = False) -> ShardedSequence:
+        """This sequence, or if its scheme is `auto` or `usp`, the same with the one that such a call has; remembered.
+
+        The same on every rank. A collective the first time in a group. whole: ranks cannot share heads.
+        """
+        if not self._scheme.is_open:
+            return self
+        key = (shape, device_type, whole)
+        if key not in self._settled:
+            name = self._choose(shape, device_type, whole)
+            if name not in self._settled:
+                self._settled[name] = ShardedSequence(self.mask, self.layout, self.group_name, scheme=name)
+                self._settled[name]._data = self._data
+            self._settled[key] = self._settled[name]
+        return self._settled[key]
+
+    def _choose(self, shape: Shape, device_type: str, whole: bool) -> str:
+        transport = self.transport
+        if transport.world_size == 1:
+            return "ring"
+        hosts = hosts_of(transport)
+        if self.scheme == "usp":
+            return usp_of_hosts(hosts)
+        return Prices(self.mask, self.layout, hosts, rates_of(transport, device_type)).cheapest(shape, whole=whole)
 
     # ---- what follows from it -------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def context_parallel(
         buffers, buffer_seq_dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
         kept = as_list(no_restore_buffers, "no_restore_buffers")
         seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
-        Scheme.parse(scheme).groups(transport.world_size)
+        Scheme.parse(scheme).check(transport.world_size)
         if seq_len is None and scheme != "ring":
             raise InputError(f"the scheme is {scheme}, but there are no buffers; expected buffers, a Layout or a mask")
     if transport.world_size == 1 and mask is None:
