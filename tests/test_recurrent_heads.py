@@ -27,19 +27,28 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "kda": {"q": (1, K), "k": (1, K), "v": (H, V), "g": (H, K), "beta": (H,)},
     "ssd": {"x": (H, V), "dt": (H,), "B": (1, K), "C": (1, K), "A": (H,), "D": (H,)},
     "ssd of groups": {"x": (H, V), "dt": (H,), "B": (G, K), "C": (G, K), "A": (H,)},
+    "selective": {"x": (H,), "dt": (H,), "B": (K,), "C": (K,), "A": (H, K), "D": (H,)},
 }
-KINDS = {"delta": "gated_delta", "kda": "kda", "ssd": "ssd", "ssd of groups": "ssd"}
-ADDED = {"kda": {"q", "k"}, "ssd": {"B", "C", "A", "D"}, "ssd of groups": {"A"}, "delta": set()}  # by several ranks
+KINDS = {"delta": "gated_delta", "kda": "kda", "ssd": "ssd", "ssd of groups": "ssd", "selective": "selective"}
+ADDED = {  # by several ranks
+    "kda": {"q", "k"},
+    "ssd": {"B", "C", "A", "D"},
+    "ssd of groups": {"A"},
+    "selective": {"B", "C", "A", "D"},
+    "delta": set(),
+}
 NAMES = list(_SHAPES)
 
 
 def case(name: str, scheme: str | None = "heads") -> Case:
-    function = ringtile.ssd if name.startswith("ssd") else ringtile.gated_delta_rule
+    function = getattr(ringtile, {"ss": "ssd", "se": "selective_scan"}.get(name[:2], "gated_delta_rule"))
 
     def ours(tensors: Tensors, sequence: ShardedSequence) -> torch.Tensor:
-        return function(sequence=sequence, scheme=scheme, **tensors)  # type: ignore[arg-type]
+        out: torch.Tensor = function(sequence=sequence, scheme=scheme, **tensors)
+        return out
 
-    return Case(ours, lambda tensors, resets: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * V)
+    value_dim = 1 if name == "selective" else V
+    return Case(ours, lambda tensors, resets: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * value_dim)
 
 
 def layout_of(name: str, world_size: int) -> Layout:
@@ -51,6 +60,7 @@ def layout_of(name: str, world_size: int) -> Layout:
 
 QUICK = [("delta", "zigzag", 3, "two rows", torch.bfloat16), ("kda", "striped", 3, "padded", torch.float32)]
 QUICK += [("ssd", "uneven", 4, "one row", torch.float64), ("ssd of groups", "zigzag", 2, "two rows", torch.float32)]
+QUICK += [("selective", "zigzag", 3, "two rows", torch.float32)]
 CELLS = [
     pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.matrix)
     for cell in itertools.product(
@@ -88,7 +98,7 @@ def test_heads_are_one_process_bit_for_bit(
             assert_close(gradient, of_one[n])
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", [*NAMES[:3], "selective"])
 def test_three_ranks_pass_gradcheck(name: str) -> None:
     tensors = problem(case(name), 1, 10)
     leaves = [x.requires_grad_() for x in tensors.values()]
@@ -100,7 +110,8 @@ def test_three_ranks_pass_gradcheck(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
     """Another second document of three: no bit of the others' outputs and gradients changes. There is no decay."""
-    mask, dout = IntervalMask.documents([[10, 24, 14]]), torch.randn(1, SEQ_LEN, H, V, dtype=torch.float64)
+    mask = IntervalMask.documents([[10, 24, 14]])
+    dout = torch.randn(1, SEQ_LEN, *of_out(case(name)), dtype=torch.float64)
     results = []
     for shift in (0.0, 1.0):
         tensors = problem(case(name), 1, SEQ_LEN, 0.0)
@@ -146,7 +157,8 @@ def sent(name: str, scheme: str, seq_len: int, layout: Layout, mask: IntervalMas
 def test_bytes_are_as_planned(name: str, seq_len: int) -> None:
     """In both schemes, of uneven shares: 4 units, or 8, over 3 ranks."""
     mask, layout = IntervalMask.documents([seq_len // 4, 3 * seq_len // 4]), Layout.zigzag(seq_len, 3)
-    size = size_of(KINDS[name], H, 1 if name in ("kda", "ssd") else G, K, V, torch.float32, batch=2)
+    groups, value_dim = G if name in ("delta", "ssd of groups") else 1, 1 if name == "selective" else V
+    size = size_of(KINDS[name], H, groups, K, value_dim, torch.float32, batch=2)
     for scheme in ("states", "heads"):
         planned = cost(scheme, mask, layout, size)
         assert sent(name, scheme, seq_len, layout, mask) == list(zip(*planned, strict=True))

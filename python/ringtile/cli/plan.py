@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="LAYER",
         help="also a recurrent layer, in each of its schemes: gated_delta, kda or ssd:HEADS,HEADS OF Q AND K (B AND "
-        "C),KEY DIM,VALUE DIM, or conv:CHANNELS,WIDTH; given again: another one",
+        "C),KEY DIM,VALUE DIM, selective:CHANNELS,STATE DIM, or conv:CHANNELS,WIDTH; given again: another one",
     )
     parser.add_argument("--ranks-per-host", type=int, metavar="COUNT", help="neighbouring ranks that share a host (W)")
     parser.add_argument("--device", choices=tuple(ASSUMED), help="whose rates count (cuda if there is one, else cpu)")

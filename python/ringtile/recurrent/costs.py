@@ -21,6 +21,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 
 SCHEMES = ("states", "heads")
+_CHANNELS = 64  # of a selective scan, that its kernel takes at once (csrc/scan/chunks.h)
 _PARTS_PER_RANK = 2  # of the heads, in states: two keep W ranks at work for two thirds of the time or more
 # Numbers of states that a rank updates while a byte travels, as a mean of forward and backward. On a CPU of the order
 # of what was measured over shared memory; on a GPU an estimate that nothing was measured for.
@@ -53,9 +54,10 @@ class Cost(NamedTuple):
 def size_of(
     kind: str, num_heads: int, num_groups: int, key_dim: int, value_dim: int, dtype: torch.dtype, batch: int
 ) -> Size:
-    """Of a layer whose inputs all are of dtype. kind: "gated_delta", "kda" or "ssd"."""
+    """Of a layer whose inputs all are of dtype. kind: "gated_delta", "kda", "ssd" or "selective"."""
     of_groups = 2 * num_groups * key_dim  # q and k, C and B
-    of_head = value_dim + {"gated_delta": 2, "kda": 1 + key_dim, "ssd": 1}[kind]  # v g beta; x dt
+    # v g beta; x dt
+    of_head = value_dim + {"gated_delta": 2, "kda": 1 + key_dim, "ssd": 1, "selective": value_dim}[kind]
     num_units, shared, parted = num_heads, of_groups, num_heads * of_head
     if num_groups > 1:
         num_units, shared, parted = num_groups, 0, parted + of_groups
@@ -65,6 +67,11 @@ def size_of(
     return Size(
         num_units, token * parted // num_units, token * shared, out, batch * num_heads * key_dim * value_dim, state
     )
+
+
+def units_of_channels(num_channels: int) -> int:
+    """What the channels of a selective scan are parted into: as many as its kernel takes at once, or single ones."""
+    return num_channels if num_channels % _CHANNELS else num_channels // _CHANNELS
 
 
 def parts(num_units: int, num_parts: int) -> list[tuple[int, int, int]]:

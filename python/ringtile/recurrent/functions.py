@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
+from ringtile.recurrent.costs import units_of_channels
 from ringtile.recurrent.documents import Documents
 from ringtile.recurrent.hand_over import Halos
 from ringtile.recurrent.kernels import MAX_WIDTH, check_scale
@@ -33,7 +34,6 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 
-_CHANNELS = 64  # of the selective scan, that its kernel takes at once (csrc/scan/chunks.h)
 _P = ParamSpec("_P")
 PUBLIC: set[Callable[..., Tensor]] = set()  # the functions of this module
 
@@ -293,7 +293,7 @@ def selective_scan(
             operands,
             Operand(x),
             (batch, num_channels, state_dim),
-            num_channels if num_channels % _CHANNELS else num_channels // _CHANNELS,
+            units_of_channels(num_channels),
         )
         scheme = decide(recurrence, scheme)
     return run(recurrence, scheme)

@@ -9,7 +9,7 @@ import torch
 
 from ringtile import ops
 from ringtile.errors import InputError, Refused
-from ringtile.recurrent.costs import SCHEMES, Cost, Size, cheaper, cost, size_of
+from ringtile.recurrent.costs import SCHEMES, Cost, Size, cheaper, cost, size_of, units_of_channels
 from ringtile.recurrent.documents import Facts
 from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.sequence.layout import Layout
@@ -17,6 +17,7 @@ from ringtile.sequence.mask import IntervalMask
 
 KINDS = {  # of a layer, and the numbers that say how large it is
     **dict.fromkeys(("gated_delta", "kda", "ssd"), ("heads", "heads of q and k (B and C)", "key dim", "value dim")),
+    "selective": ("channels", "state dim"),
     "conv": ("channels", "width"),
 }
 _DEVICES = ("cpu", "cuda")
@@ -52,6 +53,10 @@ def scheme_costs(
             raise InputError(f"the layer is conv with a width of {width}; expected 2..{MAX_WIDTH}")
         state = ops.state_dtype(dtype).itemsize
         size = Size(1, 0, 0, 0, batch * (width - 1) * channels, state)
+    elif kind == "selective":
+        channels, state_dim = numbers
+        units = units_of_channels(channels)
+        size = size_of(kind, units, 1, state_dim, channels // units, dtype, batch)
     else:
         num_heads, num_groups, key_dim, value_dim = numbers
         if num_heads % num_groups:
