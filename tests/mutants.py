@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         "mask: window one key too wide",
         "python/ringtile/sequence/mask.py",
-        "return cls((positions - min(window, seq_len) + 1).clamp(min=0), positions + 1)",
-        "return cls((positions - min(window, seq_len)).clamp(min=0), positions + 1)",
+        "return cls((positions - window + 1).clamp(min=0), end)",
+        "return cls((positions - window).clamp(min=0), end)",
         "tests/test_mask.py",
     ),
     Mutant(
@@ -239,8 +239,8 @@ MUTANTS = [
     Mutant(
         "sequence: a window that is not remembered as its own",
         "python/ringtile/sequence/sharded.py",
-        "self._windows[window] = self & IntervalMask.sliding_window(self.seq_len, window)",
-        "self._windows[window] = self & IntervalMask.causal(self.seq_len)",
+        "self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window, causal=causal)",
+        "self._windows[window, causal] = self & IntervalMask.causal(self.seq_len)",
         "tests/test_sharded.py",
     ),
     # ---- ring

@@ -1,8 +1,9 @@
-"""`make faults` is green only if every campaign made its trials and none of them was a bug."""
+"""`make faults` is green only if every campaign made its trials and none was a bug; mutants break lines that exist."""
 
 import pytest
 from faults import __main__ as faults
 from faults.counts import Counts
+from mutants import MUTANTS, ROOT
 
 
 @pytest.mark.parametrize("bug", [None, "no trials", *Counts.BUGS])
@@ -25,3 +26,11 @@ def test_a_campaign_that_ends_without_counts_is_a_crash():
     counts = faults.in_a_process("no_such_campaign", None, 0)
     assert counts.crashes == counts.bugs == 1
     assert "No module named 'faults.no_such_campaign'" in counts.notes[0]
+
+
+def test_every_mutant_breaks_one_line_that_is_there() -> None:
+    for mutant in MUTANTS:
+        assert (ROOT / mutant.file).read_text().count(mutant.line) == 1, mutant.name
+        kind, *rest = mutant.test.split()
+        path = f"tests/{kind}/{rest[0]}.c" if kind in ("c", "emulator") else kind
+        assert (ROOT / path).exists(), mutant.name
