@@ -43,7 +43,8 @@ extern "C" {
     X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                          \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "    \
                   "tokens inside the local tensor; two runs of a rank must not share a position or a token") \
-    X(RT_BAD_FRESH, "with fresh dk and dv, the runs must hold every key")                                    \
+    X(RT_BAD_FRESH, "with fresh dk and dv, the runs must hold every key; rounded_dk and rounded_dv need "    \
+                    "them fresh, and need each other")                                                       \
     X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
     X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
     X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")            \
@@ -208,6 +209,12 @@ typedef struct rt_attn_params {
     bool
         lse_f64; // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
     int64_t out_stride[3];
+
+    // Contiguous, or NULL. In the call that finishes a result, what out, or dk and dv, would hold is written here,
+    // rounded to dtype, and they are left with any numbers.
+    void *rounded_out; // (B, N, H, Dv) dtype. Forward
+    void *rounded_dk;  // (B, K, G, D)  dtype. Backward, both or none, with fresh
+    void *rounded_dv;  // (B, K, G, Dv) dtype
 
     // Backward only.
     const void *dout;  // (B, N, H, Dv) dtype

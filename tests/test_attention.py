@@ -60,6 +60,21 @@ def run_kernels(p: Problem, mask: IntervalMask) -> tuple[Tensor, ...]:
     return out, *gradients
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_results_are_float32_ones_rounded_once(dtype: torch.dtype) -> None:
+    """Bit by bit: the last call writes them in 16 bits itself."""
+    p, mask = problem(2, 70, 4, 2, 24, dtype), IntervalMask.sliding_window(70, 9)
+    out, _, dq, *keys = run_attention(p, mask)
+    block = (p.q, p.k, p.v, mask.begin, mask.end, ops.runs_tensor([(0, 1, 0, 70)]))
+    state, lse = torch.empty(p.q.shape), torch.empty(2, 4, 70, dtype=torch.float64)
+    ops.attn_fwd_(*block, state, lse, 24**-0.5, 0.0, fresh=True)
+    gradients = torch.zeros(p.q.shape), torch.empty(p.k.shape), torch.empty(p.v.shape)
+    delta = ops.attn_delta(p.dout, state.to(dtype), torch.zeros_like(lse))
+    ops.attn_bwd_(*block, p.dout, lse, delta, *gradients, 24**-0.5, 0.0, fresh=True)
+    for got, wanted in zip((out, dq, *keys), (state, *gradients), strict=True):
+        assert torch.equal(got, wanted.to(dtype))
+
+
 def run_torch(p: Problem, causal: bool) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     q, k, v = (x.transpose(1, 2) for x in leaves)

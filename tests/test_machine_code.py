@@ -277,16 +277,28 @@ def test_copies_and_additions_are_those_of_the_source() -> None:
         backward = "bwd" in name
         copied = (dim, dim, v_dim, v_dim) if backward else (dim, dim, v_dim)  # q, k, v, dout
         assert count(code, "UTMALDG.4D") == boxes(*copied), name
-        assert count(code, "UTMACCTL.PF") == (5 if backward else 3), name  # their maps, and that of dq
+        assert count(code, "UTMACCTL.PF") == (5 if backward else 4), name  # their maps, and that of dq or rounded out
         assert count(code, "UTMAREDG.4D.ADD") == backward, name  # in a loop
-        assert count(code, "UTMACMDFLUSH") == backward, name
-        assert sum(i.opcode == "DEPBAR.LE" and i.operands == ["SB0", "0x0"] for i in code) == 2 * backward, name
+        assert count(code, "UTMASTG.4D") == (0 if backward else boxes(v_dim)), name  # a warp's rows of rounded out
+        assert count(code, "UTMACMDFLUSH") == 1, name
+        waits = 2 if backward else 1
+        assert sum(i.opcode == "DEPBAR.LE" and i.operands == ["SB0", "0x0"] for i in code) == waits, name
 
 
 def test_warp_groups_share_the_registers() -> None:
     for name, _, code in kernels("fwd", "bwd"):
         limits = {i.opcode.split(".")[1]: i.operands[-1] for i in code if i.opcode.startswith("USETMAXREG")}
         assert limits == {"DEALLOC": hex(24), "TRY_ALLOC": hex(240)}, name
+
+
+def test_rounded_out_is_staged_in_pairs() -> None:
+    """Each lane stores its part of two rows, two numbers at a time, before the fence and the bulk copies."""
+    for name, (_, v_dim), code in kernels("fwd"):
+        staged = [i for i, instruction in enumerate(code) if instruction.opcode == "STS"]
+        assert len(staged) == 2 * v_dim // 8, name
+        stores = [i for i, instruction in enumerate(code) if instruction.opcode.startswith("UTMASTG")]
+        fences = [i for i, instruction in enumerate(code) if instruction.opcode == "FENCE.VIEW.ASYNC.S"]
+        assert any(staged[-1] < fence < stores[0] for fence in fences), name
 
 
 def test_dq_is_stored_while_dk_is_multiplied() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ringtile import InputError, ops
 from ringtile.recurrent import kernels as _  # noqa: F401  (registers what autograd and fake tensors need)
+from torch import Tensor
 
 B, N, K, H, G, D, Dv = 2, 5, 7, 4, 2, 6, 3
 
@@ -69,8 +70,11 @@ def convolution_arguments() -> tuple[torch.Tensor, ...]:
 TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
 
 OPCHECK_CASES = {
-    "attn_fwd_": lambda: (*pick(attention_arguments(), FORWARD), *drops()),
-    "attn_bwd_": lambda: (*pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD), *drops()),
+    "attn_fwd_": lambda: (*pick(attention_arguments(), FORWARD), *drops(), torch.zeros(B, N, H, Dv)),
+    "attn_bwd_": lambda: (
+        *pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD), True, *drops()[1:],
+        torch.zeros(B, K, G, D), torch.zeros(B, K, G, Dv),
+    ),
     "attn_delta": lambda: (torch.randn(B, N, H, Dv), torch.randn(B, N, H, Dv), torch.randn(B, H, N).double()),
     "shard_seq_": lambda: (torch.randn(2, 8, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 4, 3)),
     "unshard_seq_": lambda: (torch.randn(2, 4, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 8, 3)),
@@ -179,6 +183,25 @@ def test_attention_op_refuses_unreadable_arguments(name: str, change: object, me
 def test_attention_op_refuses_malformed_dropout(change: dict[str, object], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         torch.ops.ringtile.attn_fwd_(*pick(attention_arguments(), FORWARD), *drops(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.half(), "has dtype"),
+        (lambda x: x[:, :-1].contiguous(), "has shape"),
+        (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "must be contiguous"),
+    ],
+)
+def test_attention_ops_refuse_malformed_rounded_results(change: Callable[[Tensor], Tensor], message: str) -> None:
+    arguments = attention_arguments()
+    with pytest.raises(RuntimeError, match=f"rounded_out {message}"):
+        ops.attn_fwd_(*pick(arguments, FORWARD), rounded_out=change(arguments["out"].clone()))
+    rounded = [change(arguments["dk"].clone()), arguments["dv"].clone()]
+    with pytest.raises(RuntimeError, match=f"rounded_dk {message}"):
+        ops.attn_bwd_(*pick(arguments, BACKWARD), True, None, *rounded)
+    with pytest.raises(RuntimeError, match="rounded_dv need them fresh, and need each other"):
+        ops.attn_bwd_(*pick(arguments, BACKWARD), rounded_dv=rounded[1])
 
 
 @pytest.mark.parametrize("name", ["dout", "delta", "dq", "dk", "dv"])

@@ -140,6 +140,19 @@ def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch
     assert self_check.why_not("a kernel", lambda: "is wrong") == "is wrong"
 
 
+def test_doctor_names_who_computes_recurrences_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of ringtile's, and so no verdict of one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ops, "why_not_on", lambda index: "")
+    monkeypatch.setattr(doctor, "verdicts", lambda questions: "right")
+    report = doctor.self_checks()
+    assert "torch operations" in report["cuda:0: recurrences"]
+    assert {name for name in report if "SSD" in name or "delta rule" in name} == {
+        "cpu: ringtile's SSD",
+        "cpu: ringtile's gated delta rule",
+    }
+
+
 def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HEAD_DIMS", (64,))
     monkeypatch.setattr(ops, "_ops", Ops(glu_bwd_=raises))

@@ -80,11 +80,17 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
                : 0;
 }
 
-// Zeroes dk and dv, a task some rows of k, counted over all batches.
-typedef struct clear_job {
+// Before and after the tasks: zeroes fresh dk and dv; rounds them. A task has some rows of k, counted over all batches.
+typedef struct key_job {
     const rt_attn_params *p;
-    int64_t rows_per_task;
-} clear_job;
+    const rt_kernels *kernels;
+    int64_t num_rows, rows_per_task;
+} key_job;
+
+static int64_t last_row(const key_job *j, int64_t task) {
+    const int64_t last = (task + 1) * j->rows_per_task;
+    return last < j->num_rows ? last : j->num_rows;
+}
 
 static void clear_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim,
                        int64_t first, int64_t last) {
@@ -98,17 +104,25 @@ static void clear_rows(const rt_attn_params *p, void *array, const int64_t strid
 
 static void clear_task(void *ctx, int64_t task, int64_t worker) {
     (void)worker;
-    const clear_job *j = ctx;
+    const key_job *j = ctx;
     const rt_attn_params *p = j->p;
-    const int64_t first = task * j->rows_per_task, num_rows = p->batch * p->num_keys,
-                  last = first + j->rows_per_task < num_rows ? first + j->rows_per_task : num_rows;
+    const int64_t first = task * j->rows_per_task, last = last_row(j, task);
     clear_rows(p, p->dk, p->dk_stride, p->head_dim, first, last);
     clear_rows(p, p->dv, p->dv_stride, p->v_head_dim, first, last);
 }
 
-static void clear_key_gradients(const rt_attn_params *p, rt_parallel parallel) {
-    clear_job j = {p, rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim))};
-    rt_for_each(parallel, rt_num_tasks(p->batch * p->num_keys, j.rows_per_task), clear_task, &j);
+static void round_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
+    const key_job *j = ctx;
+    j->kernels->attn_round_keys(j->p, task * j->rows_per_task, last_row(j, task));
+}
+
+static void for_keys(const job *of, rt_parallel parallel,
+                     void (*work)(void *ctx, int64_t task, int64_t worker)) {
+    const rt_attn_params *p = of->p;
+    key_job j = {p, of->kernels, p->batch * p->num_keys,
+                 rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim))};
+    rt_for_each(parallel, rt_num_tasks(j.num_rows, j.rows_per_task), work, &j);
 }
 
 static void backward_task(void *ctx, int64_t task, int64_t worker) {
@@ -131,8 +145,9 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     j.progress = p->workspace;
     j.scratch = (char *)p->workspace + progress_bytes(p, j.kernels);
     for (int64_t task = 0; task < num_tasks; task++) atomic_init(&j.progress[task], 0);
-    if (p->fresh) clear_key_gradients(p, parallel);
+    if (p->fresh) for_keys(&j, parallel, clear_task);
     rt_for_each(parallel, num_tasks, backward_task, &j);
+    if (p->rounded_dk != NULL) for_keys(&j, parallel, round_task);
     return RT_OK;
 }
 

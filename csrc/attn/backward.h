@@ -318,4 +318,18 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     }
 }
 
+// Rounds rows [first, last) of dk and dv, counted over all batches.
+static void attn_round_keys(const rt_attn_params *p, int64_t first, int64_t last) {
+    for (int64_t i = first * p->num_kv_heads; i < last * p->num_kv_heads; i++) {
+        const int64_t token = i / p->num_kv_heads, head = i % p->num_kv_heads;
+        const int64_t batch = token / p->num_keys, key = token % p->num_keys;
+        store_chunk(p->dtype, p->rounded_dk, i * p->head_dim, p->head_dim,
+                    (const real *)p->dk + batch * p->dk_stride[0] + key * p->dk_stride[1] +
+                        head * p->dk_stride[2]);
+        store_chunk(p->dtype, p->rounded_dv, i * p->v_head_dim, p->v_head_dim,
+                    (const real *)p->dv + batch * p->dv_stride[0] + key * p->dv_stride[1] +
+                        head * p->dv_stride[2]);
+    }
+}
+
 #endif // RINGTILE_ATTN_BACKWARD_H

@@ -34,6 +34,16 @@ static rows key_rows(const rt_attn_params *p, const void *array, int64_t element
     return (rows){array, element_bytes, p->batch, p->num_keys, p->num_kv_heads, dim, stride};
 }
 
+// A contiguous (B, tokens, heads, dim) of the dtype; an array of no bytes if it is NULL, which asks for none.
+static rows rounded_rows(const rt_attn_params *p, const void *array, int64_t num_tokens, int64_t num_heads,
+                         int64_t dim, int64_t stride[3]) {
+    // Wraps only if the number of elements is too large by itself.
+    stride[2] = dim, stride[1] = num_heads * dim;
+    stride[0] = (int64_t)((uint64_t)num_tokens * (uint64_t)stride[1]);
+    return (rows){array, rt_element_bytes(p->dtype), array != NULL ? p->batch : 0, num_tokens, num_heads, dim,
+                  stride};
+}
+
 // A contiguous (B, H, N): one number for each row of q.
 static rows row_numbers(const void *array, int64_t element_bytes, int64_t batch, int64_t num_queries,
                         int64_t num_heads, int64_t stride[3]) {
@@ -88,13 +98,19 @@ static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
 }
 
 rt_status rt_attn_check_fwd(const rt_attn_params *p) {
-    enum { OUTPUTS = 2, ALL = 1 + NUM_COMMON };
+    enum { OWN = 2, OUTPUTS = OWN + 1, ALL = OWN + NUM_COMMON };
     rt_bytes bytes[ALL];
-    rt_status status = check(p, bytes + 1);
+    rt_status status = check(p, bytes + OWN);
     if (status != RT_OK) return status;
-    const rows out = query_rows(p, p->out, rt_state_bytes(p->dtype), p->v_head_dim, p->out_stride);
-    status = check_rows(out, true, &bytes[0]);
-    if (status != RT_OK) return status;
+    int64_t stride[3];
+    const rows arrays[OWN] = {
+        query_rows(p, p->out, rt_state_bytes(p->dtype), p->v_head_dim, p->out_stride),
+        rounded_rows(p, p->rounded_out, p->num_queries, p->num_heads, p->v_head_dim, stride),
+    };
+    for (int i = 0; i < OWN; i++) {
+        status = check_rows(arrays[i], true, &bytes[i]);
+        if (status != RT_OK) return status;
+    }
     return rt_outputs_share_memory(bytes, OUTPUTS, ALL) ? RT_SHARED_MEMORY : RT_OK;
 }
 
@@ -106,17 +122,21 @@ static int64_t keys_in_runs(const rt_attn_params *p) {
 }
 
 rt_status rt_attn_check_bwd(const rt_attn_params *p) {
-    enum { OUTPUTS = 3, OWN = OUTPUTS + 2, ALL = OWN + NUM_COMMON };
+    enum { OUTPUTS = 5, OWN = OUTPUTS + 2, ALL = OWN + NUM_COMMON };
     rt_bytes bytes[ALL];
     rt_status status = check(p, bytes + OWN);
     if (status != RT_OK) return status;
     if (p->fresh && keys_in_runs(p) != p->num_keys) return RT_BAD_FRESH;
-    int64_t numbers[3];
+    const bool rounds = p->rounded_dk != NULL;
+    if (rounds != (p->rounded_dv != NULL) || (rounds && !p->fresh)) return RT_BAD_FRESH;
+    int64_t numbers[3], dk[3], dv[3];
     const int64_t input = rt_element_bytes(p->dtype), state = rt_state_bytes(p->dtype);
     const rows arrays[OWN] = {
         query_rows(p, p->dq, state, p->head_dim, p->dq_stride),
         key_rows(p, p->dk, state, p->head_dim, p->dk_stride),
         key_rows(p, p->dv, state, p->v_head_dim, p->dv_stride),
+        rounded_rows(p, p->rounded_dk, p->num_keys, p->num_kv_heads, p->head_dim, dk),
+        rounded_rows(p, p->rounded_dv, p->num_keys, p->num_kv_heads, p->v_head_dim, dv),
         query_rows(p, p->dout, input, p->v_head_dim, p->dout_stride),
         row_numbers(p->delta, state, p->batch, p->num_queries, p->num_heads, numbers),
     };

@@ -147,6 +147,18 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
     }
 }
 
+// The row of the caller's out.
+static real *out_row(const rt_attn_params *p, const query_tile *queries, int64_t row) {
+    return (real *)p->out + queries->batch * p->out_stride[0] + row_token(queries, row) * p->out_stride[1] +
+           row_head(queries, row) * p->out_stride[2];
+}
+
+static void round_row(const rt_attn_params *p, const query_tile *queries, int64_t row) {
+    const int64_t token = queries->batch * p->num_queries + row_token(queries, row);
+    const int64_t at = (token * p->num_heads + row_head(queries, row)) * p->v_head_dim;
+    store_chunk(p->dtype, p->rounded_out, at, p->v_head_dim, out_row(p, queries, row));
+}
+
 // Merges the block's (out, lse) into the caller's: out -= sigmoid(lse_block - lse) (out - out_block). In f64, because
 // rounding an lse above 4 to f32 would put a relative error of 2^-22 into every weight.
 static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_t row,
@@ -156,8 +168,7 @@ static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_
     const int64_t head = row_head(queries, row), token = row_token(queries, row),
                   dv = round_up(p->v_head_dim, LANES);
     const int64_t at = (queries->batch * p->num_heads + head) * p->num_queries + token;
-    real *out = (real *)p->out + queries->batch * p->out_stride[0] + token * p->out_stride[1] +
-                head * p->out_stride[2];
+    real *out = out_row(p, queries, row);
     const real *out_block = s->out + row * dv;
     if (sum == 0) {
         memset(out, 0, (size_t)p->v_head_dim * sizeof(real));
@@ -202,7 +213,10 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
             forward_tile(p, &queries, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);
     }
-    for (int64_t row = 0; row < queries.num_rows; row++) merge_row(p, &queries, row, s);
+    for (int64_t row = 0; row < queries.num_rows; row++) {
+        merge_row(p, &queries, row, s);
+        if (p->rounded_out != NULL) round_row(p, &queries, row);
+    }
 }
 
 #endif // RINGTILE_ATTN_FORWARD_H

@@ -16,6 +16,7 @@ const rt_kernels RT_KERNELS = {
     .attn_backward_scratch_bytes = backward_scratch_bytes,
     .attn_forward = attn_forward,
     .attn_backward = attn_backward,
+    .attn_round_keys = attn_round_keys,
     .attn_delta = attn_delta,
     .scan_scratch_bytes = scan_scratch_bytes,
     .scan_forward = scan_forward,

@@ -28,6 +28,8 @@ typedef struct rt_kernels {
     int64_t (*attn_backward_scratch_bytes)(const rt_attn_params *p);
     void (*attn_forward)(const rt_attn_params *p, int64_t task, char *workspace);
     void (*attn_backward)(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace);
+    // Keys [first, last) of rounded_dk and rounded_dv from dk and dv, counted over all batches.
+    void (*attn_round_keys)(const rt_attn_params *p, int64_t first, int64_t last);
     // Tokens [first, last) of rt_attn_delta, counted over all batches.
     void (*attn_delta)(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                        void *delta, int64_t first, int64_t last);

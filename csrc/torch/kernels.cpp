@@ -152,10 +152,19 @@ void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor
     p.lse = Arg{op, "lse", lse}.data();
 }
 
+// A result that the call finishes, contiguous and of q's dtype; NULL if there is none.
+void *rounded_result(const char *op, const char *name, const Place &place,
+                     const std::optional<Tensor> &rounded, const Tensor &q,
+                     const std::vector<int64_t> &sizes) {
+    if (!rounded.has_value()) return nullptr;
+    Arg{op, name, *rounded}.on(place.device).dtype(Arg{op, "q", q}.scalar_type()).contiguous().sizes(sizes);
+    return Arg{op, name, *rounded}.data();
+}
+
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh,
                double dropout, int64_t seed, int64_t step, int64_t stream, std::optional<Tensor> rows,
-               std::optional<Tensor> positions) {
+               std::optional<Tensor> positions, std::optional<Tensor> rounded_out) {
     const char *op = "attn_fwd_";
     const Place place(op, q);
     rt_attn_params p = attn_params(
@@ -170,6 +179,8 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     set_lse(p, op, place, lse);
     p.out = Arg{op, "out", out}.data();
     set_strides(p.out_stride, out);
+    p.rounded_out = rounded_result(op, "rounded_out", place, rounded_out, q,
+                                   {p.batch, p.num_queries, p.num_heads, p.v_head_dim});
 
     p.workspace_bytes = place.attn_fwd_bytes(&p);
     const Tensor workspace = place.bytes(p.workspace_bytes);
@@ -180,7 +191,8 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
                Tensor dk, Tensor dv, double scale, double softcap, bool fresh, double dropout, int64_t seed,
-               int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions) {
+               int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
+               std::optional<Tensor> rounded_dk, std::optional<Tensor> rounded_dv) {
     const char *op = "attn_bwd_";
     const Place place(op, q);
     rt_attn_params p = attn_params(
@@ -202,6 +214,8 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     p.dq = Arg{op, "dq", dq}.data(), p.dk = Arg{op, "dk", dk}.data(), p.dv = Arg{op, "dv", dv}.data();
     set_strides(p.dout_stride, dout), set_strides(p.dq_stride, dq);
     set_strides(p.dk_stride, dk), set_strides(p.dv_stride, dv);
+    p.rounded_dk = rounded_result(op, "rounded_dk", place, rounded_dk, q, {B, K, G, p.head_dim});
+    p.rounded_dv = rounded_result(op, "rounded_dv", place, rounded_dv, q, {B, K, G, p.v_head_dim});
 
     p.workspace_bytes = place.attn_bwd_bytes(&p);
     const Tensor workspace = place.bytes(p.workspace_bytes);

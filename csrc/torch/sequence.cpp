@@ -125,11 +125,13 @@ int64_t cpu_isa() {
 STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("attn_fwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
           "Tensor(a!) out, Tensor(b!) lse, float scale, float softcap, bool fresh=False, float dropout=0.0, "
-          "int seed=0, int step=0, int stream=0, Tensor? rows=None, Tensor? positions=None) -> ()");
+          "int seed=0, int step=0, int stream=0, Tensor? rows=None, Tensor? positions=None, "
+          "Tensor(c!)? rounded_out=None) -> ()");
     m.def("attn_bwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
           "Tensor dout, Tensor lse, Tensor delta, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
           "float scale, float softcap, bool fresh=False, float dropout=0.0, int seed=0, int step=0, "
-          "int stream=0, Tensor? rows=None, Tensor? positions=None) -> ()");
+          "int stream=0, Tensor? rows=None, Tensor? positions=None, Tensor(d!)? rounded_dk=None, "
+          "Tensor(e!)? rounded_dv=None) -> ()");
     m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
     m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");

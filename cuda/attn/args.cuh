@@ -35,9 +35,11 @@ struct attn_args {
     float scale_log2, cap;
     float inverse_softcap; // 0: off
     rt_dropout_rule dropout;
-    bool aligned;  // rows of q, k, v, dout are whole chunks of 16 bytes and begin at multiples of 16 bytes
-    bool in_pairs; // the same for out, dq, dk, dv, which are read and written in pairs of numbers
+    bool aligned; // rows of q, k, v, dout are whole chunks of 16 bytes and begin at multiples of 16 bytes
+    bool
+        in_pairs; // the same for out, dq, dk, dv and rounded results, which are read and written in pairs of numbers
     bool out_is_fresh; // p.fresh, in the first launch of a forward
+    bool rounds_out;   // the last launch of a forward with p.rounded_out
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
@@ -45,7 +47,8 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
            stride[1] * element_bytes % 16 == 0 && stride[2] * element_bytes % 16 == 0;
 }
 
-// Calls start(args) for every max_runs runs of p until one fails; with p.fresh at least once, even without runs.
+// Calls start(args) for every max_runs runs of p until one fails; if p is fresh or rounds out at least once, even
+// without runs.
 template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
     attn_args args;
     args.p = p;
@@ -61,11 +64,14 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
                    rows_are_aligned(p.dout, p.dout_stride, 2);
     args.in_pairs = in_chunks && rows_are_aligned(p.out, p.out_stride, 4) &&
                     rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
-                    rows_are_aligned(p.dv, p.dv_stride, 4);
+                    rows_are_aligned(p.dv, p.dv_stride, 4) && (uintptr_t)p.rounded_out % 16 == 0 &&
+                    (uintptr_t)p.rounded_dk % 16 == 0 && (uintptr_t)p.rounded_dv % 16 == 0;
+    const bool always = p.fresh || p.rounded_out != NULL;
     rt_status status = RT_OK;
-    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && p.fresh));
+    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && always));
          first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
+        args.rounds_out = p.rounded_out != NULL && rest <= max_runs;
         args.num_runs = (int)(rest < max_runs ? rest : max_runs);
         args.out_is_fresh = p.fresh && first == 0;
         if (rest > 0) memcpy(args.runs, p.k_runs + first, (size_t)args.num_runs * sizeof(rt_run));
@@ -113,10 +119,32 @@ RT_HOST_DEVICE token_rows<float> dv_of(const rt_attn_params &p) {
     return {(float *)p.dv, p.dv_stride, p.v_head_dim};
 }
 
-// Zeros num_rows rows of `dim` f32, row_stride apart; all threads of the thread block take part.
-RT_DEVICE void clear_rows(float *row, int64_t row_stride, int num_rows, int dim) {
+// Rows of a rounded result, which is contiguous: (batch, tokens, heads, dim).
+template <class T>
+RT_HOST_DEVICE T *rounded_row(void *array, int64_t num_tokens, int64_t num_heads, int64_t dim, int64_t batch,
+                              int64_t token, int64_t head) {
+    return (T *)array + ((batch * num_tokens + token) * num_heads + head) * dim;
+}
+template <class T>
+RT_HOST_DEVICE T *rounded_out_at(const rt_attn_params &p, int64_t batch, int64_t token, int64_t head) {
+    return rounded_row<T>(p.rounded_out, p.num_queries, p.num_heads, p.v_head_dim, batch, token, head);
+}
+template <class T>
+RT_HOST_DEVICE T *rounded_key_at(const rt_attn_params &p, void *array, int64_t dim, int64_t batch,
+                                 int64_t token, int64_t head) {
+    return rounded_row<T>(array, p.num_keys, p.num_kv_heads, dim, batch, token, head);
+}
+
+// The strides of rounded_out.
+RT_HOST_DEVICE void rounded_out_strides(const rt_attn_params &p, int64_t (&stride)[3]) {
+    stride[2] = p.v_head_dim, stride[1] = p.num_heads * stride[2], stride[0] = p.num_queries * stride[1];
+}
+
+// Writes number(row, col) to num_rows rows of `dim` numbers, row_stride apart; all threads of the thread block take part.
+template <class T, class Number>
+RT_DEVICE void fill_rows(T *row, int64_t row_stride, int num_rows, int dim, Number number) {
     for (int i = thread_index(); i < num_rows * dim; i += num_threads())
-        st_global(row + i / dim * row_stride + i % dim, 0.0f);
+        st_global(row + i / dim * row_stride + i % dim, narrow<T>(number(i / dim, i % dim)));
 }
 
 // ---- log-sum-exp -------------------------------------------------------------------------------

@@ -85,11 +85,11 @@ RT_DEVICE void add_query_rows(const typename Shape::walk &walk, typename Shape::
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int token = at.tile * Shape::QUERIES + Shape::query_part() * 16 + 8 * r + lane_index() / 4;
-        if (token < p.num_queries)
-            update_row<Shape::COLUMN_PARTS>(
-                dq_of(p).at(walk.keys().batch, token, walk.head_of(at)), (int)p.head_dim, walk.args.in_pairs,
-                true, dq, r, [&](float before, float x) { return before + factor * x; },
-                Shape::column_part());
+        if (token >= p.num_queries) continue;
+        float *const row = dq_of(p).at(walk.keys().batch, token, walk.head_of(at));
+        update_row<Shape::COLUMN_PARTS>(
+            row, row, (int)p.head_dim, walk.args.in_pairs, true, dq, r,
+            [&](float before, float x) { return before + factor * x; }, Shape::column_part());
     }
 }
 
@@ -120,8 +120,8 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
 
     auto at = walk.first();
     if (walk.ended(at)) {
-        if (WITH_K && !walk.adds_to_keys()) clear_key_rows<shape::KEYS>(walk, dk_of(p));
-        if (WITH_V && !walk.adds_to_keys()) clear_key_rows<shape::KEYS>(walk, dv_of(p));
+        if constexpr (WITH_K) clear_key_rows<T, shape::KEYS>(walk, dk_of(p), p.rounded_dk);
+        if constexpr (WITH_V) clear_key_rows<T, shape::KEYS>(walk, dv_of(p), p.rounded_dv);
         return;
     }
     load_keys<THREADS>(k_tile, k_of<T>(p), args, walk.keys());
@@ -206,8 +206,8 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     add_in_turn(
         walk, [] { syncthreads(); },
         [&] {
-            if constexpr (WITH_K) add_key_rows(walk, dk_of(p), (float)p.scale, dk);
-            if constexpr (WITH_V) add_key_rows(walk, dv_of(p), 1, dv);
+            if constexpr (WITH_K) add_key_rows<T>(walk, dk_of(p), p.rounded_dk, (float)p.scale, dk);
+            if constexpr (WITH_V) add_key_rows<T>(walk, dv_of(p), p.rounded_dv, 1, dv);
         });
 }
 

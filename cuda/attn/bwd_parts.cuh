@@ -123,24 +123,38 @@ RT_DEVICE void add_in_turn(const Walk &walk, Barrier barrier, Add add) {
         if (thread_index() == 0) walk.release_keys();
     }
 }
-// rows += factor * sum, for the thread block's tile of keys.
-template <class Walk, int N>
-RT_DEVICE void add_key_rows(const Walk &walk, token_rows<float> rows, float factor,
+// rows += factor * sum, for the thread block's tile of keys. The last part writes them to `rounded`, unless it is null.
+template <class T, class Walk, int N>
+RT_DEVICE void add_key_rows(const Walk &walk, token_rows<float> rows, void *rounded, float factor,
                             const accumulator<1, N> &sum) {
+    const auto add = [&](float before, float x) { return before + factor * x; };
+    const bool in_pairs = walk.args.in_pairs, read = walk.adds_to_keys();
+    const int dim = (int)rows.dim;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int64_t key = walk.keys().first_key + lane_row<1>(r), token = walk.run().local_begin + key;
-        if (key < walk.run().length)
-            update_row(rows.at(walk.keys().batch, token, walk.keys().kv_head), (int)rows.dim,
-                       walk.args.in_pairs, walk.adds_to_keys(), sum, r,
-                       [&](float before, float x) { return before + factor * x; });
+        const key_tile keys = walk.keys();
+        const int64_t key = keys.first_key + lane_row<1>(r), token = walk.run().local_begin + key;
+        if (key >= walk.run().length) continue;
+        float *const row = rows.at(keys.batch, token, keys.kv_head);
+        if (rounded != nullptr && walk.is_last_part())
+            update_row(row, rounded_key_at<T>(walk.args.p, rounded, dim, keys.batch, token, keys.kv_head),
+                       dim, in_pairs, read, sum, r, add);
+        else
+            update_row(row, row, dim, in_pairs, read, sum, r, add);
     }
 }
-// Zeros the rows of a tile of KEYS keys that no query attends.
-template <int KEYS, class Walk> RT_DEVICE void clear_key_rows(const Walk &walk, token_rows<float> rows) {
+// The same for a tile of KEYS keys that no query attends, without turns: one part writes zeros, if there are to be any.
+template <class T, int KEYS, class Walk>
+RT_DEVICE void clear_key_rows(const Walk &walk, token_rows<float> rows, void *rounded) {
     const key_tile keys = walk.keys();
-    clear_rows(rows.at(keys.batch, walk.run().local_begin + keys.first_key, keys.kv_head), rows.stride[1],
-               least(KEYS, (int)walk.run().length - keys.first_key), (int)rows.dim);
+    const int64_t token = walk.run().local_begin + keys.first_key;
+    const int num_rows = least(KEYS, (int)walk.run().length - keys.first_key), dim = (int)rows.dim;
+    const auto zero = [](int, int) { return 0.0f; };
+    if (rounded != nullptr && walk.is_last_part())
+        fill_rows(rounded_key_at<T>(walk.args.p, rounded, dim, keys.batch, token, keys.kv_head),
+                  walk.args.p.num_kv_heads * dim, num_rows, dim, zero);
+    else if (rounded == nullptr && !walk.adds_to_keys())
+        fill_rows(rows.at(keys.batch, token, keys.kv_head), rows.stride[1], num_rows, dim, zero);
 }
 
 #endif // RINGTILE_CUDA_ATTN_BWD_PARTS_CUH

@@ -329,13 +329,13 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
         warpgroup_fence_operand(dv[0]);
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
     }
-    if (n == 0 && walk.adds_to_keys())
+    if (n == 0 && walk.adds_to_keys() && p.rounded_dk == nullptr)
         return; // and so do the tile's other parts, but for a first one's zeros
     add_in_turn(
         walk, [] { named_barrier_sync(1, 32 * shape::CONSUMERS); },
         [&] {
-            add_key_rows(walk, dk_of(p), (float)p.scale, dk);
-            add_key_rows(walk, dv_of(p), 1, dv);
+            add_key_rows<T>(walk, dk_of(p), p.rounded_dk, (float)p.scale, dk);
+            add_key_rows<T>(walk, dv_of(p), p.rounded_dv, 1, dv);
         });
 }
 

@@ -37,6 +37,13 @@ static bool can_be_mapped(const rt_attn_params &p) {
     return p.num_queries > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
            rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride);
 }
+// Rounded out is mapped too, and merged in pairs of numbers.
+static bool rounded_out_can_be_mapped(const rt_attn_params &p) {
+    int64_t stride[3];
+    rounded_out_strides(p, stride);
+    return p.rounded_out == NULL ||
+           (rows_can_be_mapped(p.rounded_out, stride) && rows_are_aligned(p.out, p.out_stride, 4));
+}
 
 // Chooses the kernels of sm_80 (80) or sm_90a (90): the best for the current device, or those that
 // RINGTILE_CUDA_ISA names. Nothing else reads the environment.
@@ -59,7 +66,7 @@ template <class T, int D, int DV> static rt_status forward(const rt_attn_params 
     const rt_status status = choose_isa(&isa);
     if (status != RT_OK) return status;
     if constexpr (has_fwd_sm90<D, DV>)
-        if (isa == 90 && can_be_mapped(p))
+        if (isa == 90 && can_be_mapped(p) && rounded_out_can_be_mapped(p))
             return attn_fwd_sm90<T, padded_sm90(D), padded_sm90(DV)>(p, stream);
     return attn_fwd<T, D, DV>(p, stream);
 }

@@ -60,7 +60,7 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
     const typename shape::walk walk{args, RT_SHARED(smem, ranges)};
 
     auto at = walk.first();
-    if (walk.ended(at)) return finish_without_keys<shape::ROWS>(args);
+    if (walk.ended(at)) return finish_without_keys<T, shape::ROWS>(args);
     load_queries<THREADS>(q, q_of<T>(p), args);
     load_keys<THREADS>(k, k_of<T>(p), args, walk.keys(at));
     cp_async_commit_group();
@@ -100,7 +100,13 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
             add_values<T, M>(scores, args.scale_log2, reference, v, rows, o);
         }
     }
-    merge_rows(args, query_tile_of_cta<shape::ROWS>(args), rows, o);
+    const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
+    merge_rows(args, tile, rows, [&](int r, int token, bool read, auto combine) {
+        if (!args.rounds_out) return update_out(args, tile, o, r, token, read, combine);
+        update_row(out_of(p).at(tile.batch, token, tile.head),
+                   rounded_out_at<T>(p, tile.batch, token, tile.head), (int)p.v_head_dim, args.in_pairs, read,
+                   o, r, combine);
+    });
 }
 
 template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream) {

@@ -23,7 +23,7 @@
 
 struct attn_sm90_args {
     attn_args attn;
-    tensor_map q, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90];
+    tensor_map q, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90], out; // out: of rounded_out, if there is one
 };
 static_assert(sizeof(attn_sm90_args) <= 4096); // accepted by every driver
 
@@ -31,6 +31,8 @@ template <int D, int DV> struct forward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
     static constexpr int ROWS = 16 * CONSUMERS, KEYS = DV <= 128 ? 128 : 64, STAGES = D == 64 ? 4 : 2;
     static constexpr int QUERY_PANEL = ROWS * 128, KEY_PANEL = KEYS * 128; // bytes
+    static constexpr int OUT_ROWS = 16;                                    // of a warp
+    static_assert(D >= DV);                                                // rounded out takes the place of q
     using walk = key_walk<ROWS, KEYS>;
 
     struct shared_memory {
@@ -99,11 +101,54 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
     }
 }
 
+// Merges a warp's rows and rounds them into its rows of q, which nothing reads any more; bulk copies store them.
 template <class T, int D, int DV>
-RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D, DV>::shared smem,
+RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_shape<D, DV>::shared smem,
+                             const softmax_rows<1> &rows, const accumulator<1, DV / 8> &o) {
+    using shape = forward_sm90_shape<D, DV>;
+    const rt_attn_params &p = args.attn.p;
+    const query_tile at = query_tile_of_cta<shape::ROWS>(args.attn);
+    const int lane_col = lane_index() % 4 * 2;
+    merge_rows(args.attn, at, rows, [&](int r, int token, bool read, auto combine) {
+        const float *const out = out_of(p).at(at.batch, token, at.head) + lane_col;
+#pragma unroll
+        for (int panel = 0; panel < DV / 64; panel++) {
+            const tile<shape::ROWS, 64> to{RT_SHARED(smem, q) +
+                                           (shared_address)(panel * shape::QUERY_PANEL)}; // swizzled alike
+            const auto chunks = to.chunks_from(lane_row<1>(r), 0);
+            float_pair kept[8];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const int col = 64 * panel + 8 * n;
+                kept[n] = {0, 0};
+                if (read && col < p.v_head_dim) kept[n] = ld_global((const float_pair *)(out + col));
+            }
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float (&x)[4] = o[0][8 * panel + n];
+                st_shared(chunks.at(0, n) + (shared_address)(2 * lane_col),
+                          cvt_rn_x2<T>(combine(kept[n].x[0], x[2 * r]), combine(kept[n].x[1], x[2 * r + 1])));
+            }
+        }
+    });
+    fence_proxy_async_shared();
+    syncwarp();
+    if (lane_index() != 0) return;
+    const int row = shape::OUT_ROWS * warp_index();
+    for (int panel = 0; panel < DV / 64; panel++)
+        cp_async_bulk_tensor_4d(args.out,
+                                RT_SHARED(smem, q) + (shared_address)(panel * shape::QUERY_PANEL + row * 128),
+                                64 * panel, at.first_token + row, at.head, at.batch);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>(); // the thread block's shared memory ends with it
+}
+
+template <class T, int D, int DV>
+RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D, DV>::shared smem,
                        const typename forward_sm90_shape<D, DV>::walk &walk,
                        typename forward_sm90_shape<D, DV>::walk::place at) {
     using shape = forward_sm90_shape<D, DV>;
+    const attn_args &args = all.attn;
     constexpr int KEYS = shape::KEYS, N = KEYS / 8, O_COLS = DV / 8;
     ring_place<shape::STAGES> k_at, v_at;
     softmax_rows<1> rows;
@@ -183,11 +228,15 @@ RT_DEVICE void consume(const attn_args &args, typename forward_sm90_shape<D, DV>
         rescale_rows<1, O_COLS>(o, rescale);
         round_weights();
     }
-    wait_for_other_group();
+    wait_for_other_group(); // and for the group's own warps, which are done with their last product with q
     start_values();
     if (group == 0) release_other_group();
     wgmma_wait_group<0>(o[0]);
-    merge_rows(args, query_tile_of_cta<shape::ROWS>(args), rows, o);
+    if (args.rounds_out) return store_rounded<T, D, DV>(all, smem, rows, o);
+    const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
+    merge_rows(args, tile, rows, [&](int r, int token, bool read, auto combine) {
+        update_out(args, tile, o, r, token, read, combine);
+    });
 }
 
 template <class T, int D, int DV>
@@ -200,16 +249,17 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
     if (thread_index() == 32 * shape::CONSUMERS) {
         prefetch_tensormap(args.q);
         prefetch_key_maps(args.k, args.v, args.attn.num_runs);
+        if (args.attn.rounds_out) prefetch_tensormap(args.out);
     }
     syncthreads();
     const auto first = walk.first();
-    if (walk.ended(first)) return finish_without_keys<shape::ROWS>(args.attn);
+    if (walk.ended(first)) return finish_without_keys<T, shape::ROWS>(args.attn);
     if (warp_index() >= shape::CONSUMERS) {
         setmaxnreg_dec<24>();
         produce<D, DV>(args, smem, walk, first);
     } else {
         setmaxnreg_inc<240>();
-        consume<T, D, DV>(args.attn, smem, walk, first);
+        consume<T, D, DV>(args, smem, walk, first);
     }
 }
 
@@ -221,9 +271,13 @@ template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &
             attn_sm90_args args;
             args.attn = attn;
             args.attn.section = kv_heads_of_section(p);
+            int64_t stride[3];
+            rounded_out_strides(p, stride);
+            const token_rows<T> out = {(T *)p.rounded_out, stride, p.v_head_dim};
             const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
                                 map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
-                                map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
+                                map_keys(args.v, attn, v_of<T>(p), shape::KEYS) &&
+                                (!attn.rounds_out || map_queries(args.out, p, out, shape::OUT_ROWS));
             if (!mapped) return RT_CUDA;
             return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(args.attn), shape::THREADS,
                           sizeof(typename shape::shared_memory), stream, args);

@@ -83,43 +83,54 @@ template <int M, int N> RT_DEVICE void cap_scores(accumulator<M, N> &scores, flo
     }
 }
 
-// x = combine(x, d) for a row x in global memory and row r of a lane's accumulator, whose columns are those of
-// `part` (gemm_rs). in_pairs: two columns are 8 aligned bytes, and a fragment's columns are all inside `dim` or all
-// outside. If `read` is false, combine gets 0 for x. Loads precede stores so that their latencies overlap.
-template <int PARTS = 1, int M, int N, class Combine>
-RT_DEVICE void update_row(float *row, int dim, bool in_pairs, bool read, const float (&d)[M][N][4], int r,
-                          Combine combine, int part = 0) {
-    struct alignas(8) pair {
-        float x[2];
-    };
+struct alignas(8) float_pair {
+    float x[2];
+};
+// Two adjacent numbers, rounded to T.
+template <class T> RT_DEVICE void st_global_pair(T *to, float x, float y) {
+    if constexpr (sizeof(T) == sizeof(float))
+        st_global((float_pair *)to, {x, y});
+    else
+        st_global((uint32_t *)to, cvt_rn_x2<T>(x, y));
+}
+
+// result = combine(row, d), rounded to T, for rows in global memory, which may be the same, and row r of a lane's
+// accumulator, whose columns are those of `part` (gemm_rs). in_pairs: two columns are an aligned pair, and a fragment's
+// columns are all inside `dim` or all outside. If `read` is false, combine gets 0 for row. Loads precede stores so that
+// their latencies overlap.
+template <int PARTS = 1, class T, int M, int N, class Combine>
+RT_DEVICE void update_row(const float *row, T *result, int dim, bool in_pairs, bool read,
+                          const float (&d)[M][N][4], int r, Combine combine, int part = 0) {
     constexpr int BATCH = N % 8 == 0 ? 8 : 4;
-    const int lane_col = lane_index() % 4 * 2;
-    float *const to = row + 16 * part + lane_col; // columns count from here
+    const int lane_col = lane_index() % 4 * 2, first_col = 16 * part + lane_col; // columns count from there
+    const float *const from = row + first_col;
+    T *const to = result + first_col;
     dim -= 16 * part;
     const auto col = [](int n) { return n / 2 * 16 * PARTS + n % 2 * 8; };
     const auto combined = [&](float x, int n, int i) { return combine(x, d[r / 2][n][r % 2 * 2 + i]); };
     if (in_pairs) {
 #pragma unroll
         for (int first = 0; first < N; first += BATCH) {
-            pair x[BATCH];
+            float_pair x[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 x[i] = {0, 0};
-                if (read && col(first + i) < dim) x[i] = ld_global((const pair *)(to + col(first + i)));
+                if (read && col(first + i) < dim)
+                    x[i] = ld_global((const float_pair *)(from + col(first + i)));
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 const int n = first + i;
                 if (col(n) < dim)
-                    st_global((pair *)(to + col(n)), {combined(x[i].x[0], n, 0), combined(x[i].x[1], n, 1)});
+                    st_global_pair(to + col(n), combined(x[i].x[0], n, 0), combined(x[i].x[1], n, 1));
             }
         }
     } else {
 #pragma unroll
         for (int i = 0; i < 2 * N; i++) {
-            float *const x = to + col(i / 2) + i % 2;
-            if (lane_col + col(i / 2) + i % 2 < dim)
-                st_global(x, combined(read ? ld_global(x) : 0, i / 2, i % 2));
+            const int at = col(i / 2) + i % 2;
+            if (lane_col + at < dim)
+                st_global(to + at, narrow<T>(combined(read ? ld_global(from + at) : 0, i / 2, i % 2)));
         }
     }
 }

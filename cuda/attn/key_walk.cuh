@@ -56,13 +56,22 @@ RT_DEVICE void load_keys(tile<ROWS, COLS> to, token_rows<const T> rows, const at
                           (int)run.length - at.first_key, (int)rows.dim, args.aligned);
 }
 
-// Writes out and lse of a tile whose queries attend no key.
-template <int ROWS> RT_DEVICE void finish_without_keys(const attn_args &args) {
-    if (!args.out_is_fresh) return;
+// Writes out, rounded or not, and lse of a tile whose queries attend no key.
+template <class T, int ROWS> RT_DEVICE void finish_without_keys(const attn_args &args) {
+    const bool fresh = args.out_is_fresh;
     const rt_attn_params &p = args.p;
     const query_tile at = query_tile_of_cta<ROWS>(args);
-    const int num_rows = least(ROWS, (int)p.num_queries - at.first_token);
-    clear_rows(out_of(p).at(at.batch, at.first_token, at.head), p.out_stride[1], num_rows, (int)p.v_head_dim);
+    const int num_rows = least(ROWS, (int)p.num_queries - at.first_token), dim = (int)p.v_head_dim;
+    float *const out = out_of(p).at(at.batch, at.first_token, at.head);
+    const auto number = [&](int row, int col) {
+        return fresh ? 0 : ld_global(out + row * p.out_stride[1] + col);
+    };
+    if (args.rounds_out)
+        fill_rows(rounded_out_at<T>(p, at.batch, at.first_token, at.head), p.num_heads * dim, num_rows, dim,
+                  number);
+    else if (fresh)
+        fill_rows(out, p.out_stride[1], num_rows, dim, number);
+    if (!fresh) return;
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries + at.first_token;
     for (int row = thread_index(); row < num_rows; row += num_threads())
         store_lse(p, lse_row + row, -INFINITY);

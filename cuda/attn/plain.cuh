@@ -194,18 +194,25 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
     const bool fresh = args.out_is_fresh;
     const double before = !fresh && token < p.num_queries ? load_lse(p, lse_at) : -INFINITY;
     syncwarp(); // all lanes of the row have read its lse
-    if (token >= p.num_queries || (sum == 0 && !fresh)) return;
+    const bool unchanged = sum == 0 && !fresh;
+    if (token >= p.num_queries || (unchanged && !args.rounds_out)) return;
     const merged_lse merged = merge_lse(before, (double)top + (double)logf(sum));
-    if (row_lane == 0) store_lse(p, lse_at, sum == 0 ? -INFINITY : merged.lse);
+    if (row_lane == 0 && !unchanged) store_lse(p, lse_at, sum == 0 ? -INFINITY : merged.lse);
     const float inverse = 1 / sum;
     float *const to = out_of(p).at(queries.batch, token, queries.head);
 #pragma unroll
     for (int j = 0; j < LANE_SUMS<DIM>; j++) {
         const int col = row_lane + ROW_LANES * j;
         if (col >= p.v_head_dim) continue;
-        const float value = sum == 0 ? 0 : out[j] * inverse,
-                    kept = before == -INFINITY ? 0 : ld_global(to + col);
-        st_global(to + col, before == -INFINITY ? value : kept - merged.share * (kept - value));
+        const float kept = unchanged || before != -INFINITY ? ld_global(to + col) : 0;
+        const float value = out[j] * inverse;
+        const float result = sum == 0              ? kept
+                             : before == -INFINITY ? value
+                                                   : kept - merged.share * (kept - value);
+        if (args.rounds_out)
+            st_global(rounded_out_at<T>(p, queries.batch, token, queries.head) + col, narrow<T>(result));
+        else
+            st_global(to + col, result);
     }
 }
 
@@ -234,12 +241,15 @@ RT_DEVICE plain_gradients differentiate(const attn_args &args, float product, fl
             weight * (factor * dweight - of.delta) * (args.inverse_softcap > 0 ? 1 - tanh_x * tanh_x : 1)};
 }
 
-template <int SUMS>
-RT_DEVICE void add_plain_row(float *row, int64_t dim, bool fresh, float factor, const float (&sum)[SUMS]) {
+// result = row + factor * sum, rounded to R; the two may be the same.
+template <class R, int SUMS>
+RT_DEVICE void add_plain_row(const float *row, R *result, int64_t dim, bool fresh, float factor,
+                             const float (&sum)[SUMS]) {
 #pragma unroll
     for (int j = 0; j < SUMS; j++) {
         const int col = thread_index() % ROW_LANES + ROW_LANES * j;
-        if (col < dim) st_global(row + col, (fresh ? 0 : ld_global(row + col)) + factor * sum[j]);
+        if (col < dim)
+            st_global(result + col, narrow<R>((fresh ? 0 : ld_global(row + col)) + factor * sum[j]));
     }
 }
 
@@ -285,8 +295,9 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
             if (ld_shared<float>(smem.weights.at(row, col)) != NOT_ATTENDED)
                 add_plain(dq, ld_shared<float>(smem.dscores.at(row, col)), smem.k, col, p.head_dim);
     }
-    if (token < p.num_queries)
-        add_plain_row(dq_of(p).at(queries.batch, token, queries.head), p.head_dim, false, (float)p.scale, dq);
+    if (token >= p.num_queries) return;
+    float *const row_of_dq = dq_of(p).at(queries.batch, token, queries.head);
+    add_plain_row(row_of_dq, row_of_dq, p.head_dim, false, (float)p.scale, dq);
 }
 
 // dk and dv: rows are keys.
@@ -340,8 +351,16 @@ attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
     }
     const int64_t key = walk.keys().first_key + row, token = run.local_begin + key;
     if (key >= run.length) return;
-    add_plain_row(dk_of(p).at(cta_index_z(), token, cta_index_y()), p.head_dim, p.fresh, (float)p.scale, dk);
-    add_plain_row(dv_of(p).at(cta_index_z(), token, cta_index_y()), p.v_head_dim, p.fresh, 1, dv);
+    const auto add = [&](token_rows<float> rows, void *rounded, float factor, const auto &sum) {
+        float *const to = rows.at(cta_index_z(), token, cta_index_y());
+        if (rounded != nullptr)
+            add_plain_row(to, rounded_key_at<T>(p, rounded, rows.dim, cta_index_z(), token, cta_index_y()),
+                          rows.dim, p.fresh, factor, sum);
+        else
+            add_plain_row(to, to, rows.dim, p.fresh, factor, sum);
+    };
+    add(dk_of(p), p.rounded_dk, (float)p.scale, dk);
+    add(dv_of(p), p.rounded_dv, 1, dv);
 }
 
 #endif // RINGTILE_CUDA_ATTN_PLAIN_CUH

@@ -257,13 +257,14 @@ template <int KEYS, int TILE> struct query_walk {
     // dk and dv of the tile: the first part replaces or adds to what is there, the others add. One thread waits before
     // the thread block adds, and releases after it.
     RT_DEVICE bool adds_to_keys() const { return !args.p.fresh || part().part > 0; }
+    RT_DEVICE bool is_last_part() const { return part().part + 1 == args.num_parts; }
     RT_DEVICE void wait_for_keys() const {
         const part_facts of = part();
         if (of.part > 0) wait_eq(of.next_part, of.part);
     }
     RT_DEVICE void release_keys() const {
         const part_facts of = part();
-        if (of.part + 1 < args.num_parts) st_release(of.next_part, of.part + 1);
+        if (!is_last_part()) st_release(of.next_part, of.part + 1);
     }
 
   private:

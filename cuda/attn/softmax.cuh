@@ -79,11 +79,11 @@ RT_DEVICE void exponentiate(accumulator<M, N> &scores, int k, float scale_log2,
     }
 }
 
-// Merges a lane's part of the rows into out and lse. Rows that attended no key keep their state or, if fresh, get 0
-// and -inf.
-template <int M, int O_COLS>
-RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_rows<M> &rows,
-                          const accumulator<M, O_COLS> &o) {
+// Merges a lane's part of the rows into out and lse: write(r, token, read, combine) is to make out, or where that is
+// rounded rounded_out, of row r combine(out, o), with 0 for out where `read` is false. Rows that attended no key keep
+// their state or, if fresh, get 0 and -inf.
+template <int M, class Write>
+RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_rows<M> &rows, Write write) {
     const rt_attn_params &p = args.p;
     const bool fresh = args.out_is_fresh;
     const int lane = lane_index();
@@ -100,16 +100,24 @@ RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_ro
         float sum = rows.sum[r] + shfl_xor_sync(rows.sum[r], 1);
         sum += shfl_xor_sync(sum, 2);
         const int token = at.first_token + lane_row<M>(r);
-        if (token >= p.num_queries || (sum == 0 && !fresh)) continue;
+        const bool unchanged = sum == 0 && !fresh;
+        if (token >= p.num_queries || (unchanged && !args.rounds_out)) continue;
         const merged_lse merged = merge_lse(before[r], rows.top[r] * LN_2 + (double)logf(sum));
-        if (lane % 4 == 0) store_lse(p, lse_row + token, sum == 0 ? -INFINITY : merged.lse);
+        if (lane % 4 == 0 && !unchanged) store_lse(p, lse_row + token, sum == 0 ? -INFINITY : merged.lse);
 
         const float inverse = 1 / sum;
-        const bool empty = before[r] == -INFINITY; // out is uninitialized, and the share is 1
-        update_row(
-            out_of(p).at(at.batch, token, at.head), (int)p.v_head_dim, args.in_pairs, !empty, o, r,
-            [&](float kept, float x) { return sum == 0 ? 0 : kept - merged.share * (kept - x * inverse); });
+        // Where lse is -inf before, out is uninitialized, and the share is 1.
+        write(r, token, unchanged || before[r] != -INFINITY, [&](float kept, float x) {
+            return sum == 0 ? kept : kept - merged.share * (kept - x * inverse);
+        });
     }
+}
+// What `write` is to do where out is not rounded.
+template <int M, int O_COLS, class Combine>
+RT_DEVICE void update_out(const attn_args &args, query_tile at, const accumulator<M, O_COLS> &o, int r,
+                          int token, bool read, Combine combine) {
+    float *const out = out_of(args.p).at(at.batch, token, at.head);
+    update_row(out, out, (int)args.p.v_head_dim, args.in_pairs, read, o, r, combine);
 }
 
 #endif // RINGTILE_CUDA_ATTN_SOFTMAX_CUH

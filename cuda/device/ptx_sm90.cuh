@@ -139,6 +139,18 @@ RT_DEVICE void cp_async_bulk_tensor_4d(shared_address to, const tensor_map &map,
         : "memory");
 }
 
+// The other way: starts to store a box, laid out in the same way, to (col, row) of the matrix (i, j); what lies outside
+// the tensor is left out. One thread calls it, and waits for it; shared memory must stay until it has been read.
+// PTX cp.async.bulk.tensor: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+RT_DEVICE void cp_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row, int i,
+                                       int j) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
+        "r"(from), "r"(col), "r"(row), "r"(i), "r"(j)
+        : "memory");
+}
+
 // Starts to add a box of floats, laid out as cp_async_bulk_tensor_4d lays it out, to the box at (col, row) of the
 // matrix (i, j); what lies outside the tensor is left out. Concurrent additions to a number happen in any order, so
 // a sum with one order takes a wait after each. One thread calls it, and waits for it.

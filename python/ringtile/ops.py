@@ -274,6 +274,9 @@ class WeightDropout(NamedTuple):
     positions: Tensor  # int64 (N,), on q's device: of the queries
 
 
+NO_DROPOUT = (0.0, 0, 0, 0, None, None)
+
+
 def attn_fwd_(
     q: Tensor,
     k: Tensor,
@@ -287,6 +290,7 @@ def attn_fwd_(
     softcap: float,
     fresh: bool = False,
     dropout: WeightDropout | None = None,
+    rounded_out: Tensor | None = None,
 ) -> None:
     """Merges one block of keys into the running softmax of every query.
 
@@ -294,10 +298,12 @@ def attn_fwd_(
     positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
     local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype, or of float64 to avoid
     rounding between calls, are read and written. Before the first block they hold 0 and -inf; with fresh they may be
-    uninitialized. With dropout, weights are dropped after the softmax; lse is that of all keys. Online softmax:
-    FlashAttention (arXiv:2205.14135), algorithm 1.
+    uninitialized. With dropout, weights are dropped after the softmax; lse is that of all keys. rounded_out, like out
+    but contiguous and of q's dtype, gets what out would hold after the last block, rounded; then out holds any numbers.
+    Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
-    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, scale, softcap, fresh, *(dropout or ()))
+    numbers = (scale, softcap, fresh, *(dropout or NO_DROPOUT))
+    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, *numbers, rounded_out)
 
 
 def attn_bwd_(
@@ -317,14 +323,18 @@ def attn_bwd_(
     softcap: float,
     fresh: bool = False,
     dropout: WeightDropout | None = None,
+    rounded_dk: Tensor | None = None,
+    rounded_dv: Tensor | None = None,
 ) -> None:
     """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
 
     dout (B, N, H, Dv) has q's dtype; lse (B, H, N) is final, over all blocks; delta (B, H, N) is the sum over Dv of
-    dout * out, minus the gradient of lse. fresh: dk and dv may be uninitialized, and k_runs must hold every row of k.
+    dout * out, minus the gradient of lse. fresh: dk and dv may be uninitialized, and k_runs must hold every row of k;
+    then rounded_dk and rounded_dv, contiguous and of k's dtype, may get them rounded, and dk and dv hold any numbers.
     FlashAttention (arXiv:2205.14135), algorithm 4.
     """
-    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, scale, softcap, fresh, *(dropout or ()))
+    numbers = (scale, softcap, fresh, *(dropout or NO_DROPOUT))
+    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, *numbers, rounded_dk, rounded_dv)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:

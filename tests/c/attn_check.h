@@ -39,6 +39,7 @@ static inline void run_in_calls(pass pass, const attn_case *c, int64_t num_calls
         p.k_runs = c->runs + first;
         p.num_k_runs = last - first;
         p.fresh = c->p.fresh && call == 0;
+        if (call + 1 < num_calls) p.rounded_out = NULL;
         run_in_exact_workspace(pass, p, parallel);
     }
 }
@@ -98,6 +99,59 @@ static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, 
     for (int i = DQ; i <= DV; i++) check_array((array_name)i, c, &want, &bounds);
     free_arrays(&want);
     free_arrays(&bounds);
+}
+
+// ---- rounded results ---------------------------------------------------------------------------------------
+
+static inline size_t bytes_of(const tensor *x) { return (size_t)x->num_elements * dtype_bytes(x->dtype); }
+static inline void *copy_bytes(const tensor *x) {
+    return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x));
+}
+
+static inline int64_t num_numbers(const tensor *x) {
+    return x->size[0] * x->size[1] * x->size[2] * x->size[3];
+}
+
+// What a call rounds is what it leaves unrounded without, rounded once; all else has the same bits. run: the case in
+// num_calls calls.
+static inline void check_rounding(pass pass, attn_case *c, int64_t num_calls,
+                                  void (*run)(enum pass pass, const attn_case *c, int64_t num_calls)) {
+    const int first = pass == FORWARD ? OUT : DQ, last = pass == FORWARD ? LSE : DV;
+    void *before[NUM_ARRAYS], *want[NUM_ARRAYS], *rounded[NUM_ARRAYS] = {0};
+    for (int i = first; i <= last; i++) before[i] = copy_bytes(&c->x[i]);
+    run(pass, c, num_calls);
+    for (int i = first; i <= last; i++) {
+        want[i] = c->x[i].data;
+        c->x[i].data = before[i];
+        if (i == LSE || i == DQ) continue;
+        const size_t num_bytes = (size_t)num_numbers(&c->x[i]) * dtype_bytes(c->p.dtype);
+        rounded[i] = memset(must_alloc(num_bytes), 0xff, num_bytes);
+    }
+    bind(c);
+    c->p.rounded_out = rounded[OUT], c->p.rounded_dk = rounded[DK], c->p.rounded_dv = rounded[DV];
+    run(pass, c, num_calls);
+    for (int i = first; i <= last; i++) {
+        const tensor *const x = &c->x[i];
+        if (rounded[i] == NULL) {
+            CHECK(memcmp(x->data, want[i], bytes_of(x)) == 0);
+        } else {
+            int64_t at = 0;
+            FOR_EACH_ELEMENT(x, b, token, head, d) {
+                double once;
+                store_element(c->p.dtype, &once, 0,
+                              load_element(x->dtype, want[i], row_of(x, b, token, head) + d));
+                const double expected = load_element(c->p.dtype, &once, 0),
+                             got = load_element(c->p.dtype, rounded[i], at++);
+                if (check_failed(got == expected || (isnan(got) && isnan(expected))))
+                    printf("rounded[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
+                           "]: got %.17g, expected %.17g\n",
+                           b, token, head, d, got, expected);
+            }
+        }
+        free(want[i]);
+        free(rounded[i]);
+    }
+    c->p.rounded_out = c->p.rounded_dk = c->p.rounded_dv = NULL;
 }
 
 #endif // RINGTILE_TESTS_ATTN_CHECK_H

@@ -137,6 +137,26 @@ static void test_fresh_outputs_are_written(void) {
     }
 }
 
+static void run_in_two_threads(pass pass, const attn_case *c, int64_t num_calls) {
+    run_in_calls(pass, c, num_calls, threads_of(2));
+}
+
+static void test_rounded_results_are_rounded_once(void) {
+    uint64_t state = 23;
+    for (int round = 0; round < 4 * NUM_MASKS; round++) {
+        const attn_shape shape = random_shape(&state);
+        attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
+        fill_random(&c.x[OUT], &state, 1);
+        fill_random(&c.x[LSE], &state, 4);
+        fill_random(&c.x[DELTA], &state, 1);
+        check_rounding(FORWARD, &c, 1 + round % 3, run_in_two_threads);
+        make_fresh(&c, shape.seq_len);
+        check_rounding(FORWARD, &c, 1 + round % 3, run_in_two_threads);
+        check_rounding(BACKWARD, &c, 1, run_in_two_threads);
+        free_case(&c);
+    }
+}
+
 static void test_reference_writes_fresh_outputs(void) {
     uint64_t state = 22;
     attn_case fresh = new_case(&state, (attn_shape){RT_F64, 2, 7, 30, 2, 2, 5, 3, false}, MASK_SOME_EMPTY, 1);
@@ -268,6 +288,7 @@ int main(void) {
     test_the_reference_drops_by_the_words_of_the_counter();
     test_random_problems_agree_with_the_reference();
     test_fresh_outputs_are_written();
+    test_rounded_results_are_rounded_once();
     test_every_head_dim_has_its_tail();
     test_many_heads_queries_and_keys_cross_every_edge();
     test_full_tiles_agree_with_the_reference();

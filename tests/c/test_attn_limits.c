@@ -249,6 +249,15 @@ static void test_malformed_params_are_refused(void) {
     c.runs[0].length--;
     REFUSED_BY(BACKWARD, fresh, true, RT_BAD_FRESH);
     c.runs[0].length++;
+    REFUSED_BY(BACKWARD, rounded_dk, (void *)c.p.dout, RT_BAD_FRESH);
+    REFUSED_BY(FORWARD, rounded_out, (char *)c.p.out + 1, RT_BAD_POINTER);
+    REFUSED_BY(FORWARD, rounded_out, c.p.out, RT_SHARED_MEMORY);
+    REFUSED_BY(FORWARD, rounded_out, (void *)c.p.v, RT_SHARED_MEMORY);
+    c.p.fresh = true;
+    REFUSED_BY(BACKWARD, rounded_dv, c.p.dk, RT_BAD_FRESH);
+    c.p.rounded_dk = c.p.dv;
+    REFUSED_BY(BACKWARD, rounded_dv, c.p.dk, RT_SHARED_MEMORY);
+    c.p.fresh = false, c.p.rounded_dk = NULL;
     REFUSED_BY(FORWARD, out_stride[1], 0, RT_BAD_STRIDE);
     REFUSED_BY(BACKWARD, dout, NULL, RT_BAD_POINTER);
     REFUSED_BY(BACKWARD, delta, NULL, RT_BAD_POINTER);

@@ -33,6 +33,12 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
     const int64_t num_intervals = (c->p.mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_queries;
     emulator_lend(c->begin, num_intervals * (int64_t)sizeof(int32_t), false);
     emulator_lend(c->end, num_intervals * (int64_t)sizeof(int32_t), false);
+    void *const rounded[] = {c->p.rounded_out, c->p.rounded_dk, c->p.rounded_dv};
+    for (int i = 0; i < 3; i++)
+        if (rounded[i] != NULL)
+            emulator_lend(
+                rounded[i],
+                num_numbers(&c->x[(const int[]){OUT, DK, DV}[i]]) * (int64_t)dtype_bytes(c->p.dtype), true);
     if (c->p.dropout == 0) return;
     emulator_lend(c->dropout_rows, c->p.batch * (int64_t)sizeof(int64_t), false);
     emulator_lend(c->q_positions, c->p.num_queries * (int64_t)sizeof(int64_t), false);
@@ -86,6 +92,7 @@ static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_ca
         p.k_runs = c->runs + first;
         p.num_k_runs = last - first;
         p.fresh = c->p.fresh && call == 0;
+        if (call + 1 < num_calls) p.rounded_out = NULL;
         p.workspace_bytes = pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : 0;
         p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
         lend_case(c, 0, p.num_keys);
@@ -165,11 +172,6 @@ static inline void add_backward_rounding(const attn_case *c, rt_dtype dtype, att
                 }
         }
     free(rows);
-}
-
-static inline size_t bytes_of(const tensor *x) { return (size_t)x->num_elements * dtype_bytes(x->dtype); }
-static inline void *copy_bytes(const tensor *x) {
-    return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x));
 }
 
 // Runs the backward with concurrent CTAs, then again with one CTA at a time: both must give the same bits. The number of
@@ -335,6 +337,37 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
         bind(&c);
     }
     return c;
+}
+
+// Results that a call rounds, with every head dim: fresh or merged, in one call or two, from parts of a group or whole.
+static inline void check_rounded_results(pass pass, const head_dims *dims, int num_dims, int num_dtypes) {
+    const mask_kind masks[] = {MASK_SOME_EMPTY, MASK_CAUSAL_DOCUMENTS, MASK_WINDOW, MASK_EMPTY, MASK_RANDOM};
+    uint64_t state = 10;
+    for (int i = 0; i < num_dims; i++) {
+        const attn_shape shape = {all_cuda_dtypes[i % num_dtypes],
+                                  2,
+                                  random_int(&state, 1, 150),
+                                  random_int(&state, 1, 150),
+                                  2,
+                                  2,
+                                  dims[i].head_dim,
+                                  dims[i].v_head_dim,
+                                  false};
+        attn_case c = new_case(&state, shape, masks[i % 5], 1);
+        while (i % 4 > 0 && !(rows_are_aligned(&c) && is_aligned(&c.x[DQ]) && is_aligned(&c.x[OUT]))) {
+            free_case(&c);
+            c = new_case(&state, shape, masks[i % 5], 1);
+        }
+        if (pass == BACKWARD || i % 2 == 0) make_fresh(&c, shape.seq_len);
+        fill_random(&c.x[OUT], &state, 1);
+        fill_random(&c.x[LSE], &state, 4);
+        for (int64_t row = 0; row < c.x[LSE].num_elements && pass == FORWARD; row += 3)
+            store_element(c.x[LSE].dtype, c.x[LSE].data, row, -INFINITY);
+        fill_random(&c.x[DELTA], &state, 1);
+        emulator_set_num_multiprocessors(i % 3 ? 132 : 1);
+        check_rounding(pass, &c, pass == FORWARD ? 1 + i % 2 : 1, run_on_emulator);
+        free_case(&c);
+    }
 }
 
 // out and lse are written even if there are no keys, dk and dv even if there are no queries.

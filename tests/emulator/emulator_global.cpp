@@ -119,10 +119,12 @@ void check_global(Access access, const void *address, int64_t num_bytes) {
         fail("writes an array lent for reading");
 }
 
-void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_complete) {
+void check_added(const char *what, const void *address, int64_t num_bytes, int adder, Clock number,
+                 Clock num_complete) {
+    const std::string name = std::string("a bulk ") + what;
     const char *const begin = static_cast<const char *>(address);
     Region *const region = region_of(begin, begin + num_bytes);
-    if (region == nullptr) fail("a bulk addition outside the lent arrays");
+    if (region == nullptr) fail(name + " outside the lent arrays");
     if (!region->writable) fail("writes an array lent for reading");
     const Touch sum = {thread_of_clock(clock_of_sums(adder)), number};
     for_cells(*region, address, num_bytes, [&](GlobalCell &cell) {
@@ -130,13 +132,13 @@ void check_added(const void *address, int64_t num_bytes, int adder, Clock number
             fail("race in global memory: plain access to a word through which CTAs synchronize");
         if (cell.write_cta == cta->index) {
             if (cell.writer.thread < MAX_THREADS)
-                fail("a bulk addition to what a thread of the CTA wrote, which the emulator cannot track");
+                fail(name + " to what a thread of the CTA wrote, which the emulator cannot track");
             if (cell.writer.thread != sum.thread
                     ? !is_before_now(cell.writer)
                     : cell.writer.clock != number && cell.writer.clock >= num_complete)
-                fail("a bulk addition to what an earlier one adds to, without a wait between");
+                fail(name + " to what an earlier one writes, without a wait between");
         } else if (cell.write_cta >= 0 && !is_acquired(cell, 1u << adder))
-            fail("race in global memory: adds to what CTA " + std::to_string(cell.write_cta) + ", " +
+            fail("race in global memory: " + name + " to what CTA " + std::to_string(cell.write_cta) + ", " +
                  thread_name(cell.writer.thread) + " wrote");
         check_not_read(cell);
         cell = {cta->index, -1, sum, cta->num_releases};

@@ -26,9 +26,10 @@ struct NamedBarrier {
     Clock arrived[NUM_CLOCKS] = {};
 };
 
-struct Adder { // a thread that starts bulk additions
+struct Adder { // a thread that starts bulk additions or stores
     int thread;
-    Clock num_started = 0, num_committed = 0, num_complete = 0;
+    Clock num_started = 0, num_committed = 0, num_read = 0, num_complete = 0;
+    Clock last_addition = 0; // 1 + its number
 };
 
 } // namespace
@@ -197,7 +198,7 @@ void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_addre
     end_phase_if_complete(barrier);
 }
 
-// ---- bulk additions ------------------------------------------------------------------------------
+// ---- bulk additions and stores -------------------------------------------------------------------
 
 namespace {
 
@@ -210,11 +211,11 @@ int adder_of_thread() {
     return (int)adders.size() - 1;
 }
 
-} // namespace
-
 // The sums are there at once; clocks find a thread that reads them, or overwrites the source, too early.
-void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&to)[4]) {
-    if (map.element_bytes != sizeof(float)) fail("a bulk addition to a tensor that is not of float");
+// write(to, from, num_bytes) adds or stores some bytes of a chunk.
+template <class Write>
+void write_box(const char *what, const tensor_map &map, shared_address from, const int64_t (&to)[4],
+               Write write) {
     const int adder = adder_of_thread();
     Adder &mine = cta->bulk->adders[(size_t)adder];
     const Touch reader = {thread_of_clock(clock_of_reads(adder)), mine.num_started};
@@ -227,17 +228,35 @@ void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, con
                 fail("two threads add the same bytes, which the emulator cannot track");
             cell.adder = reader;
         }
-        check_fence(chunk, "a bulk addition of");
-        if (num_bytes > 0) check_added(sums, num_bytes, adder, mine.num_started, mine.num_complete);
+        check_fence(chunk, ("a bulk " + std::string(what) + " of").c_str());
+        if (num_bytes == 0) return;
+        check_added(what, sums, num_bytes, adder, mine.num_started, mine.num_complete);
+        write(const_cast<char *>(sums), bytes, num_bytes);
+    });
+    mine.num_started++;
+}
+
+} // namespace
+
+void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&to)[4]) {
+    if (map.element_bytes != sizeof(float)) fail("a bulk addition to a tensor that is not of float");
+    write_box("addition", map, from, to, [](char *sums, const char *bytes, int64_t num_bytes) {
         for (int64_t i = 0; i < num_bytes; i += sizeof(float)) {
             float sum, added;
             memcpy(&sum, sums + i, sizeof(sum));
             memcpy(&added, bytes + i, sizeof(added));
             sum += added;
-            memcpy(const_cast<char *>(sums) + i, &sum, sizeof(sum));
+            memcpy(sums + i, &sum, sizeof(sum));
         }
     });
-    mine.num_started++;
+    Adder &mine = cta->bulk->adders[(size_t)adder_of_thread()];
+    mine.last_addition = mine.num_started;
+}
+
+void cp_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&to)[4]) {
+    write_box("store", map, from, to, [](char *there, const char *bytes, int64_t num_bytes) {
+        memcpy(there, bytes, (size_t)num_bytes);
+    });
 }
 
 void cp_async_bulk_commit_group() {
@@ -248,7 +267,7 @@ void cp_async_bulk_commit_group() {
 void cp_async_bulk_wait_group(bool only_read) {
     const int adder = adder_of_thread();
     Adder &mine = cta->bulk->adders[(size_t)adder];
-    current->seen[clock_of_reads(adder)] = mine.num_committed;
+    current->seen[clock_of_reads(adder)] = mine.num_read = mine.num_committed;
     if (!only_read) mine.num_complete = mine.num_committed;
 }
 
@@ -263,9 +282,13 @@ void fence_proxy_async_global() {
 void begin_cta_bulk() { cta->bulk = std::make_shared<CtaBulk>(); }
 
 void end_thread_bulk() {
-    for (const Adder &adder : cta->bulk->adders)
-        if (adder.thread == current->index && adder.num_complete < adder.num_started)
+    for (const Adder &adder : cta->bulk->adders) {
+        if (adder.thread != current->index) continue;
+        if (adder.num_complete < adder.last_addition)
             fail("ends with a bulk addition that it did not wait for");
+        // The end of a kernel completes its stores, but shared memory ends with the CTA.
+        if (adder.num_read < adder.num_started) fail("ends with a bulk store that has not read its source");
+    }
 }
 
 void end_cta_bulk() {

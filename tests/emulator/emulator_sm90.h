@@ -6,6 +6,7 @@
 //   bulk additions     a write to the source while it is added; an addition to what an earlier one adds to without a wait
 //                      between, or to what another CTA adds to without a semaphore; a missing wait, or a missing fence
 //                      beside the semaphore
+//   bulk stores        the same; they may end with the kernel, but not before they have read their source
 //   wgmma              threads of a group that start different products, or none; a missing fence or wait; a write to the
 //                      accumulator, the left factor or shared memory before the wait (the accumulator reads as NaN)
 //   the async proxy    a thread's write that any of these meets without that thread's fence_proxy_async_shared and a
@@ -30,6 +31,7 @@ void named_barrier(int id, int num_threads, bool waits);
 void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address mbarrier,
                           const int64_t (&at)[4]);
 void fence_proxy_async_shared();
+void cp_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&at)[4]);
 void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&at)[4]);
 void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group(bool only_read);
@@ -91,6 +93,10 @@ inline void cp_async_bulk_tensor_4d(shared_address to, const tensor_map &map, sh
 inline void named_barrier_sync(int id, int num_threads) { emulator::named_barrier(id, num_threads, true); }
 inline void named_barrier_arrive(int id, int num_threads) { emulator::named_barrier(id, num_threads, false); }
 inline void fence_proxy_async_shared() { emulator::fence_proxy_async_shared(); }
+inline void cp_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row, int i,
+                                    int j) {
+    emulator::cp_async_bulk_tensor(map, from, {col, row, i, j});
+}
 inline void cp_reduce_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row,
                                            int i, int j) {
     emulator::cp_reduce_async_bulk_tensor(map, from, {col, row, i, j});

@@ -13,7 +13,7 @@
 namespace emulator {
 
 constexpr int MAX_THREADS = 512, MAX_WARPS = MAX_THREADS / 32;
-constexpr int MAX_BARRIERS = 32, MAX_ADDERS = 2, NUM_CLOCKS = MAX_WARPS + MAX_BARRIERS + 2 * MAX_ADDERS;
+constexpr int MAX_BARRIERS = 32, MAX_ADDERS = 8, NUM_CLOCKS = MAX_WARPS + MAX_BARRIERS + 2 * MAX_ADDERS;
 constexpr int NOBODY = -1, SEVERAL = -2;
 constexpr int CELL_BYTES = 2; // shared memory is tracked in units of the smallest element
 
@@ -25,7 +25,7 @@ constexpr int CELL_BYTES = 2; // shared memory is tracked in units of the smalle
 //   the reads of an adder    a bulk addition reads shared memory; the clock counts those its thread knows to have read
 //   the sums of an adder     a bulk addition writes global memory; the clock counts those its thread knows to be complete,
 //                            and fenced
-// An adder is a thread that starts bulk additions.
+// An adder is a thread that starts bulk additions or stores, which are alike.
 using Clock = uint32_t;
 
 constexpr int thread_of_clock(int clock) { return 32 * clock; }
@@ -138,8 +138,10 @@ void check_read(const SharedCell &cell, shared_address address);
 
 void begin_launch_global();
 bool is_lent(const void *begin, int64_t num_bytes);
-// Checks an access by the adder's bulk addition `number`, when the adder knows num_complete of them to be complete.
-void check_added(const void *address, int64_t num_bytes, int adder, Clock number, Clock num_complete);
+// Checks an access by the adder's bulk addition or store `number`, when the adder knows num_complete of them to be
+// complete. what: "addition" or "store".
+void check_added(const char *what, const void *address, int64_t num_bytes, int adder, Clock number,
+                 Clock num_complete);
 // fence_proxy_async_global by the adder.
 void fence_acquisitions(int adder);
 

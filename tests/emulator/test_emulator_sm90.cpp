@@ -213,7 +213,7 @@ static void test_additions() {
     const char
         *const write_fence =
                    "a bulk addition of what a thread wrote, without fence_proxy_async_shared and a barrier",
-               *const of_another = "race in global memory: adds to what CTA";
+               *const of_another = "race in global memory: a bulk addition to what CTA";
     const std::pair<adding, const char *> expected[] = {
         {adding::NO_MISTAKE, ""},
         {adding::NO_WRITE_FENCE, write_fence},
@@ -222,7 +222,7 @@ static void test_additions() {
         {adding::FENCE_OF_ANOTHER, write_fence},
         {adding::NO_FENCE_AFTER_ACQUIRE, of_another},
         {adding::WRITE_BEFORE_READ, "writes over what a bulk addition reads"},
-        {adding::TWICE, "a bulk addition to what an earlier one adds to"},
+        {adding::TWICE, "a bulk addition to what an earlier one writes"},
         {adding::NO_COMMIT, "writes over what a bulk addition reads"},
         {adding::NO_WAIT, of_another},
         {adding::WAITS_FOR_READ, "ends with a bulk addition that it did not wait for"},
@@ -279,10 +279,59 @@ static void test_additions() {
     lend_numbers();
 }
 
+// One warp stores a box of 16 rows, from row 8 and column 64 of a tensor on that ends inside it.
+static void test_stores() {
+    constexpr int ROWS = 20, COLS = 72, ROW = 8, COL = 64, BOX = 16 * 128;
+    static uint16_t stored[ROWS][COLS];
+    static tensor_map map;
+    emulator::take_back_all();
+    emulator::lend(stored, sizeof(stored), true, 2);
+    check(
+        make_tensor_map<f16>(map, stored, {COLS, ROWS, 1, 1}, {COLS * 2, sizeof(stored), sizeof(stored)}, 16),
+        "a tensor map of a store", "refused");
+    enum mistake { NONE, NO_FENCE, NO_WAIT, WRITE_BEFORE_READ, TWICE, TWO_CTAS };
+    const std::pair<mistake, const char *> expected[] = {
+        {NONE, ""},
+        {NO_FENCE, "a bulk store of what a thread wrote, without fence_proxy_async_shared and a barrier"},
+        {NO_WAIT, "ends with a bulk store that has not read its source"},
+        {WRITE_BEFORE_READ, "writes over what a bulk addition reads"},
+        {TWICE, "a bulk store to what an earlier one writes"},
+        {TWO_CTAS, "race in global memory: a bulk store to what CTA"},
+    };
+    for (const auto &[how, fault] : expected) {
+        memset(stored, 0, sizeof(stored));
+        const auto kernel = [how = how] {
+            for (int i = lane_index(); i < 16 * 64; i += 32) {
+                const int row = i / 64, col = i % 64;
+                st_shared(shared_base() +
+                              (shared_address)(row * 128 + (col / 8 ^ row % 8) * 16 + col % 8 * 2),
+                          f16{(uint16_t)(1 + i)});
+            }
+            if (how != NO_FENCE) fence_proxy_async_shared();
+            syncwarp();
+            if (lane_index() != 0) return;
+            for (int i = 0; i < (how == TWICE ? 2 : 1); i++)
+                cp_async_bulk_tensor_4d(map, shared_base(), COL, ROW, 0, 0);
+            cp_async_bulk_commit_group();
+            if (how == WRITE_BEFORE_READ) st_shared(shared_base(), 0);
+            if (how != NO_WAIT) cp_async_bulk_wait_group_read<0>();
+        };
+        const std::string what = "stores, mistake " + std::to_string((int)how);
+        expect(what.c_str(), fault, kernel, 32, how == TWO_CTAS ? 2 : 1, BOX);
+        bool ok = true;
+        for (int row = 0; row < ROWS && how == NONE; row++)
+            for (int col = 0; col < COLS; col++)
+                ok &= stored[row][col] == (row < ROW || col < COL ? 0 : 1 + (row - ROW) * 64 + col - COL);
+        check(ok, what.c_str(), "wrong numbers");
+    }
+    lend_numbers();
+}
+
 int main() {
     lend_numbers();
     test_bulk_copies();
     test_named_barriers();
     test_additions();
+    test_stores();
     return finish();
 }

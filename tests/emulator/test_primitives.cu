@@ -114,6 +114,27 @@ RT_KERNEL(64) box_addition(RT_PARAMS addition of) {
     }
 }
 
+// Stores a box of 16 rows and 64 columns, to row 24 and column 64 of a tensor on that ends inside it. The end of the
+// kernel completes the store.
+constexpr int STORED_ROWS = 32, STORED_COLS = 88, STORED_ROW = 24, STORED_COL = 64;
+struct storing {
+    tensor_map to;
+};
+template <class T> RT_KERNEL(32) box_store(RT_PARAMS storing of) {
+    const int row = lane_index() / 2;
+    for (int col = lane_index() % 2; col < 64; col += 2) {
+        const int chunk = col / 8 ^ row % 8;
+        st_shared(shared_base() + (shared_address)(row * 128 + chunk * 16 + col % 8 * 2),
+                  narrow<T>((float)number_at(row, col)));
+    }
+    fence_proxy_async_shared();
+    syncwarp();
+    if (lane_index() != 0) return;
+    cp_async_bulk_tensor_4d(of.to, shared_base(), STORED_COL, STORED_ROW, 0, 0);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();
+}
+
 struct words {
     int *out, *turn, *ticket;
 };
@@ -276,6 +297,20 @@ template <class T> static void check_products(const char *dtype) {
         const int row = COPIED_FROM + i / COLS;
         return row < ROWS ? number_at(row, i % COLS) : 0;
     });
+    storing store;
+    uint16_t *const stored = new_array<uint16_t>(STORED_ROWS * STORED_COLS);
+    const int64_t bytes = STORED_ROWS * STORED_COLS * 2;
+    if (!make_tensor_map<T>(store.to, stored, {STORED_COLS, STORED_ROWS, 1, 1},
+                            {STORED_COLS * 2, bytes, bytes}, 16)) {
+        printf("cuTensorMapEncodeTiled of a store: refused\n");
+        num_failed++;
+        return;
+    }
+    check(named("cp.async.bulk.tensor, a store"), box_store<T>, 1, 32, store, stored,
+          STORED_ROWS * STORED_COLS, [](int i) {
+              const int row = i / STORED_COLS - STORED_ROW, col = i % STORED_COLS - STORED_COL;
+              return row < 0 || col < 0 ? 0 : (int)bits_of_small(number_at(row, col), T{});
+          });
     check(named("wgmma m64n64k16, K-major"), product_of_rows<T, 8, 64>, 1, 128, of, of.out, 64 * 64,
           [=](int i) {
               return sum(COLS, [=](int k) { return number_at(i / 64, k) * number_at(64 + i % 64, k); });

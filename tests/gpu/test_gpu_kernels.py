@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+import ringtile
 import torch
 import torch.nn.functional as F
 from device import DEVICE, ON_GPU
 from oracle import dense_gradients
-from ringtile import IntervalMask, Refused, attention, ops
+from ringtile import IntervalMask, Layout, Refused, attention, ops
 from strategies import dense
 from torch import Tensor
 
@@ -298,6 +299,32 @@ def test_small_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None
         exact = terms.sum(-1) - dlse
         error = torch.finfo(ops.state_dtype(dtype)).eps * (v_head_dim * terms.abs().sum(-1) + 2 * exact.abs())
         assert_near(ops.attn_delta(gradient, out, dlse), exact, error)
+
+
+# ---- recurrences --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["causal_conv1d", "gated_delta_rule", "ssd"])
+def test_small_recurrences_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+    """On a GPU torch operations compute them. Compares norms with the CPU's in float64."""
+    shapes = {
+        "causal_conv1d": ((1, 130, 24), (24, 4)),  # x, weight
+        "gated_delta_rule": (*[(1, 130, 2, 16)] * 3, (1, 130, 2), (1, 130, 2)),  # q, k, v, g, beta
+        "ssd": ((1, 130, 2, 16), (1, 130, 2), (2,), *[(1, 130, 1, 16)] * 2),  # x, dt, A, B, C
+    }[name]
+    given = [normal(*shape, dtype=dtype, scale=0.25, seed=i) for i, shape in enumerate(shapes)]
+    for i in {"gated_delta_rule": (3,), "ssd": (2,)}.get(name, ()):
+        given[i] = -given[i].abs()  # logs of decays
+    mask, layout = IntervalMask.documents([50, 80]), Layout.contiguous(130, 1)
+    results = []
+    for tensors in ([x.cpu().double() for x in given], given):
+        leaves = [x.requires_grad_() for x in tensors]
+        out = getattr(ringtile, name)(*leaves, mask=mask, layout=layout)
+        results.append([out.detach(), *torch.autograd.grad(out.double().square().sum(), leaves)])
+    bound = 100 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
+    for expected, got in zip(*results, strict=True):
+        assert (got.cpu().double() - expected).norm() <= bound * expected.norm()
 
 
 # ---- determinism, streams, graphs ---------------------------------------------------------------

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
+from typing import Any
 
 import pytest
 import smoke
+import torch
 from device import DEVICE
 from ringtile.bench import attention
 from ringtile.cli import bench
@@ -152,7 +155,7 @@ def test_a_step_that_needs_a_gpu_is_rehearsed_up_to_its_refusal(
     assert printed.endswith("FOLDER --seconds 540 bench_masks ring\n")
 
 
-@pytest.mark.parametrize("sm_90a", ["ok", "started, and did not end"])
+@pytest.mark.parametrize("sm_90a", ["ok", "started the forward, and did not end"])
 def test_kernels_that_fail_the_smoke_step_are_not_used_by_the_others(
     run_all: ModuleType,
     tmp_path: pathlib.Path,
@@ -173,7 +176,10 @@ def test_kernels_that_fail_the_smoke_step_are_not_used_by_the_others(
     else:
         assert files["kernels.log"] == b"sm_80\n"
         assert "kernels_sm80.log" not in files
-        assert "sm_90a failed (sm_90a: started, and did not end); ALL OTHER STEPS RUN WITH RINGTILE_CUDA_ISA" in printed
+        assert (
+            "sm_90a failed (sm_90a: started the forward, and did not end); ALL OTHER STEPS RUN WITH RINGTILE_CUDA_ISA"
+            in printed
+        )
 
 
 def test_carried_binaries_are_used_if_they_are_of_these_sources(
@@ -197,16 +203,45 @@ def test_carried_binaries_are_used_if_they_are_of_these_sources(
     assert {path.name: path.read_bytes() for path in package.iterdir()} == {"_cuda.abi3.so": b"new"}
 
 
-def test_smoke_names_what_is_wrong(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this machine it passes; a kernel that is off, and one that raises, do not."""
-    file = tmp_path / "smoke.json"
+def test_smoke_names_what_is_wrong(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On this machine it passes; a kernel that is wrong in one tile, one that raises and one that never ends do not."""
+    file, isa = tmp_path / "smoke.json", smoke.isas()[-1]
+
+    def said() -> str:
+        found: dict[str, str] = json.loads(file.read_text())
+        return found[isa]
+
     assert smoke.main(file) == 0
-    assert set(json.loads(file.read_text()).values()) == {"ok"}
-    monkeypatch.setattr(smoke, "errors", lambda head_dim: {"out": 1e-3, "dq": 1e-3 if head_dim == 64 else float("nan")})
-    assert smoke.try_isa("the CPU's") == "head dim 128: dq is off by nan of its norm, expected at most 2.0e-02"
-    monkeypatch.setattr(smoke, "errors", raises)
-    assert smoke.try_isa("the CPU's") == "head dim 64: no kernel image"
+    assert said() == "ok"
+    forward = smoke.ops.attn_fwd_
+
+    def wrong(*arguments: Any) -> None:
+        forward(*arguments)
+        if len(arguments) == 13:  # with rounded out
+            arguments[-1][:, 32:48, 0, 16:32] = torch.nan
+
+    monkeypatch.setattr(smoke.ops, "attn_fwd_", wrong)
+    assert smoke.main(file) == 1
+    assert said() == "head dim 64: rounded out is off by nan of its norm, expected at most 2.0e-02"
+    assert "rounded out, columns in groups of 16:\nrows   0..: ....\nrows  16..: ....\nrows  32..: .N..\n" in (
+        capsys.readouterr().out
+    )
+    (saved,) = tmp_path.glob("smoke_*_64_rounded_out.pt")
+    assert bool(torch.load(saved)[:, 32:48, 0, 16:32].isnan().all())
+    monkeypatch.setattr(smoke.ops, "attn_fwd_", raises(RuntimeError("no kernel\n image")))
+    assert smoke.main(file) == 1
+    assert said() == "head dim 64: no kernel image"
+    monkeypatch.setattr(smoke.ops, "attn_fwd_", forward)
+    monkeypatch.setattr(smoke.ops, "attn_bwd_", raises(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        smoke.main(file)
+    assert said() == "started the backward, head dim 64, and did not end"
 
 
-def raises(head_dim: int) -> dict[str, float]:
-    raise RuntimeError("no kernel\n image")
+def raises(error: BaseException) -> Callable[..., None]:
+    def raising(*arguments: object) -> None:
+        raise error
+
+    return raising

@@ -93,12 +93,14 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> Tensor:
-        out = torch.empty_like(q, dtype=ops.state_dtype(q.dtype))
+        running, out = q.new_empty(q.shape, dtype=ops.state_dtype(q.dtype)), q.new_empty(q.shape)
         lse = q.new_empty((q.size(0), q.size(2), q.size(1)), dtype=torch.float64)
         begin, end, scale = rank_plan.begin, rank_plan.end, q.size(3) ** -0.5
-        for i, (block, k_runs) in enumerate(blocks(rank_plan)):
-            ops.attn_fwd_(q, k[:, block], v[:, block], begin, end, k_runs, out, lse, scale, 0.0, fresh=i == 0)
-        out = out.to(q.dtype)
+        todo = list(blocks(rank_plan))
+        for i, (block, k_runs) in enumerate(todo):
+            keys = k[:, block], v[:, block], begin, end, k_runs
+            rounded = out if i + 1 == len(todo) else None
+            ops.attn_fwd_(q, *keys, running, lse, scale, 0.0, fresh=i == 0, rounded_out=rounded)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rank_plan = rank_plan
         return out

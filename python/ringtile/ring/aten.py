@@ -50,7 +50,9 @@ class InSquares:
             else f"would be called {num} times for a block's mask, more than {MAX_SQUARES} times"
         )
 
-    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def forward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
+    ) -> None:
         _start(block, out, lse)
         for rows, square in block.mask.squares:
             queries, keys = _places(rows, square)
@@ -64,9 +66,20 @@ class InSquares:
             part_lse = part_lse.reshape(part.shape[:3])
             part_lse = part_lse.flip(2) if square.flipped else part_lse
             _merge_(out[queries], lse.transpose(1, 2)[queries], _tokens_first(part, square), part_lse.transpose(1, 2))
+        if rounded is not None:
+            rounded.copy_(out)
 
     def backward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        block: Block,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        final: Final,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        rounded: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         _start_gradients(block, dk, dv)
         lse = final.lse.to(ops.state_dtype(q.dtype))
@@ -85,6 +98,7 @@ class InSquares:
             )
             for gradient, part, at in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
                 gradient[at] += _tokens_first(part, square)
+        _round(rounded, dk, dv)
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,9 @@ class InPacks:
     def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
         return _why_not(block, q, v)
 
-    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def forward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
+    ) -> None:
         _start(block, out, lse)
         out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1).clone()  # (B N, H, D); (B N, H)
         for pack in block.mask.packs(q, k):
@@ -113,9 +129,20 @@ class InPacks:
                 out_rows.index_copy_(0, pack.q_rows, running[0])
                 lse_rows.index_copy_(0, pack.q_rows, running[1])
         lse.copy_(lse_rows.view(*q.shape[:2], -1).mT)
+        if rounded is not None:
+            rounded.copy_(out)
 
     def backward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        block: Block,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        final: Final,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        rounded: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         _start_gradients(block, dk, dv)
         lse = final.lse.to(ops.state_dtype(q.dtype)).mT
@@ -135,6 +162,7 @@ class InPacks:
                     gradient.flatten(0, 1).add_(part)
                 else:  # which hold none twice, so that no order matters
                     gradient.flatten(0, 1).index_add_(0, rows, part.to(gradient.dtype))
+        _round(rounded, dk, dv)
 
 
 def _why_not(block: Block, q: Tensor, v: Tensor) -> str:
@@ -162,6 +190,12 @@ def _start_gradients(block: Block, dk: Tensor, dv: Tensor) -> None:
     if block.fresh:
         dk.zero_()
         dv.zero_()
+
+
+def _round(rounded: tuple[Tensor, Tensor] | None, dk: Tensor, dv: Tensor) -> None:
+    if rounded is not None:
+        rounded[0].copy_(dk)
+        rounded[1].copy_(dv)
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

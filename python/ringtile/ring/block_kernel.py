@@ -42,16 +42,28 @@ class AttentionCall:
     dropout: AttentionDropout | None = None  # None where its probability is 0
 
 
-def attn_fwd_(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merges the keys of round i into out and lse, which hold the sinks or nothing before round 0."""
+def attn_fwd_(
+    call: AttentionCall,
+    i: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rounded: Tensor | None = None,
+) -> None:
+    """Merges the keys of round i into out and lse, which hold the sinks or nothing before round 0.
+
+    rounded, in the last round: gets the merged out, in its dtype; out then holds any numbers.
+    """
     block = _block(call, i, q, fresh=i == 0 and call.sinks is None)
     first, *others = providers = _able(call, block, q, k, v)
     if not others:
-        first.forward_(block, q, k, v, out, lse)
+        first.forward_(block, q, k, v, out, lse, rounded)
         return
 
     def merge_(provider: Provider, out: Tensor, lse: Tensor) -> None:
-        provider.forward_(block, q, k, v, out, lse)
+        provider.forward_(block, q, k, v, out, lse, rounded)
 
     merge_(_fastest(providers, merge_, (q, k, block.mask), (out, lse)), out, lse)
 
@@ -67,16 +79,20 @@ def attn_bwd_(
     dk: Tensor,
     dv: Tensor,
     fresh: bool,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Adds the gradients of round i. fresh: dk and dv may be uninitialized, and the round needs each of their rows."""
+    """Adds the gradients of round i. fresh: dk and dv may be uninitialized, and the round needs each of their rows.
+
+    rounded, where no other round adds to them: get dk and dv, in their dtype; dk and dv then hold any numbers.
+    """
     block = _block(call, i, q, fresh)
     first, *others = providers = _able(call, block, q, k, v, final.dlse)
     if not others:
-        first.backward_(block, q, k, v, final, dq, dk, dv)
+        first.backward_(block, q, k, v, final, dq, dk, dv, rounded)
         return
 
     def add_(provider: Provider, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        provider.backward_(block, q, k, v, final, dq, dk, dv)
+        provider.backward_(block, q, k, v, final, dq, dk, dv, rounded)
 
     add_(_fastest(providers, add_, (q, k, block.mask), (dq, dk, dv)), dq, dk, dv)
 

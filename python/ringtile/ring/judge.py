@@ -6,7 +6,8 @@ that drop out one by one, a state to merge into, gradients to add to.
 The bounds follow one rounding after the other. u is half an eps of q's dtype, e an eps of the state.
 - A score is off by a rounding e of |q| |k| a term, the log of a sum of N by N e, and exponentials may be as good as
   weights in q's dtype: that bounds the log-sum-exp. A weight is off by two such errors, and one u for its own rounding.
-- out = P v is off by that times P |v|, and by u P |v| for the rounding of each block, and again for the last one.
+- out = P v is off by that times P |v|, and by u P |v| for the rounding of each block, and again for the last one. A
+  rounded result is off by u of itself more.
 - With dropout, P counts times Z, 0 or 1 / (1 - p), in out and dv, and dout v^T times Z; that adds two roundings e.
 - dv = P^T dout is off as out is. dscores = P (dout v^T - delta) are off as P is, and by P times what dout v^T (a
   rounding e a term) and delta (|dout| times what out is off by) are. They may be rounded to q's dtype, and so are dq
@@ -128,16 +129,25 @@ def _compared(
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
         mask = BlockMask(begin.cpu(), end.cpu(), k_runs)
         blocks.append(Block(mask, begin, end, scale, 0.0, fresh=part.start == 0, dropout=dropped))
+    rounded_out = torch.empty_like(out, dtype=q.dtype)
     for block, part in zip(blocks, parts, strict=True):
+        if not block.fresh:
+            provider.forward_(block, q, k[:, part], v[:, part], out.clone(), lse.clone(), rounded_out)
         provider.forward_(block, q, k[:, part], v[:, part], out, lse)
     yield "out", out, back(out64), back(out_bound)
+    yield "rounded out", rounded_out, back(out64), back(out_bound + u * (out64.abs() + out_bound) + least)
     yield "lse", lse, lse64[None], torch.full_like(lse, lse_bound)
 
     final = Final(dout, out.to(q.dtype), lse, None)
     dq = torch.zeros_like(q, dtype=state)
     dk, dv = (torch.zeros_like(x, dtype=state) for x in (k, v))
     for block, part in zip(blocks, parts, strict=True):
-        provider.backward_(block, q, k[:, part], v[:, part], final, dq, dk[:, part], dv[:, part])
+        of_part = q, k[:, part], v[:, part], final
+        if not block.fresh:
+            rounded_keys = k.new_empty(k[:, part].shape), v.new_empty(v[:, part].shape)
+            unused = dq.clone(), dk[:, part].clone(), dv[:, part].clone()
+            provider.backward_(block._replace(fresh=True), *of_part, *unused, rounded_keys)
+        provider.backward_(block, *of_part, dq, dk[:, part], dv[:, part])
     dweights, delta = z * (dout64 @ v64.mT), (dout64 * out64).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     delta_bound = (dout64.abs() * (out_bound + u * out64.abs())).sum(-1, keepdim=True)
@@ -145,9 +155,14 @@ def _compared(
     of_dscores = of_weights * (dweights - delta).abs() + weights * (delta_bound + dweights_bound)
     of_dv = z * (of_weights + 2 * (u + e) * weights)
     terms = scale * (of_dscores + 3 * u * dscores.abs() + least * attend)
-    yield "dv", dv, summed((z * weights).mT @ dout64), summed(of_dv.mT @ dout64.abs() + least)
+    dk64, dk_bound = summed(scale * dscores.mT @ q64), summed(terms.mT @ q64.abs() + least)
+    dv64, dv_bound = summed((z * weights).mT @ dout64), summed(of_dv.mT @ dout64.abs() + least)
+    yield "dv", dv, dv64, dv_bound
     yield "dq", dq, back(scale * dscores @ k64), back(terms @ k64.abs() + least)
-    yield "dk", dk, summed(scale * dscores.mT @ q64), summed(terms.mT @ q64.abs() + least)
+    yield "dk", dk, dk64, dk_bound
+    for name, got, x, bound in zip(("dk", "dv"), rounded_keys, (dk64, dv64), (dk_bound, dv_bound), strict=True):
+        x, bound = x[:, parts[-1]], bound[:, parts[-1]]
+        yield f"rounded {name}", got, x, bound + u * (x.abs() + bound) + least
 
 
 def _dropped(q: Tensor) -> ops.WeightDropout:

@@ -114,13 +114,24 @@ class Provider(Protocol):
     def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
         """Why it does not compute such a block; "" if it does."""
 
-    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merges the block into out and lse."""
+    def forward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
+    ) -> None:
+        """Merges the block into out and lse. rounded (contiguous, of q's dtype): gets the merged out instead."""
 
     def backward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        block: Block,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        final: Final,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        rounded: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Adds the block's part to dq, dk and dv."""
+        """Adds the block's part to dq, dk and dv. rounded (contiguous, of k's dtype): get fresh dk and dv instead."""
 
 
 class Ringtile:
@@ -132,12 +143,27 @@ class Ringtile:
     def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
         return ""
 
-    def forward_(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        mask = (block.begin, block.end, block.mask.k_runs)
-        ops.attn_fwd_(q, k, v, *mask, out, lse, block.scale, block.softcap, block.fresh, block.dropout)
+    def forward_(
+        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
+    ) -> None:
+        mask, numbers = (block.begin, block.end, block.mask.k_runs), (block.scale, block.softcap)
+        ops.attn_fwd_(q, k, v, *mask, out, lse, *numbers, block.fresh, block.dropout, rounded)
 
     def backward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        block: Block,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        final: Final,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        rounded: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         mask, upstream = (block.begin, block.end, block.mask.k_runs), (final.dout, final.lse, final.delta)
-        ops.attn_bwd_(q, k, v, *mask, *upstream, dq, dk, dv, block.scale, block.softcap, block.fresh, block.dropout)
+        numbers = (block.scale, block.softcap)
+        rounded_dk, rounded_dv = rounded or (None, None)
+        ops.attn_bwd_(
+            *(q, k, v, *mask, *upstream, dq, dk, dv), *numbers, block.fresh, block.dropout, rounded_dk, rounded_dv
+        )

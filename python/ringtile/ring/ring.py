@@ -47,18 +47,23 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
                     for (piece, _), (out_state, lse_state) in zip(pieces, states, strict=True):
                         out_state.zero_()
                         lse_state.copy_(of_heads(sinks, piece.heads))
-            for (piece, of_piece), running in zip(pieces, states, strict=True):
-                block_kernel.attn_fwd_(call, block.i, of_piece, *block.keys_of(piece), *running)
+            rounds = block.is_last and state != q.dtype
+            rounded = [torch.empty_like(running, dtype=q.dtype) if rounds else None for running, _ in states]
+            for (piece, of_piece), running, result in zip(pieces, states, rounded, strict=True):
+                block_kernel.attn_fwd_(call, block.i, of_piece, *block.keys_of(piece), *running, result)
             if not block.is_last:
                 continue
+            results = [
+                (out_state if result is None else result, lse_state)
+                for (out_state, lse_state), result in zip(states, rounded, strict=True)
+            ]
             if is_whole:
-                out, lse = states[0]
-                return out.to(q.dtype), lse
-            states = states or [empty_outputs(queries, v, state)]  # of no heads
-            out_share, lse_share = (_joined(x, dim) for x, dim in zip(zip(*states, strict=True), (2, 1), strict=True))
+                return results[0]
+            results = results or [empty_outputs(queries, v, q.dtype)]  # of no heads
+            out_share, lse_share = (_joined(x, dim) for x, dim in zip(zip(*results, strict=True), (2, 1), strict=True))
             if returning is not None:
                 returning.write_to(lse, out)
-            returning = work.give_back_queries(block.stage, (lse_share, out_share.to(q.dtype)))
+            returning = work.give_back_queries(block.stage, (lse_share, out_share))
         assert returning is not None
         returning.write_to(lse, out)
     return out, lse
@@ -76,6 +81,9 @@ def backward(
         is_whole, first = work.plan.is_whole, work.plan.rounds[0]
         fresh = is_whole and first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
         dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
+        rounded: tuple[Tensor, Tensor] | None = None
+        if fresh and len(work.plan.rounds) == 1 and state != k.dtype:
+            rounded = k.new_empty(k.shape), v.new_empty(v.shape)
         if not is_whole:
             dq = torch.empty_like(q)
         returning: ReturningKeys | None = None
@@ -99,7 +107,7 @@ def backward(
             for piece, of_piece, final_of_piece, dq_of_piece in pieces:
                 gradients = dq_of_piece, of_heads(block_dk, piece.kv_heads), of_heads(block_dv, piece.kv_heads)
                 keys, is_fresh = block.keys_of(piece), fresh or partial is not None
-                block_kernel.attn_bwd_(call, block.i, of_piece, *keys, final_of_piece, *gradients, is_fresh)
+                block_kernel.attn_bwd_(call, block.i, of_piece, *keys, final_of_piece, *gradients, is_fresh, rounded)
             if returning is not None:
                 returning.add_to(dk, dv)
             returning = None if partial is None else work.give_back(block, partial)
@@ -113,7 +121,7 @@ def backward(
             returning_queries.write_to(dq)
         else:
             dq = dq_share.to(q.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, *(rounded or (dk.to(k.dtype), dv.to(v.dtype)))
 
 
 def _final(lse: Tensor, delta: Tensor, q: Tensor, dout: Tensor) -> Final:
