@@ -339,20 +339,16 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     return c;
 }
 
-// Results that a call rounds, with every head dim: fresh or merged, in one call or two, from parts of a group or whole.
-static inline void check_rounded_results(pass pass, const head_dims *dims, int num_dims, int num_dtypes) {
-    const mask_kind masks[] = {MASK_SOME_EMPTY, MASK_CAUSAL_DOCUMENTS, MASK_WINDOW, MASK_EMPTY, MASK_RANDOM};
+// Results that a call rounds, with head dims of every kernel: fresh or merged, in one call or two, from parts of a group
+// or whole.
+static inline void check_rounded_results(pass pass) {
+    const head_dims dims[] = {{100, 17}, {64, 64}, {128, 64}, {192, 128}, {257, 64}, {96, 88}, {200, 256}};
+    const mask_kind masks[] = {MASK_SOME_EMPTY, MASK_WINDOW, MASK_CAUSAL_DOCUMENTS, MASK_EMPTY, MASK_RANDOM};
     uint64_t state = 10;
-    for (int i = 0; i < num_dims; i++) {
-        const attn_shape shape = {all_cuda_dtypes[i % num_dtypes],
-                                  2,
-                                  random_int(&state, 1, 150),
-                                  random_int(&state, 1, 150),
-                                  2,
-                                  2,
-                                  dims[i].head_dim,
-                                  dims[i].v_head_dim,
-                                  false};
+    for (int i = 0; i < 7; i++) {
+        const int64_t length = i == 1 ? 140 : random_int(&state, 10, 40);
+        const attn_shape shape = {all_cuda_dtypes[i % 2], 1 + i / 2 % 2,      length, length + 10, 2, 1,
+                                  dims[i].head_dim,       dims[i].v_head_dim, false};
         attn_case c = new_case(&state, shape, masks[i % 5], 1);
         while (i % 4 > 0 && !(rows_are_aligned(&c) && is_aligned(&c.x[DQ]) && is_aligned(&c.x[OUT]))) {
             free_case(&c);
