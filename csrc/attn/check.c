@@ -37,8 +37,8 @@ static rows key_rows(const rt_attn_params *p, const void *array, int64_t element
 // A contiguous (B, tokens, heads, dim) of the dtype; an array of no bytes if it is NULL, which asks for none.
 static rows rounded_rows(const rt_attn_params *p, const void *array, int64_t num_tokens, int64_t num_heads,
                          int64_t dim, int64_t stride[3]) {
-    // Wraps only if the number of elements is too large by itself.
-    stride[2] = dim, stride[1] = num_heads * dim;
+    // Wraps only if the array that is rounded is too large, which is found first.
+    stride[2] = dim, stride[1] = (int64_t)((uint64_t)num_heads * (uint64_t)dim);
     stride[0] = (int64_t)((uint64_t)num_tokens * (uint64_t)stride[1]);
     return (rows){array, rt_element_bytes(p->dtype), array != NULL ? p->batch : 0, num_tokens, num_heads, dim,
                   stride};

@@ -1,7 +1,26 @@
 // Attention: forward, backward, delta and the sizes of their workspaces.
 #include "fuzz.h"
 
-enum { RUNS = 4, Q = 0, K, V, DOUT, OUT, LSE, DELTA, DQ, DK, DV, BEGIN, END, POSITIONS, ROWS, NUM_BLOCKS };
+enum {
+    RUNS = 4,
+    Q = 0,
+    K,
+    V,
+    DOUT,
+    OUT,
+    LSE,
+    DELTA,
+    DQ,
+    DK,
+    DV,
+    BEGIN,
+    END,
+    POSITIONS,
+    ROWS,
+    ROUNDED,
+    NUM_BLOCKS = ROUNDED + 3
+};
+static const int rounded_from[3] = {OUT, DK, DV}; // of the blocks from ROUNDED on
 typedef enum pass { FORWARD, BACKWARD, DELTA_PASS } pass;
 
 typedef struct problem {
@@ -11,7 +30,7 @@ typedef struct problem {
     rt_run runs[RUNS];
     int64_t num_runs; // that exist
     block x[NUM_BLOCKS];
-    bool valid, no_params;
+    bool rounds, valid, no_params;
 } problem;
 
 // ---- fields ------------------------------------------------------------------------------------------------
@@ -83,6 +102,7 @@ static void draw_valid(problem *c, uint64_t *state) {
     p->scale = random_unit(state) / sqrt((double)p->head_dim);
     p->softcap = random_int(state, 0, 2) ? 0 : 3;
     p->fresh = random_int(state, 0, 1);
+    c->rounds = (c->pass == FORWARD || p->fresh) && random_int(state, 0, 1);
     p->lse_f64 = random_int(state, 0, 1);
     p->dropout = random_int(state, 0, 2) ? 0 : 0.5 + 0.4 * random_unit(state);
     p->seed = (uint32_t)random_bits(state), p->step = (uint32_t)random_bits(state);
@@ -123,7 +143,7 @@ static void spoil(problem *c, uint64_t *state) {
         if (kind == 0) c->p.dtype = (rt_dtype)random_int(state, -1, 5);
         if (kind == 1) c->p.scale = hostile_real(state);
         if (kind == 2) c->p.softcap = hostile_real(state);
-        if (kind == 3) c->x[random_int(state, 0, NUM_BLOCKS - 1)].is_null = true;
+        if (kind == 3) c->x[random_int(state, 0, ROUNDED - 1)].is_null = true;
         if (kind == 4) c->x[random_int(state, 0, NUM_BLOCKS - 1)].is_skewed = true;
         if (kind == 5) c->parallel = random_workers(state);
         if (kind == 6) c->no_params = random_int(state, 0, 4) == 0;
@@ -164,6 +184,13 @@ static void draw_blocks(problem *c) {
         if (i == LSE && c->pass == DELTA_PASS) x->element_bytes = 8; // dlse
         if (i == OUT && c->pass == DELTA_PASS) x->element_bytes = bytes, x->is_output = false;
         if (i >= BEGIN) x->element_bytes = 4;
+        if (i >= ROUNDED) { // as what is rounded, but contiguous and of the dtype
+            memcpy(x->sizes, c->x[rounded_from[i - ROUNDED]].sizes, sizeof(x->sizes));
+            x->element_bytes = bytes, x->is_output = true;
+            for (int d = 2; d >= 0; d--)
+                x->strides[d] = (int64_t)((uint64_t)x->strides[d + 1] * (uint64_t)x->sizes[d + 1]);
+            continue;
+        }
         if (i < POSITIONS) continue;
         x->element_bytes = 8;
         x->sizes[0] = i == ROWS ? p->batch : 1, x->sizes[1] = i == ROWS ? 1 : p->num_queries;
@@ -175,6 +202,7 @@ static void draw_blocks(problem *c) {
 
 static bool is_used(const problem *c, int i) {
     const pass pass = c->pass;
+    if (i >= ROUNDED) return c->rounds && pass == (i == ROUNDED ? FORWARD : BACKWARD);
     if (i >= POSITIONS) return pass != DELTA_PASS && c->p.dropout > 0;
     if (pass == DELTA_PASS) return i == DOUT || i == OUT || i == LSE || i == DELTA;
     const bool backward = i == DOUT || i == DELTA || i == DQ || i == DK || i == DV;
@@ -203,6 +231,7 @@ static verdict judge_problem(const problem *c) {
     int64_t num_keys = 0;
     for (int64_t r = 0; of_runs == VALID && r < p->num_k_runs; r++) num_keys += c->runs[r].length;
     if (c->pass == BACKWARD && p->fresh && num_keys != p->num_keys) return FORBIDDEN;
+    if (c->pass == BACKWARD && c->rounds && !p->fresh) return FORBIDDEN;
     return worse(result, of_runs);
 }
 
@@ -214,6 +243,8 @@ static void bind(rt_attn_params *p, const block *x, const rt_run *runs) {
     p->end = (const int32_t *)(const void *)x[END].data;
     p->q_positions = (const int64_t *)(const void *)x[POSITIONS].data,
     p->dropout_rows = (const int64_t *)(const void *)x[ROWS].data;
+    p->rounded_out = x[ROUNDED].data, p->rounded_dk = x[ROUNDED + 1].data,
+    p->rounded_dv = x[ROUNDED + 2].data;
     p->k_runs = runs;
 }
 
@@ -294,11 +325,11 @@ static void trial(uint64_t *state, int64_t entry) {
     for (int i = 0; i < NUM_BLOCKS; i++) {
         if (!is_used(&c, i)) c.x[i].is_null = true;
         make_block(&c.x[i], state);
-        const bool is_mask = i == BEGIN || i == END, is_place = i >= POSITIONS,
+        const bool is_mask = i == BEGIN || i == END, is_place = i == POSITIONS || i == ROWS,
                    of_dlse = i == LSE && c.pass == DELTA_PASS;
-        const rt_dtype dtype = i < OUT || (i == OUT && c.pass == DELTA_PASS) ? c.p.dtype
-                               : i == LSE && (c.p.lse_f64 || of_dlse)        ? RT_F64
-                                                                             : sums;
+        const rt_dtype dtype = i < OUT || i >= ROUNDED || (i == OUT && c.pass == DELTA_PASS) ? c.p.dtype
+                               : i == LSE && (c.p.lse_f64 || of_dlse)                        ? RT_F64
+                                                                                             : sums;
         const bool ignored = c.p.fresh && (c.pass == FORWARD ? i == OUT || i == LSE : i == DK || i == DV);
         if (is_dtype && fair && !is_mask && !is_place && !(ignored && c.pass != DELTA_PASS))
             fill_units(&c.x[i], dtype, state);

@@ -343,7 +343,7 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
 // or whole.
 static inline void check_rounded_results(pass pass) {
     const head_dims dims[] = {{100, 17}, {64, 64}, {128, 64}, {192, 128}, {257, 64}, {96, 88}, {200, 256}};
-    const mask_kind masks[] = {MASK_SOME_EMPTY, MASK_WINDOW, MASK_CAUSAL_DOCUMENTS, MASK_EMPTY, MASK_RANDOM};
+    const mask_kind masks[] = {MASK_WINDOW, MASK_SOME_EMPTY, MASK_CAUSAL_DOCUMENTS, MASK_EMPTY, MASK_RANDOM};
     uint64_t state = 10;
     for (int i = 0; i < 7; i++) {
         const int64_t length = i == 1 ? 140 : random_int(&state, 10, 40);
