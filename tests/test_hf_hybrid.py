@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ringtile
 import torch
-from hf_training import Padded, Run, assert_equal_training, make_trainer, packed, train
+from hf_training import TOLERANCE, Padded, Run, assert_equal_training, make_trainer, packed, train
 from pool import run_ranks
 from ringtile.cli.tiny_models import tiny_config
 from ringtile.errors import Refused
@@ -108,7 +108,8 @@ def test_packing_in_one_process_trains_as_each_document_alone(family: str) -> No
     expected = alone(family)
     assert_equal_training(run(family, {"context_parallel_size": 1}, collator=packed), expected)
     leaking = run(family, None, collator=packed)
-    assert abs(leaking.grad_norms[0] / expected.grad_norms[0] - 1) > 1e-4
+    leak = max(abs(a / b - 1) for a, b in zip(leaking.grad_norms, expected.grad_norms, strict=True))
+    assert leak > 10 * TOLERANCE  # what is above would see it
 
 
 @pytest.mark.matrix
