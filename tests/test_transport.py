@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, LoopbackWorld, PeerLost, Refused, RingMismatch
-from ringtile.transport import agreement
+from ringtile.transport import agreement, shared_memory
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.loopback import LoopbackGroup
@@ -151,21 +153,24 @@ def exchange(group: Group, size: int) -> float:
     return got.sum().item()
 
 
-def agreed_calls_differ(odd: int) -> list[str]:
+def agreed_calls_differ(odd: int, shares_memory: str) -> list[str]:
     group = dist.new_group()
     assert group is not None
     messages = []
-    for _ in range(2):
-        assert [exchange(group, size) for size in (1000, 20)] == [1000.0, 20.0]
-        messages.append(message_of(RingMismatch, lambda: exchange(group, 20 if dist.get_rank() == odd else 1000)))
-    assert exchange(group, 1000) == 1000.0
+    with mock.patch.dict(os.environ, {shared_memory.VARIABLE: shares_memory}):
+        for _ in range(2):
+            assert [exchange(group, size) for size in (1000, 20)] == [1000.0, 20.0]
+            messages.append(message_of(RingMismatch, lambda: exchange(group, 20 if dist.get_rank() == odd else 1000)))
+        assert exchange(group, 1000) == 1000.0
     return messages
 
 
-@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (4, 2)])
-def test_agreed_calls_that_differ_are_named_and_leave_the_group_usable(world_size: int, odd: int) -> None:
-    """Payloads of both calls are under way by then, of other sizes, which would kill a process if they met."""
-    for rank, messages in enumerate(run_ranks(world_size, agreed_calls_differ, odd)):
+@pytest.mark.parametrize(("world_size", "odd", "shares_memory"), [(2, 1, "0"), (2, 1, "1"), (4, 2, "0")])
+def test_agreed_calls_that_differ_are_named_and_leave_the_group_usable(
+    world_size: int, odd: int, shares_memory: str
+) -> None:
+    """Payloads of both calls are under way by then, of other sizes, which would kill a process if they met in gloo."""
+    for rank, messages in enumerate(run_ranks(world_size, agreed_calls_differ, odd, shares_memory)):
         other = (1 if odd == 0 else 0) if rank == odd else odd
         mine, theirs = (20, 1000) if rank == odd else (1000, 20)
         for message, call in zip(messages, (3, 6), strict=True):
