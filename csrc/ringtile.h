@@ -311,6 +311,51 @@ int64_t rt_scan_bwd_workspace_bytes(const rt_scan_params *p, int64_t num_workers
 rt_status rt_scan_fwd(const rt_scan_params *p, rt_parallel parallel);
 rt_status rt_scan_bwd(const rt_scan_params *p, rt_parallel parallel);
 
+// The selective scan of Mamba (arXiv:2312.00752). Tokens t of one document act on a state S (K, C), in order:
+//   S_kc = exp(step_tc rate_kc) S_kc + k_tk step_tc x_tc,    out_tc = sum over k of q_tk S_kc + skip_c x_tc.
+// x, step (after its softplus), rate, k, q, skip are its x, dt, A, B, C, D. resets, states and dtypes: as in
+// rt_scan_params. Letters: C channels, K state dim.
+typedef struct rt_selective_params {
+    rt_dtype dtype; // of x, q, k, out, dout
+    int64_t batch, num_tokens, num_channels, state_dim;
+
+    const void *x;                                 // (B, N, C)
+    const void *q, *k;                             // (B, N, K)
+    int64_t x_stride[2], q_stride[2], k_stride[2]; // batch, token
+    const void *step;                              // (B, N, C) state dtype
+    const void *rate;                              // (K, C) state dtype
+    const void *skip;                              // (C) state dtype; NULL: 0
+    const uint8_t *resets;                         // (B or 1, N)
+    int64_t resets_batch_stride;                   // N, or 0 if one row serves every batch
+    const void *initial_state;                     // (B, K, C) state dtype; NULL: 0
+    void *
+        states; // (B, rt_scan_num_states(N), K, C) state dtype. Forward: written, NULL if no backward will follow
+
+    // Forward only: written.
+    void *out;         // (B, N, C) dtype
+    void *final_state; // (B, K, C) state dtype
+
+    // Backward only. Gradients are of the state dtype, and written.
+    const void *dout; // (B, N, C) dtype
+    int64_t dout_stride[2];
+    const void *dfinal_state; // (B, K, C) state dtype; NULL: 0
+    void *dx, *dstep;         // (B, N, C)
+    void *dq, *dk;            // (B, N, K)
+    void *drate;              // (K, C)
+    void *dskip;              // (C); NULL if skip is
+    void *dinitial_state;     // (B, K, C); not NULL
+
+    void *workspace; // 64-byte aligned
+    int64_t workspace_bytes;
+} rt_selective_params;
+
+// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
+int64_t rt_selective_fwd_workspace_bytes(const rt_selective_params *p, int64_t num_workers);
+int64_t rt_selective_bwd_workspace_bytes(const rt_selective_params *p, int64_t num_workers);
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (state_dim), RT_BAD_MASK (resets_batch_stride), RT_WORKSPACE
+rt_status rt_selective_fwd(const rt_selective_params *p, rt_parallel parallel);
+rt_status rt_selective_bwd(const rt_selective_params *p, rt_parallel parallel);
+
 enum { RT_MAX_CONV_WIDTH = 8 };
 
 // Causal depthwise convolution over the tokens of one document, in order:

@@ -72,6 +72,27 @@ def ssd(
     return (y if D is None else y + D.double()[:, None] * skipped), final.mT
 
 
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, resets: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x, dt, A, B, C = (y.double() for y in (x, dt, A, B, C))
+    skip = torch.zeros(x.size(2), dtype=torch.float64) if D is None else D.double()
+    zero, outs, finals = torch.zeros_like(A), [], []
+    for b, row in enumerate(rows_of(resets, x.size(0))):
+        now, out = zero if state is None else state[b].double(), []
+        for t, bits in enumerate(row):
+            if bits & BEGIN:
+                now = zero
+            if bits & PADDING:
+                out.append(torch.zeros_like(skip))
+                continue
+            now = (dt[b, t, :, None] * A).exp() * now + (dt[b, t] * x[b, t])[:, None] * B[b, t]
+            out.append(now @ C[b, t] + skip * x[b, t])
+        outs.append(torch.stack(out) if out else x[b])
+        finals.append(now)
+    return torch.stack(outs), torch.stack(finals)
+
+
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:

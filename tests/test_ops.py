@@ -60,6 +60,13 @@ def scan_arguments() -> tuple[torch.Tensor | None, ...]:
     return q, k / D, v, -torch.rand(B, 66, H), torch.rand(B, 66, H), None, None, resets, torch.randn(B, H, D, Dv)
 
 
+def selective_arguments() -> tuple[torch.Tensor, ...]:
+    """x, step, rate, k, q, skip, resets, initial_state: as scan_arguments."""
+    x, step, k, q = (torch.randn(B, 66, size) for size in (3, 3, D, D))
+    resets = torch.zeros(1, 66, dtype=torch.uint8)
+    return x, step.abs(), -torch.rand(D, 3), k, q, torch.randn(3), resets, torch.randn(B, D, 3)
+
+
 def convolution_arguments() -> tuple[torch.Tensor, ...]:
     """x, weight, bias, resets, initial_state."""
     resets = torch.zeros(1, N, dtype=torch.uint8)
@@ -88,6 +95,10 @@ OPCHECK_CASES = {
     "scan": lambda: (*scan_arguments(), 0.5, True),
     "scan_backward": lambda: (
         torch.randn(B, 66, H, Dv), torch.randn(B, H, D, Dv), *scan_arguments(), torch.randn(B, H, 1, D, Dv), 0.5,
+    ),
+    "selective_scan": lambda: (*selective_arguments(), True),
+    "selective_scan_backward": lambda: (
+        torch.randn(B, 66, 3), torch.randn(B, D, 3), *selective_arguments(), torch.randn(B, 1, D, 3),
     ),
     "causal_conv1d": lambda: (*convolution_arguments(), True),
     "causal_conv1d_backward": lambda: (torch.randn(B, N, 3), torch.randn(B, 3, 3), *convolution_arguments(), True),

@@ -79,6 +79,13 @@ CASES = {
         ("A", "D"),
         H * K * V,
     ),
+    "selective": Case(
+        _ours("selective_scan"),
+        _oracle("selective_scan"),
+        {"x": (C,), "dt": (C,), "B": (K,), "C": (K,), "A": (C, K), "D": (C,)},
+        ("A", "D"),
+        C * K,
+    ),
 }
 
 
@@ -212,10 +219,10 @@ def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
     for row, lengths in enumerate(rows):  # the first document goes on with what came before
         resets[row, list(itertools.accumulate(lengths))[:-1]] = STARTS
         resets[row, sum(lengths) :] = PADDING
-    size = (2, W - 1, C) if name == "conv" else (2, H, V, K) if name == "ssd" else (2, H, K, V)
-    tensors["initial_state"] = torch.randn(size, dtype=torch.float64)
-    options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}}.get(name, {"scale": 0.7})
-    function = {"conv": "causal_conv1d", "ssd": "ssd"}.get(name, "gated_delta_rule")
+    size = {"conv": (W - 1, C), "ssd": (H, V, K), "selective": (C, K)}.get(name, (H, K, V))
+    tensors["initial_state"] = torch.randn(2, *size, dtype=torch.float64)
+    options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}, "selective": {}}.get(name, {"scale": 0.7})
+    function = {"conv": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
     results = []
     for module in (kernels, torch_path):
         leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
@@ -341,6 +348,11 @@ def test_what_is_refused_and_how() -> None:
     assert "v has 3 heads, k 2" in said(
         InputError, v=tensors["v"][:, :, 1:], g=tensors["g"][..., 1:], beta=tensors["beta"][..., 1:]
     )
+    assert "scale is 1e+39; expected a finite number of torch.float32" in said(
+        InputError, scale=1e39, **{n: x.float() for n, x in tensors.items()}
+    )
+    huge = ringtile.gated_delta_rule(**tensors, mask=causal, layout=one, scale=1e200)  # finite, its square is not
+    assert huge.isfinite().all()
     assert "the mask has 2 rows, the batch 1" in said(InputError, IntervalMask.documents([[48], [48]]))
     assert "mask is a Tensor" in said(InputError, torch.ones(3))
     with pytest.raises(InputError, match="got a sequence and mask, layout or group"):

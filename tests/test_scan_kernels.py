@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-KINDS = ("delta", "kda", "ssd", "convolution")
+KINDS = ("delta", "kda", "ssd", "selective", "convolution")
 B, N, G, H, K, V, CHANNELS = 2, 70, 1, 2, 5, 3, 6
 
 
@@ -35,6 +35,10 @@ def tensors_of(
     if kind == "convolution":
         found = {"x": normal(num_tokens, CHANNELS), "weight": normal(CHANNELS, 4)[0], "bias": normal(CHANNELS)[0]}
         found["initial_state"] = normal(3, CHANNELS)
+    elif kind == "selective":
+        found = {"x": normal(num_tokens, CHANNELS), "dt": normal(num_tokens, CHANNELS).abs()}
+        found |= {"A": -decay * normal(CHANNELS, dim)[0].abs(), "B": normal(num_tokens, dim)}
+        found |= {"C": normal(num_tokens, dim), "D": normal(CHANNELS)[0], "initial_state": normal(CHANNELS, dim)}
     elif kind == "ssd":
         found = {"x": normal(num_tokens, H, V), "dt": normal(num_tokens, H).abs(), "A": -decay * normal(H)[0].abs()}
         found |= {"B": normal(num_tokens, G, dim), "C": normal(num_tokens, G, dim), "D": normal(H)[0]}
@@ -54,10 +58,11 @@ def tensors_of(
 ORDER = {
     "convolution": ("x", "weight", "bias", "resets", "initial_state"),
     "ssd": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
+    "selective": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
     "delta": ("q", "k", "v", "g", "beta", "resets", "initial_state"),
 }
-LAST = {"convolution": ("silu",), "ssd": (), "delta": (0.7,)}
-FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "delta": "gated_delta_rule"}
+LAST = {"convolution": ("silu",), "ssd": (), "selective": (), "delta": (0.7,)}
+FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan", "delta": "gated_delta_rule"}
 
 
 def call(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,6 +303,14 @@ def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
         ("ssd", "D", lambda x: x[:1], "D is"),
         ("ssd", "B", lambda x: x[:, :, :, :-1], "B is"),
         ("ssd", "initial_state", lambda x: x.mT, "initial_state is"),
+        ("selective", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
+        ("selective", "x", lambda x: x[..., :0], "with a state dim of 1..512"),
+        ("selective", "dt", lambda x: x[..., :1], r"dt is \(2, 70, 1\); expected \(2, 70, 6\): as x"),
+        ("selective", "A", lambda x: x.mT, r"A is \(5, 6\); expected \(6, 5\)"),
+        ("selective", "B", lambda x: x.new_zeros(B, N, 513), "B .*513.* with a state dim of 1..512"),
+        ("selective", "C", lambda x: x.float(), "C has dtype torch.float32 but x has torch.float64"),
+        ("selective", "D", lambda x: x[:1], "D is"),
+        ("selective", "initial_state", lambda x: x.mT, "initial_state is"),
         ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
         ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected .* a width in 1..8"),
         ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\): the channels of x"),
@@ -360,7 +373,8 @@ def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, ki
     self_check.forget()
     try:
         assert kernels.why_not_kernel(kind, dtype) == ""
-        ops = ("causal_conv1d", "causal_conv1d_backward") if kind == "convolution" else ("scan", "scan_backward")
+        op = {"convolution": "causal_conv1d", "selective": "selective_scan"}.get(kind, "scan")
+        ops = (op, f"{op}_backward")
         # Every gradient of the backward in turn, as the dtypes go.
         results = {torch.float64: (0, 0), torch.float32: (1, 1), torch.bfloat16: (0, 2), torch.float16: (0, 3)}[dtype]
         for op, result in zip(ops, results, strict=True):

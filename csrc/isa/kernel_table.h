@@ -5,6 +5,7 @@
 #include "../loss/cross_entropy_kernel.h"
 #include "../scan/conv_kernel.h"
 #include "../scan/scan_kernel.h"
+#include "../scan/selective_kernel.h"
 #include "kernels.h"
 
 const rt_kernels RT_KERNELS = {
@@ -20,6 +21,9 @@ const rt_kernels RT_KERNELS = {
     .scan_scratch_bytes = scan_scratch_bytes,
     .scan_forward = scan_forward,
     .scan_backward = scan_backward,
+    .selective_scratch_bytes = selective_scratch_bytes,
+    .selective_forward = selective_forward,
+    .selective_backward = selective_backward,
     .conv_forward = conv_forward,
     .conv_backward = conv_backward,
 };

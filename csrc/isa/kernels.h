@@ -38,6 +38,13 @@ typedef struct rt_kernels {
     // turn: of the heads that share q and k; turn->before is NULL for the first.
     void (*scan_backward)(const rt_scan_params *p, const rt_chunks *chunks, int64_t batch, int64_t head,
                           const rt_scan_turn *turn, char *workspace);
+    // Channels [first, last), at most RT_SELECTIVE_CHANNELS, of rt_selective_fwd or rt_selective_bwd. turn: of the
+    // channels before.
+    int64_t (*selective_scratch_bytes)(const rt_selective_params *p, bool backward);
+    void (*selective_forward)(const rt_selective_params *p, const rt_chunk_rows *rows, int64_t first,
+                              int64_t last, char *workspace);
+    void (*selective_backward)(const rt_selective_params *p, const rt_chunk_rows *rows, int64_t first,
+                               int64_t last, const rt_scan_turn *turn, char *workspace);
     // Channels [first, last) of rt_conv_fwd or rt_conv_bwd.
     void (*conv_forward)(const rt_conv_params *p, int64_t first, int64_t last);
     void (*conv_backward)(const rt_conv_params *p, int64_t first, int64_t last);

@@ -90,6 +90,44 @@ rt_status rt_scan_check(const rt_scan_params *p, bool backward) {
     return check_arrays(&all);
 }
 
+rt_status rt_selective_check(const rt_selective_params *p, bool backward) {
+    if (p == NULL) return RT_BAD_POINTER;
+    if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
+    if (p->batch < 0 || p->num_tokens < 0 || p->num_channels < 1) return RT_BAD_SHAPE;
+    if (p->state_dim < 1 || p->state_dim > RT_MAX_HEAD_DIM) return RT_BAD_HEAD_DIM;
+    if (p->resets_batch_stride != 0 && p->resets_batch_stride != p->num_tokens) return RT_BAD_MASK;
+
+    const int64_t B = p->batch, N = p->num_tokens, C = p->num_channels, K = p->state_dim,
+                  bytes = rt_element_bytes(p->dtype), wide = rt_state_bytes(p->dtype);
+    const int64_t resets[] = {p->resets_batch_stride};
+    const array states = {p->states, wide, 4, {B, rt_scan_num_states(N), K, C}, NULL, !backward};
+    arrays all = {0};
+    if (backward) {
+        add(&all, true, (array){p->dx, wide, 3, {B, N, C}, NULL, false});
+        add(&all, true, (array){p->dstep, wide, 3, {B, N, C}, NULL, false});
+        add(&all, true, (array){p->dq, wide, 3, {B, N, K}, NULL, false});
+        add(&all, true, (array){p->dk, wide, 3, {B, N, K}, NULL, false});
+        add(&all, true, (array){p->drate, wide, 2, {K, C}, NULL, false});
+        add(&all, true, (array){p->dskip, wide, 1, {C}, NULL, p->skip == NULL});
+        add(&all, true, (array){p->dinitial_state, wide, 3, {B, K, C}, NULL, false});
+        add(&all, false, (array){p->dout, bytes, 3, {B, N, C}, p->dout_stride, false});
+        add(&all, false, (array){p->dfinal_state, wide, 3, {B, K, C}, NULL, true});
+    } else {
+        add(&all, true, (array){p->out, bytes, 3, {B, N, C}, NULL, false});
+        add(&all, true, (array){p->final_state, wide, 3, {B, K, C}, NULL, false});
+    }
+    add(&all, !backward, states);
+    add(&all, false, (array){p->x, bytes, 3, {B, N, C}, p->x_stride, false});
+    add(&all, false, (array){p->q, bytes, 3, {B, N, K}, p->q_stride, false});
+    add(&all, false, (array){p->k, bytes, 3, {B, N, K}, p->k_stride, false});
+    add(&all, false, (array){p->step, wide, 3, {B, N, C}, NULL, false});
+    add(&all, false, (array){p->rate, wide, 2, {K, C}, NULL, false});
+    add(&all, false, (array){p->skip, wide, 1, {C}, NULL, true});
+    add(&all, false, (array){p->resets, 1, 2, {B, N}, resets, false});
+    add(&all, false, (array){p->initial_state, wide, 3, {B, K, C}, NULL, true});
+    return check_arrays(&all);
+}
+
 rt_status rt_conv_check(const rt_conv_params *p, bool backward) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 
 enum { RT_CHUNK_TOKENS = 64 };
+enum { RT_SELECTIVE_CHANNELS = 64 }; // of one task of the selective scan
 
 // The state before a chunk: 0, the row's initial state, or (>= 0) one that the forward keeps.
 enum { RT_STATE_ZERO = -2, RT_STATE_INITIAL = -1 };
@@ -23,6 +24,21 @@ typedef struct rt_chunks {
     rt_chunk *chunks; // (N + 1) the last one is the end
     bool ends_empty;  // a document begins after the last token: the final state is 0
 } rt_chunks;
+
+// The chunks of every row of a batch; one row if they share their resets.
+typedef struct rt_chunk_rows {
+    int64_t count, row_bytes, num_bytes; // num_bytes: of all
+    char *memory;
+} rt_chunk_rows;
+
+// Counts the bytes of rows for these resets; false if they are too many.
+bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t resets_batch_stride, rt_chunk_rows *rows);
+// memory: rows->num_bytes, 64-byte aligned
+void rt_find_chunks(rt_chunk_rows *rows, char *memory, const uint8_t *resets, int64_t num_tokens);
+
+static inline const rt_chunks *rt_chunks_of(const rt_chunk_rows *rows, int64_t batch) {
+    return (const rt_chunks *)(void *)(rows->memory + (rows->count > 1 ? batch : 0) * rows->row_bytes);
+}
 
 // The heads that share q and k add to dq and dk in their order: each waits until the one before has passed a chunk.
 typedef struct rt_scan_turn {

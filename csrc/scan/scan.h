@@ -5,6 +5,7 @@
 #include "../ringtile.h"
 
 rt_status rt_scan_check(const rt_scan_params *p, bool backward);
+rt_status rt_selective_check(const rt_selective_params *p, bool backward);
 rt_status rt_conv_check(const rt_conv_params *p, bool backward);
 
 #endif // RINGTILE_SCAN_SCAN_H

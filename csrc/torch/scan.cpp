@@ -71,7 +71,7 @@ rt_scan_params scan_params(const char *op, const ScanArgs &in) {
     return p;
 }
 
-Tensor workspace_of(rt_scan_params &p, const Tensor &x, int64_t num_bytes) {
+template <class Params> Tensor workspace_of(Params &p, const Tensor &x, int64_t num_bytes) {
     Tensor workspace = empty_like(x, {num_bytes}, ScalarType::Byte);
     p.workspace = workspace.data_ptr(), p.workspace_bytes = num_bytes;
     return workspace;
@@ -130,6 +130,87 @@ scan_backward(const Tensor &dout, MaybeTensor dfinal_state, const Tensor &q, con
     const Tensor workspace = workspace_of(p, q, rt_scan_bwd_workspace_bytes(&p, parallel.num_workers));
     check(rt_scan_bwd(&p, parallel), op);
     return {dq, dk, dv, ddecay, dfactor, dskip, dinitial};
+}
+
+// ---- selective scan ----------------------------------------------------------------------------
+
+struct SelectiveArgs {
+    const Tensor &x, &step, &rate, &k, &q;
+    const MaybeTensor &skip;
+    const Tensor &resets;
+    const MaybeTensor &initial_state;
+};
+
+// Element 0 of a tensor of rows (B, N, any), and its strides.
+const void *set_rows(const char *op, const char *name, const Tensor &x, ScalarType dtype,
+                     const std::vector<int64_t> &sizes, int64_t (&strides)[2]) {
+    const Arg arg = {op, name, x};
+    arg.on_cpu().dtype(dtype).sizes(sizes).unit_last_stride();
+    strides[0] = x.stride(0), strides[1] = x.stride(1);
+    return arg.data();
+}
+
+rt_selective_params selective_params(const char *op, const SelectiveArgs &in) {
+    Arg{op, "x", in.x}.on_cpu().dim(3);
+    Arg{op, "q", in.q}.on_cpu().dim(3);
+    rt_selective_params p = {};
+    p.dtype = dtype_of(in.x, op);
+    const ScalarType dtype = in.x.scalar_type(), state = state_dtype(p.dtype);
+    const int64_t B = in.x.size(0), N = in.x.size(1), C = in.x.size(2), K = in.q.size(2);
+    p.batch = B, p.num_tokens = N, p.num_channels = C, p.state_dim = K;
+    p.x = set_rows(op, "x", in.x, dtype, {B, N, C}, p.x_stride);
+    p.q = set_rows(op, "q", in.q, dtype, {B, N, K}, p.q_stride);
+    p.k = set_rows(op, "k", in.k, dtype, {B, N, K}, p.k_stride);
+    p.step = optional_data(op, "step", in.step, state, {B, N, C});
+    p.rate = optional_data(op, "rate", in.rate, state, {K, C});
+    p.skip = optional_data(op, "skip", in.skip, state, {C});
+    p.resets_batch_stride = set_resets(op, in.resets, B, N, p.resets);
+    p.initial_state = optional_data(op, "initial_state", in.initial_state, state, {B, K, C});
+    return p;
+}
+
+// keep: for a backward. Returns out, the final state, and the states that the backward needs.
+std::tuple<Tensor, Tensor, Tensor> selective_scan(const Tensor &x, const Tensor &step, const Tensor &rate,
+                                                  const Tensor &k, const Tensor &q, MaybeTensor skip,
+                                                  const Tensor &resets, MaybeTensor initial_state,
+                                                  bool keep) {
+    const char *op = "selective_scan";
+    rt_selective_params p = selective_params(op, {x, step, rate, k, q, skip, resets, initial_state});
+    const ScalarType state = state_dtype(p.dtype);
+    const int64_t B = p.batch, N = p.num_tokens, C = p.num_channels, K = p.state_dim;
+    Tensor out = empty_like(x, {B, N, C}, x.scalar_type()), final_state = empty_like(x, {B, K, C}, state),
+           states = empty_like(x, {B, keep ? rt_scan_num_states(N) : 0, K, C}, state);
+    p.out = out.data_ptr(), p.final_state = final_state.data_ptr();
+    p.states = keep ? states.data_ptr() : nullptr;
+    const rt_parallel parallel = torch_threads();
+    const Tensor workspace = workspace_of(p, x, rt_selective_fwd_workspace_bytes(&p, parallel.num_workers));
+    check(rt_selective_fwd(&p, parallel), op);
+    return {out, final_state, states};
+}
+
+// dx, dstep, drate, dk, dq, dskip (empty without skip), dinitial_state.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+selective_scan_backward(const Tensor &dout, MaybeTensor dfinal_state, const Tensor &x, const Tensor &step,
+                        const Tensor &rate, const Tensor &k, const Tensor &q, MaybeTensor skip,
+                        const Tensor &resets, MaybeTensor initial_state, const Tensor &states) {
+    const char *op = "selective_scan_backward";
+    rt_selective_params p = selective_params(op, {x, step, rate, k, q, skip, resets, initial_state});
+    const ScalarType state = state_dtype(p.dtype);
+    const int64_t B = p.batch, N = p.num_tokens, C = p.num_channels, K = p.state_dim;
+    p.dout = set_rows(op, "dout", dout, x.scalar_type(), {B, N, C}, p.dout_stride);
+    p.dfinal_state = optional_data(op, "dfinal_state", dfinal_state, state, {B, K, C});
+    p.states = optional_data(op, "states", states, state, {B, rt_scan_num_states(N), K, C});
+    Tensor dx = empty_like(x, {B, N, C}, state), dstep = empty_like(x, {B, N, C}, state),
+           drate = empty_like(x, {K, C}, state), dk = empty_like(x, {B, N, K}, state),
+           dq = empty_like(x, {B, N, K}, state), dskip = empty_like(x, {skip.has_value() ? C : 0}, state),
+           dinitial = empty_like(x, {B, K, C}, state);
+    p.dx = dx.data_ptr(), p.dstep = dstep.data_ptr(), p.drate = drate.data_ptr(), p.dk = dk.data_ptr();
+    p.dq = dq.data_ptr(), p.dinitial_state = dinitial.data_ptr();
+    if (p.skip != nullptr) p.dskip = dskip.data_ptr();
+    const rt_parallel parallel = torch_threads();
+    const Tensor workspace = workspace_of(p, x, rt_selective_bwd_workspace_bytes(&p, parallel.num_workers));
+    check(rt_selective_bwd(&p, parallel), op);
+    return {dx, dstep, drate, dk, dq, dskip, dinitial};
 }
 
 // ---- convolution -------------------------------------------------------------------------------
@@ -192,6 +273,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(const Tensor &
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("scan", TORCH_BOX(&scan));
     m.impl("scan_backward", TORCH_BOX(&scan_backward));
+    m.impl("selective_scan", TORCH_BOX(&selective_scan));
+    m.impl("selective_scan_backward", TORCH_BOX(&selective_scan_backward));
     m.impl("causal_conv1d", TORCH_BOX(&causal_conv1d));
     m.impl("causal_conv1d_backward", TORCH_BOX(&causal_conv1d_backward));
 }

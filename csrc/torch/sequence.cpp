@@ -147,6 +147,13 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
           "Tensor? beta, "
           "Tensor? step, Tensor? skip, Tensor resets, Tensor? initial_state, Tensor states, float scale) -> "
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def(
+        "selective_scan(Tensor x, Tensor step, Tensor rate, Tensor k, Tensor q, Tensor? skip, Tensor resets, "
+        "Tensor? initial_state, bool keep) -> (Tensor, Tensor, Tensor)");
+    m.def("selective_scan_backward(Tensor dout, Tensor? dfinal_state, Tensor x, Tensor step, Tensor rate, "
+          "Tensor k, "
+          "Tensor q, Tensor? skip, Tensor resets, Tensor? initial_state, Tensor states) -> "
+          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def("causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor resets, Tensor? initial_state, bool "
           "silu) -> "
           "(Tensor, Tensor)");

@@ -27,7 +27,7 @@ from ringtile.errors import (
 
 _build_error: BuildError | None = None
 try:
-    from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, ssd
+    from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
     from ringtile.ring.attention import attention, ring_attention
     from ringtile.ring.weight_dropout import AttentionDropout
     from ringtile.sequence.layout import Layout, Run
@@ -107,6 +107,7 @@ __all__ = [
     "plan",
     "restore",
     "ring_attention",
+    "selective_scan",
     "ssd",
     "tile_mlps",
     "tiled_linear_cross_entropy",

@@ -1,6 +1,6 @@
 // Recurrences and their convolution.
 #include "fuzz.h"
-#include "scan_reference.h"
+#include "selective_reference.h"
 
 static bool is_dtype(rt_dtype dtype) { return (int)dtype >= 0 && dtype <= RT_F16; }
 
@@ -307,10 +307,119 @@ static void try_conv(uint64_t *state) {
     free_arrays(&all);
 }
 
+// ---- selective scan ----------------------------------------------------------------------------------------
+
+static void selective_forward_reference(const void *p) { selective_reference_fwd(p); }
+static void selective_backward_reference(const void *p) { selective_reference_bwd(p); }
+
+static void try_selective(uint64_t *state) {
+    const bool backward = random_int(state, 0, 1);
+    verdict expected = VALID;
+    rt_selective_params p = {.dtype = all_dtypes[random_int(state, 0, 3)],
+                             .batch = random_int(state, 0, 2),
+                             .num_tokens = random_int(state, 0, random_int(state, 0, 3) ? 20 : 90),
+                             .num_channels = random_int(state, 1, random_int(state, 0, 3) ? 20 : 70),
+                             .state_dim = random_int(state, 1, 5)};
+    p.resets_batch_stride = random_int(state, 0, 1) * p.num_tokens;
+    p.x_stride[1] = p.dout_stride[1] = p.num_channels + random_int(state, 0, 2);
+    p.q_stride[1] = p.k_stride[1] = p.state_dim + random_int(state, 0, 2);
+    p.x_stride[0] = p.dout_stride[0] = p.num_tokens * p.x_stride[1] + random_int(state, 0, 2);
+    p.q_stride[0] = p.k_stride[0] = p.num_tokens * p.q_stride[1] + random_int(state, 0, 2);
+    int64_t *const fields[] = {&p.batch,     &p.num_tokens,  &p.num_channels,
+                               &p.state_dim, &p.x_stride[1], &p.resets_batch_stride};
+    rt_parallel parallel = {.run = run_in_turn, .num_workers = random_int(state, 1, 3)};
+    bool no_params = false, small_workspace = false;
+    int64_t spoil = -1, spoil_kind = 0;
+    for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
+        expected = UNKNOWN;
+        const int64_t kind = random_int(state, 0, 10);
+        if (kind == 0) p.dtype = (rt_dtype)random_int(state, -1, 5);
+        if (kind == 1 || kind == 2) spoil = random_int(state, 0, 5), spoil_kind = kind;
+        if (kind == 3) no_params = random_int(state, 0, 3) == 0;
+        if (kind == 4) small_workspace = true;
+        if (kind > 4) {
+            int64_t *field = fields[random_int(state, 0, 5)];
+            *field = hostile(state, *field);
+        }
+    }
+    const int64_t B = p.batch, N = p.num_tokens, C = p.num_channels, K = p.state_dim;
+    const rt_dtype dtype = p.dtype, wide = state_of(dtype);
+    const int64_t rows[] = {B, N, C}, shared[] = {B, N, K}, states[] = {B, K, C}, rates[] = {K, C},
+                  kept[] = {B, rt_scan_num_states(N), K, C}, of_resets[] = {B, N};
+    arrays all = {0};
+    add(&all, false, dtype, &p.x, 3, rows, p.x_stride);
+    add(&all, false, dtype, &p.q, 3, shared, p.q_stride),
+        add(&all, false, dtype, &p.k, 3, shared, p.k_stride);
+    block *step = add(&all, false, wide, &p.step, 3, rows, NULL);
+    block *rate = add(&all, false, wide, &p.rate, 2, rates, NULL);
+    block *reset = add(&all, false, RT_F16, &p.resets, 2, of_resets, &p.resets_batch_stride);
+    reset->element_bytes = 1;
+    const bool skips = random_int(state, 0, 1);
+    if (skips) add(&all, false, wide, &p.skip, 1, &C, NULL);
+    if (random_int(state, 0, 1)) add(&all, false, wide, &p.initial_state, 3, states, NULL);
+    const int64_t first_state = all.count;
+    add(&all, !backward, wide, &p.states, 4, kept, NULL);
+    if (backward) {
+        add(&all, false, dtype, &p.dout, 3, rows, p.dout_stride);
+        if (random_int(state, 0, 1)) add(&all, false, wide, &p.dfinal_state, 3, states, NULL);
+        if (skips) add(&all, true, wide, &p.dskip, 1, &C, NULL);
+        add(&all, true, wide, &p.dx, 3, rows, NULL), add(&all, true, wide, &p.dstep, 3, rows, NULL);
+        add(&all, true, wide, &p.dq, 3, shared, NULL), add(&all, true, wide, &p.dk, 3, shared, NULL);
+        add(&all, true, wide, &p.drate, 2, rates, NULL);
+        add(&all, true, wide, &p.dinitial_state, 3, states, NULL);
+    } else {
+        add(&all, true, dtype, &p.out, 3, rows, NULL), add(&all, true, wide, &p.final_state, 3, states, NULL);
+    }
+    if (spoil_kind == 1) all.x[spoil].is_null = true;
+    if (spoil_kind == 2) all.x[spoil].is_skewed = all.x[spoil].element_bytes > 1;
+    const bool forbidden = no_params || !is_dtype(dtype) || C < 1 || K < 1 || K > 512 ||
+                           (p.resets_batch_stride != 0 && p.resets_batch_stride != N);
+    expected = judge_arrays(&all, forbidden ? FORBIDDEN : expected);
+    if (expected == IMPOSSIBLE) {
+        num_skipped++;
+        return;
+    }
+    const bool fair = random_int(state, 0, 9) > 0 && !forbidden;
+    make_arrays(&all, state, fair);
+    if (fair) scale_numbers(step, wide, 1, true), scale_numbers(rate, wide, -1, true);
+    fill_resets(reset, state);
+    for (int64_t i = 0; i < all.count; i++) all.copies[i] = copy_of(&all.x[i]);
+    point(&all, false);
+    if (backward && fair && expected != FORBIDDEN) { // it reads the states that its forward kept
+        rt_selective_params forward = p;
+        forward.out = must_alloc((size_t)(B * N * C) * dtype_bytes(dtype));
+        forward.final_state = must_alloc((size_t)(B * K * C) * 8);
+        forward.workspace_bytes = rt_selective_fwd_workspace_bytes(&forward, 1);
+        forward.workspace = aligned_alloc(64, (size_t)forward.workspace_bytes + 64);
+        judge("rt_selective_fwd", expected, rt_selective_fwd(&forward, no_threads()));
+        free(forward.out), free(forward.final_state), free(forward.workspace);
+        if (all.x[first_state].num_bytes > 0)
+            memcpy(all.copies[first_state].memory, all.x[first_state].memory, all.x[first_state].num_bytes);
+    }
+    p.workspace_bytes = backward ? rt_selective_bwd_workspace_bytes(&p, parallel.num_workers)
+                                 : rt_selective_fwd_workspace_bytes(&p, parallel.num_workers);
+    void *const workspace = aligned_alloc(64, (size_t)p.workspace_bytes + 64);
+    p.workspace = workspace;
+    if (small_workspace) p.workspace_bytes -= 64, expected = FORBIDDEN;
+    if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {
+        const int64_t output = all.count - 1;
+        if (alias(all.x, output, random_int(state, 0, all.count - 2))) expected = FORBIDDEN;
+        *all.pointer[output] = all.x[output].data;
+    }
+    const rt_selective_params *given = no_params ? NULL : &p;
+    const rt_status status = backward ? rt_selective_bwd(given, parallel) : rt_selective_fwd(given, parallel);
+    all.x[first_state].is_output = false;
+    call_and_compare(&all, backward ? "rt_selective_bwd" : "rt_selective_fwd", expected, fair, status,
+                     backward ? selective_backward_reference : selective_forward_reference, &p);
+    free(workspace), free_arrays(&all);
+}
+
 static void trial(uint64_t *state, int64_t entry) {
     (void)entry;
-    if (trial_number % 3 == 0)
+    if (trial_number % 4 == 0)
         try_conv(state);
+    else if (trial_number % 4 == 1)
+        try_selective(state);
     else
         try_scan(state);
 }

@@ -1,4 +1,4 @@
-"""Causal convolution, gated delta rule and Mamba-2 over a sequence sharded over the ranks of a group.
+"""Causal convolution, gated delta rule, Mamba and Mamba-2 over a sequence sharded over the ranks of a group.
 
 The public functions: what they check, and how they part the work. What travels is in hand_over.py, who computes the
 tokens of one rank in local.py.
@@ -20,7 +20,7 @@ from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.recurrent.documents import Documents, documents_of
 from ringtile.recurrent.hand_over import Halos, Operand, Recurrence, check_tensors, run
-from ringtile.recurrent.kernels import MAX_WIDTH
+from ringtile.recurrent.kernels import MAX_WIDTH, check_scale
 from ringtile.recurrent.local import computing_on
 from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout
@@ -28,6 +28,8 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
+
+_CHANNELS = 64  # of the selective scan, that its kernel takes at once (csrc/scan/chunks.h)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,8 +118,7 @@ def gated_delta_rule(
             },
         )
         _check_heads("v", v, "k", k, "q", q)
-        scale = key_dim**-0.5 if scale is None else arguments.check_number("scale", scale)
-        ops.check_scale_and_softcap(v.dtype, scale, 0.0)
+        scale = check_scale(key_dim**-0.5 if scale is None else scale, v.dtype)
     alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
     key_heads = None if alone else 2
 
@@ -204,6 +205,72 @@ def ssd(
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    sequence: ShardedSequence | None = None,
+    *,
+    D: Tensor | None = None,
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
+) -> Tensor:
+    """Mamba's selective scan (arXiv:2312.00752).
+
+    For each document, and each channel of x with a state h of K numbers: h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t;
+    y_t = h_t C_t + D x_t, with h = 0 before it. x, dt (B, N, C), dt after its softplus, A (C, K) negative, B, C
+    (B, N, K), D (C). Apply a gate outside: y * silu(z). sequence, mask, layout, group, padding, errors: as in
+    `causal_conv1d`. Returns y (B, N, C) of x's dtype; states and sums are in float32 (float64 for float64).
+    Differentiable once.
+    """
+    op = "selective_scan"
+    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, D) as documents:
+        if x.dim() != 3 or B.dim() != 3:
+            raise InputError(f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (B, N, C) and (B, N, K)")
+        batch, num_tokens, num_channels, state_dim = x.size(0), _num_tokens(documents), x.size(2), B.size(2)
+        check_tensors(
+            documents,
+            {
+                "x": (x, (batch, num_tokens, num_channels)),
+                "dt": (dt, (batch, num_tokens, num_channels)),
+                "A": (A, (num_channels, state_dim)),
+                "B": (B, (batch, num_tokens, state_dim)),
+                "C": (C, (batch, num_tokens, state_dim)),
+                "D": (D, (num_channels,)),
+            },
+        )
+        if num_channels < 1 or not 1 <= state_dim <= ops.MAX_HEAD_DIM:
+            raise InputError(
+                f"x has {num_channels} channels, B a state dim of {state_dim}; expected 1 or more, and "
+                f"1..{ops.MAX_HEAD_DIM}"
+            )
+        _check_dtype("x", x, B=B, C=C)
+
+    def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, dt, A, B, C, *D = given
+        return computing_on(x.device).selective_scan(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
+
+    operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0), Operand(B, heads=None)]
+    operands += [Operand(C, heads=None)] + ([] if D is None else [Operand(D, tokens=False, heads=0)])
+    terms = {"channels": num_channels, "state_dim": state_dim, "D": "given" if D is not None else "none"}
+    return run(
+        Recurrence(
+            op,
+            documents,
+            _terms(x, documents) | terms,
+            compute,
+            operands,
+            Operand(x),
+            (batch, num_channels, state_dim),
+            num_channels if num_channels % _CHANNELS else num_channels // _CHANNELS,
+        )
+    )
+
+
 # ---- checks -------------------------------------------------------------------------------------
 
 
@@ -235,12 +302,16 @@ def _check_heads(name: str, x: Tensor, k_name: str, k: Tensor, q_name: str, q: T
     num_heads, num_groups = x.size(2), k.size(2)
     if num_groups < 1 or num_heads < 1 or num_heads % num_groups:
         raise InputError(f"{name} has {num_heads} heads, {k_name} {num_groups}; expected a multiple")
-    for other, y in ((k_name, k), (q_name, q)):
-        if y.dtype != x.dtype:
-            raise InputError(f"{other} has dtype {y.dtype} but {name} has {x.dtype}; cast them to one dtype")
+    _check_dtype(name, x, **{k_name: k, q_name: q})
     for other, y in ((name, x), (k_name, k)):
         if not 1 <= y.size(3) <= ops.MAX_HEAD_DIM:
             raise InputError(f"{other} has head dim {y.size(3)}; expected 1..{ops.MAX_HEAD_DIM}")
+
+
+def _check_dtype(name: str, x: Tensor, **others: Tensor) -> None:
+    for other, y in others.items():
+        if y.dtype != x.dtype:
+            raise InputError(f"{other} has dtype {y.dtype} but {name} has {x.dtype}; cast them to one dtype")
 
 
 def _terms(x: Tensor, documents: Documents) -> dict[str, HeaderValue]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 N, H, K, V, C, WIDTH = 67, 2, 5, 3, 20, 4  # 67 tokens, heads that share keys: more than a chunk (csrc/scan/chunks.h)
+CHANNELS = 70  # of the selective scan: more than one task (csrc/scan/chunks.h)
 BEGIN, PADDING = {1, 70}, {4, 66}
 
 
@@ -85,6 +86,51 @@ def _recurrence(
     return out, final[None], dq, dk, dv, ddecay if kind == "kda" else ddecay.sum(-1), dfactor, dnow[None]
 
 
+def selective(forward: Callable[..., Any], backward: Callable[..., Any], dtype: torch.dtype) -> str:
+    generator, state = torch.Generator("cpu").manual_seed(0), torch.promote_types(dtype, torch.float32)
+    x, dout, k, q = (_normal(generator, 1, N, size).to(dtype) for size in (CHANNELS, CHANNELS, K, K))
+    k, q = k / 4, q / 16  # gradients of the states and of k are sums over q and over the channels
+    step = _normal(generator, 1, N, CHANNELS).sigmoid().to(state)
+    rate, skip = -_normal(generator, K, CHANNELS).abs().to(state), _normal(generator, CHANNELS).to(state)
+    before, dfinal = (_normal(generator, 1, K, CHANNELS).to(state) for _ in range(2))
+    given = (x, step, rate, k, q, skip, _resets(), before)
+    out, final, states = forward(*given, True)
+    got = (out, final, *backward(dout, dfinal, *given, states))
+    names = ("x", "the step", "the rate", "k", "q", "the skip", "the state")
+    expected = _selective(*(x.double() for x in (x, step, rate, k, q, skip, before, dout, dfinal)))
+    return _first_difference(
+        ("output", "final state", *(f"gradient of {name}" for name in names)), got, expected, N + K + CHANNELS
+    )
+
+
+def _selective(
+    x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor, skip: Tensor, before: Tensor, dout: Tensor,
+    dfinal: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out, the final state, and the gradients of x, step, rate, k, q, skip and the initial state."""
+    out, dx, dstep, drate, dk, dq, dskip = (torch.zeros_like(y) for y in (x, x, step, rate, k, q, skip))
+    now, kept = before[0], {}
+    for t in range(N):
+        now = torch.zeros_like(now) if t in BEGIN else now
+        if t not in PADDING:
+            decayed = (step[0, t] * rate).exp() * now
+            after = decayed + k[0, t, :, None] * (step[0, t] * x[0, t])
+            out[0, t] = q[0, t] @ after + skip * x[0, t]
+            kept[t], now = (decayed, after), after
+    final, dnow = now, dfinal[0]
+    for t in reversed(range(N)):
+        if t not in PADDING:
+            decayed, after = kept[t]
+            dnow = dnow + q[0, t, :, None] * dout[0, t]
+            dq[0, t], dk[0, t] = after @ dout[0, t], dnow @ (step[0, t] * x[0, t])
+            du, moved = k[0, t] @ dnow, dnow * decayed
+            dx[0, t], dstep[0, t] = du * step[0, t] + skip * dout[0, t], du * x[0, t] + (moved * rate).sum(0)
+            drate, dskip = drate + moved * step[0, t], dskip + dout[0, t] * x[0, t]
+            dnow = (step[0, t] * rate).exp() * dnow
+        dnow = torch.zeros_like(dnow) if t in BEGIN else dnow
+    return out, final[None], dx, dstep, drate, dk, dq, dskip, dnow[None]
+
+
 def convolution(forward: Callable[..., Any], backward: Callable[..., Any], dtype: torch.dtype) -> str:
     generator, state = torch.Generator("cpu").manual_seed(0), torch.promote_types(dtype, torch.float32)
     x, dy = (_normal(generator, 1, N, C).to(dtype) for _ in range(2))
@@ -145,5 +191,6 @@ def of(ops: Any) -> Mapping[str, Callable[[torch.dtype], str]]:
         for kind in ("delta", "kda", "ssd")
     }
     return judges | {
+        "selective": lambda dtype: selective(ops.selective_scan, ops.selective_scan_backward, dtype),
         "convolution": lambda dtype: convolution(ops.causal_conv1d, ops.causal_conv1d_backward, dtype),
     }

@@ -2,6 +2,7 @@
 
     gated_delta_rule   S = diag(exp g) S;  u = beta (v - S^T k);  S += k u^T;  out = scale S^T q   (arXiv:2412.06464)
     ssd                S = exp(dt A) S + dt B x^T;  y = S^T C + D x                                (arXiv:2405.21060)
+    selective_scan     S = exp(dt A) S + dt B x;  y = S C + D x, of each channel       (arXiv:2312.00752)
     causal_conv1d      y = act(bias + sum over i of weight[i] x_(t - width + 1 + i))
 
 resets, uint8 (B or 1, N), on the CPU. Bit 0: a document starts at this token, so that nothing before it reaches it, the
@@ -35,7 +36,8 @@ _ops = torch.ops.ringtile
 
 # ---- self-check ---------------------------------------------------------------------------------
 
-KERNELS = {"delta": "gated delta rule", "kda": "KDA", "ssd": "SSD", "convolution": "causal convolution"}
+KERNELS = {"delta": "gated delta rule", "kda": "KDA", "ssd": "SSD", "selective": "selective scan"}
+KERNELS["convolution"] = "causal convolution"
 
 
 def why_not_kernel(name: str, dtype: torch.dtype) -> str:
@@ -110,10 +112,7 @@ def gated_delta_rule(
     else:
         _check_shape("g", g, expected, "(batch, tokens, heads) of v, or with the head dim of k for KDA")
     _check_resets(resets, batch, num_tokens)
-    scale = arguments.check_number("scale", scale)
-    state = ops.state_dtype(v.dtype)
-    if not abs(scale) <= torch.finfo(state).max:
-        raise InputError(f"scale is {scale}; expected a finite number of {state}")
+    scale, state = check_scale(scale, v.dtype), ops.state_dtype(v.dtype)
     before = _maybe(state, initial_state)
     _check_kernel("kda" if g.dim() == 4 else "delta", v)
     return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, resets, before, scale)
@@ -151,6 +150,50 @@ def ssd(
     return y, final_state.transpose(-1, -2)
 
 
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    resets: Tensor,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba's scan of x (B, N, C) with B and C (B, N, K), A (C, K) < 0, D (C).
+
+    dt (B, N, C): the step, after its softplus. initial_state (B, C, K), 0 if None. Returns y (B, N, C) of x's dtype and
+    the final state.
+    """
+    _check_tensors("selective_scan", 3, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
+    batch, num_tokens, num_channels = x.shape
+    state_dim = B.size(2) if B.dim() == 3 else 0
+    if num_channels < 1 or not 1 <= state_dim <= ops.MAX_HEAD_DIM:
+        raise InputError(
+            f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (batch, tokens, channels) and (batch, tokens, state "
+            f"dim) with a state dim of 1..{ops.MAX_HEAD_DIM}"
+        )
+    for name, other in (("B", B), ("C", C)):
+        _check_shape(name, other, (batch, num_tokens, state_dim), "(batch, tokens) of x and the state dim of B")
+        if other.dtype != x.dtype:
+            raise InputError(f"{name} has dtype {other.dtype} but x has {x.dtype}; cast them to one dtype")
+    _check_shape("dt", dt, (batch, num_tokens, num_channels), "as x")
+    _check_shape("A", A, (num_channels, state_dim), "the channels of x and the state dim of B")
+    _check_shape("D", D, (num_channels,), "the channels of x")
+    _check_shape("initial_state", initial_state, (batch, num_channels, state_dim), "(batch, channels, state dim)")
+    _check_resets(resets, batch, num_tokens)
+    state = ops.state_dtype(x.dtype)
+    _check_kernel("selective", x)
+    before = None if initial_state is None else _as(state, initial_state.mT)
+    inputs = (x, dt, A, B, C, D, initial_state)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    x, B, C = (_unit_last_stride(x) for x in (x, B, C))
+    y, final_state, _ = _ops.selective_scan(
+        x, _as(state, dt), _as(state, A.mT), B, C, _maybe(state, D), resets.contiguous(), before, keep
+    )
+    return y, final_state.mT
+
+
 def _scan(
     q: Tensor,
     k: Tensor,
@@ -185,6 +228,14 @@ def _unit_last_stride(x: Tensor) -> Tensor:
 
 
 # ---- checks -------------------------------------------------------------------------------------
+
+
+def check_scale(scale: Any, dtype: torch.dtype) -> float:
+    """A scale of the gated delta rule for tensors of a dtype. InputError: no arithmetic for it holds the number."""
+    scale, state = arguments.check_number("scale", scale), ops.state_dtype(dtype)
+    if not abs(scale) <= torch.finfo(state).max:
+        raise InputError(f"scale is {scale}; expected a finite number of {state}")
+    return scale
 
 
 def _check_tensors(op: str, num_dims: int, **tensors: Tensor | None) -> None:
@@ -273,6 +324,26 @@ def _(
     return tuple(decay.new_empty(shape) for shape in shapes)
 
 
+@torch.library.register_fake("ringtile::selective_scan")  # type: ignore[untyped-decorator]
+def _(
+    x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor, skip: Tensor | None, resets: Tensor,
+    initial_state: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, num_tokens, _ = x.shape
+    kept = rate.new_empty(batch, _num_states(num_tokens) if keep else 0, *rate.shape)
+    return x.new_empty(x.shape), rate.new_empty(batch, *rate.shape), kept
+
+
+@torch.library.register_fake("ringtile::selective_scan_backward")  # type: ignore[untyped-decorator]
+def _(
+    dout: Tensor, dfinal_state: Tensor | None, x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor,
+    skip: Tensor | None, resets: Tensor, initial_state: Tensor | None, states: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    shapes = [x.shape, step.shape, rate.shape, k.shape, q.shape]
+    shapes += [torch.Size([0 if skip is None else x.size(2)]), torch.Size([x.size(0), *rate.shape])]
+    return tuple(rate.new_empty(shape) for shape in shapes)
+
+
 @torch.library.register_fake("ringtile::causal_conv1d")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, silu: bool
@@ -325,6 +396,26 @@ def _scan_backward(
     )
 
 
+def _setup_selective(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _selective_backward(
+    ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
+) -> tuple[Tensor | None, ...]:
+    *tensors, states = ctx.saved_tensors
+    x, _, _, k, q, skip, _, initial_state = tensors
+    derivatives.check_once("the backward of selective_scan", dout, dfinal_state)
+    dout = x.new_zeros(x.shape) if dout is None else _unit_last_stride(dout)
+    dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+    dx, dstep, drate, dk, dq, dskip, dinitial = _ops.selective_scan_backward(dout, dfinal_state, *tensors, states)
+    dskip, dinitial = (None if given is None else y for given, y in ((skip, dskip), (initial_state, dinitial)))
+    return dx.to(x.dtype), dstep, drate, dk.to(k.dtype), dq.to(q.dtype), dskip, None, dinitial, None
+
+
 def _setup_conv(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.silu = inputs  # type: ignore[attr-defined]
     ctx.save_for_backward(*tensors)
@@ -344,11 +435,17 @@ def _refuse_scan(ctx: FunctionCtx, *gradients: Tensor) -> None:
     raise derivatives.differentiated_again("gated_delta_rule or ssd")
 
 
+def _refuse_selective(ctx: FunctionCtx, *gradients: Tensor) -> None:
+    raise derivatives.differentiated_again("selective_scan")
+
+
 def _refuse_conv(ctx: FunctionCtx, *gradients: Tensor) -> None:
     raise derivatives.differentiated_again("causal_conv1d")
 
 
 torch.library.register_autograd("ringtile::scan", _scan_backward, setup_context=_setup_scan)
 torch.library.register_autograd("ringtile::scan_backward", _refuse_scan)
+torch.library.register_autograd("ringtile::selective_scan", _selective_backward, setup_context=_setup_selective)
+torch.library.register_autograd("ringtile::selective_scan_backward", _refuse_selective)
 torch.library.register_autograd("ringtile::causal_conv1d", _conv_backward, setup_context=_setup_conv)
 torch.library.register_autograd("ringtile::causal_conv1d_backward", _refuse_conv)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ringtile import ops
 from ringtile.recurrent.resets import PADDING, STARTS, holds
@@ -116,6 +117,57 @@ def ssd(
         initial_state = x.new_zeros(batch, num_heads, value_dim, B.size(3), dtype=dtype)
     y, state = _each_document(of_document, [x, dt, B, C], resets, initial_state.to(dtype).mT)
     return y.to(x.dtype), state.mT
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    resets: Tensor,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t of each channel; y_t = h_t C_t + D x_t: Mamba (arXiv:2312.00752).
+
+    x, dt (B, N, C), A (C, K), B, C (B, N, K), D (C). Returns y (B, N, C) of x's dtype and the state (B, C, K).
+    """
+    dtype = ops.state_dtype(x.dtype)
+    of_channels = A.to(dtype)
+
+    def of_document(given: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (y.to(dtype) for y in given)
+        outs, state = [], state[..., 0]
+        for begin in range(0, x.size(1), _CHUNK):
+            tokens = slice(begin, begin + _CHUNK)
+            of_chunk = (dt[:, tokens], (dt * x)[:, tokens], B[:, tokens], C[:, tokens])
+            # A chunk makes log n states for each of its tokens: the backward makes them again.
+            out, state = checkpoint(
+                _selective_chunk, of_channels, *of_chunk, state, use_reentrant=False, preserve_rng_state=False
+            )
+            outs.append(out)
+        y = torch.cat(outs, dim=1)
+        return (y if D is None else y + D.to(dtype) * x)[..., None], state[..., None]
+
+    if initial_state is None:
+        initial_state = x.new_zeros(x.size(0), *A.shape, dtype=dtype)
+    y, state = _each_document(of_document, [x, dt, B, C], resets, initial_state.to(dtype)[..., None])
+    return y[..., 0].to(x.dtype), state[..., 0]
+
+
+def _selective_chunk(A: Tensor, dt: Tensor, u: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The scan of dt, u (B, n, C), B, C (B, n, K) from a state (B, C, K): each doubling of the reach joins the affine
+    maps of two stretches, so that decays are only ever multiplied."""
+    decay, moved = (dt[..., None] * A).exp(), u[..., None] * B[:, :, None]  # (B, n, C, K)
+    moved = torch.cat([moved[:, :1] + decay[:, :1] * state[:, None], moved[:, 1:]], dim=1)
+    reach = 1
+    while reach < moved.size(1):
+        before = functional.pad(moved, (0, 0, 0, 0, reach, 0))[:, : moved.size(1)]
+        moved = moved + decay * before
+        decay = decay * functional.pad(decay, (0, 0, 0, 0, reach, 0), value=1.0)[:, : moved.size(1)]
+        reach *= 2
+    return torch.einsum("bnck,bnk->bnc", moved, C), moved[:, -1]
 
 
 def _each_document(

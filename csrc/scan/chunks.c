@@ -1,0 +1,45 @@
+#include "chunks.h"
+
+#include "../arrays.h"
+
+static int64_t round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+int64_t rt_scan_num_states(int64_t num_tokens) {
+    return num_tokens > 0 ? (num_tokens - 1) / RT_CHUNK_TOKENS : 0;
+}
+
+bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t resets_batch_stride, rt_chunk_rows *rows) {
+    *rows = (rt_chunk_rows){.count = resets_batch_stride == 0 ? batch > 0 : batch};
+    const int64_t sizes[] = {rows->count, num_tokens, 32};
+    if (!rt_array_fits(3, sizes, NULL, 1)) return false;
+    rows->row_bytes = round_up_64(sizeof(rt_chunks)) + round_up_64(num_tokens * (int64_t)sizeof(int64_t)) +
+                      round_up_64((num_tokens + 1) * (int64_t)sizeof(rt_chunk));
+    rows->num_bytes = rows->row_bytes;
+    return rt_multiply_fits(&rows->num_bytes, rows->count);
+}
+
+static void find_chunks(const uint8_t *resets, int64_t num_tokens, rt_chunks *c) {
+    int64_t count = 0, in_chunk = 0, num_full = 0, before = RT_STATE_INITIAL;
+    c->num_chunks = 0, c->ends_empty = false;
+    for (int64_t t = 0; t < num_tokens; t++) {
+        if (resets[t] & RT_DOCUMENT_BEGIN) before = RT_STATE_ZERO, in_chunk = 0, c->ends_empty = true;
+        if (resets[t] & RT_PADDING) continue;
+        c->ends_empty = false;
+        if (in_chunk == 0) c->chunks[c->num_chunks++] = (rt_chunk){count, before};
+        c->tokens[count++] = t;
+        // Full chunks that end a document take a number too: there are never more than rt_scan_num_states before a token.
+        if (++in_chunk == RT_CHUNK_TOKENS) in_chunk = 0, before = num_full++;
+    }
+    c->chunks[c->num_chunks] = (rt_chunk){count, RT_STATE_ZERO};
+}
+
+void rt_find_chunks(rt_chunk_rows *rows, char *memory, const uint8_t *resets, int64_t num_tokens) {
+    rows->memory = memory;
+    for (int64_t row = 0; row < rows->count; row++, memory += rows->row_bytes) {
+        rt_chunks *c = (rt_chunks *)(void *)memory;
+        char *const tokens = memory + round_up_64(sizeof(*c));
+        c->tokens = (int64_t *)(void *)tokens;
+        c->chunks = (rt_chunk *)(void *)(tokens + round_up_64(num_tokens * (int64_t)sizeof(int64_t)));
+        find_chunks(resets + row * num_tokens, num_tokens, c);
+    }
+}
