@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 FAMILIES = {  # by mechanism: the first of each runs on two ranks by default
     "convolution": ("lfm2", "lfm2_moe"),
     "gated delta rule": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
-    "Mamba-2": ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"),
+    "Mamba-2": ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "mamba2"),
     "Kimi delta attention": ("kimi_linear",),
+    "Mamba": ("jamba", "mamba", "falcon_mamba", "zamba"),
+    "lightning attention": ("minimax",),
 }
 ALL = [family for families in FAMILIES.values() for family in families]
 FIRST = [families[0] for families in FAMILIES.values()]
@@ -63,6 +65,8 @@ def cells(quick: list[tuple[str, int, str]]) -> list[Any]:
 
 
 QUICK = [("lfm2", 3, "zigzag"), ("qwen3_next", 2, "zigzag"), ("bamba", 2, "contiguous"), ("kimi_linear", 2, "zigzag")]
+QUICK += [("jamba", 2, "zigzag")]
+QUICK_ALONE = ["lfm2", "mamba", "minimax"]
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), cells(QUICK))
@@ -86,7 +90,7 @@ def test_two_groups_of_two_train_as_one_process(family: str) -> None:
 WITHOUT_POSITIONS = "granitemoehybrid"
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == FIRST[0] else pytest.mark.matrix) for f in ALL])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK_ALONE else pytest.mark.matrix) for f in ALL])
 def test_packing_in_one_process_trains_as_each_document_alone(family: str) -> None:
     if family == WITHOUT_POSITIONS:
         with pytest.raises(Refused, match="hands no position ids to its masks"):
@@ -141,6 +145,14 @@ def test_generation_with_a_cache_is_left_to_transformers() -> None:
     ringtile.restore(trainer)
 
 
+def test_models_that_take_a_short_cut_in_training_evaluate_too() -> None:
+    trainer = make_trainer(model=hybrid("bamba"))
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    training = loss_of(trainer.model)
+    assert loss_of(trainer.model.eval()) == training
+    ringtile.restore(trainer)
+
+
 REFUSED_BATCHES = {
     "seq_idx": {"seq_idx": torch.tensor([[0] * 6 + [1] * 10])},
     "numbers in attention_mask": {"attention_mask": torch.tensor([[1] * 6 + [2] * 10])},
@@ -187,7 +199,9 @@ def test_compilation_and_unknown_mixers_are_refused() -> None:
     trainer.args.torch_compile = True
     with pytest.raises(Refused, match="has recurrent layers and Trainer uses torch_compile"):
         ringtile.enable(trainer, {"context_parallel_size": 1})
-    assert "layers of type linear_attention" in failure_of_enable(hybrid("jamba"))
+    assert "model.layers.0.temporal_block.rg_lru (RecurrentGemmaRglru) is the RG-LRU" in failure_of_enable(
+        hybrid("recurrent_gemma")
+    )
     mixed = hybrid("bamba")
     mixed.model.layers[0].extra = nn.Conv1d(4, 4, 3)
     assert "mixes neighbouring tokens in model.layers.0.extra (Conv1d)" in failure_of_enable(mixed)

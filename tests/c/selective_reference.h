@@ -46,7 +46,7 @@ static inline void walk_states(selective_walk *w) {
 }
 
 static inline void selective_reference_fwd(const rt_selective_params *p) {
-    const int64_t N = p->num_tokens, C = p->num_channels, K = p->state_dim;
+    const int64_t N = p->batch > 0 ? p->num_tokens : 0, C = p->num_channels, K = p->state_dim;
     const rt_dtype wide = state_of(p->dtype);
     double *const numbers = must_alloc((size_t)(3 * N) * sizeof(double)), *const out = numbers + 2 * N;
     for (int64_t b = 0; b < p->batch; b++)

@@ -132,6 +132,7 @@ _BESIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": [_INTERMEDIATE] * 4},
     "gemma4_text": {"per_layer_config": {i: {"head_dim": 2 * _HEAD_DIM} for i in (1, 3)}},
     "gemma4_unified_text": {"per_layer_config": {i: {"head_dim": 2 * _HEAD_DIM} for i in (1, 3)}},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
     "lfm2": {  # its default has no convolutions, and every checkpoint has
         **{"block_multiple_of": 16, "full_attn_idxs": None, "num_hidden_layers": 2 * LAYERS_OF_A_KIND},
         "layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND,

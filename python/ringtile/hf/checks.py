@@ -178,6 +178,11 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
             f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
     causal, modules = attends_causally(model), text_modules(model)
+    if reason := recurrent.unknown(modules):
+        raise Refused(
+            f"{reason}, which mixes tokens by an operation that ringtile has not; expected attention, a causal "
+            f"convolution, Mamba, Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
+        )
     mixers = recurrent.mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if causal and mixers and len(mixers) == num_layers(config)[1]:

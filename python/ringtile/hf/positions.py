@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.layers import num_layers
 from ringtile.hf.ledger import Ledger
 
 _COUNTS_MASK = "OPTLearnedPositionalEmbedding"
@@ -43,7 +44,8 @@ class Positions:
         ]
         for module in self._counted_inside:
             ledger.set(module, "forward", _with_global_ids(module.forward, active_batch))
-        self.makes_ids = rotary or (ours and takes_ids) or bool(self._counted_inside)
+        attends = num_layers(model.config.get_text_config())[0] > 0  # what is only recurrent counts nothing
+        self.makes_ids = rotary or (ours and (takes_ids or not attends)) or bool(self._counted_inside)
         self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
         self._counts_ids = next((module for module in modules if hasattr(module, _COUNTS_IDS)), None)
 

@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers' hybrid models: convolution, gated delta rule, Mamba-2.
+"""Recurrent layers of transformers' models: convolution, gated delta rule, Mamba and Mamba-2, lightning attention.
 
 Their mixers call functions of their module by name, which know nothing of documents or shards. A mixer gets a forward
-whose names mean ringtile's functions; the module, and so every other model of its kind, keeps its own. The functions
-find the `ShardedBatch` in the keyword arguments that layers hand down, also under activation checkpointing.
+whose names mean ringtile's functions; the module, and so every other model of its kind, keeps its own. The forward
+finds the `ShardedBatch` in the keyword arguments that layers hand down, also under activation checkpointing.
 
 Shape letters: B batch, S global tokens, N local tokens, C channels, W width, H heads, G groups, K key dim, V value dim.
 """
@@ -28,12 +28,13 @@ from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.layers import positions_separate
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.masks import mask_of_batch, positions_alone_separate
-from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, ssd
+from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.sharded import ShardedSequence
 
 _CONV = frozenset({"causal_conv1d_fn"})
 _DELTA = _CONV | {"torch_chunk_gated_delta_rule"}
+_MAMBA = _CONV | {"mamba_selective_scan"}
 _MAMBA2 = _CONV | {"mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
 # The mixers whose forward was read and tested, by class, with the functions that mix their tokens.
 _MIXERS = {
@@ -42,15 +43,38 @@ _MIXERS = {
     "OlmoHybridGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _CONV | {"chunk_kimi_delta_attention"},
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _MAMBA2),
-    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer"), _MAMBA2),
+    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer", "Mamba2Mixer"), _MAMBA2),
+    **dict.fromkeys(("JambaMambaMixer", "ZambaMambaMixer"), _MAMBA),
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer"), _MAMBA | {"mamba_inner_fn"}),
+    # It calls none: its forward is replaced, as long as it has these tables of its decays.
+    "MiniMaxLightningAttention": frozenset({"slope_rate", "query_decay", "key_decay", "diagonal_decay"}),
 }
+# Fused functions, of which mixers try one in training only, and go on without.
+_SHORT_CUTS = {"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"}
 _CACHES = ("cache_params", "past_key_values")  # the names under which mixers take one
-_DROPS_BATCH = "seq_idx"  # the only keyword argument that the layers of LFM2 hand to their convolution
+# Modules that hand no keyword arguments down to their mixers, but this one. The models get the batch from outside.
+_HANDED_DOWN = {
+    **dict.fromkeys(("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer"), "seq_idx"),
+    **dict.fromkeys(("JambaMambaDecoderLayer", "MambaModel", "FalconMambaModel"), "attention_mask"),
+    "Mamba2Model": BATCH_ARGUMENT,
+}
+# Recurrences that no op of ringtile computes, by the class of the module that has them.
+_UNKNOWN = {
+    "RecurrentGemmaRglru": "the RG-LRU (real-gated linear recurrent unit)",
+    "RwkvSelfAttention": "RWKV's WKV recurrence and token shift",
+    "xLSTMBlock": "xLSTM's mLSTM, with its running maximum",
+}
 
 
 def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
     """Those of _MIXERS, by path."""
     return {path: module for path, module in modules if type(module).__name__ in _MIXERS}
+
+
+def unknown(modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """The first recurrence among them that no op computes, in words; "" if there is none."""
+    found = ((path, type(module).__name__) for path, module in modules)
+    return next((f"{path} ({name}) is {_UNKNOWN[name]}" for path, name in found if name in _UNKNOWN), "")
 
 
 def install(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
@@ -61,8 +85,9 @@ def install(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], S
     for path, module in model.named_modules():
         if type(module).__name__ in _MIXERS:
             ledger.set(module, "forward", _forward_of(path, module, active_batch))
-        if any(_MIXERS.get(type(child).__name__) == _CONV for child in module.children()):
-            ledger.on_restore(module.register_forward_pre_hook(_hand_down_batch, with_kwargs=True).remove)
+        if argument := _HANDED_DOWN.get(type(module).__name__):  # which FSDP2 renames later
+            hand_down = functools.partial(_hand_down_batch, argument, active_batch)
+            ledger.on_restore(module.register_forward_pre_hook(hand_down, with_kwargs=True).remove)
 
 
 def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) -> None:
@@ -116,9 +141,18 @@ def _sequence(inputs: dict[str, Any], main: Tensor, separate: bool, flash: bool)
     return ShardedSequence.of(mask, Layout.contiguous(seq_len, 1), None)
 
 
-def _hand_down_batch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _hand_down_batch(
+    argument: str,
+    active_batch: Callable[[], ShardedBatch | None],
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Of a layer, which may run again in the backward of an earlier batch, from its keyword arguments alone."""
     batch = kwargs.get(BATCH_ARGUMENT)
-    return args, kwargs if batch is None else {**kwargs, _DROPS_BATCH: batch}
+    if batch is None and isinstance(module, PreTrainedModel):
+        batch = active_batch()
+    return args, kwargs if batch is None else {**kwargs, argument: batch}
 
 
 # ---- a mixer ------------------------------------------------------------------------------------
@@ -137,25 +171,28 @@ def _forward_of(path: str, mixer: nn.Module, active_batch: Callable[[], ShardedB
         )
     original = mixer.forward
     called: list[str] = []
+    inside: list[ShardedBatch] = []  # this forward, which hands it to some of its functions only
 
     def counting(function: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             called.append(function)
-            return _FUNCTIONS[function](*args, **kwargs)
+            return _FUNCTIONS[function](*args, **{**kwargs, BATCH_ARGUMENT: inside[-1]})
 
         return call
 
-    replaced = {function: counting(function) for function in expected}
+    whole = _WHOLE.get(name)
+    replaced = {} if whole else {function: counting(function) for function in expected}
     ours = types.FunctionType(
         plain.__code__, {**plain.__globals__, **replaced}, name, plain.__defaults__, plain.__closure__
     )
     ours.__kwdefaults__ = plain.__kwdefaults__
-    convolutions = [child for child, module in mixer.named_children() if isinstance(module, nn.Conv1d)]
-    with_hooks = force_accelerate_hooks(convolutions)(ours)
+    # Children whose weights it reads without calling them.
+    read = [child for child, module in mixer.named_children() if isinstance(module, nn.Conv1d) or child == "dt_proj"]
+    with_hooks = force_accelerate_hooks(read)(ours)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        batch = _batch_of(kwargs)
+        batch, kwargs = _batch_of(kwargs)
         if batch is None:
             if active_batch() is not None:
                 raise Refused(
@@ -165,35 +202,41 @@ def _forward_of(path: str, mixer: nn.Module, active_batch: Callable[[], ShardedB
             return original(*args, **kwargs)
         if any(kwargs.get(cache) is not None for cache in _CACHES):
             raise Refused(f"{path} ({name}) got a cache; expected none: its states are those of whole sequences")
+        batch.recurrent_calls += 1
+        if whole:
+            return whole(mixer, *args, **{**kwargs, BATCH_ARGUMENT: batch})
         called.clear()
-        out = with_hooks(mixer, *args, **kwargs)
-        if set(called) != expected:
+        inside[:] = [batch]
+        try:
+            out = with_hooks(mixer, *args, **kwargs)
+        finally:
+            inside.clear()
+        if set(called) | _SHORT_CUTS & expected != expected:
             raise Refused(
                 f"{path} ({name}) called {', '.join(called) or 'none'} of the functions that mix its tokens; expected "
                 f"{', '.join(sorted(expected))}: ringtile knows no other way of mixing them"
             )
-        batch.recurrent_calls += 1
         return out
 
     return forward
 
 
-def _batch_of(kwargs: dict[str, Any]) -> ShardedBatch | None:
-    for name in (BATCH_ARGUMENT, _DROPS_BATCH):
-        if isinstance(kwargs.get(name), ShardedBatch):
-            batch: ShardedBatch = kwargs[name]
-            return batch
-    return None
+def _batch_of(kwargs: dict[str, Any]) -> tuple[ShardedBatch | None, dict[str, Any]]:
+    """The batch, and the arguments without it."""
+    found = [value for value in kwargs.values() if isinstance(value, ShardedBatch)]
+    others = {name: value for name, value in kwargs.items() if not isinstance(value, ShardedBatch)}
+    return (found[0] if found else None), others
 
 
 # ---- what stands in for transformers' functions -------------------------------------------------
 
 
 def _sequence_of(kwargs: dict[str, Any]) -> ShardedSequence:
-    batch = _batch_of(kwargs)
-    if batch is None or kwargs.get("initial_state") is not None or kwargs.get("initial_states") is not None:
+    batch = kwargs[BATCH_ARGUMENT]
+    if kwargs.get("initial_state") is not None or kwargs.get("initial_states") is not None:
         raise Refused("a recurrent layer with a cache; expected use_cache false: a state belongs to whole sequences")
-    return batch.sequence
+    sequence: ShardedSequence = batch.sequence
+    return sequence
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -255,6 +298,42 @@ def _mamba2_chunk_scan(
     return y
 
 
+def _mamba_selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """hidden_states, dt, z (B, C, N), A (C, K), B, C (B, K, N), D, delta_bias (C) -> (B, C, N)."""
+    sequence = _sequence_of({**kwargs, "initial_state": return_last_state or None})
+    x, dt, B, C = (_wide(y).transpose(1, 2) for y in (hidden_states, dt, B, C))
+    dt = dt if delta_bias is None else dt + _wide(delta_bias)
+    dt = functional.softplus(dt) if delta_softplus else dt
+    y: Tensor = selective_scan(x, dt, _wide(A), B, C, sequence, D=None if D is None else _wide(D)).transpose(1, 2)
+    return (y if z is None else y * functional.silu(_wide(z))).to(hidden_states.dtype)
+
+
+def _lightning_attention(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """hidden_states (B, N, E) -> (B, N, E): plain decay (arXiv:2501.08313), which is Mamba-2's with a step of 1."""
+    sequence = _sequence_of(kwargs)
+    num_heads, dim = mixer.num_attention_heads, mixer.head_dim
+    qkv = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (num_heads, 3 * dim))
+    q, k, v = (_wide(x) for x in qkv.split(dim, dim=3))
+    out = ssd(v, torch.ones_like(v[..., 0]), -_wide(mixer.slope_rate).flatten(), k, q, sequence)
+    out = mixer.norm(out.flatten(2).to(hidden_states.dtype))
+    return mixer.out_proj(functional.sigmoid(mixer.output_gate(hidden_states)) * out), None
+
+
+_WHOLE: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning_attention}
+
+
 def _no_short_cut(*args: Any, **kwargs: Any) -> None:
     """A fused kernel would mix documents, and the tokens of a shard only; the mixer goes on without it."""
 
@@ -263,6 +342,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_conv1d_fn,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "chunk_kimi_delta_attention": _gated_delta_rule,
+    "mamba_selective_scan": _mamba_selective_scan,
+    "mamba_inner_fn": _no_short_cut,
     "mamba2_split_conv1d_scan_combined": _no_short_cut,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
 }

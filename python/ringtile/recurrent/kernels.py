@@ -232,10 +232,10 @@ def _unit_last_stride(x: Tensor) -> Tensor:
 
 def check_scale(scale: Any, dtype: torch.dtype) -> float:
     """A scale of the gated delta rule for tensors of a dtype. InputError: no arithmetic for it holds the number."""
-    scale, state = arguments.check_number("scale", scale), ops.state_dtype(dtype)
-    if not abs(scale) <= torch.finfo(state).max:
-        raise InputError(f"scale is {scale}; expected a finite number of {state}")
-    return scale
+    number, state = arguments.check_number("scale", scale), ops.state_dtype(dtype)
+    if not abs(number) <= torch.finfo(state).max:
+        raise InputError(f"scale is {number}; expected a finite number of {state}")
+    return number
 
 
 def _check_tensors(op: str, num_dims: int, **tensors: Tensor | None) -> None:
