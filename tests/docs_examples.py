@@ -101,6 +101,9 @@ def _recurrent() -> Names:
         **{name: torch.randn(heads).sigmoid() for name in ("beta", "dt")},
         **{name: -torch.rand(size) for name, size in (("g", heads), ("A", (H,)))},
         **{name: torch.randn(wide) for name in "BC"},
+        "step": torch.rand(B, S // W, D),
+        "rate": -torch.rand(D, 4),
+        **{name: torch.randn(B, S // W, 4) for name in "bc"},
     }
 
 

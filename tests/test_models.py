@@ -15,8 +15,9 @@ from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/models.md"
 TYPES = [*causal_types(), *image_text_types(), *types_with_heads()]
-# Sinks, chunks, a balancing loss, a tower, learned positions; refused at enable, and in the first step; an encoder.
-FEW = ("gpt_oss", "llama4_text", "mixtral", "llava", "roberta", "mamba", "bart", "modernbert:masked-lm")
+# Sinks, chunks, a balancing loss, a tower, learned positions, no attention; refused at enable, and in the first step; an
+# encoder.
+FEW = ("gpt_oss", "llama4_text", "mixtral", "llava", "roberta", "mamba", "rwkv", "bart", "modernbert:masked-lm")
 
 
 def _in_world(function, *arguments):

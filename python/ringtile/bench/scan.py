@@ -19,14 +19,16 @@ from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, m
 from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
 from ringtile.recurrent import kernels
 
-CASES = ("delta", "kda", "ssd", "convolution")
-WIDTH = 4  # of the convolution, whose channels are the heads' together
+CASES = ("delta", "kda", "ssd", "selective", "convolution")
+WIDTH = 4  # of the convolution, whose channels, as the selective scan's, are the heads' together
+STATE = 16  # of the selective scan: Mamba's default
 CHUNK = {"ssd": 256}  # of transformers' functions: Mamba-2's default; 64 elsewhere
 
 
 @dataclass(frozen=True)
 class Workload:
-    """case: "delta" (gated delta rule), "kda" (with a decay of each channel), "ssd" (Mamba-2), "convolution"."""
+    """case: "delta" (gated delta rule), "kda" (with a decay of each channel), "ssd" (Mamba-2), "selective"
+    (Mamba, with the softplus of its step and its gate), "convolution"."""
 
     case: str
     dtype: str
@@ -58,6 +60,11 @@ def make_inputs(workload: Workload) -> Inputs:
     if workload.case == "convolution":
         wide = {"x": normal(1, tokens, heads * dim), "weight": normal(heads * dim, WIDTH) * WIDTH**-0.5}
         out_shape: tuple[int, ...] = (1, tokens, heads * dim)
+    elif workload.case == "selective":
+        out_shape = (1, tokens, heads * dim)
+        wide = {"x": normal(*out_shape), "dt": normal(*out_shape) - 3, "A": -normal(heads * dim, STATE).abs()}
+        wide |= {"B": normal(1, tokens, STATE), "C": normal(1, tokens, STATE) / STATE, "D": normal(heads * dim)}
+        wide["z"] = normal(*out_shape)
     else:
         out_shape = (1, tokens, heads, dim)
         keys = functional.normalize(normal(1, tokens, groups, dim), dim=-1)
@@ -84,6 +91,10 @@ def ringtile_apply(workload: Workload) -> Apply:
     def apply(x: dict[str, Tensor]) -> Tensor:
         if workload.case == "convolution":
             return kernels.causal_conv1d(x["x"], x["weight"], None, resets, None, "silu")[0]
+        if workload.case == "selective":
+            dt = functional.softplus(x["dt"])
+            y = kernels.selective_scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], resets, None)[0]
+            return y * functional.silu(x["z"])
         if workload.case == "ssd":
             return kernels.ssd(x["x"], x["dt"], x["A"], x["B"], x["C"], x["D"], resets, None)[0]
         scale = workload.head_dim**-0.5
@@ -98,6 +109,7 @@ def transformers_apply(workload: Workload) -> Apply:
         "delta": ("qwen3_next", "torch_chunk_gated_delta_rule"),
         "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
         "ssd": ("mamba2", "mamba2_chunk_scan"),
+        "selective": ("mamba", "mamba_selective_scan"),
         "convolution": ("mamba2", "causal_conv1d_fn"),
     }[workload.case]
     function: Any = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
@@ -106,6 +118,10 @@ def transformers_apply(workload: Workload) -> Apply:
     def apply(x: dict[str, Tensor]) -> Tensor:
         if workload.case == "convolution":
             out: Tensor = function(x["x"].transpose(1, 2), x["weight"], None, activation="silu").transpose(1, 2)
+        elif workload.case == "selective":
+            rows = {name: x[name].transpose(1, 2) for name in ("x", "dt", "B", "C", "z")}
+            given = (rows["x"], rows["dt"], x["A"], rows["B"], rows["C"], x["D"], rows["z"])
+            out = function(*given, delta_softplus=True).transpose(1, 2)
         elif workload.case == "ssd":
             out = function(x["x"], x["dt"], x["A"], x["B"], x["C"], chunk_size=chunk, D=x["D"])
         else:
@@ -141,11 +157,14 @@ measure = partial(measure_each, "scan")
 def cost_of(workload: Workload, inputs: Inputs) -> Cost:
     """Token by token: each product with a state takes D D multiply-adds of a head and token.
 
-    Of those the delta rule has 3, SSD 2; the backward twice as many. Inputs are read once and outputs written once.
+    Of those the delta rule has 3, SSD 2; the backward twice as many. The selective scan takes 5 operations, besides an
+    exp, for each number of its states. Inputs are read once and outputs written once.
     """
     dim, rows = workload.head_dim, workload.seq_len * workload.num_heads
     products = {"delta": 3, "kda": 3, "ssd": 2}
-    flops = 2 * rows * dim * (WIDTH if workload.case == "convolution" else products[workload.case] * dim)
+    flops = 2 * rows * dim * (WIDTH if workload.case == "convolution" else products.get(workload.case, 0) * dim)
+    if workload.case == "selective":
+        flops = 5 * rows * dim * STATE
     read = sum(x.nbytes for x in inputs.tensors.values())
     out = inputs.dout.nbytes
     return Cost(workload, forward_backward(flops, 2 * flops), forward_backward(read + out, 2 * read + out))
@@ -172,5 +191,6 @@ check = partial(check_sizes, CASES)
 
 def quick_comparisons() -> Iterator[Comparison]:
     """The comparisons quoted in the documentation."""
-    for case, tokens, heads in (("delta", 4096, 4), ("kda", 1024, 1), ("ssd", 1024, 1), ("convolution", 4096, 8)):
+    sizes = (("delta", 4096, 4), ("kda", 1024, 1), ("ssd", 1024, 1), ("selective", 1024, 1), ("convolution", 4096, 8))
+    for case, tokens, heads in sizes:
         yield Comparison(Workload(case, "float32", tokens, heads, heads, 128), tuple(PROVIDERS), memory=True)

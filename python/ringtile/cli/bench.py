@@ -25,14 +25,14 @@ SUBJECTS = {
     "ring": "the ring, over processes of this machine",
     "mlp": "a gated MLP, in one process",
     "loss": "output projection and cross entropy, in one process",
-    "scan": "recurrences (gated delta rule, KDA, SSD) and their convolution, in one process",
+    "scan": "recurrences (gated delta rule, KDA, SSD, selective scan) and their convolution, in one process",
 }
 WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
     "case": (
         str,
         "attention, ring: full, causal, padding, window-TOKENS, documents-COUNT; mlp: mlp, checkpointed; "
-        "loss: full, half-ignored; scan: delta, kda, ssd, convolution",
+        "loss: full, half-ignored; scan: delta, kda, ssd, selective, convolution",
     ),
     "dtype": (str, "of tensors and weights"),
     "seq_len": (int, "tokens"),

@@ -180,8 +180,8 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
     causal, modules = attends_causally(model), text_modules(model)
     if reason := recurrent.unknown(modules):
         raise Refused(
-            f"{reason}, which mixes tokens by an operation that ringtile has not; expected attention, a causal "
-            f"convolution, Mamba, Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
+            f"{reason}: no op of ringtile computes this recurrence; expected attention, a causal convolution, Mamba, "
+            f"Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
         )
     mixers = recurrent.mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
