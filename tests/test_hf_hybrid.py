@@ -19,7 +19,7 @@ from ringtile.errors import Refused
 from torch import nn
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
-FAMILIES = {  # by mechanism: the first of each runs on two ranks by default
+FAMILIES = {  # by mechanism; the first of each but the last runs on two ranks by default
     "convolution": ("lfm2", "lfm2_moe"),
     "gated delta rule": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
     "Mamba-2": ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "mamba2"),

@@ -15,8 +15,8 @@ from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/models.md"
 TYPES = [*causal_types(), *image_text_types(), *types_with_heads()]
-# Sinks, chunks, a balancing loss, a tower, learned positions, no attention; refused at enable, and in the first step; an
-# encoder.
+# Sinks, chunks, a balancing loss, a tower, learned positions, no attention; refused at enable, and in the first step;
+# an encoder.
 FEW = ("gpt_oss", "llama4_text", "mixtral", "llava", "roberta", "mamba", "rwkv", "bart", "modernbert:masked-lm")
 
 
