@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from faults.counts import Counts
-from faults.op_calls import FLOATS, Draw, campaign_of, differ, outcome_of
+from faults.op_calls import FLOATS, Draw, campaign_of, differ, freed, outcome_of
 
 Tensors = dict[str, Any]
 DECAYS = (0.0, 0.1, 1.0, 1e4, float("inf"))
@@ -64,9 +64,14 @@ def resets_of(mask: IntervalMask) -> Tensor:
     return (held & (mask.begin == positions)) * scan_oracle.BEGIN + ~held * scan_oracle.PADDING
 
 
+def is_usable(x: Any) -> bool:
+    """Whether torch itself computes with it: of a freed storage it reads what is not there."""
+    return isinstance(x, Tensor) and x.is_floating_point() and not freed(x)
+
+
 def decay_of(draw: Draw, x: Any) -> Any:
     """Log decays: of one strength everywhere, or of all strengths."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.device.type == "meta":
+    if not is_usable(x) or x.device.type == "meta":
         return x
     strengths = torch.tensor(draw.random.choice([[s] for s in DECAYS] + [list(DECAYS)]), dtype=torch.float64)
     strength = strengths[torch.randint(len(strengths), x.shape)]
@@ -75,12 +80,11 @@ def decay_of(draw: Draw, x: Any) -> Any:
 
 def moderate(x: Any) -> Any:
     """Numbers in (0, 1)."""
-    return x.sigmoid() if isinstance(x, Tensor) and x.is_floating_point() else x
+    return x.sigmoid() if is_usable(x) else x
 
 
 def of_length_one(x: Any) -> Any:
-    fit = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
-    return functional.normalize(x, dim=-1) if fit else x
+    return functional.normalize(x, dim=-1) if is_usable(x) and x.dim() > 0 else x
 
 
 def run(
@@ -91,8 +95,11 @@ def run(
     mask, layout = mask_of(draw, batch, seq_len), layout_of(draw, seq_len, world_size)
     function: Callable[..., Tensor] = getattr(ringtile, name)
     given = {n: x for n, x in tensors.items() if x is not None}
-    floating = all(isinstance(x, Tensor) and x.is_floating_point() for x in given.values())
-    if not floating or not isinstance(mask, IntervalMask) or not isinstance(layout, Layout):
+    if (
+        not all(is_usable(x) for x in given.values())
+        or not isinstance(mask, IntervalMask)
+        or not isinstance(layout, Layout)
+    ):
         function(**tensors, **options, mask=mask, layout=layout)
         return ""
 
@@ -109,7 +116,7 @@ def run(
 
     results = LoopbackWorld(layout.world_size).run(on_rank)
     out, gradients = results[0]
-    if out.device.type == "meta":
+    if out.device.type == "meta" or not out.numel():
         return ""
     for n in parameters:
         if n in gradients:
