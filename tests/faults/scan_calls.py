@@ -94,7 +94,7 @@ def run(
     world_size = draw.random.choice([1, 1, 2, 3])
     mask, layout = mask_of(draw, batch, seq_len), layout_of(draw, seq_len, world_size)
     function: Callable[..., Tensor] = getattr(ringtile, name)
-    given = {n: x for n, x in tensors.items() if x is not None}
+    given = {n: x for n, x in tensors.items() if x is not None or n not in ("bias", "D")}
     if (
         not all(is_usable(x) for x in given.values())
         or not isinstance(mask, IntervalMask)
