@@ -64,6 +64,34 @@ MUTANTS = [
         "if (label >= col && label < col + count) x[label - col] -= 1;",
         "c test_cross_entropy",
     ),
+    Mutant(
+        "selective scan: state of the document before",
+        "csrc/scan/selective_kernel.h",
+        "if (before == RT_STATE_ZERO) load_state(p, &s, batch, before);",
+        "",
+        "c test_selective",
+    ),
+    Mutant(
+        "selective scan: dB and dC of the last channels alone",
+        "csrc/scan/selective_kernel.h",
+        "row[i] = add ? row[i] + x : x;",
+        "row[i] = add ? x : x;",
+        "c test_selective",
+    ),
+    Mutant(
+        "selective scan: gradient of the step without its decay",
+        "csrc/scan/selective_kernel.h",
+        "dstep += moved * vec_load(s->rate + of_state);",
+        "",
+        "c test_selective",
+    ),
+    Mutant(
+        "selective scan: no decay between stretches in torch operations",
+        "python/ringtile/recurrent/torch_path.py",
+        "moved = moved + decay * before",
+        "moved = moved + before",
+        "tests/test_recurrent_ranks.py -k torch_operations",
+    ),
     # ---- kernels on a GPU, on the emulator
     Mutant(
         "CUDA: key at the end of the interval attended",

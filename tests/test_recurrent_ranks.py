@@ -348,6 +348,10 @@ def test_what_is_refused_and_how() -> None:
     assert "v has 3 heads, k 2" in said(
         InputError, v=tensors["v"][:, :, 1:], g=tensors["g"][..., 1:], beta=tensors["beta"][..., 1:]
     )
+    assert "an argument is a NoneType; expected a tensor" in said(InputError, beta=None)
+    ssd = problem(CASES["ssd"], 1, SEQ_LEN)
+    with pytest.raises(InputError, match="an argument is a NoneType; expected a tensor"):
+        ringtile.ssd(**{**ssd, "C": None}, mask=causal, layout=one)
     assert "scale is 1e+39; expected a finite number of torch.float32" in said(
         InputError, scale=1e39, **{n: x.float() for n, x in tensors.items()}
     )

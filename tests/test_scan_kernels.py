@@ -103,23 +103,28 @@ PLACES = {
 }
 
 
+def assert_same_sums(got: dict[str, Tensor], want: dict[str, Tensor], num_tokens: int = N) -> None:
+    """In float64. A result takes a step for each token, and a step sums over the dims of a state or the channels. Of
+    each of these terms a few operations (4) are rounded, by half an ulp of what is summed: at most 1, an input, or the
+    largest of all results, states and gradients among them."""
+    largest = max([float(x.abs().nan_to_num(0.0).max()) for x in want.values() if x.numel()], default=0.0)
+    bound = 4 * (num_tokens + K + V + CHANNELS) * 2.0**-53 * (1 + largest)
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_are_their_definitions_in_float64(kind: str, places: str) -> None:
-    """Values and gradients to a few hundred ulp: sums of at most N + K terms of magnitude about 1 to 10."""
     tensors = tensors_of(kind)
-    got, want = (results(module, kind, tensors, PLACES[places]) for module in (kernels, scan_oracle))
-    for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    assert_same_sums(*(results(module, kind, tensors, PLACES[places]) for module in (kernels, scan_oracle)))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 129])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_take_any_number_of_tokens(kind: str, num_tokens: int) -> None:
     tensors, resets = tensors_of(kind, num_tokens=num_tokens), resets_of({}, num_tokens=num_tokens)
-    got, want = (results(module, kind, tensors, resets) for module in (kernels, scan_oracle))
-    for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-12)
+    assert_same_sums(*(results(module, kind, tensors, resets) for module in (kernels, scan_oracle)), num_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,11 +151,10 @@ def test_any_decay_is_exact(kind: str, strength: str) -> None:
         tensors["g"][:, ::3] = STRENGTHS[strength]
         tensors["beta"].fill_(2.0)
     got, want = (results(module, kind, tensors, PLACES["one document"]) for module in (kernels, scan_oracle))
-    for name, x in want.items():
-        if name == "g" and strength == "all at once":
-            continue  # autograd's exp has 0 * inf there; ours is 0
-        torch.testing.assert_close(got[name], x, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
     assert got["g"].isfinite().all()
+    if strength == "all at once":
+        del got["g"], want["g"]  # autograd's exp has 0 * inf there; ours is 0
+    assert_same_sums(got, want)
 
 
 def distance(got: dict[str, Tensor], want: dict[str, Tensor], name: str) -> float:
@@ -245,9 +249,7 @@ def test_a_sequence_cut_in_two_is_one(kind: str) -> None:
             assert isinstance(final, Tensor)
             return torch.cat(outs, dim=1), final
 
-    got, want = (results(module, kind, tensors, resets) for module in (Cut(), kernels))
-    for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-12, atol=1e-12)
+    assert_same_sums(*(results(module, kind, tensors, resets) for module in (Cut(), kernels)), 150)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:

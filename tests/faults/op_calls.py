@@ -15,7 +15,7 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -339,10 +339,13 @@ TRIALS = (attention, attention, shard, plan, raw_ops, raw_ops, tiled_mlp, tiled_
 # ---- the campaign -------------------------------------------------------------------------------
 
 
-def outcome_of(seed: int) -> tuple[str, str]:
+Trial = Callable[[Draw], str]
+
+
+def outcome_of(seed: int, kinds: Sequence[Trial] = TRIALS) -> tuple[str, str]:
     """The field of Counts that trial `seed` counts for, and a note."""
     draw = Draw(seed)
-    trial = draw.random.choice(TRIALS)
+    trial = draw.random.choice(kinds)
     try:
         problem = trial(draw)
     except RingtileError:
@@ -353,21 +356,25 @@ def outcome_of(seed: int) -> tuple[str, str]:
     return ("silent", f"trial {seed} ({trial.__name__}): {problem}") if problem else ("right", "")
 
 
-def work(connection: Connection, first: int, last: int) -> None:
+def work(connection: Connection, kinds: Sequence[Trial], first: int, last: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for seed in range(first, last):
         with contextlib.redirect_stderr(io.StringIO()):
-            connection.send(outcome_of(seed))
+            connection.send(outcome_of(seed, kinds))
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
+    return campaign_of(TRIALS, trials, seed)
+
+
+def campaign_of(kinds: Sequence[Trial], trials: int | None, seed: int) -> Counts:
     counts = Counts()
     first, last = seed * 10**7, seed * 10**7 + (DEFAULT_TRIALS if trials is None else trials)
     context = multiprocessing.get_context("fork")
     while first < last:
         ours, theirs = context.Pipe()
-        worker = context.Process(target=work, args=(theirs, first, last), daemon=True)
+        worker = context.Process(target=work, args=(theirs, kinds, first, last), daemon=True)
         worker.start()
         theirs.close()
         with contextlib.suppress(EOFError):

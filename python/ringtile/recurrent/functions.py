@@ -75,7 +75,7 @@ def causal_conv1d(
     Raises InputError, Refused (another mask or layout), RingMismatch, PeerLost.
     """
     op = "causal_conv1d"
-    with _checking(op, sequence, mask, layout, group, x, weight, bias) as documents:
+    with _checking(op, sequence, mask, layout, group, x, weight, optional=bias) as documents:
         check_tensors(
             documents,
             {"x": (x, (None, _num_tokens(documents), None)), "weight": (weight, (x.size(-1), None))}
@@ -189,7 +189,7 @@ def ssd(
     (B, N, H, V) of x's dtype; states and sums are in float32 (float64 for float64). Differentiable once.
     """
     op = "ssd"
-    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, D) as documents:
+    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, optional=D) as documents:
         if x.dim() != 4 or B.dim() != 4:
             raise InputError(f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (B, N, H, V) and (B, N, G, K)")
         batch, num_tokens, num_heads, value_dim = x.size(0), _num_tokens(documents), x.size(2), x.size(3)
@@ -256,7 +256,7 @@ def selective_scan(
     Differentiable once.
     """
     op = "selective_scan"
-    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, D) as documents:
+    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, optional=D) as documents:
         if x.dim() != 3 or B.dim() != 3:
             raise InputError(f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (B, N, C) and (B, N, K)")
         batch, num_tokens, num_channels, state_dim = x.size(0), _num_tokens(documents), x.size(2), B.size(2)
@@ -303,13 +303,14 @@ def selective_scan(
 
 
 @contextlib.contextmanager
-def _checking(op: str, sequence: Any, mask: Any, layout: Any, group: Any, *tensors: Any) -> Iterator[Documents]:
+def _checking(
+    op: str, sequence: Any, mask: Any, layout: Any, group: Any, *tensors: Any, optional: Any = None
+) -> Iterator[Documents]:
     """The documents of the call; any error here or in the body is told to the other ranks, who would wait."""
     try:
-        for x in tensors:
-            if x is not None:
-                arguments.check_tensor("an argument", x)
-        derivatives.check_once(op, *tensors, vmap=False)
+        for x in (*tensors, *([] if optional is None else [optional])):
+            arguments.check_tensor("an argument", x)
+        derivatives.check_once(op, *tensors, optional, vmap=False)
         check_given(op, sequence, mask, layout, group)
         if sequence is None:
             sequence = ShardedSequence.of(mask, layout, group)
