@@ -55,22 +55,26 @@ def layout_of(name: str, world_size: int) -> Layout:
     if name == "uneven":
         bounds = [0, 7, *(40 + rank for rank in range(world_size - 2)), SEQ_LEN]
         return Layout.from_runs([[(a, 1, 0, b - a)] for a, b in itertools.pairwise(bounds)])
-    return ranks.LAYOUTS["many"] if name == "many" else Layout.named(name, SEQ_LEN, world_size)
+    return ranks.LAYOUTS[name] if name in ("many", "one rank") else Layout.named(name, SEQ_LEN, world_size)
 
 
 QUICK = [("delta", "zigzag", 3, "two rows", torch.bfloat16), ("kda", "striped", 3, "padded", torch.float32)]
-QUICK += [("ssd", "uneven", 4, "one row", torch.float64), ("ssd of groups", "zigzag", 2, "two rows", torch.float32)]
-QUICK += [("selective", "zigzag", 3, "two rows", torch.float32)]
+QUICK += [
+    ("kda", "one rank", 1, "one row", torch.float32),
+    ("ssd", "uneven", 4, "one row", torch.float64),
+    ("ssd of groups", "zigzag", 2, "two rows", torch.float32),
+    ("selective", "zigzag", 3, "two rows", torch.float32),
+]
 CELLS = [
     pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.matrix)
     for cell in itertools.product(
         NAMES,
-        ("contiguous", "zigzag", "striped", "uneven", "many"),
-        (2, 3, 4),
+        ("contiguous", "zigzag", "striped", "uneven", "many", "one rank"),
+        (1, 2, 3, 4),
         ROWS,
         (torch.float64, torch.float32, torch.bfloat16),
     )
-    if cell[1] != "many" or cell[2] == 3
+    if {"many": 3, "one rank": 1}.get(cell[1], cell[2]) == cell[2] and (cell[2] > 1 or cell[1] == "one rank")
 ]
 
 
@@ -78,7 +82,10 @@ CELLS = [
 def test_heads_are_one_process_bit_for_bit(
     name: str, layout: str, world_size: int, rows: str, dtype: torch.dtype
 ) -> None:
-    """Uneven shares: 4 units of G heads over 3 ranks. Gradients that ranks add are the same up to that sum's order."""
+    """Uneven shares too: 4 units, of heads that share a head of q and k, over 3 ranks.
+
+    Gradients that ranks add are the same up to that sum's order.
+    """
     lengths = ROWS[rows]
     padding = SEQ_LEN - sum(lengths[0])
     tensors = {n: x.to(dtype) for n, x in problem(case(name), len(lengths), SEQ_LEN).items()}
@@ -248,6 +255,8 @@ def ranks_disagree() -> list[str]:
     local = {n: sequence.shard(x, 1) for n, x in problem(case("delta"), 1, SEQ_LEN).items()}
     with pytest.raises(RingMismatch) as scheme:
         case("delta", ("states", "heads")[rank]).ours(local, sequence)
+    with pytest.raises(RingMismatch) as dtypes:
+        case("delta").ours(local | {"g": local["g"].to((torch.float64, torch.float32)[rank])}, sequence)
     local["v"].requires_grad_()
     local["g"].requires_grad_(rank == 1)
     out = case("delta").ours(local, sequence)
@@ -256,12 +265,13 @@ def ranks_disagree() -> list[str]:
     local["g"].requires_grad_()
     case("delta").ours(local, sequence).sum().backward()
     assert local["q"].grad is None
-    return [str(scheme.value), str(needed.value), str(bool(local["v"].grad.isfinite().all()))]
+    return [str(scheme.value), str(dtypes.value), str(needed.value), str(bool(local["v"].grad.isfinite().all()))]
 
 
 def test_ranks_that_disagree_are_named() -> None:
-    for scheme, needed, after in run_ranks(2, ranks_disagree):
+    for scheme, dtypes, needed, after in run_ranks(2, ranks_disagree):
         assert "disagree on scheme in call" in scheme
+        assert "disagree on dtypes in call" in dtypes
         assert "disagree on inputs that need gradients in call" in needed
         assert after == "True"
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ringtile import derivatives, ops
 from ringtile.recurrent.costs import parts
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
+from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.messages import all_to_all
 
 
@@ -32,8 +33,7 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor) -> Tensor:
-        documents = recurrence.documents
-        terms = {**recurrence.terms, "scheme": "heads"}
+        documents, terms = recurrence.documents, _terms(recurrence)
         data = documents.sequence.data_of(*tensors)
         with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor, data):
             exchange = _Exchange(recurrence)
@@ -58,16 +58,18 @@ class _Heads(torch.autograd.Function):
         return None, *gradients
 
 
+def _terms(recurrence: Recurrence) -> dict[str, HeaderValue]:
+    """With the dtypes of the inputs, from which the sizes of messages follow."""
+    dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in recurrence.tensors)
+    return {**recurrence.terms, "scheme": "heads", "dtypes": dtypes}
+
+
 def _backward(
     recurrence: Recurrence, given: list[Tensor], dout: Tensor, needed: tuple[bool, ...], forward_call: int
 ) -> list[Tensor | None]:
     documents, operands = recurrence.documents, recurrence.operands
-    # Only gradients that are needed travel, so that ranks must need the same.
-    terms = {
-        **recurrence.terms,
-        "scheme": "heads",
-        "inputs that need gradients": "".join("01"[need] for need in needed),
-    }
+    terms = _terms(recurrence)
+    terms["inputs that need gradients"] = "".join("01"[need] for need in needed)  # only theirs travel
     with agreed(f"{recurrence.op} backward", documents, terms, dout, forward_call=forward_call):
         exchange = _Exchange(recurrence)
         (whole,) = exchange.to_heads([recurrence.out], [dout], "the gradients of the outputs")
