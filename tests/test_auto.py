@@ -162,7 +162,7 @@ def test_all_ranks_choose_by_the_rates_of_rank_0(tmp_path: Path) -> None:
     hidden = written(tmp_path / "hidden.json", rates_of(Link(latency_s=0.0, bytes_per_s=1e9)))
     costly = written(tmp_path / "costly.json", Rates(within=FAST, kernels=COSTLY_CALLS))
     assert LoopbackWorld(2).run(lambda group: settled(group, [hidden, costly])) == ["ring"] * 2
-    assert LoopbackWorld(2).run(lambda group: settled(group, [costly, hidden])) == ["ulysses"] * 2
+    assert LoopbackWorld(2).run(lambda group: settled(group, [costly, hidden])) == ["all_gather"] * 2
 
 
 def test_auto_leaves_out_what_a_call_cannot_have(tmp_path: Path) -> None:
@@ -322,10 +322,10 @@ def test_plan_shows_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[s
     report = json.loads((tmp_path / "plan.json").read_text())
     names = [scheme["scheme"] for scheme in report["schemes"]]
     assert names == ["ring", "all_gather", "usp:2", "ulysses", "staged:2"]
-    cheapest = min(report["schemes"], key=lambda scheme: scheme["seconds"])
-    assert report["scheme"] == cheapest["scheme"]
-    assert cheapest["bytes_within"] + cheapest["bytes_between"] == report["forward_bytes"] + report["backward_bytes"]
-    assert f"*  {cheapest['scheme'].rjust(10)}" in capsys.readouterr().out
+    chosen = next(scheme for scheme in report["schemes"] if scheme["scheme"] == report["scheme"])
+    assert chosen["seconds"] <= 1.02 * min(scheme["seconds"] for scheme in report["schemes"])
+    assert chosen["bytes_within"] + chosen["bytes_between"] == report["forward_bytes"] + report["backward_bytes"]
+    assert f"*  {chosen['scheme'].rjust(10)}" in capsys.readouterr().out
     assert "rank 3" in (tmp_path / "plan.svg").read_text()
     for wrong in (["--ranks-per-host", "0"], ["--rates", str(tmp_path / "none")]):
         assert main([*command, *wrong]) == 2

@@ -91,7 +91,7 @@ OPCHECK_CASES = {
     "plan": lambda: (*causal(8), TWO_HALVES, 0),
     "scheme_cost": lambda: (
         *(torch.tensor(x) for x in ([0, 1], [4, 4], [[4, 4], [0, 4]], [[10, 16], [0, 10]])),
-        *(torch.ones(1, 1, 3, dtype=torch.int64), torch.tensor([8, 8, 4, 4]), torch.ones(10, dtype=torch.float64)),
+        *(torch.ones(1, 1, 3, dtype=torch.int64), torch.tensor([8, 8, 4, 4]), torch.ones(12, dtype=torch.float64)),
         *(False, True, True),
     ),
     "digest": lambda: (*causal(8), TWO_HALVES),

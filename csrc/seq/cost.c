@@ -62,7 +62,8 @@ static rt_status check_cost(const rt_cost_params *p, rt_cost_pass pass) {
         return RT_BAD_SHAPE;
     const bool rates = is_link(p->within) && is_link(p->between) && is_rate(p->flops_per_s) &&
                        isfinite(p->flops_per_pair) && p->flops_per_pair >= 0 && isfinite(p->call_s) &&
-                       p->call_s >= 0;
+                       p->call_s >= 0 && isfinite(p->exchange_s) && p->exchange_s >= 0 &&
+                       is_rate(p->copy_bytes_per_s);
     return rates ? RT_OK : RT_BAD_RATE;
 }
 
@@ -89,6 +90,9 @@ static void open_exchange(const model *m, exchange *e) {
     }
 }
 
+// How many ranks' keys a rank works on in a round.
+static int64_t keys_per_round(const model *m) { return m->p->at_once ? m->p->num_ranks : m->p->group_size; }
+
 // A message of count * heads * unit bytes. It starts when both ranks have posted it and the links between them are free.
 static void send(model *m, exchange *e, rt_cost_kind kind, int64_t from, int64_t to, int64_t count,
                  int64_t heads, int64_t unit) {
@@ -111,12 +115,16 @@ static void send(model *m, exchange *e, rt_cost_kind kind, int64_t from, int64_t
     }
     *out = *in = begin + seconds;
     const double end = begin + seconds + link->latency_s;
-    const double busy =
-        (1 - link->overlap) * (link->latency_s + seconds) / 2; // a rank sends and receives meanwhile
-    const int64_t ends[] = {from, to};
+    // What a rank sends and receives meanwhile was measured together: each is half of it.
+    const double busy = (1 - link->overlap) * (link->latency_s + seconds) / 2;
+    const double copied = (double)num_bytes / m->p->copy_bytes_per_s;
+    const bool packed = kind != RT_COST_GRADIENTS || keys_per_round(m) > 1; // else kernels write the message
+    const bool joined = kind != RT_COST_KEYS || keys_per_round(m) > 1;      // else kernels read it
     for (int i = 0; i < 2; i++) {
-        e->arrive[ends[i]] = latest(e->arrive[ends[i]], end);
-        e->busy[ends[i]] += busy;
+        const int64_t rank = i == 0 ? from : to;
+        if (e->busy[rank] == 0) e->busy[rank] = m->p->exchange_s;
+        e->arrive[rank] = latest(e->arrive[rank], end);
+        e->busy[rank] += busy + ((i == 0 ? packed : joined) ? copied : 0);
     }
     record(m, (rt_cost_event){kind, from, to, num_bytes, begin, end});
 }
@@ -133,8 +141,6 @@ static int64_t key_rank_of(const model *m, int64_t rank, int64_t round, int64_t 
     const int64_t group = (rank / M - round + m->num_groups) % m->num_groups;
     return group * M + (rank + d) % M;
 }
-
-static int64_t keys_per_round(const model *m) { return m->p->at_once ? m->p->num_ranks : m->p->group_size; }
 
 // The keys of a round to those who work on them, or their gradients back.
 static void send_keys(model *m, int64_t stage, int64_t round, bool back) {

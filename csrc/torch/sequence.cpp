@@ -112,8 +112,8 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
 
 // One pass of attention by a scheme, played on a model (rt_cost): seconds (W), bytes (W, W), events (E, 6) in float64 if
 // they are wanted: kind, from, to, bytes, begin, end.
-//   sizes (4): key, gradient, query, result bytes;  rates (10): flops of a pair, flops per second, seconds of a call,
-//   and latency, bytes per second of a rank and of a host, and overlap, within a host and between hosts
+//   sizes (4): key, gradient, query, result bytes;  rates (12): flops of a pair, flops per second, seconds of a call and
+//   of an exchange, copied bytes per second, and latency, bytes per second of a rank and of a host, and overlap, within a host and between hosts
 std::tuple<Tensor, Tensor, Tensor> scheme_cost(const Tensor &hosts, const Tensor &tokens, const Tensor &keys,
                                                const Tensor &pairs, const Tensor &shares, const Tensor &sizes,
                                                const Tensor &rates, bool at_once, bool backward,
@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> scheme_cost(const Tensor &hosts, const Tensor
     Arg{op, "shares", shares}.dim(3);
     const int64_t W = hosts.size(0);
     const int64_t *bytes_of = counts("sizes", sizes, {4});
-    Arg{op, "rates", rates}.on_cpu().dtype(ScalarType::Double).contiguous().sizes({10});
+    Arg{op, "rates", rates}.on_cpu().dtype(ScalarType::Double).contiguous().sizes({12});
     const auto *rate = Arg{op, "rates", rates}.data<const double>();
     rt_cost_params p = {};
     p.num_ranks = W, p.group_size = shares.size(1), p.num_stages = shares.size(0), p.at_once = at_once;
@@ -137,8 +137,9 @@ std::tuple<Tensor, Tensor, Tensor> scheme_cost(const Tensor &hosts, const Tensor
     p.key_bytes = bytes_of[0], p.gradient_bytes = bytes_of[1];
     p.query_bytes = bytes_of[2], p.result_bytes = bytes_of[3];
     p.flops_per_pair = rate[0], p.flops_per_s = rate[1], p.call_s = rate[2];
-    p.within = {rate[3], rate[4], rate[4], rate[5]};
-    p.between = {rate[6], rate[7], rate[8], rate[9]};
+    p.exchange_s = rate[3], p.copy_bytes_per_s = rate[4];
+    p.within = {rate[5], rate[6], rate[6], rate[7]};
+    p.between = {rate[8], rate[9], rate[10], rate[11]};
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
     Tensor seconds = torch::stable::empty({W}, ScalarType::Double, std::nullopt, cpu);
     Tensor bytes = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);

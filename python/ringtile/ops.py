@@ -474,7 +474,7 @@ def scheme_cost(
 ) -> SchemeCost:
     """Plays a pass on a model of links and kernels: csrc/seq/cost.c, whose rt_cost_params these are.
 
-    hosts, tokens (W,), keys, pairs (W, W), shares (T, M, 3), sizes (4,): int64; rates (10,): float64; all on the CPU.
+    hosts, tokens (W,), keys, pairs (W, W), shares (T, M, 3), sizes (4,): int64; rates (12,): float64; all on the CPU.
     events: whether they are wanted.
     """
     of_plan = (hosts, tokens, keys, pairs, shares)

@@ -17,11 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 from ringtile import ops
 from ringtile.bench.rows import DTYPES
+from ringtile.ring.attention import ring_attention
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import transport_of
 from ringtile.transport.placement import hosts_of
 from ringtile.transport.process_group import ProcessGroupTransport
@@ -32,8 +37,9 @@ SIZES = tuple(1 << exponent for exponent in (10, 14, 18, 20, 22, 24, 26))  # byt
 FITTED = (SIZES[0], 1 << 22)  # latency and bandwidth follow from these two
 SAMPLE_SECONDS = 0.02  # a sample repeats its messages for about so long
 CARRIER = "RINGTILE_SHARED_MEMORY"
-KERNEL_TOKENS = (16, 512)
+KERNEL_TOKENS = (16, 1024)
 HEADS, HEAD_DIM = 4, 64
+COPIED_BYTES = 1 << 22
 
 
 class Pattern(NamedTuple):
@@ -127,6 +133,8 @@ def _measure(repeats: int, device: str) -> Report:
         within=links.get("within"),
         between=links.get("between"),
         kernels=kernels,
+        exchange_s=_exchange_seconds(repeats, device, next(iter(links.values())).latency_s),
+        copy_bytes_per_s=_copy_rate(repeats, device),
         threads=torch.get_num_threads() if device == "cpu" else None,
         machine=socket.gethostname(),
         device=device_name(device),
@@ -262,6 +270,31 @@ def _overlap(transport: Transport, pattern: Pattern, seconds: float, repeats: in
     return min(1.0, max(0.0, hidden / min(best["message"], best["kernel"])))
 
 
+def _exchange_seconds(repeats: int, device: str, latency_s: float) -> float:
+    """By attention of a few tokens in one stage and in two, which makes seven exchanges more in both passes."""
+    world_size = dist.get_world_size()
+    layout = Layout.contiguous(world_size, world_size)
+    x = torch.ones(1, 1, 2 * world_size, 16, device=device)
+    seconds = {}
+    for scheme in ("ulysses", "staged:2"):
+        sequence = ShardedSequence(IntervalMask.full(world_size), layout, dist.group.WORLD, scheme=scheme)
+        leaves = [x.clone().requires_grad_() for _ in range(3)]
+
+        def run(sequence: ShardedSequence = sequence, leaves: list[Tensor] = leaves) -> None:
+            q, k, v = leaves
+            torch.autograd.grad(ring_attention(q, k, v, sequence), leaves, x)
+
+        _timed(run, 2, device)
+        seconds[scheme] = min(_slowest(_timed(run, 4, device)) for _ in range(2 * repeats))
+    return max(0.0, (seconds["staged:2"] - seconds["ulysses"]) / 7 - latency_s)
+
+
+def _copy_rate(repeats: int, device: str) -> float:
+    x = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return COPIED_BYTES / min(_slowest(_timed(lambda: y.copy_(x), 4, device)) for _ in range(repeats))
+
+
 # ---- kernels ------------------------------------------------------------------------------------
 
 
@@ -307,7 +340,7 @@ def _attention_seconds(tokens: int, dtype: torch.dtype, repeats: int, device: st
     return best[0], best[1]
 
 
-def _timed(run: Callable[[], None], count: int, device: str) -> float:
+def _timed(run: Callable[[], object], count: int, device: str) -> float:
     """The mean seconds of a run, all ranks together."""
     dist.barrier()
     _synchronize(device)

@@ -52,6 +52,8 @@ class Rates(Section):
     within: Link | None = None  # a host
     between: Link | None = None  # hosts
     kernels: dict[str, Kernel]  # by dtype: float32, bfloat16, ...
+    exchange_s: _Seconds = 0.0  # of a rank that posts some messages and waits for them, besides theirs
+    copy_bytes_per_s: _Rate = 1e12  # of what is put into messages and taken out
     threads: Count | None = None  # None: kernels are as fast with any number
     machine: str = ""
     device: str = ""
@@ -64,12 +66,15 @@ ASSUMED = {
         within=Link(latency_s=5e-5, bytes_per_s=2.5e9, overlap=0.0),
         between=Link(latency_s=1e-4, bytes_per_s=1.2e9),
         kernels={"float32": _LIKE_A_CPU},
+        exchange_s=2e-4,
+        copy_bytes_per_s=5e9,
         threads=1,
     ),
     "cuda": Rates(
         within=Link(latency_s=1e-5, bytes_per_s=2e11),
         between=Link(latency_s=2e-5, bytes_per_s=2.5e10, host_bytes_per_s=2e11),
         kernels={"bfloat16": _LIKE_A_GPU},
+        exchange_s=5e-5,
     ),
 }
 

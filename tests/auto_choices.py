@@ -1,0 +1,134 @@
+"""How good `scheme: auto` is: what it chooses in many settings over two nodes, against every scheme measured there.
+
+    python tests/auto_choices.py [--rounds 5] [--settings 40] [--json FILE]
+
+For root, where `ip` and `tc` work (nodes.py). For each number of ranks and rate of the link, the rates are measured as
+`ringtile bench transport` does; then all schemes take turns, forward and backward; the shortest round of each counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from nodes import two_nodes
+from pool import Pool
+from ringtile import IntervalMask, Layout, ShardedSequence, ring_attention
+from ringtile.bench import transport as bench
+from ringtile.sequence.price import Prices, Shape, candidates
+from ringtile.transport.groups import transport_of
+from ringtile.transport.placement import hosts_of
+from ringtile.transport.rates import Rates, rates_json, with_threads
+
+LINKS = ("1gbit", "40gbit")  # the second is more than two network namespaces of one machine reach
+RANKS_PER_NODE = {2: 1, 4: 2}
+MASKS = {
+    "causal": lambda seq_len: (IntervalMask.causal(seq_len), "zigzag"),
+    "full": lambda seq_len: (IntervalMask.full(seq_len), "contiguous"),
+    "window": lambda seq_len: (IntervalMask.sliding_window(seq_len, seq_len // 8), "contiguous"),
+    "documents": lambda seq_len: (IntervalMask.documents([seq_len // 4] * 4), "contiguous"),
+}
+LENGTHS, HEADS, HEAD_DIM = (512, 2048), ((8, 8), (8, 2)), 64
+
+
+class Setting(NamedTuple):
+    link: str
+    world_size: int
+    mask: str
+    seq_len: int
+    heads: tuple[int, int]
+
+
+def settings(count: int) -> list[Setting]:
+    """So many of all, spread evenly."""
+    found = [Setting(*each) for each in itertools.product(LINKS, RANKS_PER_NODE, MASKS, LENGTHS, HEADS)]
+    return [found[i * len(found) // count] for i in range(count)] if count < len(found) else found
+
+
+def rates_here() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    bench.SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
+    return rates_json(bench._measure(5, "cpu").rates)
+
+
+def seconds_of_schemes(
+    setting: Setting, rates: dict[str, Any], rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Measured, the shortest round of each, until the last rank is done; and predicted."""
+    torch.set_num_threads(1)
+    mask, layout_name = MASKS[setting.mask](setting.seq_len)
+    layout, group = Layout.named(layout_name, setting.seq_len, setting.world_size), dist.group.WORLD
+    num_heads, num_kv_heads = setting.heads
+    shape = Shape(1, num_heads, num_kv_heads, HEAD_DIM, HEAD_DIM, torch.float32)
+    prices = Prices(mask, layout, hosts_of(transport_of(group)), with_threads(Rates(**rates), 1))
+    names = candidates(setting.world_size, num_heads)
+    generator = torch.Generator().manual_seed(0)
+    local_len = layout.local_len(dist.get_rank())
+    sequences = {name: ShardedSequence(mask, layout, group, scheme=name) for name in names}
+    q, k, v, dout = (
+        torch.randn(1, local_len, heads, HEAD_DIM, generator=generator)
+        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(sequence: ShardedSequence) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        torch.autograd.grad(ring_attention(*leaves, sequence), leaves, dout)
+        slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+    best = dict.fromkeys(names, float("inf"))
+    for i in range(rounds + 1):
+        for name in names if i % 2 else names[::-1]:
+            seconds = run(sequences[name])
+            if i:  # the first warms up
+                best[name] = min(best[name], seconds)
+    return best, {name: prices.of(name, shape).seconds for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--settings", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows, ratios = [], []
+    for (link, world_size), group in itertools.groupby(settings(args.settings), key=lambda each: each[:2]):
+        with two_nodes(link) as nodes:
+            enter = functools.partial(nodes.enter, ranks_per_node=RANKS_PER_NODE[world_size])
+            pool = Pool(world_size, prepare=enter)
+            try:
+                rates = pool.run(rates_here, timeout=300)[0]
+                print(f"{link}, {world_size} ranks, load {os.getloadavg()[0]:.1f}: {json.dumps(rates)}", flush=True)
+                for setting in group:
+                    measured, predicted = pool.run(seconds_of_schemes, setting, rates, args.rounds, timeout=600)[0]
+                    chosen, best = min(predicted, key=predicted.__getitem__), min(measured, key=measured.__getitem__)
+                    ratios.append(measured[chosen] / measured[best])
+                    numbers = "  ".join(
+                        f"{name} {measured[name] * 1e3:.1f} ({predicted[name] * 1e3:.1f})" for name in measured
+                    )
+                    print(
+                        f"{' '.join(map(str, setting))}: auto {chosen}, best {best}, {ratios[-1]:.2f} | {numbers}",
+                        flush=True,
+                    )
+                    rows.append({**setting._asdict(), "measured": measured, "predicted": predicted, "rates": rates})
+            finally:
+                pool.close()
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1))
+    close = sum(ratio <= 1.05 for ratio in ratios)
+    print(f"within 5 % of the best in {close} of {len(ratios)}, at most {max(ratios):.2f} times it")
+
+
+if __name__ == "__main__":
+    main()
