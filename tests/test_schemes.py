@@ -30,7 +30,7 @@ from ringtile import (
     plan,
     ring_attention,
 )
-from ringtile.ring import ring
+from ringtile.ring import block_kernel, ring
 from ringtile.ring.block_kernel import AttentionCall
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup
@@ -343,3 +343,23 @@ def test_what_cannot_be_where_ranks_share_heads_is_refused() -> None:
             assert (x - y).abs().max() <= FLOAT64_TOLERANCE
 
     LoopbackWorld(2).run(on_rank)
+
+
+def test_a_wrong_kernel_of_single_heads_is_refused_before_any_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 query heads share a kv head, but over 4 ranks each has a single one, for which another kernel runs."""
+
+    def of_single_heads(provider: Any, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
+        return "is wrong for single heads" if q.size(2) == k.size(2) else ""
+
+    monkeypatch.setattr(block_kernel, "why_wrong", of_single_heads)
+    p = problem(1, SEQ_LEN, 4, 1)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 4), group, scheme="ulysses")
+        with pytest.raises(Refused, match="is wrong for single heads"):
+            ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence)
+        assert group.transport.bytes_sent == 0
+        whole = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 4), group, scheme="ring")
+        ring_attention(*(whole.shard(x, 1) for x in (p.q, p.k, p.v)), whole)
+
+    LoopbackWorld(4).run(on_rank)

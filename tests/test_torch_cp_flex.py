@@ -27,8 +27,10 @@ from ringtile import (
     context_parallel_shard,
     create_cp_block_mask,
     flex_attention,
+    plan,
 )
 from ringtile.torch_context_parallel.flex import interval_mask_of
+from ringtile.torch_context_parallel.group_layouts import sequence_of
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, masks
 from test_torch_cp_context import assert_equal, expected, inputs
@@ -411,3 +413,34 @@ def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
 def test_sequences_of_two_lengths_are_refused() -> None:
     with pytest.raises(InputError, match="Q_LEN is 8, KV_LEN 16"):
         create_cp_block_mask(two_intervals, None, None, 8, 16, LoopbackWorld(1).groups[0])
+
+
+def test_a_block_of_another_scheme_refuses_what_would_run_as_a_ring() -> None:
+    """ContextParallel takes the block's scheme, except where it is compiled."""
+    x = inputs(48)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        mask_mod = mask_mod_of(IntervalMask.causal(48))
+        block_mask = create_cp_block_mask(mask_mod, None, None, 48, 48, group, load_balancer="zigzag")
+        tensors = [t.clone() for t in x[:3]]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3, scheme="ulysses"):
+            with pytest.raises(
+                Refused, match=r"flex_attention of local tokens runs as a ring, .*scheme ulysses; expected"
+            ):
+                flex_attention(*tensors, block_mask=block_mask)
+            with pytest.raises(Refused, match="scheme ulysses"):
+                styled(ContextParallel(attention_type=FLEX), flex_attention, group)(*tensors, block_mask=block_mask)
+            with pytest.raises(Refused, match="a compiled call of attention under ContextParallel runs as a ring"):
+                sequence_of(tensors[0], "", 24, False, group.group_name)
+            sent = group.transport.bytes_sent
+            attend = torch.nn.functional.scaled_dot_product_attention
+            styled(ContextParallel(attention_type=ContextParallel.AttentionType.SDPA), attend, group)(*tensors)
+            of_scheme = plan(
+                *(IntervalMask.full(48), Layout.zigzag(48, 2)),
+                **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "v_head_dim": 8, "batch": 2},
+                dtype=torch.float64,
+                scheme="ulysses",
+            )
+            assert group.transport.bytes_sent - sent == of_scheme.ranks[group.transport.rank].forward_bytes_sent
+
+    LoopbackWorld(2).run(on_rank)

@@ -102,6 +102,14 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | N
     plan = call.sequence.plan
     if not plan.is_whole:
         _check_shares(call, plan.scheme.text)
+        if q.is_meta:
+            return
+        # A part of a kv head's query heads, which may be one: another kernel than that of whole groups.
+        shares = [of_stage[plan.group.index(plan.rank)] for of_stage in plan.shares(q.size(2), k.size(2))]
+        for sizes in {(len(piece.heads), len(piece.kv_heads)) for each in shares for piece in each.pieces}:
+            of_q, of_k, of_v = (x.narrow(2, 0, count) for x, count in zip((q, k, v), (*sizes, sizes[1]), strict=True))
+            _able(call, _block(call, 0, q, fresh=False), of_q, of_k, of_v)
+        return
     if q.is_meta or (_is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v, call.dropout is not None)):
         return
     for i in range(len(plan.rounds)):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.errors import InputError, RingtileError
+from ringtile.errors import InputError, Refused, RingtileError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -233,6 +233,7 @@ def sequence_of(
     A graph must look the sequence up on every run instead of keeping the one it was traced with. like: any tensor
     computed before the call; it keeps the op in its place in the graph.
     """
+    _check_ring(group_name, "a compiled call of attention under ContextParallel", "attention")
     sequence = sequence_in_force(group_name, layout, local_len)
     if is_causal:
         sequence = sequence.causal
@@ -247,8 +248,23 @@ def _(like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: st
     return bounds, torch.empty_like(bounds), torch.empty(runs, 5, dtype=torch.int64, device="cpu")
 
 
+def _check_ring(group: Group, what: str, op: str) -> None:
+    """Refused: the block around has another scheme, but this is a ring whatever the block says."""
+    transport = transport_of(group)
+    overrides = _memory(transport).overrides
+    scheme = overrides[-1].scheme if overrides and isinstance(overrides[-1], ShardedSequence) else "ring"
+    if scheme != "ring":
+        error = Refused(
+            f"{what} runs as a ring, but the context_parallel block around it has the scheme {scheme}; expected ring"
+        )
+        transport.refuse(op, error)
+        raise error
+
+
 def check_layout(group: Group, layout: Layout) -> None:
-    """InputError: the group's tokens were sharded in another layout than this one of a BlockMask."""
+    """InputError: the group's tokens were sharded in another layout than this one of a BlockMask. Refused: the block
+    around has another scheme than the ring."""
+    _check_ring(group, "flex_attention of local tokens", "flex_attention")
     transport = transport_of(group)
     memory = _memory(transport)
     local_len = layout.local_len(transport.rank)
