@@ -353,6 +353,25 @@ def test_bench_measures_every_link_and_kernel() -> None:
     assert Rates(**rates_json(report.rates)) == report.rates
 
 
+@pytest.mark.parametrize(
+    "hosts", [(0, 0), (0, 1), (0, 0, 2, 2), (0, 1, 0, 1), (0, 0, 0, 3), (0, 1, 2), (0, 0, 2, 2, 4, 4)]
+)
+def test_bench_sends_on_every_link(hosts: tuple[int, ...]) -> None:
+    """Whom a rank sends to receives from it, within its host or to another; all ranks have the same patterns."""
+    of_ranks = [bench._patterns(hosts, rank) for rank in range(len(hosts))]
+    for of_link in zip(*of_ranks, strict=True):
+        links = {pattern.link for pattern in of_link}
+        assert len(links) == 1
+        sending = [rank for rank, pattern in enumerate(of_link) if pattern.to is not None]
+        assert sending
+        for rank in sending:
+            to = of_link[rank].to
+            assert to is not None
+            assert of_link[to].source == rank != to
+            assert (hosts[to] == hosts[rank]) == (links == {"within"})
+        assert sum(pattern.source is not None for pattern in of_link) == len(sending)
+
+
 @pytest.mark.parametrize("options", [["--world-size", "1"], ["--device", "tpu"], ["--repeats", "0"]])
 def test_bench_of_nothing_is_refused(options: list[str], cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transport", *options]) == 2

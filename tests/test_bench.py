@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import dense_gradients
+from pool import run_ranks
 from ringtile.bench import attention, ring
 from ringtile.bench.cases import Workload, bytes_of, flops_of, make_case, make_inputs
 from ringtile.bench.compare import results
@@ -27,7 +29,7 @@ from ringtile.errors import ConfigError
 from torch import Tensor
 
 ROW_KEYS = {
-    *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "device", "threads"),
+    *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "device", "threads", "scheme"),
     *("provider", "pass", "median_s", "spread", "waited", "flops", "bytes", "peak_bytes"),
     *("fraction_of_peak", "max_error", "rms_error", "ratio_to"),
 }
@@ -241,10 +243,11 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path) -> N
 def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
     """Two ranks of 12 tokens, zigzag: rank 0 needs all 12 keys of rank 1, which needs 6 of rank 0's. A key and its
     value are 2 heads x 16 numbers x 4 bytes; they travel again in the backward, and their gradients travel back."""
-    report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *TINY)
+    schemes = ["--scheme", "ring", "--scheme", "ulysses"]
+    report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *schemes, *TINY)
     assert set(report["machine"]) == MACHINE_KEYS
-    rows = {(row["provider"], row["pass"]): row for row in report["rows"]}
-    ran = {"ringtile", "ringtile_alone", "torch"}
+    rows = {(row["provider"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ring"}
+    ran = {"ringtile", "ringtile_alone", "torch", "all_gather_by_hand"}
     if importlib.util.find_spec("ringmaster"):
         ran |= {"ringmaster", "ringmaster_ulysses"}
     assert set(rows) == {(name, which) for name in ran for which in PASSES}
@@ -256,6 +259,39 @@ def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
     assert row["compute_share"] + row["wait_share"] + row["overhead_share"] == pytest.approx(1)
     assert row["world_size"] == 2
     assert set(row["ratio_to"]) == ran - {"ringtile"}
+    ulysses = {(row["provider"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ulysses"}
+    assert {name for name, _ in ulysses} == ran - {"ringtile_alone"}
+    # Each of 24 tokens: 2 heads of q and out (32 bytes each, lse 8), 1 of k and v (64). Again, with dout (32), lse and
+    # delta (12) and dq (32) for q and out, and with the gradients (64) for k and v.
+    row = ulysses["ringtile", "forward+backward"]
+    assert row["bytes_moved"] == row["plan_bytes"] == 24 * (2 * 72 + 64) + 24 * (2 * (64 + 12 + 32) + 64 + 64)
+
+
+def by_hand() -> list[Tensor]:
+    """Attention of this rank's tokens and its gradients by hand, full and causal, in float64."""
+    found: list[Tensor] = []
+    for case in ("full", "causal"):
+        workload = Workload(case, "float64", S, head_dim=8, num_heads=4, num_kv_heads=2, world_size=2)
+        context = ring.RankContext(workload, make_case(case, S), ring.make_layout(workload), dist.get_rank())
+        local = ring.all_gather_local(context, make_inputs(workload))
+        assert local is not None
+        q, k, v, dout = local.inputs
+        out = local.attend(q, k, v)
+        found += [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    return found
+
+
+def test_attention_by_hand_is_attention() -> None:
+    ranks = run_ranks(2, by_hand)
+    for i, case in enumerate(("full", "causal")):
+        workload = Workload(case, "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
+        q, k, v, dout = (x.detach() for x in make_inputs(workload))
+        attend = torch.ones(1, S, S, dtype=torch.bool) if case == "full" else torch.ones(1, S, S).tril().bool()
+        expected = dense_gradients(q, k, v, attend, dout, torch.zeros(1, 4, S, dtype=torch.float64))
+        exact = (expected.out, expected.dq, expected.dk, expected.dv)
+        for j, want in enumerate(exact):
+            got = torch.cat([rank[4 * i + j] for rank in ranks], 1)
+            assert (got - want).abs().max() <= 1e-12
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:

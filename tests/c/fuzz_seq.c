@@ -1,4 +1,4 @@
-// Runs, layouts, shard, plans and the digest.
+// Runs, layouts, shard, plans, costs and the digest.
 #include "fuzz.h"
 #include "layouts.h"
 
@@ -364,6 +364,82 @@ static void try_plan(uint64_t *state) {
     free(begin), free(end), free(runs), free(offsets);
 }
 
+// ---- cost --------------------------------------------------------------------------------------------------
+
+static double hostile_rate(uint64_t *state, double good) {
+    const double values[] = {NAN, INFINITY, -INFINITY, -1, -0.0, 0, 5e-324, 1e-300, 1, 1e300, good};
+    return values[random_int(state, 0, (int64_t)(sizeof(values) / sizeof(values[0])) - 1)];
+}
+
+static void try_cost(uint64_t *state) {
+    const int64_t M = random_int(state, 1, 3), W = M * random_int(state, 1, 3), T = random_int(state, 1, 3);
+    int64_t sizes[] = {W, W, W * W, W * W, T * M * 3}, *counts[5];
+    for (int i = 0; i < 5; i++) {
+        counts[i] = must_alloc((size_t)sizes[i] * sizeof(int64_t));
+        for (int64_t j = 0; j < sizes[i]; j++) counts[i][j] = random_int(state, 0, i == 0 ? W - 1 : 50);
+    }
+    const rt_link link = {1e-5, 1e9, 1e9, 0.5};
+    rt_cost_params p = {.num_ranks = W,
+                        .group_size = M,
+                        .num_stages = T,
+                        .at_once = M == 1 && random_int(state, 0, 1),
+                        .hosts = counts[0],
+                        .tokens = counts[1],
+                        .keys = counts[2],
+                        .pairs = counts[3],
+                        .shares = counts[4],
+                        .key_bytes = 8,
+                        .gradient_bytes = 8,
+                        .query_bytes = 8,
+                        .result_bytes = 8,
+                        .flops_per_pair = 4,
+                        .flops_per_s = 1e9,
+                        .call_s = 1e-5,
+                        .exchange_s = 1e-5,
+                        .copy_bytes_per_s = 1e9,
+                        .within = link,
+                        .between = link};
+    rt_cost_pass pass = random_int(state, 0, 1) ? RT_COST_FORWARD : RT_COST_BACKWARD;
+    int64_t capacity = random_int(state, 0, 1) ? 1000 : random_int(state, 0, 9);
+    bool valid = true, no_params = false, no_workspace = false;
+    for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
+        valid = false;
+        const int64_t kind = random_int(state, 0, 14), which = random_int(state, 0, 4);
+        // Fewer ranks and stages than there are numbers for, or too many to exist.
+        const int64_t lie =
+            random_int(state, 0, 1) ? random_int(state, -2, 1) : INT64_MAX - random_int(state, 0, 3);
+        if (kind == 0) p.num_ranks = lie;
+        if (kind == 1) p.group_size = lie;
+        if (kind == 2) p.num_stages = lie;
+        if (kind == 3 || kind == 4) counts[which][random_int(state, 0, sizes[which] - 1)] = hostile(state, 1);
+        if (kind == 5) p.key_bytes = hostile(state, 8);
+        if (kind == 6) p.result_bytes = hostile(state, 8);
+        if (kind == 7) p.flops_per_s = hostile_rate(state, 1);
+        if (kind == 8) p.within.overlap = hostile_rate(state, 1);
+        if (kind == 9) p.between.host_bytes_per_s = hostile_rate(state, 1);
+        if (kind == 10) p.call_s = hostile_rate(state, 1);
+        if (kind == 11) p.pairs = NULL;
+        if (kind == 12) no_params = true;
+        if (kind == 13) no_workspace = true;
+        if (kind == 14) pass = (rt_cost_pass)random_int(state, 2, 9);
+    }
+    double seconds[9], workspace[9 * 15];
+    int64_t bytes[81], num_events = 0;
+    rt_cost_event *events = must_alloc((size_t)capacity * sizeof(*events));
+    const rt_status status = rt_cost(no_params ? NULL : &p, pass, seconds, bytes, events, capacity,
+                                     &num_events, no_workspace ? NULL : workspace);
+    const bool forbidden = no_params || no_workspace || p.num_ranks < 1 || p.group_size < 1 ||
+                           p.num_stages < 1 || p.pairs == NULL || p.key_bytes < 0 || p.result_bytes < 0 ||
+                           (unsigned)pass > 1;
+    if (rt_cost_workspace_bytes(9) > (int64_t)sizeof(workspace)) wrong("rt_cost_workspace_bytes", "grew");
+    const verdict expected = forbidden ? FORBIDDEN : valid && status != RT_CAPACITY ? VALID : UNKNOWN;
+    if (judge("rt_cost", expected, status) && valid)
+        for (int64_t r = 0; r < W; r++)
+            if (!(seconds[r] >= 0 && seconds[r] < 1)) wrong("rt_cost", "took no time that a rank can take");
+    for (int i = 0; i < 5; i++) free(counts[i]);
+    free(events);
+}
+
 // ---- digest, instruction set -------------------------------------------------------------------------------
 
 static void try_digest(uint64_t *state) {
@@ -390,6 +466,8 @@ static void trial(uint64_t *state, int64_t entry) {
         try_runs(state, entry);
     else if (trial_number % 16 == 0)
         try_digest(state);
+    else if (trial_number % 16 == 8)
+        try_cost(state);
     else if (trial_number % 4 == 1)
         try_runs(state, -1);
     else if (trial_number % 4 == 2)

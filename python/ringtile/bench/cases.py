@@ -35,6 +35,7 @@ class Workload:
     num_kv_heads: int = 8
     world_size: int = 1
     device: str = "cpu"
+    scheme: str = "ring"  # of ringtile's context parallelism
 
 
 class Case(NamedTuple):
@@ -123,6 +124,7 @@ def attention_plan(workload: Workload, mask: IntervalMask, layout: Layout) -> Pl
         num_kv_heads=workload.num_kv_heads,
         head_dim=workload.head_dim,
         dtype=DTYPES[workload.dtype],
+        scheme=workload.scheme if layout.world_size > 1 else "ring",
     )
 
 

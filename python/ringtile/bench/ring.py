@@ -1,4 +1,4 @@
-"""`ringtile bench ring`: the ring over processes of one machine, and the same work without a ring.
+"""`ringtile bench ring`: the ring, or another scheme, over processes of one machine, and the same work without it.
 
 Each rank is a process of a gloo group. A sample starts at a barrier and lasts as long as the slowest rank.
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessContext, start_processes
+from torch.nn.attention.bias import causal_lower_right
 
 from ringtile import ops
 from ringtile.bench.attention import PROVIDERS as IN_ONE_PROCESS
@@ -72,13 +73,14 @@ def ringtile_local(context: RankContext, inputs: Inputs) -> LocalAttention:
         out: Tensor = ring_attention(q, k, v, sequence)
         return out
 
-    sequence = ShardedSequence(context.case.mask, context.layout, dist.group.WORLD)
-
+    sequence = ShardedSequence(context.case.mask, context.layout, dist.group.WORLD, scheme=context.workload.scheme)
     return LocalAttention(attend, shards(context.layout, context.rank, inputs))
 
 
-def ringtile_alone_local(context: RankContext, inputs: Inputs) -> LocalAttention:
-    """The blocks of keys that this rank computes, with its own keys standing in for its peers'."""
+def ringtile_alone_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:
+    """The blocks of keys that this rank computes in a ring, with its own keys standing in for its peers'."""
+    if context.workload.scheme != "ring":
+        return None
     plan_of_rank = rank_plan(context.case.mask, context.layout, context.rank)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -183,6 +185,45 @@ def ringmaster_ulysses_local(context: RankContext, inputs: Inputs) -> LocalAtten
     return LocalAttention(attend, shards(layout, context.rank, inputs))
 
 
+def all_gather_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:
+    """What one writes by hand: all keys to all ranks by torch's collectives, then torch's SDPA of the local queries."""
+    if context.case.is_causal is None:
+        return None
+    workload, rank = context.workload, context.rank
+    if workload.seq_len % workload.world_size:
+        raise ConfigError(
+            f"{workload.seq_len} tokens over {workload.world_size} ranks; gloo's all_gather expects a multiple of them"
+        )
+    layout = Layout.contiguous(workload.seq_len, workload.world_size)
+    end = layout.runs(rank)[0].global_begin + layout.local_len(rank)
+    mask = causal_lower_right(layout.local_len(rank), end) if context.case.is_causal else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (_AllGather.apply(x, layout) for x in (k, v))  # type: ignore[no-untyped-call]
+        k, v = (x[:, :end] if mask is not None else x for x in (k, v))
+        return sdpa(q, k, v, attn_mask=mask)
+
+    return LocalAttention(attend, shards(layout, rank, inputs))
+
+
+class _AllGather(torch.autograd.Function):
+    """Contiguous shards (B, N, G, D) of all ranks, one after another; backward, the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(layout.world_size)]
+        dist.all_gather(gathered, x.contiguous())
+        return torch.cat(gathered, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)  # gloo has no reduce-scatter
+        run = ctx.layout.runs(dist.get_rank())[0]
+        return total[:, run.global_begin : run.global_begin + run.length], None
+
+
 def shards(layout: Layout, rank: int, inputs: Inputs) -> Inputs:
     """A rank's tokens, all heads."""
     return leaves(layout.shard(x.detach(), dim=1, rank=rank) for x in inputs)
@@ -204,6 +245,7 @@ PROVIDERS: dict[str, Callable[[RankContext, Inputs], LocalAttention | None]] = {
     "torch": torch_local,
     "ringmaster": ringmaster_local,
     "ringmaster_ulysses": ringmaster_ulysses_local,
+    "all_gather_by_hand": all_gather_local,
 }
 
 MEMORY = False  # whether memory is measured by default
@@ -215,6 +257,7 @@ GRID: Grid = {
     "num_heads": (8,),
     "num_kv_heads": (8, 2),
     "world_size": (2,),
+    "scheme": ("ring",),
 }
 
 

@@ -41,6 +41,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "num_heads": (int, "attention, ring: query heads; scan: heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
     "world_size": (int, "ring, transport: ranks"),
+    "scheme": (str, "ring: ring, all_gather, ulysses, usp:M, staged:T, of the provider ringtile"),
     "device": (str, "attention, transport: cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
     "intermediate_size": (int, "mlp: width inside"),
@@ -163,7 +164,7 @@ def print_table(console: Console, measured: Measured) -> None:
     where = "GPU" if first.get("device") == "cuda" else f"{first['threads']} threads"
     title = f"{first['case']} {first['dtype']} {sizes}, {where}"
     if first["world_size"] > 1:
-        title += f" x {first['world_size']} ranks"
+        title += f" x {first['world_size']} ranks, {first['scheme']}"
     table = Table("provider", title=title, title_justify="left", box=None, padding=(0, 1))
     for name in PASSES:
         for column in (f"{name}: ms", "of peak", "/ ours"):
@@ -186,7 +187,7 @@ def print_table(console: Console, measured: Measured) -> None:
     for row in rows:
         if "bytes_moved" in row:
             parts = ", ".join(f"{name} {row[f'{name}_share']:.1%}" for name in ("compute", "wait", "overhead"))
-            console.print(f" the ring: {parts}; {row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
+            console.print(f" {row['scheme']}: {parts}; {row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
     console.print()
 
 

@@ -26,7 +26,9 @@ _paths: weakref.WeakKeyDictionary[Transport, str] = weakref.WeakKeyDictionary()
 
 def use_rates(transport: Transport, path: str) -> None:
     """From now on the rates of this group are those of a file, of which rank 0's counts."""
-    _paths[transport] = path
+    if _paths.get(transport) != path:
+        _paths[transport] = path
+        _rates.pop(transport, None)  # others may have been agreed on
 
 
 def hosts_of(transport: Transport) -> tuple[int, ...]:

@@ -192,8 +192,9 @@ def with_threads(rates: Rates, threads: int) -> Rates:
 
 
 def device_name(device_type: str) -> str:
-    """Of the GPU, or of the CPU."""
-    return torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
+    """Of the GPU, or of the CPU where there is none."""
+    is_gpu = device_type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name() if is_gpu else cpu_name()
 
 
 def cpu_name() -> str:
