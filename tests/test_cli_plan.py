@@ -46,6 +46,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--num-heads",
             "--num-kv-heads",
             "--world-size",
+            "--scheme",
             "--device",
             "--hidden-size",
             "--intermediate-size",
