@@ -31,8 +31,7 @@ from ringtile import (
 )
 from ringtile.bench import transport as bench
 from ringtile.cli import main
-from ringtile.ops import COST_KINDS
-from ringtile.sequence.price import Prices, Shape, candidates, usp_of_hosts
+from ringtile.sequence.price import COST_KINDS, Prices, Shape, candidates, usp_of_hosts
 from ringtile.transport import placement
 from ringtile.transport.groups import transport_of
 from ringtile.transport.loopback import LoopbackGroup

@@ -448,39 +448,6 @@ def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Te
     return needed, pairs
 
 
-class SchemeCost(NamedTuple):
-    """One pass of attention by a scheme, as the model has it."""
-
-    seconds: Tensor  # float64 (W,)
-    num_bytes: Tensor  # int64 (W, W): from, to
-    events: Tensor  # float64 (E, 6): index of COST_KINDS, from, to, bytes, begin and end in seconds
-
-
-COST_KINDS = ("kernel", "queries", "keys", "gradients", "results")  # the kernels' rt_cost_kind
-
-
-def scheme_cost(
-    hosts: Tensor,
-    tokens: Tensor,
-    keys: Tensor,
-    pairs: Tensor,
-    shares: Tensor,
-    sizes: Tensor,
-    rates: Tensor,
-    *,
-    at_once: bool,
-    backward: bool,
-    events: bool,
-) -> SchemeCost:
-    """Plays a pass on a model of links and kernels: csrc/seq/cost.c, whose rt_cost_params these are.
-
-    hosts, tokens (W,), keys, pairs (W, W), shares (T, M, 3), sizes (4,): int64; rates (12,): float64; all on the CPU.
-    events: whether they are wanted.
-    """
-    of_plan = (hosts, tokens, keys, pairs, shares)
-    return SchemeCost(*_ops.scheme_cost(*of_plan, sizes, rates, at_once, backward, events))
-
-
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
     """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
     for name, x in (("begin", begin), ("end", end), ("layout", layout)):
@@ -498,15 +465,6 @@ def _digest_fake(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
     return layout.new_empty(1)
 
 
-def _scheme_cost_fake(
-    hosts: Tensor, tokens: Tensor, keys: Tensor, *of_plan: Tensor | bool | int
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_events = torch.library.get_ctx().new_dynamic_size()
-    of_ranks = hosts.new_empty(hosts.size(0), dtype=torch.float64)
-    return of_ranks, torch.empty_like(keys), of_ranks.new_empty(num_events, 6)
-
-
-torch.library.register_fake("ringtile::scheme_cost", _scheme_cost_fake)
 torch.library.register_fake("ringtile::plan", _plan_fake)
 torch.library.register_fake("ringtile::digest", _digest_fake)
 

@@ -7,8 +7,7 @@ import pathlib
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ringtile.ops import COST_KINDS
-from ringtile.sequence.price import Price
+from ringtile.sequence.price import COST_KINDS, Price
 
 _COLORS = dict(zip(COST_KINDS, ("tab:gray", "tab:blue", "tab:orange", "tab:red", "tab:green"), strict=True))
 

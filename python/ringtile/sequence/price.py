@@ -6,12 +6,12 @@ Shape letters: B batch, H query heads, G kv heads, D head dim, Dv value head dim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.ops import SchemeCost
 from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -38,14 +38,25 @@ class Shape:
         return cls(q.size(0), q.size(2), k.size(2), q.size(3), v.size(3), q.dtype)
 
 
+COST_KINDS = ("kernel", "queries", "keys", "gradients", "results")  # the kernels' rt_cost_kind
+
+
+class PassCost(NamedTuple):
+    """One pass of attention by a scheme, as the model has it."""
+
+    seconds: Tensor  # float64 (W,)
+    num_bytes: Tensor  # int64 (W, W): from, to
+    events: Tensor  # float64 (E, 6): index of COST_KINDS, from, to, bytes, begin and end in seconds
+
+
 @dataclass(frozen=True, eq=False)
 class Price:
     """What attention with one scheme takes, forward and backward."""
 
     scheme: str
     num_steps: int  # rounds of all stages, of a pass
-    forward: SchemeCost
-    backward: SchemeCost
+    forward: PassCost
+    backward: PassCost
     flops: Tensor  # float64 (W,), of both passes
     memory: int  # bytes that the busiest rank holds besides its own q, k, v, out and their gradients
 
@@ -112,12 +123,12 @@ class Prices:
         exchange_s, copy_bytes_per_s = self._rates.exchange_s, self._rates.copy_bytes_per_s
         flops = (2 * (dim + v_dim), 2 * (3 * dim + 2 * v_dim))  # of a pair, as in RankCost
 
-        def play(backward: bool, query: int, result: int, flops_per_s: float) -> SchemeCost:
+        def play(backward: bool, query: int, result: int, flops_per_s: float) -> PassCost:
             sizes = torch.tensor([unit.key, unit.gradient, query, result])
             kernels = [flops[backward], flops_per_s, kernel.call_s]
             rates = torch.tensor([*kernels, exchange_s, copy_bytes_per_s, *links], dtype=torch.float64)
             of_plan = (torch.tensor(self.hosts), self._tokens, keys, pairs, of_shares, sizes, rates)
-            return ops.scheme_cost(*of_plan, at_once=scheme.at_once, backward=backward, events=events)
+            return _pass_cost(*of_plan, at_once=scheme.at_once, backward=backward, events=events)
 
         heads = of_shares[:, :, 0].sum(0).repeat(self._layout.world_size // size)
         return Price(
@@ -168,3 +179,39 @@ class Prices:
         if size > 1 or scheme.num_stages > 1:
             held = held + queries * query_heads * (min(2, scheme.num_stages) * unit.query_again + unit.result_again)
         return int(held.max())
+
+
+# ---- the op -------------------------------------------------------------------------------------
+
+
+def _pass_cost(
+    hosts: Tensor,
+    tokens: Tensor,
+    keys: Tensor,
+    pairs: Tensor,
+    shares: Tensor,
+    sizes: Tensor,
+    rates: Tensor,
+    *,
+    at_once: bool,
+    backward: bool,
+    events: bool,
+) -> PassCost:
+    """Plays a pass on a model of links and kernels: csrc/seq/cost.c, whose rt_cost_params these are.
+
+    hosts, tokens (W,), keys, pairs (W, W), shares (T, M, 3), sizes (4,): int64; rates (12,): float64; all on the CPU.
+    events: whether they are wanted.
+    """
+    of_plan = (hosts, tokens, keys, pairs, shares)
+    return PassCost(*torch.ops.ringtile.scheme_cost(*of_plan, sizes, rates, at_once, backward, events))
+
+
+def _scheme_cost_fake(
+    hosts: Tensor, tokens: Tensor, keys: Tensor, *of_plan: Tensor | bool | int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_events = torch.library.get_ctx().new_dynamic_size()
+    of_ranks = hosts.new_empty(hosts.size(0), dtype=torch.float64)
+    return of_ranks, torch.empty_like(keys), of_ranks.new_empty(num_events, 6)
+
+
+torch.library.register_fake("ringtile::scheme_cost", _scheme_cost_fake)
