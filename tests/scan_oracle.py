@@ -49,7 +49,7 @@ def recurrence(
             if beta is not None:
                 u = beta[b, t, :, None].double() * (u - torch.einsum("hkv,hk->hv", now, k[b, t]))
             now = now + k[b, t][:, :, None] * u[:, None]
-            out.append(scale * torch.einsum("hkv,hk->hv", now, q[b, t]))
+            out.append(float(scale) * torch.einsum("hkv,hk->hv", now, q[b, t]))
         outs.append(torch.stack(out) if out else v[b])
         finals.append(now)
     return torch.stack(outs), torch.stack(finals)

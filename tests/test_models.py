@@ -32,12 +32,17 @@ def _in_world(function, *arguments):
             logger.setLevel(level)
 
 
+def _as_told(error):
+    """As by the processes of `ringtile models`."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 class _Ranks:
     def call(self, function, *arguments, seconds):
         try:
             return run_ranks(2, _in_world, function, *arguments, timeout=seconds)
         except Exception as error:
-            return [error]
+            return [_as_told(error)]
 
 
 class _Alone:
@@ -45,7 +50,7 @@ class _Alone:
         try:
             return [_in_world(function, *arguments)]
         except Exception as error:
-            return [error]
+            return [_as_told(error)]
 
 
 def _documented():
