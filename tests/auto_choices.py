@@ -68,7 +68,7 @@ def seconds_of_schemes(
     layout, group = Layout.named(layout_name, setting.seq_len, setting.world_size), dist.group.WORLD
     num_heads, num_kv_heads = setting.heads
     shape = Shape(1, num_heads, num_kv_heads, HEAD_DIM, HEAD_DIM, torch.float32)
-    prices = Prices(mask, layout, hosts_of(transport_of(group)), with_threads(Rates(**rates), 1))
+    prices = Prices(mask, layout, hosts_of(transport_of(group)), with_threads(Rates.of(rates), 1))
     names = candidates(setting.world_size, num_heads)
     generator = torch.Generator().manual_seed(0)
     local_len = layout.local_len(dist.get_rank())

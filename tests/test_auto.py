@@ -349,7 +349,7 @@ def test_bench_measures_every_link_and_kernel() -> None:
         (carrier, num_bytes) for num_bytes in (1 << 10, 1 << 16) for carrier in ("shared memory", "gloo")
     ]
     assert report.rates.machine == socket.gethostname()
-    assert Rates(**rates_json(report.rates)) == report.rates
+    assert Rates.of(rates_json(report.rates)) == report.rates
 
 
 @pytest.mark.parametrize(

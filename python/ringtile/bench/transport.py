@@ -7,6 +7,7 @@ the shortest counts, because what disturbs a sample makes it longer. Messages go
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import time
@@ -128,7 +129,7 @@ def _measure(repeats: int, device: str) -> Report:
         num_places = min(hosts.count(host) for host in set(hosts))
         of_host = num_places * _fit(best[first, "host"], 0.0).bytes_per_s
         together = {"host_bytes_per_s": max(of_host, links["between"].bytes_per_s)}
-        links["between"] = links["between"].model_copy(update=together)
+        links["between"] = dataclasses.replace(links["between"], **together)
     rates = Rates(
         within=links.get("within"),
         between=links.get("between"),

@@ -52,7 +52,7 @@ def rates_of(transport: Transport, device_type: str) -> Rates:
                 mine = rates_json(with_threads(known, torch.get_num_threads()))
                 if len(json.dumps(mine)) > _MAX_BYTES:
                     raise ConfigError(f"the rates take more than {_MAX_BYTES} bytes; expected a few dtypes")
-        of_devices[device_type] = Rates(**_tell(transport, op, mine)[0])
+        of_devices[device_type] = Rates.of(_tell(transport, op, mine)[0])
     return of_devices[device_type]
 
 

@@ -6,6 +6,7 @@ names. A file in the cache counts only if this user wrote it, on this machine, f
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -14,49 +15,110 @@ import socket
 import stat
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from ringtile.config import Count, Section
 from ringtile.errors import ConfigError
-from ringtile.yaml_file import MAX_BYTES, read_yaml
 
 COMMAND = "ringtile bench transport"
-_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Link(Section):
+@dataclass(frozen=True)
+class Link:
     """Between ranks that both send and receive, as in a ring."""
 
-    latency_s: _Seconds  # of a message
-    bytes_per_s: _Rate  # each way, of one rank
-    host_bytes_per_s: _Rate | None = None  # between hosts: of all ranks of a host together; None: as one rank
-    overlap: float = Field(default=1.0, ge=0, le=1)  # the share of a message's time in which kernels can run
+    latency_s: float  # of a message
+    bytes_per_s: float  # each way, of one rank
+    host_bytes_per_s: float | None = None  # between hosts: of all ranks of a host together; None: as one rank
+    overlap: float = 1.0  # the share of a message's time in which kernels can run
+
+    def __post_init__(self) -> None:
+        _check_from_0("latency_s", self.latency_s)
+        _check_above_0("bytes_per_s", self.bytes_per_s)
+        if self.host_bytes_per_s is not None:
+            _check_above_0("host_bytes_per_s", self.host_bytes_per_s)
+        if not _is_number(self.overlap) or not 0 <= self.overlap <= 1:
+            raise ConfigError(f"overlap is {self.overlap!r:.100}; expected 0..1")
 
 
-class Kernel(Section):
+@dataclass(frozen=True)
+class Kernel:
     """Attention on one device, in one dtype."""
 
-    forward_flops_per_s: _Rate
-    backward_flops_per_s: _Rate
-    call_s: _Seconds  # of a kernel call, besides its flops
+    forward_flops_per_s: float
+    backward_flops_per_s: float
+    call_s: float  # of a kernel call, besides its flops
+
+    def __post_init__(self) -> None:
+        _check_above_0("forward_flops_per_s", self.forward_flops_per_s)
+        _check_above_0("backward_flops_per_s", self.backward_flops_per_s)
+        _check_from_0("call_s", self.call_s)
 
 
-class Rates(Section):
+@dataclass(frozen=True)
+class Rates:
     """One machine's links and kernels. machine, device: where they were measured; threads: of a rank, of a CPU."""
 
+    kernels: dict[str, Kernel]  # by dtype: float32, bfloat16, ...
     within: Link | None = None  # a host
     between: Link | None = None  # hosts
-    kernels: dict[str, Kernel]  # by dtype: float32, bfloat16, ...
-    exchange_s: _Seconds = 0.0  # of a rank that posts some messages and waits for them, besides theirs
-    copy_bytes_per_s: _Rate = 1e12  # of what is put into messages and taken out
-    threads: Count | None = None  # None: kernels are as fast with any number
+    exchange_s: float = 0.0  # of a rank that posts some messages and waits for them, besides theirs
+    copy_bytes_per_s: float = 1e12  # of what is put into messages and taken out
+    threads: int | None = None  # None: kernels are as fast with any number
     machine: str = ""
     device: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.kernels:
+            raise ConfigError("kernels is empty; expected at least one dtype")
+        _check_from_0("exchange_s", self.exchange_s)
+        _check_above_0("copy_bytes_per_s", self.copy_bytes_per_s)
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ConfigError(f"threads is {self.threads!r:.100}; expected at least 1, or none")
+        for name in ("machine", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {getattr(self, name)!r:.100}; expected text")
+
+    @classmethod
+    def of(cls, fields: Any) -> Rates:
+        """From what `rates_json` gives. ConfigError names what is missing, unknown or no such number."""
+        fields = _fields(cls, fields)
+        links = {name: fields[name] for name in ("within", "between") if fields.get(name) is not None}
+        of_links = {name: Link(**_fields(Link, link, f"{name}.")) for name, link in links.items()}
+        kernels = fields["kernels"]
+        if not isinstance(kernels, Mapping):
+            raise ConfigError(f"kernels is {kernels!r:.100}; expected a mapping")
+        of_dtype = {str(name): Kernel(**_fields(Kernel, each, f"kernels.{name}.")) for name, each in kernels.items()}
+        return cls(**{**fields, "within": None, "between": None, **of_links, "kernels": of_dtype})
+
+
+def _fields(cls: type, found: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{prefix or 'the file'} holds {type(found).__name__}; expected a mapping")
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    if unknown := [str(key) for key in found if key not in known]:
+        raise ConfigError(f"unknown key {prefix}{unknown[0]:.100}; expected {', '.join(known)}")
+    for name, field in known.items():
+        if field.default is dataclasses.MISSING and name not in found:
+            raise ConfigError(f"{prefix}{name} is missing")
+    return dict(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e300
+
+
+def _check_above_0(name: str, value: Any) -> None:
+    if not _is_number(value) or value <= 0:
+        raise ConfigError(f"{name} is {value!r:.100}; expected a finite number above 0")
+
+
+def _check_from_0(name: str, value: Any) -> None:
+    if not _is_number(value) or value < 0:
+        raise ConfigError(f"{name} is {value!r:.100}; expected a finite number of at least 0")
 
 
 _LIKE_A_CPU = Kernel(forward_flops_per_s=3e10, backward_flops_per_s=2.5e10, call_s=1e-4)
@@ -90,16 +152,16 @@ def kernel_of(rates: Rates, dtype: torch.dtype) -> Kernel:
 def read_rates(path: Path) -> Rates:
     """Rates from a YAML or JSON file. ConfigError, which names the file: it is unreadable, or holds something else."""
     try:
-        rates = Rates(**dict(_mapping(path)))
-        if not rates.kernels:
-            raise ConfigError("kernels is empty; expected at least one dtype")
-    except (ConfigError, TypeError) as error:
+        rates = Rates.of(_mapping(path))
+    except ConfigError as error:
         raise ConfigError(f"rates of {path}: {error}") from None
     return rates
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:
     """YAML does not take all of JSON's numbers: 1e-05 is a string there."""
+    from ringtile.yaml_file import MAX_BYTES, read_yaml  # needs a package that attention does not
+
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(MAX_BYTES))
@@ -145,8 +207,11 @@ def cached_rates(device_type: str) -> Rates | None:
 
 def rates_json(rates: Rates) -> dict[str, Any]:
     """What `read_rates` reads."""
-    fields: dict[str, Any] = json.loads(rates.model_dump_json(exclude_none=True))
-    return fields
+
+    def without_none(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in fields if value is not None}
+
+    return dataclasses.asdict(rates, dict_factory=without_none)
 
 
 def known_rates(device_type: str, path: str | None, num_hosts: int) -> Rates:
@@ -168,8 +233,8 @@ def known_rates(device_type: str, path: str | None, num_hosts: int) -> Rates:
             f"with: {COMMAND}",
             stacklevel=2,
         )
-    links = {"within": rates.within or assumed.within, "between": rates.between or assumed.between}
-    return rates.model_copy(update=links)
+    within, between = rates.within or assumed.within, rates.between or assumed.between
+    return dataclasses.replace(rates, within=within, between=between)
 
 
 def with_threads(rates: Rates, threads: int) -> Rates:
@@ -185,7 +250,7 @@ def with_threads(rates: Rates, threads: int) -> Rates:
         )
         for name, kernel in rates.kernels.items()
     }
-    return rates.model_copy(update={"kernels": kernels, "threads": threads})
+    return dataclasses.replace(rates, kernels=kernels, threads=threads)
 
 
 # ---- names --------------------------------------------------------------------------------------
