@@ -245,15 +245,18 @@ def test_aten_is_refused_by_name() -> None:
         ring_attention(p.q, p.k, p.v, dropout=dropout(), **arguments)
 
 
-@pytest.mark.parametrize("name", ["attn_fwd_", "attn_bwd_"])
-def test_a_kernel_that_drops_otherwise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "num_rounded"), [("attn_fwd_", 1), ("attn_bwd_", 2)])
+def test_a_kernel_that_drops_otherwise_is_refused(name: str, num_rounded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-check of calls without dropout says nothing of those with it."""
     p, options = problem(dtype=torch.float32), {"mask": IntervalMask.causal(48)}
     real = getattr(torch.ops.ringtile, name)
 
     def of_another_head(*arguments: Any) -> None:
-        *others, rows, positions = arguments
-        real(*others, rows + 2**20, positions) if isinstance(rows, Tensor) else real(*arguments)
+        at = len(arguments) - num_rounded - 2  # of rows, before positions and the rounded results
+        rows = arguments[at]
+        if isinstance(rows, Tensor):
+            rows = rows + 2**20
+        real(*arguments[:at], rows, *arguments[at + 1 :])
 
     self_check.forget()
     monkeypatch.setattr(ops, "_ops", Ops(**{name: of_another_head}))

@@ -234,8 +234,9 @@ names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.nam
 print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA")))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    recurrences = ["causal_conv1d", "causal_conv1d_backward", "scan", "scan_backward"]
-    on_cpu_only = sorted(["digest", "layout_check", "plan", *recurrences])
+    recurrences = ["causal_conv1d", "scan", "selective_scan"]
+    recurrences += [f"{name}_backward" for name in recurrences]
+    on_cpu_only = sorted(["digest", "layout_check", "plan", "scheme_cost", *recurrences])
     assert done.stdout.strip() == str([f"ringtile::{name}" for name in on_cpu_only])
 
 
