@@ -112,10 +112,10 @@ wheel: .venv/.ready build/wheel-venv/.ready
 	rm -rf dist build/wheel
 	$(BIN)/python setup.py -q sdist -d dist
 	flags=$$($(BIN)/python tools/wheel/older_glibc.py build/wheel/glibc $(GLIBC)) && \
-		env $(STRICT) RINGTILE_CUDA=$(if $(NVCC),$(or $(RINGTILE_CUDA),1),0) LDFLAGS="$$flags" \
+		env $(STRICT) RINGTILE_CUDA=$(or $(RINGTILE_CUDA),$(if $(NVCC),1,0)) LDFLAGS="$$flags" \
 		$(PIP) wheel --no-build-isolation --no-deps -w build/wheel dist/*.tar.gz
-	$(AUDITWHEEL) repair --plat $(POLICY) $(TORCH_LIBRARIES:%=--exclude %) -w dist build/wheel/*.whl
-	$(AUDITWHEEL) show dist/*.whl
+	$(AUDITWHEEL) repair --plat $(POLICY) $(TORCH_LIBRARIES:%=--exclude %) -w dist build/wheel/*.whl || \
+		{ $(AUDITWHEEL) show build/wheel/*.whl; exit 1; } # names the symbols that are too new
 	du -h dist/*
 
 build/wheel-venv/.ready: tools/wheel/requirements.txt
@@ -133,4 +133,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf build out python/ringtile/*.so python/*.egg-info
+	rm -rf build dist out python/ringtile/*.so python/*.egg-info
