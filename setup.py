@@ -187,7 +187,7 @@ def compile_cuda(nvcc: str) -> list[str]:
     if outdated:
         print(
             f"ringtile: nvcc compiles {len(outdated)} files for {', '.join(ARCHS)}, which takes minutes. "
-            'RINGTILE_CUDA=0 leaves the CUDA kernels out; RINGTILE_CUDA_ARCHS=90a, say, compiles for one kind of GPU.',
+            "RINGTILE_CUDA=0 leaves the CUDA kernels out; RINGTILE_CUDA_ARCHS=90a, say, compiles for one kind of GPU.",
             file=sys.stderr,
             flush=True,
         )
