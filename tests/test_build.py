@@ -224,10 +224,10 @@ OLD_SYMBOLS = """
 #include <math.h>
 #include <pthread.h>
 extern char __libc_single_threaded;
-void *run(void *);
+static void *run(void *unused) { return unused; }
 double use(double x, pthread_t *thread) {
     pthread_create(thread, 0, run, dlopen("x", RTLD_LAZY));
-    return pow(x, x) + __libc_single_threaded;
+    return pow(x, x) + tanh(x) + __libc_single_threaded; // tanh has had one version ever
 }
 """
 
@@ -237,7 +237,9 @@ def test_wheel_binds_to_the_symbols_of_an_old_glibc(tmp_path: pathlib.Path) -> N
     (tmp_path / "old.c").write_text(OLD_SYMBOLS)
     script = [sys.executable, ROOT / "tools" / "wheel" / "older_glibc.py", tmp_path / "glibc", "2.28"]
     flags = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split()
-    subprocess.run(["cc", "-shared", "-fPIC", *flags, "old.c", "-lm", "-o", "old.so"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-z,defs", *flags, "old.c", "-lm", "-o", "old.so"], cwd=tmp_path, check=True
+    )
     read = subprocess.run(
         ["readelf", "-Ws", "-V", "-d", tmp_path / "old.so"], capture_output=True, text=True, check=True
     )

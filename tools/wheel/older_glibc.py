@@ -41,18 +41,17 @@ def as_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def older_versions(library: str, oldest: str) -> dict[str, str]:
-    """For each symbol that the library has in a newer version than `oldest`: the version that `oldest` has of it."""
+def older_versions(library: str, oldest: str) -> tuple[dict[str, str], set[str]]:
+    """The version that `oldest` has of each function of a library, and the functions with a newer version."""
     newer, older = set(), dict[str, str]()
     path = run(*CC, f"-print-file-name={library}").strip()
-    for name, version in re.findall(
-        r" (\w+)@@?GLIBC_([0-9.]+)$", run("nm", "-D", "--with-symbol-versions", path), re.M
-    ):
+    symbols = run("nm", "-D", "--with-symbol-versions", path)
+    for name, version in re.findall(r" [TWi] (\w+)@@?GLIBC_([0-9.]+)$", symbols, re.M):
         if as_numbers(version) > as_numbers(oldest):
             newer.add(name)
         elif as_numbers(version) > as_numbers(older.get(name, "0")):
             older[name] = version
-    return {name: older[name] for name in sorted(newer & older.keys())}
+    return older, newer
 
 
 def write_stub(folder: pathlib.Path, library: str, symbols: dict[str, str]) -> str:
@@ -70,11 +69,13 @@ def write_stub(folder: pathlib.Path, library: str, symbols: dict[str, str]) -> s
 
 def main(folder: pathlib.Path, oldest: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    moved = older_versions("libc.so.6", oldest)
+    older, newer = older_versions("libc.so.6", oldest)
+    moved = {name: version for name, version in sorted(older.items()) if name in newer}
     stubs = {
         home: {name: moved[name] for name in moved if re.match(names, name)} for home, names in FORMER_HOMES.items()
     }
-    stubs["libm.so.6"] = older_versions("libm.so.6", oldest)
+    # All of libm: a linker reads only the first library of a name, so the stub hides the real one.
+    stubs["libm.so.6"], _ = older_versions("libm.so.6", oldest)
     single_threaded = folder / "single_threaded.s"
     single_threaded.write_text(SINGLE_THREADED)
     libraries = [write_stub(folder, library, symbols) for library, symbols in stubs.items() if symbols]
