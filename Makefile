@@ -8,6 +8,8 @@
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
+# make wheel   the sdist and, from it alone, the wheel for any Linux with glibc 2.28, checked by auditwheel: dist/
+# make try-wheel  the wheel in a fresh venv, without a compiler: README's first script and demonstration (minutes)
 # make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv); Python >= 3.11
 # make setup   .venv with everything that constraints.txt pins
 # make clean   remove the build outputs
@@ -23,7 +25,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan emulator docs
+.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan emulator docs wheel try-wheel
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -100,6 +102,30 @@ build/docs-venv/.ready: docs/requirements.txt
 	build/docs-venv/bin/pip --disable-pip-version-check --quiet install -r docs/requirements.txt
 	touch $@
 
+# The oldest glibc that the wheel runs on: torch's own. auditwheel fails if the binaries need a newer one.
+GLIBC := 2.28
+POLICY := manylinux_$(subst .,_,$(GLIBC))_$(shell uname -m)
+TORCH_LIBRARIES := libc10.so libtorch.so libtorch_cpu.so # torch brings them
+AUDITWHEEL := PATH="$(CURDIR)/build/wheel-venv/bin:$$PATH" auditwheel
+
+wheel: .venv/.ready build/wheel-venv/.ready
+	rm -rf dist build/wheel
+	$(BIN)/python setup.py -q sdist -d dist
+	flags=$$($(BIN)/python tools/wheel/older_glibc.py build/wheel/glibc $(GLIBC)) && \
+		env $(STRICT) RINGTILE_CUDA=$(or $(RINGTILE_CUDA),$(if $(NVCC),1,0)) LDFLAGS="$$flags" \
+		$(PIP) wheel --no-build-isolation --no-deps -w build/wheel dist/*.tar.gz
+	$(AUDITWHEEL) repair --plat $(POLICY) $(TORCH_LIBRARIES:%=--exclude %) -w dist build/wheel/*.whl || \
+		{ $(AUDITWHEEL) show build/wheel/*.whl; exit 1; } # names the symbols that are too new
+	du -h dist/*
+
+build/wheel-venv/.ready: tools/wheel/requirements.txt
+	$(PYTHON) -m venv build/wheel-venv
+	build/wheel-venv/bin/pip --disable-pip-version-check --quiet install -r tools/wheel/requirements.txt
+	touch $@
+
+try-wheel: wheel
+	$(PYTHON) tools/wheel/try_wheel.py dist/*.whl build/try-wheel
+
 lint: setup
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
 	$(BIN)/ruff check .
@@ -107,4 +133,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf build out python/ringtile/*.so python/*.egg-info
+	rm -rf build dist out python/ringtile/*.so python/*.egg-info

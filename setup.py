@@ -2,13 +2,14 @@
 
     ringtile._C      the ops on CPU tensors
     ringtile._bench  the multiply-add peak, for `ringtile bench`
-    ringtile._cuda   the ops on CUDA tensors, where nvcc is; building it needs neither a GPU nor a torch with CUDA
+    ringtile._cuda   the ops on CUDA tensors; building it needs nvcc, and neither a GPU nor a torch with CUDA
 
 Environment, read here and nowhere else in the build (setuptools reads CC and CXX as well):
 
     CC, CXX          the compilers
     CUDA_HOME        where to look for nvcc before PATH
-    RINGTILE_CUDA    0: leave the CUDA kernels out; 1: fail without nvcc; auto, the default: build them where nvcc is
+    RINGTILE_CUDA    0: leave the CUDA kernels out, which take minutes to compile; 1: fail without nvcc; auto, the
+                     default: build them where nvcc is and torch has CUDA
     RINGTILE_CUDA_ARCHS  the GPUs to compile for, by compute capability: "80;90a". all, the default, is the list of all
                      known ones; one, as in `make test`, is 80, in a third of the time. 80 adds PTX, which a GPU that is
                      not in the list compiles when it first runs a kernel; without 80 such a GPU has no kernels
@@ -64,7 +65,9 @@ def setting(variable: str, default: str, meanings: dict[str, str]) -> str:
 CC = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
 CXX = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
 CUDA_HOME = os.environ.get("CUDA_HOME")
-CUDA = setting("RINGTILE_CUDA", "auto", {"0": "CPU only", "1": "CPU and CUDA", "auto": "CUDA where nvcc is"})
+CUDA = setting(
+    "RINGTILE_CUDA", "auto", {"0": "CPU only", "1": "CPU and CUDA", "auto": "CUDA where nvcc is and torch has CUDA"}
+)
 KNOWN_ARCHS = {"80": "A100", "86": "A10, RTX 30", "89": "L4, RTX 40", "90a": "H100, H200"}
 
 
@@ -156,7 +159,7 @@ cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*
 
 def find_nvcc() -> str | None:
     """The nvcc of CUDA_HOME, or else of PATH; None leaves the CUDA kernels out."""
-    if CUDA == "0":
+    if CUDA == "0" or (CUDA == "auto" and torch.version.cuda is None):
         return None
     nvcc = (CUDA_HOME and shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin"))) or shutil.which("nvcc")
     if not nvcc and CUDA == "1":
@@ -181,6 +184,13 @@ def compile_cuda(nvcc: str) -> list[str]:
             target.parent.mkdir(parents=True, exist_ok=True)
             outputs = ["-MD", "-MF", str(needed), "-c", source, "-o", str(target)]
             outdated.append([nvcc, *NVCC_FLAGS, *arch_flags(archs), *outputs])
+    if outdated:
+        print(
+            f"ringtile: nvcc compiles {len(outdated)} files for {', '.join(ARCHS)}, which takes minutes. "
+            "RINGTILE_CUDA=0 leaves the CUDA kernels out; RINGTILE_CUDA_ARCHS=90a, say, compiles for one kind of GPU.",
+            file=sys.stderr,
+            flush=True,
+        )
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for command, done in zip(outdated, pool.map(run_nvcc, outdated), strict=True):
             print(done.stdout, end="", file=sys.stderr)
@@ -236,12 +246,13 @@ def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
         f"ringtile.{name}",
         sources,
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "cuda")],
-        depends=[*core_sources, *core_headers, "csrc/torch/kernels.cpp", *more.pop("depends", [])],
+        depends=[__file__, *core_sources, *core_headers, "csrc/torch/kernels.cpp", *more.pop("depends", [])],
         define_macros=[("TORCH_TARGET_VERSION", TARGET_VERSION)],
         extra_compile_args=BINDING_FLAGS,
         extra_link_args=[
             "-Wl,--exclude-libs,ALL",
             "-Wl,--gc-sections",
+            "-lgcc",  # static: libgcc_s.so has the conversions of f16 only since GCC 12, newer than many systems'
             *HARDENED_LINK,
             *more.pop("extra_link_args", []),
         ],

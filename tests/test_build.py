@@ -13,6 +13,7 @@ import sys
 import pytest
 import ringtile
 from pool import run_program
+from setuptools._distutils.filelist import FileList
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
 ROOT = pathlib.Path(__file__).parent.parent
@@ -68,6 +69,15 @@ def test_cuda_without_nvcc_is_one_line() -> None:
     assert_refused(run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH")
 
 
+def test_cuda_kernels_follow_torch(tmp_path: pathlib.Path) -> None:
+    """nvcc alone does not cost a user of torch for CPUs minutes; a torch with CUDA, or RINGTILE_CUDA=1, does."""
+    copy_with_fake_nvcc(tmp_path)
+    cases = [("auto", None), ("auto", "13.0"), ("1", None), ("0", "13.0")]
+    found = "(find_nvcc.__globals__.update(CUDA=choice), setattr(torch.version, 'cuda', cuda), bool(find_nvcc()))[2]"
+    done = evaluate_in_setup(f"[{found} for choice, cuda in {cases}]", tmp_path, CUDA_HOME=str(tmp_path))
+    assert eval(done.stdout.splitlines()[-1]) == [False, True, True, False]
+
+
 FAKE_NVCC = """#!/bin/sh
 for last; do :; done
 touch "$last" && echo "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
@@ -110,9 +120,12 @@ print(eval({expression!r}, runpy.run_path("setup.py")))
     return done
 
 
-def test_user_build_only_prints_ptxas_remarks(tmp_path: pathlib.Path) -> None:
+def test_user_build_says_what_takes_minutes_and_only_prints_ptxas_remarks(tmp_path: pathlib.Path) -> None:
     nvcc = copy_with_fake_nvcc(tmp_path)
     done = evaluate_in_setup(f"compile_cuda({str(nvcc)!r})", tmp_path, RINGTILE_CUDA="0", RINGTILE_WERROR="0")
+    before_nvcc = next(line for line in done.stderr.splitlines() if line.startswith("ringtile: "))
+    assert "takes minutes. RINGTILE_CUDA=0 leaves the CUDA kernels out" in before_nvcc
+    assert done.stderr.index(before_nvcc) < done.stderr.index("(C7512)")
     assert "(C7512)" in done.stderr
     assert len(list((tmp_path / "build" / "cuda").rglob("*.o"))) == len(list((tmp_path / "cuda").rglob("*.cu"))) > 0
 
@@ -131,7 +144,7 @@ def test_warnings_fail_strict_builds_only() -> None:
     rules = (ROOT / "Makefile").read_text()
     assert "STRICT := RINGTILE_WERROR=1" in rules
     builds = [line for line in rules.splitlines() if "RINGTILE_CUDA=" in line]
-    assert len(builds) == 3
+    assert len(builds) == 4
     assert all("$(STRICT)" in line for line in builds)
 
 
@@ -195,6 +208,62 @@ def test_binary_needs_stable_symbols_only(name: str) -> None:
     symbols = [line.split()[-1] for line in listed.stdout.splitlines()]
     assert [symbol for symbol in symbols if not VERSIONED.search(symbol) and not STABLE.match(symbol)] == []
     assert ("aoti_torch_get_current_cuda_stream" in symbols) == (name == "_cuda")
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_binary_runs_with_an_old_libgcc(name: str) -> None:
+    """Conversions of f16 are linked statically, since libgcc_s.so has them from GCC 12 on only."""
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True
+    )
+    assert {version for version in re.findall(r"@GCC_(\d+)", listed.stdout) if int(version) > 4} == set()
+
+
+OLD_SYMBOLS = """
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+extern char __libc_single_threaded;
+static void *run(void *unused) { return unused; }
+double use(double x, pthread_t *thread) {
+    pthread_create(thread, 0, run, dlopen("x", RTLD_LAZY));
+    return pow(x, x) + tanh(x) + __libc_single_threaded; // tanh has had one version ever
+}
+"""
+
+
+def test_wheel_binds_to_the_symbols_of_an_old_glibc(tmp_path: pathlib.Path) -> None:
+    """As a linker with glibc 2.28 would: threads in libpthread, and no pow of 2.29."""
+    (tmp_path / "old.c").write_text(OLD_SYMBOLS)
+    script = [sys.executable, ROOT / "tools" / "wheel" / "older_glibc.py", tmp_path / "glibc", "2.28"]
+    flags = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split()
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-z,defs", *flags, "old.c", "-lm", "-o", "old.so"], cwd=tmp_path, check=True
+    )
+    read = subprocess.run(
+        ["readelf", "-Ws", "-V", "-d", tmp_path / "old.so"], capture_output=True, text=True, check=True
+    )
+    versions = [tuple(map(int, version.split("."))) for version in re.findall(r"GLIBC_([0-9.]+)", read.stdout)]
+    assert (2, 2) < max(versions) <= (2, 28)
+    assert {"libpthread.so.0", "libdl.so.2", "libm.so.6"} <= set(re.findall(r"NEEDED.*\[(.*)\]", read.stdout))
+    assert not re.search(r"UND .*__libc_single_threaded", read.stdout)
+
+
+def test_sdist_holds_every_tracked_file() -> None:
+    """setuptools' own choice leaves out the tests' helpers and the documentation, for example."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    tracked = listed.stdout.split()
+    chosen = FileList()
+    chosen.allfiles = tracked
+    rules = (ROOT / "MANIFEST.in").read_text().splitlines()
+    for rule in rules:
+        if not rule.startswith("#"):
+            chosen.process_template_line(rule)
+    by_setuptools = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
+    left_out = {file for file in set(tracked) - set(chosen.files) if not file.startswith(("python/", "."))}
+    assert left_out == by_setuptools
 
 
 @pytest.mark.parametrize("name", BINARIES)

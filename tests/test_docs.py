@@ -155,6 +155,16 @@ def test_commands_exist(page: str) -> None:
             check_command(words)
 
 
+def test_workflow_runs_what_exists() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    ran = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    targets = re.findall(r"^make ([\w-]+)", ran, re.MULTILINE)
+    assert targets
+    for target in targets:
+        check_command(["make", target])
+    assert set(jobs["release"]["needs"]) == jobs.keys() - {"release"}
+
+
 # ---- links, paths, names ------------------------------------------------------------------------
 
 
