@@ -66,11 +66,11 @@ tsan:
 emulator:
 	$(MAKE) -s $(JOBS) -C tests/emulator
 
-# Two parts at a time: most of them keep only one core busy.
-test:
+# Two parts at a time: most of them keep only one core busy. Ranks, which take longest, begin at once.
+test: build
 	+$(MAKE) --no-print-directory $(JOBS) JOBS= checks
 
-test-all:
+test-all: build
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
 
 # The last ones run on both cores once the first are done.
