@@ -9,7 +9,7 @@ A scheme is a text, the same in Python, YAML and on the command line:
                   time (arXiv:2405.07719)
     staged:T      ulysses in T stages, each of a part of the share
     usp           usp:M for the most neighbours M that always share a host
-    auto          whichever a model of links and kernels finds fastest, for each call (sequence/choice.py)
+    auto          whichever a model of links and kernels finds fastest, for each call (sequence/price.py)
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from ringtile.ring.attention import ring_attention
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport import shared_memory
 from ringtile.transport.groups import transport_of
 from ringtile.transport.placement import hosts_of
 from ringtile.transport.process_group import ProcessGroupTransport
@@ -37,7 +38,6 @@ from ringtile.transport.transport import Transport
 SIZES = tuple(1 << exponent for exponent in (10, 14, 18, 20, 22, 24, 26))  # bytes of a message
 FITTED = (SIZES[0], 1 << 22)  # latency and bandwidth follow from these two
 SAMPLE_SECONDS = 0.02  # a sample repeats its messages for about so long
-CARRIER = "RINGTILE_SHARED_MEMORY"
 KERNEL_TOKENS = (16, 1024)
 HEADS, HEAD_DIM = 4, 64
 COPIED_BYTES = 1 << 22
@@ -148,13 +148,13 @@ def _carriers(device: str) -> list[tuple[str, Transport]]:
     if device == "cuda":
         return [("nccl", _opened(dist.group.WORLD))]
     found = []
-    given = os.environ.get(CARRIER)
+    given = os.environ.get(shared_memory.VARIABLE)
     for value in ("1", "0"):
-        os.environ[CARRIER] = value if value == "0" or given is None else given
+        os.environ[shared_memory.VARIABLE] = value if value == "0" or given is None else given
         found.append(_opened(dist.new_group()))
-    os.environ.pop(CARRIER)
+    os.environ.pop(shared_memory.VARIABLE)
     if given is not None:
-        os.environ[CARRIER] = given
+        os.environ[shared_memory.VARIABLE] = given
     shares = _slowest(float(isinstance(found[0], ProcessGroupTransport) and found[0].shares_memory))
     return [("shared memory", found[0]), ("gloo", found[1])] if shares else [("gloo", found[1])]
 

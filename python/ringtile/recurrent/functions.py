@@ -1,7 +1,7 @@
 """Causal convolution, gated delta rule, Mamba and Mamba-2 over a sequence sharded over the ranks of a group.
 
-The public functions: what they check, and how they part the work. What travels is in hand_over.py, who computes the
-tokens of one rank in local.py.
+The public functions: what they check, and how they part the work. What travels is in hand_over.py and heads.py, who
+computes the tokens of one rank in local.py.
 
 Shape letters: B batch, N local tokens, C channels, W width, H heads, G heads of q and k (or groups of B and C), K key
 dim (or state dim), V value dim.

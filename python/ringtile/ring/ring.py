@@ -177,9 +177,10 @@ def _open(
     with transport.telling(op):
         if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
-        whole = call.attention_kernel == "aten" or call.dropout is not None
-        sequence = call.sequence.settled(Shape.of(q, k, v), q.device.type, whole=whole)
-        if sequence is not call.sequence:
+        sequence = call.sequence
+        if not sequence.is_settled:
+            whole = call.attention_kernel == "aten" or call.dropout is not None
+            sequence = sequence.settled(Shape.of(q, k, v), q.device.type, whole=whole)
             call = replace(call, sequence=sequence)
         block_kernel.check(call, q, k, v, dlse)
         work = Work.of(q, k, v, sequence.plan, transport)

@@ -145,12 +145,17 @@ class ShardedSequence:
 
     # ---- the same sequence with a scheme of its own ---------------------------------------------
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether calls of every shape have the same scheme."""
+        return not self._scheme.is_open
+
     def settled(self, shape: Shape, device_type: str, *, whole: bool = False) -> ShardedSequence:
         """This sequence, or if its scheme is `auto` or `usp`, the same with the one that such a call has; remembered.
 
         The same on every rank. A collective the first time in a group. whole: ranks cannot share heads.
         """
-        if not self._scheme.is_open:
+        if self.is_settled:
             return self
         key = (shape, device_type, whole)
         if key not in self._settled:
