@@ -8,8 +8,6 @@
 #include <stdatomic.h>
 #include <string.h>
 
-static int64_t round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 typedef struct job {
     const rt_attn_params *p;
     const rt_kernels *kernels;
@@ -38,7 +36,7 @@ int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
     if (num_workers < 1 || rt_attn_check_fwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
     int64_t num_bytes;
-    const int64_t scratch_bytes = round_up_64(kernels->attn_forward_scratch_bytes(p));
+    const int64_t scratch_bytes = rt_round_up_64(kernels->attn_forward_scratch_bytes(p));
     return workspace_bytes(0, scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
 }
 
@@ -52,7 +50,7 @@ rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
     rt_status status = rt_attn_check_fwd(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
-    j.scratch_bytes = round_up_64(j.kernels->attn_forward_scratch_bytes(p));
+    j.scratch_bytes = rt_round_up_64(j.kernels->attn_forward_scratch_bytes(p));
     int64_t needed;
     status = workspace_bytes(0, j.scratch_bytes, rt_num_workers(parallel), &needed);
     if (status != RT_OK) return status;
@@ -66,7 +64,7 @@ rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
 
 // Every task has a counter, in front of the workers' scratch.
 static int64_t progress_bytes(const rt_attn_params *p, const rt_kernels *kernels) {
-    return round_up_64(kernels->attn_num_tasks(p) * (int64_t)sizeof(_Atomic int64_t));
+    return rt_round_up_64(kernels->attn_num_tasks(p) * (int64_t)sizeof(_Atomic int64_t));
 }
 
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
@@ -74,7 +72,7 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
     if (num_workers < 1 || rt_attn_check_bwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
     int64_t num_bytes;
-    const int64_t scratch_bytes = round_up_64(kernels->attn_backward_scratch_bytes(p));
+    const int64_t scratch_bytes = rt_round_up_64(kernels->attn_backward_scratch_bytes(p));
     return workspace_bytes(progress_bytes(p, kernels), scratch_bytes, num_workers, &num_bytes) == RT_OK
                ? num_bytes
                : 0;
@@ -136,7 +134,7 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
     const int64_t num_tasks = j.kernels->attn_num_tasks(p);
-    j.scratch_bytes = round_up_64(j.kernels->attn_backward_scratch_bytes(p));
+    j.scratch_bytes = rt_round_up_64(j.kernels->attn_backward_scratch_bytes(p));
     int64_t needed;
     status =
         workspace_bytes(progress_bytes(p, j.kernels), j.scratch_bytes, rt_num_workers(parallel), &needed);

@@ -2,8 +2,6 @@
 
 #include "../arrays.h"
 
-static int64_t round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
 int64_t rt_scan_num_states(int64_t num_tokens) {
     return num_tokens > 0 ? (num_tokens - 1) / RT_CHUNK_TOKENS : 0;
 }
@@ -12,8 +10,9 @@ bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t resets_batch_s
     *rows = (rt_chunk_rows){.count = resets_batch_stride == 0 ? batch > 0 : batch};
     const int64_t sizes[] = {rows->count, num_tokens, 32};
     if (!rt_array_fits(3, sizes, NULL, 1)) return false;
-    rows->row_bytes = round_up_64(sizeof(rt_chunks)) + round_up_64(num_tokens * (int64_t)sizeof(int64_t)) +
-                      round_up_64((num_tokens + 1) * (int64_t)sizeof(rt_chunk));
+    rows->row_bytes = rt_round_up_64(sizeof(rt_chunks)) +
+                      rt_round_up_64(num_tokens * (int64_t)sizeof(int64_t)) +
+                      rt_round_up_64((num_tokens + 1) * (int64_t)sizeof(rt_chunk));
     rows->num_bytes = rows->row_bytes;
     return rt_multiply_fits(&rows->num_bytes, rows->count);
 }
@@ -37,9 +36,33 @@ void rt_find_chunks(rt_chunk_rows *rows, char *memory, const uint8_t *resets, in
     rows->memory = memory;
     for (int64_t row = 0; row < rows->count; row++, memory += rows->row_bytes) {
         rt_chunks *c = (rt_chunks *)(void *)memory;
-        char *const tokens = memory + round_up_64(sizeof(*c));
+        char *const tokens = memory + rt_round_up_64(sizeof(*c));
         c->tokens = (int64_t *)(void *)tokens;
-        c->chunks = (rt_chunk *)(void *)(tokens + round_up_64(num_tokens * (int64_t)sizeof(int64_t)));
+        c->chunks = (rt_chunk *)(void *)(tokens + rt_round_up_64(num_tokens * (int64_t)sizeof(int64_t)));
         find_chunks(resets + row * num_tokens, num_tokens, c);
     }
+}
+
+bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch_bytes, int64_t num_workers) {
+    const int64_t turns[] = {num_turns};
+    if (!rt_array_fits(1, turns, NULL, sizeof(_Atomic int64_t))) return false;
+    const int64_t before =
+        space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
+    space->num_turns = num_turns, space->scratch_bytes = rt_round_up_64(scratch_bytes);
+    int64_t scratch = space->scratch_bytes;
+    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before) return false;
+    space->num_bytes = before + scratch;
+    return true;
+}
+
+rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes,
+                             const uint8_t *resets, int64_t num_tokens) {
+    if (workspace == NULL || (uintptr_t)workspace % 64 != 0 || workspace_bytes < space->num_bytes)
+        return RT_WORKSPACE;
+    rt_find_chunks(&space->rows, workspace, resets, num_tokens);
+    char *const turns = (char *)workspace + space->rows.num_bytes;
+    space->turns = (_Atomic int64_t *)(void *)turns;
+    space->scratch = turns + rt_round_up_64(space->num_turns * (int64_t)sizeof(_Atomic int64_t));
+    for (int64_t i = 0; i < space->num_turns; i++) atomic_init(&space->turns[i], 0);
+    return RT_OK;
 }

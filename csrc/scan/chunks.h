@@ -40,6 +40,21 @@ static inline const rt_chunks *rt_chunks_of(const rt_chunk_rows *rows, int64_t b
     return (const rt_chunks *)(void *)(rows->memory + (rows->count > 1 ? batch : 0) * rows->row_bytes);
 }
 
+// The workspace of a scan: the chunks of each row, the turns of those that add to the same gradients, the scratch of each
+// worker.
+typedef struct rt_scan_space {
+    rt_chunk_rows rows;
+    int64_t num_turns, scratch_bytes, num_bytes; // scratch_bytes: of a worker; num_bytes: of all
+    _Atomic int64_t *turns;
+    char *scratch;
+} rt_scan_space;
+
+// rows: counted by rt_chunk_rows_fit. False if the bytes are too many.
+bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch_bytes, int64_t num_workers);
+// Finds the chunks, and sets all turns to 0. RT_WORKSPACE: the workspace is none, too small, or not 64-byte aligned.
+rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes,
+                             const uint8_t *resets, int64_t num_tokens);
+
 // The heads that share q and k add to dq and dk in their order: each waits until the one before has passed a chunk.
 typedef struct rt_scan_turn {
     _Atomic int64_t *before; // how many chunks the head before has passed; NULL for the first, which writes

@@ -5,31 +5,22 @@
 #include "../isa/kernels.h"
 #include "../parallel.h"
 
-typedef struct layout {
-    rt_chunk_rows rows;
-    int64_t num_tasks, turn_bytes, scratch_bytes, total;
-} layout;
-
 static rt_status lay_out(const rt_selective_params *p, const rt_kernels *kernels, bool backward,
-                         int64_t num_workers, layout *at) {
-    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->resets_batch_stride, &at->rows)) return RT_TOO_LARGE;
-    at->num_tasks = rt_num_tasks(p->num_channels, RT_SELECTIVE_CHANNELS);
-    at->turn_bytes = (at->num_tasks + 7) / 8 * 64;
-    at->scratch_bytes = kernels->selective_scratch_bytes(p, backward);
-    int64_t scratch = at->scratch_bytes;
-    if (!rt_multiply_fits(&scratch, num_workers)) return RT_TOO_LARGE;
-    if (scratch > RT_MAX_BYTES - at->rows.num_bytes - at->turn_bytes) return RT_TOO_LARGE;
-    at->total = at->rows.num_bytes + at->turn_bytes + scratch;
-    return RT_OK;
+                         int64_t num_workers, rt_scan_space *space) {
+    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->resets_batch_stride, &space->rows))
+        return RT_TOO_LARGE;
+    const int64_t num_tasks = rt_num_tasks(p->num_channels, RT_SELECTIVE_CHANNELS),
+                  scratch_bytes = kernels->selective_scratch_bytes(p, backward);
+    return rt_scan_space_fits(space, num_tasks, scratch_bytes, num_workers) ? RT_OK : RT_TOO_LARGE;
 }
 
 static int64_t workspace_bytes(const rt_selective_params *p, bool backward, int64_t num_workers) {
     const rt_kernels *kernels;
-    layout at;
+    rt_scan_space space;
     if (num_workers < 1 || rt_selective_check(p, backward) != RT_OK ||
         rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
-    return lay_out(p, kernels, backward, num_workers, &at) == RT_OK ? at.total : 0;
+    return lay_out(p, kernels, backward, num_workers, &space) == RT_OK ? space.num_bytes : 0;
 }
 
 int64_t rt_selective_fwd_workspace_bytes(const rt_selective_params *p, int64_t num_workers) {
@@ -43,20 +34,18 @@ int64_t rt_selective_bwd_workspace_bytes(const rt_selective_params *p, int64_t n
 typedef struct job {
     const rt_selective_params *p;
     const rt_kernels *kernels;
-    layout at;
-    _Atomic int64_t *turns; // (num_tasks)
-    char *scratch;
+    rt_scan_space space; // a turn for each task
 } job;
 
 static void run_task(const job *j, bool backward, int64_t task, int64_t worker) {
     const int64_t first = task * RT_SELECTIVE_CHANNELS, end = first + RT_SELECTIVE_CHANNELS,
                   last = end < j->p->num_channels ? end : j->p->num_channels;
-    char *scratch = j->scratch + worker * j->at.scratch_bytes;
-    const rt_scan_turn turn = {task == 0 ? NULL : j->turns + task - 1, j->turns + task};
+    char *scratch = j->space.scratch + worker * j->space.scratch_bytes;
+    const rt_scan_turn turn = {task == 0 ? NULL : j->space.turns + task - 1, j->space.turns + task};
     if (backward)
-        j->kernels->selective_backward(j->p, &j->at.rows, first, last, &turn, scratch);
+        j->kernels->selective_backward(j->p, &j->space.rows, first, last, &turn, scratch);
     else
-        j->kernels->selective_forward(j->p, &j->at.rows, first, last, scratch);
+        j->kernels->selective_forward(j->p, &j->space.rows, first, last, scratch);
 }
 
 static void forward_task(void *ctx, int64_t task, int64_t worker) { run_task(ctx, false, task, worker); }
@@ -66,15 +55,11 @@ static rt_status run_selective(const rt_selective_params *p, bool backward, rt_p
     job j = {.p = p};
     rt_status status = rt_selective_check(p, backward);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
-    if (status == RT_OK) status = lay_out(p, j.kernels, backward, rt_num_workers(parallel), &j.at);
+    if (status == RT_OK) status = lay_out(p, j.kernels, backward, rt_num_workers(parallel), &j.space);
+    if (status == RT_OK)
+        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->resets, p->num_tokens);
     if (status != RT_OK) return status;
-    if (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < j.at.total)
-        return RT_WORKSPACE;
-    rt_find_chunks(&j.at.rows, p->workspace, p->resets, p->num_tokens);
-    j.turns = (_Atomic int64_t *)(void *)(j.at.rows.memory + j.at.rows.num_bytes);
-    j.scratch = (char *)j.turns + j.at.turn_bytes;
-    for (int64_t i = 0; i < j.at.num_tasks; i++) atomic_init(&j.turns[i], 0);
-    rt_for_each(parallel, j.at.num_tasks, backward ? backward_task : forward_task, &j);
+    rt_for_each(parallel, j.space.num_turns, backward ? backward_task : forward_task, &j);
     return RT_OK;
 }
 
