@@ -29,8 +29,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_clib import build_clib
 
 ROOT = pathlib.Path(__file__).parent
 MIN_TORCH = (2, 11)
@@ -261,10 +264,28 @@ def extension(name: str, sources: list[str], **more: list[str]) -> Extension:
     )
 
 
+def on_all_cores(compile_files: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """The compile method of a setuptools compiler, one file a thread."""
+
+    def compile_each(sources: list[str], *args: Any, **options: Any) -> list[str]:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = pool.map(lambda source: compile_files([source], *args, **options), sources)
+            return [name for names in objects for name in names]
+
+    return compile_each
+
+
+class BuildCore(build_clib):
+    def build_libraries(self, libraries: list[Any]) -> None:
+        self.compiler.compile = on_all_cores(self.compiler.compile)
+        super().build_libraries(libraries)
+
+
 class BuildExtensions(BuildExtension):
     """Compiles the CUDA kernels with nvcc before the extensions are linked."""
 
     def build_extensions(self) -> None:
+        self.compiler.compile = on_all_cores(self.compiler.compile)
         for ext in self.extensions:
             if ext.name == "ringtile._cuda":
                 ext.extra_objects = compile_cuda(NVCC)
@@ -309,6 +330,6 @@ setup(
         )
     ],
     ext_modules=extensions,
-    cmdclass={"build_ext": BuildExtensions.with_options(use_ninja=False)},
+    cmdclass={"build_clib": BuildCore, "build_ext": BuildExtensions.with_options(use_ninja=False)},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

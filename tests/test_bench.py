@@ -162,19 +162,19 @@ def spin() -> None:
         pass
 
 
-def test_short_runs_are_repeated_within_a_sample() -> None:
-    """Each run reports 1 s and 2 s; the sample is their mean, whatever their number."""
-    runs = []
+def test_short_runs_are_repeated_within_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes 3 s and reports 1 s and 2 s; the sample is their mean, whatever their number."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def run() -> dict[str, float]:
-        runs.append(time.sleep(0.001))
+        now[0] += 3
         return {"forward": 1.0, "backward": 2.0}
 
-    assert mean_sample(run, at_least=0.01).seconds == {"forward": 1.0, "backward": 2.0}
-    assert 1 < len(runs) <= 10
-    runs.clear()
-    mean_sample(run, at_least=0.0)
-    assert len(runs) == 1
+    assert mean_sample(run, at_least=10).seconds == {"forward": 1.0, "backward": 2.0}
+    assert now[0] == 12
+    mean_sample(run, at_least=0)
+    assert now[0] == 15
 
 
 def test_peak_counts_what_its_threads_do() -> None:

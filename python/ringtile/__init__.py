@@ -2,7 +2,7 @@
 
 What needs more than torch and ringtile's own kernels is loaded when it is first asked for: the Trainer layer
 (`enable`, `restore`, `tile_mlps`, `offload_activations`) needs transformers, `Config` pydantic, the layer of plain
-PyTorch DTensors and FlexAttention.
+PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose import takes as long as torch's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from ringtile.errors import (
 
 _build_error: BuildError | None = None
 try:
-    from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
+    from ringtile.recurrent import kernels as _recurrent_kernels  # noqa: F401  registers its ops on fake tensors
     from ringtile.ring.attention import attention, ring_attention
     from ringtile.ring.weight_dropout import AttentionDropout
     from ringtile.sequence.layout import Layout, Run
     from ringtile.sequence.mask import IntervalMask
     from ringtile.sequence.plan import Plan, plan
     from ringtile.sequence.sharded import ShardedSequence
-    from ringtile.tiled.loss import tiled_linear_cross_entropy
-    from ringtile.tiled.mlp import tiled_mlp
     from ringtile.transport.loopback import LoopbackWorld
 except BuildError as error:  # `ringtile doctor` must run where the compiled ops do not load, and say why
     _build_error = error
@@ -43,6 +41,7 @@ except BuildError as error:  # `ringtile doctor` must run where the compiled ops
 _LAZY = {
     "Config": "config",
     "ContextParallel": "torch_context_parallel.parallel_style",
+    "causal_conv1d": "recurrent.functions",
     "context_parallel": "torch_context_parallel.context",
     "context_parallel_shard": "torch_context_parallel.buffers",
     "context_parallel_unshard": "torch_context_parallel.buffers",
@@ -51,15 +50,23 @@ _LAZY = {
     "enable": "hf.trainer",
     "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "flex_attention": "torch_context_parallel.flex",
+    "gated_delta_rule": "recurrent.functions",
     "offload_activations": "hf.offload",
     "restore": "hf.trainer",
+    "selective_scan": "recurrent.functions",
+    "ssd": "recurrent.functions",
     "tile_mlps": "hf.mlp",
+    "tiled_linear_cross_entropy": "tiled.loss",
+    "tiled_mlp": "tiled.mlp",
 }
 if TYPE_CHECKING:
     from ringtile.config import Config
     from ringtile.hf.mlp import tile_mlps
     from ringtile.hf.offload import offload_activations
     from ringtile.hf.trainer import enable, restore
+    from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
+    from ringtile.tiled.loss import tiled_linear_cross_entropy
+    from ringtile.tiled.mlp import tiled_mlp
     from ringtile.torch_context_parallel.buffers import context_parallel_shard, context_parallel_unshard
     from ringtile.torch_context_parallel.context import context_parallel
     from ringtile.torch_context_parallel.flex import create_cp_block_mask, flex_attention

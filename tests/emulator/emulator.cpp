@@ -99,7 +99,7 @@ void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     cta->shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
     cta->shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
     for (int warp = 0; warp < threads_in_cta / 32; warp++)
-        cta->shared_readers[warp].assign(cta->shared_cells.size(), {});
+        cta->shared_readers[warp].resize(cta->shared_cells.size());
     for (Meeting &meeting : cta->warp_meetings) meeting = {};
     cta->cta_meeting = {};
     cta->num_releases = 0;
@@ -190,19 +190,26 @@ void join_clocks_of_warps(int first, int end) {
 
 // SEVERAL lanes count as one thread to other warps, and as a different thread to each lane of their own.
 bool read_is_before_now(const Touch &reader, int warp) {
-    return reader.thread == NOBODY || reader.thread == current->index || current->seen[warp] > reader.clock;
+    return reader.thread == current->index || current->seen[warp] > reader.clock;
 }
 
 // ---- shared memory -------------------------------------------------------------------------------
 
 std::string at_shared(shared_address address) { return " shared byte " + std::to_string(address); }
 
-void read_shared_cell(size_t i, shared_address address) {
-    check_read(cta->shared_cells[i], address);
+void read_shared_cells(size_t first, size_t end, shared_address address) {
     const Touch now = touch_now();
-    Touch &reader = cta->shared_readers[warp_of(now.thread)][i];
-    const bool shared = reader.thread != NOBODY && reader.thread != now.thread && reader.clock == now.clock;
-    reader = {shared ? SEVERAL : now.thread, now.clock};
+    const int warp = warp_of(now.thread);
+    const uint32_t mine = 1u << warp;
+    SharedCell *const cells = cta->shared_cells.data();
+    Touch *const readers = cta->shared_readers[warp].data();
+    for (size_t i = first; i < end; i++) {
+        check_read(cells[i], address);
+        const bool shared = (cells[i].reader_warps & mine) && readers[i].thread != now.thread &&
+                            readers[i].clock == now.clock;
+        readers[i] = {shared ? SEVERAL : now.thread, now.clock};
+        cells[i].reader_warps |= mine;
+    }
 }
 
 void write_shared_cell(size_t i, shared_address address) {
@@ -213,16 +220,16 @@ void write_shared_cell(size_t i, shared_address address) {
     if (!is_before_now(cell.writer))
         fail("race: writes over what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
              at_shared(address));
-    for (int warp = 0; warp < threads_in_cta / 32; warp++) {
-        Touch &reader = cta->shared_readers[warp][i];
+    for (uint32_t warps = cell.reader_warps; warps != 0; warps &= warps - 1) {
+        const int warp = __builtin_ctz(warps);
+        const Touch &reader = cta->shared_readers[warp][i];
         if (!read_is_before_now(reader, warp))
             fail("race: writes over what " + thread_name(reader.thread) + " of warp " + std::to_string(warp) +
                  " read, no barrier between, at" + at_shared(address));
-        reader = {};
     }
     if (!is_before_now(cell.adder))
         fail("race: writes over what a bulk addition reads, without a wait for it, at" + at_shared(address));
-    cell = {SharedCell::WRITTEN, (uint32_t)current->proxy_fences.size(), touch_now(), {}};
+    cell = {SharedCell::WRITTEN, (uint32_t)current->proxy_fences.size(), 0, touch_now(), {}};
 }
 
 void finish_copy(const AsyncCopy &copy) {
@@ -261,14 +268,13 @@ void *check_shared_place(shared_address address, int num_bytes) {
     return &cta->shared_bytes[address];
 }
 
-void check_read(const SharedCell &cell, shared_address address) {
+void fail_to_read(const SharedCell &cell, shared_address address) {
     if (cell.state == SharedCell::EMPTY) fail("reads bytes never written, at" + at_shared(address));
     if (cell.state == SharedCell::COPYING)
         fail("reads before the wait of the cp_async by " + thread_name(cell.writer.thread) + ", at" +
              at_shared(address));
-    if (!is_before_now(cell.writer))
-        fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
-             at_shared(address));
+    fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
+         at_shared(address));
 }
 
 void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]) {
@@ -353,7 +359,7 @@ void syncthreads() {
 void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
     Meeting &meeting = cta->warp_meetings[warp_of(current->index)];
     if (meeting.num_arrived == 0) meeting.name = name;
-    if (strcmp(meeting.name, name) != 0)
+    if (meeting.name != name && strcmp(meeting.name, name) != 0)
         fail(std::string("calls ") + name + " while lanes of its warp are in " + meeting.name);
     meeting.brought[current->index % 32] = mine;
     if (++meeting.num_arrived < 32) {
@@ -369,11 +375,11 @@ void join_clocks_of_warp() { join_clocks_of_warps(warp_of(current->index), warp_
 
 void *check_shared(Access access, shared_address address, int num_bytes) {
     check_shared_place(address, num_bytes);
-    for (size_t i = address / CELL_BYTES; i < (address + (shared_address)num_bytes) / CELL_BYTES; i++)
-        if (access == Access::READ)
-            read_shared_cell(i, address);
-        else
-            write_shared_cell(i, address);
+    const size_t first = address / CELL_BYTES, end = (address + (shared_address)num_bytes) / CELL_BYTES;
+    if (access == Access::READ)
+        read_shared_cells(first, end, address);
+    else
+        for (size_t i = first; i < end; i++) write_shared_cell(i, address);
     return &cta->shared_bytes[address];
 }
 

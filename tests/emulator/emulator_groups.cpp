@@ -57,7 +57,7 @@ void meet_group(const char *name, void *mine, void (*act)(Threads &threads)) {
     if (num_threads() < (group + 1) * GROUP) fail(std::string(name) + " in an incomplete warp group");
     GroupMeeting &meeting = cta->groups->meetings[group];
     if (meeting.num_arrived == 0) meeting.name = name;
-    if (strcmp(meeting.name, name) != 0)
+    if (meeting.name != name && strcmp(meeting.name, name) != 0)
         fail(std::string("calls ") + name + " while threads of its group are in " + meeting.name);
     meeting.brought[current->index % GROUP] = mine;
     if (++meeting.num_arrived < GROUP) {

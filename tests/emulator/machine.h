@@ -72,6 +72,7 @@ struct Touch {
 struct SharedCell {
     enum { EMPTY, COPYING, WRITTEN } state = EMPTY;
     uint32_t num_proxy_fences = 0; // of the writer, before its write
+    uint32_t reader_warps = 0;     // a bit for each warp that has read it since the last write
     Touch writer, adder;           // adder: the last bulk addition that reads it
 };
 
@@ -95,7 +96,8 @@ struct Cta {
     Meeting warp_meetings[MAX_WARPS], cta_meeting;
     std::vector<SharedCell> shared_cells;
     std::vector<Touch>
-        shared_readers[MAX_WARPS]; // each warp's last reader of each cell; SEVERAL lanes at that clock
+        shared_readers[MAX_WARPS]; // the last reader of each cell whose reader_warps have the warp;
+                                   // SEVERAL lanes at that clock
     std::vector<char> shared_bytes;
     int num_releases;
     std::vector<Acquisition> acquisitions;
@@ -132,7 +134,10 @@ void wait_for_word(const int *word, int value);
 // ---- shared memory -------------------------------------------------------------------------------
 
 void *check_shared_place(shared_address address, int num_bytes); // returns the bytes' place
-void check_read(const SharedCell &cell, shared_address address);
+[[noreturn]] void fail_to_read(const SharedCell &cell, shared_address address);
+inline void check_read(const SharedCell &cell, shared_address address) {
+    if (cell.state != SharedCell::WRITTEN || !is_before_now(cell.writer)) fail_to_read(cell, address);
+}
 
 // ---- emulator_global.cpp -------------------------------------------------------------------------
 
