@@ -217,6 +217,17 @@ def test_compilation_and_unknown_mixers_are_refused() -> None:
     assert "mixes neighbouring tokens in model.layers.0.extra (Conv1d)" in failure_of_enable(mixed)
 
 
+@pytest.mark.parametrize(
+    "family", ["recurrent_gemma", *(pytest.param(f, marks=pytest.mark.matrix) for f in ("rwkv", "xlstm"))]
+)
+def test_an_unknown_recurrence_trains_on_rows_of_one_document_alone(family: str) -> None:
+    options = {"max_steps": 2, "collator": Padded()}
+    config = {"context_parallel_size": 1}
+    assert_equal_training(run(family, config, **options), run(family, None, **options))
+    with pytest.raises(Refused, match="carry its state from each document of a packed row into the next"):
+        run(family, config, collator=packed)
+
+
 def failure_of_enable(model: nn.Module) -> str:
     with pytest.raises(Refused) as raised:
         ringtile.enable(make_trainer(model=model), {"context_parallel_size": 2})

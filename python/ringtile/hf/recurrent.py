@@ -119,6 +119,28 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) ->
     install(model, ledger, lambda: inside[0] if inside else None)
 
 
+def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
+    """Where no sequence is sharded, a recurrence of which nothing here keeps documents apart takes no packed batch.
+
+    reason: what `unknown` said of the model. wrapped: as in `install_alone`.
+    """
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+        if not isinstance(main, Tensor):
+            return
+        mask = mask_of_batch(kwargs, main.size(0), main.size(1), True)
+        attends = mask.end > mask.begin
+        first = mask.begin.where(attends, main.size(1)).amin(1)
+        if (mask.begin.where(attends, -1).amax(1) > first).any():
+            raise Refused(
+                f"{reason}: it would carry its state from each document of a packed row into the next; expected rows "
+                "of one document: set packing to false"
+            )
+
+    ledger.on_restore(wrapped.register_forward_pre_hook(check, with_kwargs=True).remove)
+
+
 def _sequence(inputs: dict[str, Any], main: Tensor, separate: bool, flash: bool) -> ShardedSequence:
     """Of a batch whose attention is transformers' own. Raises Refused where that would not separate the documents."""
     if not separate and positions_alone_separate(inputs):

@@ -118,6 +118,8 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         if hybrid:
             checks.check_recurrent(trainer, base)
             recurrent.install_alone(trainer.model, base, ledger)
+        elif reason := recurrent.unknown(model.text_modules(base)):
+            recurrent.refuse_packed(trainer.model, reason, ledger)
         dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
         dropout.install(base, trainer.model, ledger)
         # Not of a hybrid model, whose batches would look like shards to ringtile's attention.
