@@ -30,6 +30,7 @@ def test_command_line_is_what_users_script_against() -> None:
     assert options == {
         "train": {"--compare", "--plot"},
         "verify": set(),
+        "init": set(),
         "doctor": set(),
         "models": {"--markdown"},
         "bench": {

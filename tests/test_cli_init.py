@@ -1,0 +1,261 @@
+"""`ringtile init`: what it refuses, that its texts are whole, and that every project trains on two ranks as on one."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import pathlib
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import ringtile
+import torch
+import torch.distributed as dist
+import yaml
+from hf_engines import engine, needs_deepspeed
+from hf_training import TOLERANCE, enter_world
+from pool import run_ranks
+from ringtile.cli import init, main
+from ringtile.config import Config
+from test_hf_axolotl import needs_axolotl, registered, validated
+
+PACKAGE = pathlib.Path(ringtile.__file__).parent
+TEXTS = PACKAGE / "cli" / "projects"
+ENGINES = {"trainer": "DDP", "sft": "DDP", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+
+
+def make(kind: str, folder: pathlib.Path) -> pathlib.Path:
+    assert main(["init", kind, str(folder)]) == 0
+    return folder
+
+
+# ---- what is written ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", init.PROJECTS)
+def test_project_is_whole(kind: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(kind, tmp_path / "new" / "project")
+    readme = (folder / "README.md").read_text()
+    assert readme in capsys.readouterr().out
+    assert len(readme.splitlines()) <= 12
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        text = path.read_text(encoding="ascii")
+        assert not re.search(r"@\w+@", text), path
+        if path.suffix == ".py":
+            compile(text, str(path), "exec")
+        for line in text.splitlines() if path.suffix == ".yaml" else ():
+            code = line.partition("#")[0].rstrip()
+            assert not code or code.endswith(":") or "#" in line or line.lstrip().startswith("- "), line
+    for name in re.findall(r"`(\w+\.(?:py|yaml))`|\s(\w+\.py|[\w/]+\.(?:sh|sbatch))\b", readme):
+        assert (folder / "".join(name)).is_file(), name
+
+
+def test_every_text_is_used_and_installed() -> None:
+    texts = {str(path.relative_to(TEXTS)) for path in TEXTS.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    sources = {name for project in init.PROJECTS.values() for names in project.files.values() for name in names}
+    assert texts == sources | {*init.LAUNCH, "README.md"}
+    project = (PACKAGE.parent.parent / "pyproject.toml").read_text()
+    patterns = re.findall(r'"([^"]+)"', re.search(r"^ringtile = (\[.*\])", project, re.MULTILINE)[1])
+    for text in texts:
+        assert any(
+            fnmatch.fnmatchcase(f"cli/projects/{text}", pattern) and pattern.count("/") == 2 + text.count("/")
+            for pattern in patterns
+        ), text
+
+
+def test_folder_that_is_not_empty_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["init", "trainer", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not empty (it has mine.txt); expected a new folder" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["mine.txt"]
+    assert main(["init", "trainer", str(tmp_path / "mine.txt")]) == 2
+    assert "mine.txt is no folder" in capsys.readouterr().err
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    assert main(["init", "trainer", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+    assert main(["init", "trainer", str(tmp_path / "mine.txt" / "deeper")]) == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_unknown_kind_is_refused_with_those_there_are(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "trainr", str(tmp_path / "new")]) == 2
+    assert "unknown kind 'trainr': did you mean trainer?" in capsys.readouterr().err
+    assert main(["init", "jax", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert all(kind in error for kind in init.PROJECTS)
+    assert not (tmp_path / "new").exists()
+
+
+def test_missing_package_is_named_and_the_project_written(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(init.importlib.util, "find_spec", lambda name: None if name == "trl" else object()):
+        make("sft", tmp_path)
+    assert "not installed yet: trl; pip install trl" in capsys.readouterr().err
+    assert (tmp_path / "train.py").is_file()
+
+
+def test_axolotls_file_is_read_by_the_plugin() -> None:
+    cfg = registered(**yaml.safe_load(init.filled("axolotl", "axolotl.yaml")))
+    assert Config.load(cfg["ringtile"]) == Config.load(yaml.safe_load(init.filled("trainer", "ringtile.yaml")))
+    assert not cfg.keys() & Config.model_fields.keys()
+
+
+@needs_axolotl
+def test_axolotl_itself_reads_its_file() -> None:
+    assert validated(init.filled("axolotl", "axolotl.yaml")).ringtile["context_parallel_size"] == 2
+
+
+# ---- every project trains as one process ----------------------------------------------------------
+
+
+def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False) -> list[float]:
+    """The losses of a project's train.py, run in this process, which may be a rank. alone: without ringtile."""
+    enter_world()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
+        stack.enter_context(mock.patch.object(dist, "destroy_process_group"))  # the pool's
+        stack.callback(sys.modules.pop, "tiny_model", None)
+        stack.callback(enter_world)
+        stack.enter_context(engine(name))
+        if alone:
+            stack.enter_context(mock.patch.object(ringtile, "enable"))
+        names = runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    if "trainer" not in names:
+        return names["losses"]
+    return [log["loss"] for log in names["trainer"].state.log_history if "loss" in log]
+
+
+def plain_losses(folder: pathlib.Path) -> list[float]:
+    """The project `torch` without ringtile, ranks and tiles."""
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        names = runpy.run_path(str(folder / "tiny_model.py"))
+    model = names["tiny_model"]()
+    tokens = torch.tensor(names["tiny_tokenizer"]()((folder / "train.py").read_text()).input_ids)
+    rows = tokens[: len(tokens) // 256 * 256].view(-1, 256)
+    losses = []
+    for step in range(5):
+        batch = rows[torch.arange(2 * step, 2 * step + 2) % len(rows)]
+        logits = model(input_ids=batch).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return losses
+
+
+def without_clipping(folder: pathlib.Path) -> None:
+    """Clipping would hide a wrong scale of the loss."""
+    if (folder / "training.yaml").exists():
+        with (folder / "training.yaml").open("a") as file:
+            file.write("\nmax_grad_norm: 1.0e+9\ndisable_tqdm: true\n")
+
+
+def replace(path: pathlib.Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("kind", ["trainer", "torch", "sft", "zero3", "fsdp2"])
+def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Path) -> None:
+    if kind == "zero3":
+        needs_deepspeed()
+    if kind == "sft":
+        pytest.importorskip("trl")
+    folder = make(kind, tmp_path / "project")
+    without_clipping(folder)
+    if kind in ("zero3", "fsdp2"):  # the CPU stands for an accelerator
+        replace(folder / "train.py", "use_cpu=not torch.accelerator.is_available()", "use_cpu=False")
+    if kind == "zero3":  # which draws other random weights: the one line that a user changes
+        subprocess.run([sys.executable, folder / "tiny_model.py"], check=True)
+        replace(folder / "train.py", 'MODEL = ""', f'MODEL = "{folder / "tiny"}"')
+    runs = run_ranks(2, run_script, folder, ENGINES.get(kind, "DDP"))
+    if kind == "torch":
+        expected = plain_losses(folder)
+    else:
+        keys = yaml.safe_load((folder / "training.yaml").read_text())
+        alone = {key: value for key, value in keys.items() if key not in ("fsdp", "fsdp_config", "deepspeed")}
+        (folder / "training.yaml").write_text(yaml.safe_dump(alone))
+        expected = run_script(folder, alone=True)
+    assert len(expected) == 5
+    assert expected[-1] < 0.95 * expected[0]
+    for losses in runs:
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+def refusal(folder: pathlib.Path) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run_script(folder)
+    return str(ended.value)
+
+
+def test_fsdp_that_would_be_ignored_is_refused(tmp_path: pathlib.Path) -> None:
+    """accelerate trains with DDP where it sees no accelerator, and says nothing."""
+    first, second = run_ranks(2, refusal, make("fsdp2", tmp_path / "project"))
+    assert first == second
+    assert first.startswith("accelerate shards no weights on a CPU: run this on GPUs")
+
+
+# ---- the launch files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", init.LAUNCH)
+def test_launch_file_is_a_shell_script(name: str) -> None:
+    for kind in init.PROJECTS:
+        text = init.filled(kind, name)
+        assert init.PROJECTS[kind].program in text
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_launch_without_a_head_is_refused(tmp_path: pathlib.Path) -> None:
+    script = make("trainer", tmp_path) / "launch" / "torchrun_two_nodes.sh"
+    done = subprocess.run(["bash", script, "0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "NODE is 0 or 1, HEAD the name or address" in done.stderr
+
+
+@pytest.mark.matrix
+def test_two_torchruns_train_as_one_process(tmp_path: pathlib.Path) -> None:
+    """Two "nodes" of one rank each, which meet on the loopback; the losses are read from the checkpoint."""
+    folder = make("trainer", tmp_path / "project")
+    without_clipping(folder)
+    expected = run_script(folder, alone=True)
+    replace(folder / "training.yaml", 'save_strategy: "no"', "save_strategy: steps")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    started = [
+        subprocess.Popen(
+            ["bash", folder / "launch" / "torchrun_two_nodes.sh", str(node), "127.0.0.1"],
+            cwd=folder,
+            env=os.environ | {"PATH": path, "PROCESSES": "1", "PORT": port, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    printed = [each.communicate(timeout=200)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], "\n".join(printed)
+    (state,) = (folder / "out").rglob("trainer_state.json")
+    losses = [log["loss"] for log in json.loads(state.read_text())["log_history"] if "loss" in log]
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_page_of_launching_shows_the_file_for_slurm() -> None:
+    page = (PACKAGE.parent.parent / "docs" / "guide" / "launch.md").read_text()
+    assert f"```sh\n{init.filled('trainer', 'launch/slurm.sbatch')}```\n" in page
