@@ -9,7 +9,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -21,6 +23,7 @@ from ringtile.cli import main
 from ringtile.cli.data import DataConfig, find_files
 from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
 from ringtile.cli.report import compare, max_rel_diff
+from ringtile.cli.training import LossBar
 from ringtile.config import Config
 from ringtile.errors import ConfigError
 from ringtile.hf.layers import LayerMask, layer_masks
@@ -183,6 +186,17 @@ def test_peak_memory_starts_anew() -> None:
     held = bytearray(b"x") * (64 << 20)
     # Resident pages, counted in KiB: all of the array, but for what the allocator had at hand.
     assert 60 << 20 <= peak_bytes() - before <= len(held) + (8 << 20)
+
+
+def test_progress_bar_shows_loss_and_speed() -> None:
+    """Of all ranks: their metrics, or this process's own where it is alone; else none."""
+    bar = LossBar(SimpleNamespace(tokens_per_s=lambda: 7.0))  # type: ignore[arg-type]
+    bar.training_bar = mock.Mock()
+    for world_size, more in ((2, {"tokens_per_s": 123.4}), (1, {}), (2, {})):
+        bar.on_log(SimpleNamespace(world_size=world_size), None, None, logs={"loss": 2.5, **more})
+    bar.on_log(SimpleNamespace(world_size=2), None, None, logs={"eval_loss": 2.5})
+    shown = [call.args[0] for call in bar.training_bar.set_postfix.call_args_list]
+    assert shown == [{"loss": "2.5000", "tokens/s": "123"}, {"loss": "2.5000", "tokens/s": "7"}, {"loss": "2.5000"}]
 
 
 # ---- the comparison -------------------------------------------------------------------------------

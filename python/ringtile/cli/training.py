@@ -26,11 +26,21 @@ from ringtile.tiled.loss import loss_tile_tokens
 
 
 class LossBar(ProgressCallback):
-    """transformers' progress bar on rank 0 that ends in the loss, instead of a line for every step."""
+    """transformers' progress bar on rank 0, with the time left, the loss, and the speed of all ranks, instead of a line
+    for every step."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=f"{logs['loss']:.4f}")
+        if self.training_bar is None or not logs or "loss" not in logs:
+            return
+        shown = {"loss": f"{logs['loss']:.4f}"}
+        alone = self.meter.tokens_per_s() if args.world_size == 1 else None
+        if (speed := logs.get("tokens_per_s", alone)) is not None:
+            shown["tokens/s"] = f"{speed:.0f}"
+        self.training_bar.set_postfix(shown)
 
 
 class LimitTimeouts(TrainerCallback):
@@ -97,13 +107,14 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         )
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ConfigError("training.fsdp is set, but accelerate ignores it on a CPU; expected GPUs")
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(LossBar)
     meter = Meter(model, args)
     trainer.add_callback(meter)
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(LossBar(meter))
     ledger = None
     if recipe.ringtile != Config() or dist.is_initialized():
-        ledger = ringtile.enable(trainer, recipe.ringtile)
+        logs_metrics = {} if "log_metrics" in recipe.ringtile.model_fields_set else {"log_metrics": True}
+        ledger = ringtile.enable(trainer, recipe.ringtile.model_copy(update=logs_metrics))
     if dist.is_initialized():
         trainer.add_callback(LimitTimeouts(recipe.ringtile.timeout_seconds))
     patched = [] if ledger is None else [f"{owner_name(owner)}.{name}" for owner, name in ledger.entries]

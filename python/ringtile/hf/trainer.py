@@ -22,10 +22,12 @@ from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
+from ringtile.hf.metrics import LogMetrics
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.offload import OffloadActivations
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.peers import Peers
+from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
 
@@ -105,13 +107,14 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         _add_callback(trainer, CollectGarbage(config.gc_steps), ledger)
     checks.check_sizes(trainer, config)
     world_rank: Callable[[int], int] = int
+    group = None
     if config.context_parallel_size > 1 and not deepspeed_shards_sequences(trainer.accelerator):
         checks.check_trainer(trainer)
         strategy = (LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards)(
             trainer, base, config, ledger
         )
         strategy.install()
-        world_rank = strategy.group.world_rank
+        group, world_rank = strategy.group, strategy.group.world_rank
     elif only_data_parallel(trainer):
         assert trainer.model is not None  # base_model has refused it otherwise
         hybrid = bool(recurrent.mixers(model.text_modules(base)))
@@ -129,6 +132,9 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
             and base.config.get_text_config()._attn_implementation in ("sdpa", "eager")
         ):
             _count_attention_dropout(trainer.model, ledger)
+    if config.log_metrics:
+        transport = None if group is None else transport_of(group.process_group)
+        LogMetrics(trainer, transport, 1 if group is None else group.size).install(ledger)
     peers = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         peers = Peers(config.timeout_seconds, world_rank)

@@ -16,6 +16,7 @@ import abc
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -60,7 +61,9 @@ class Exchange:
         """Returns when all of them have arrived. Raises PeerLost, RingMismatch. A profiler sees "ringtile::wait"."""
         with _span("ringtile::wait"):
             self.transport.compare_headers()
+            began = time.perf_counter()
             self.wait_for()
+            self.transport.wait_seconds += time.perf_counter() - began
         self.transport.arrived(self)
 
     def wait_for(self, peers: Container[int] | None = None) -> None:
@@ -80,13 +83,15 @@ class Transport(abc.ABC):
     """One rank's end of a group of ranks.
 
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
-    calls made so far.
+    calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
+    stream waits for payloads.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.bytes_sent = 0
+        self.wait_seconds = 0.0
         self.num_calls = 0
         self._op = ""
         self._pid = os.getpid()
@@ -210,8 +215,10 @@ class Transport(abc.ABC):
         if not self._behind or self._headers is None:
             return
         self._behind = False
+        began = time.perf_counter()
         with self.naming((), self._place("the header")):
             mismatch = self._headers.compare(wait=True)
+        self.wait_seconds += time.perf_counter() - began
         if mismatch is None:
             return
         error = RingMismatch(mismatch.text)

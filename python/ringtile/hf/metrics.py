@@ -1,0 +1,126 @@
+"""`log_metrics`: what a training costs, in the Trainer's own log, and so in TensorBoard, W&B and all that read it.
+
+Each logged line with a loss gets, over the steps since the line before it:
+
+    tokens_per_s     tokens of all batches, padding included, each counted once; without evaluation and saving
+    tokens_per_rank  such tokens in a step, over the number of ranks
+    bytes_moved      bytes of a step that ringtile sends between the ranks that share sequences, all ranks together
+    wait_share       the share of its time that a rank waits in ringtile for others, mean over the ranks; on CPUs only:
+                     the host of a GPU does not wait
+    peak_bytes       the most memory of any rank: resident, or on a GPU in tensors, since the process began
+
+The last line of a training has no loss and none of them. bytes_moved and wait_share need a group of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+
+from ringtile.hf.ledger import Ledger
+from ringtile.peak_memory import peak_bytes
+from ringtile.transport.transport import Transport
+
+
+class LogMetrics(TrainerCallback):
+    """Measures the steps of this rank, and adds the numbers of all ranks to the Trainer's log.
+
+    The ranks tell each other at the end of a step that is to be logged, as they do their losses, and not when the
+    Trainer's `log` is called, which a user's code may do on one rank alone.
+    """
+
+    def __init__(self, trainer: Trainer, transport: Transport | None, group_size: int) -> None:
+        """transport: of the group of ranks that share each sequence, group_size of them; None where none is shared."""
+        self.trainer, self.transport, self.group_size = trainer, transport, group_size
+        self.found: dict[str, float] = {}  # for the next line of the log
+        self._begin()
+
+    def install(self, ledger: Ledger) -> None:
+        for name, replacement in (("training_step", self._training_step), ("log", self._log)):
+            original = getattr(self.trainer, name)
+            ledger.set(self.trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
+        self.trainer.add_callback(self)
+        ledger.on_restore(functools.partial(self.trainer.remove_callback, self))
+
+    def _begin(self) -> None:
+        """Begins the next line."""
+        self.steps = self.tokens = 0
+        self.spent = [0.0, 0.0, 0.0]  # in its steps: seconds, bytes sent, seconds waited for bytes
+        self.since = self._now()
+
+    def _now(self) -> list[float]:
+        """What `spent` counts, since ever."""
+        counts = [0, 0.0] if self.transport is None else [self.transport.bytes_sent, self.transport.wait_seconds]
+        return [time.perf_counter(), *counts]
+
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if hasattr(inputs, "get") else None
+        if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2:
+            self.tokens += tokens.size(0) * tokens.size(1)
+        return original(model, inputs, *args, **kwargs)
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if "loss" in logs:
+            logs |= self.found
+            self.found = {}
+        return original(logs, *args, **kwargs)
+
+    # ---- the Trainer's calls --------------------------------------------------------------------
+
+    def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+        self._begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = self._now()
+        self.spent = [spent + end - begin for spent, end, begin in zip(self.spent, now, self.since, strict=True)]
+        self.since = now
+        self.steps += 1
+        self._find_if_logged(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._find_if_logged(control)
+
+    def on_evaluate(self, *unused: Any, **also_unused: Any) -> None:
+        self.since = self._now()
+
+    def on_save(self, *unused: Any, **also_unused: Any) -> None:
+        self.since = self._now()
+
+    # ---- the numbers ----------------------------------------------------------------------------
+
+    def _find_if_logged(self, control: Any) -> None:
+        if control.should_log and self.steps:
+            self.found = self._find()
+            self._begin()
+
+    def _find(self) -> dict[str, float]:
+        """The numbers of all ranks. A collective."""
+        device = self.trainer.args.device
+        mine = [self.tokens, peak_bytes(device.type), *self.spent]
+        tokens, peak, seconds, sent, waited = self._of_all_ranks(mine, device).unbind(1)
+        batch_tokens, num_ranks = tokens.sum().item() / self.group_size, tokens.numel()
+        found = {"peak_bytes": peak.max().item()}
+        if batch_tokens > 0:
+            found["tokens_per_s"] = batch_tokens / seconds.max().item()
+            found["tokens_per_rank"] = batch_tokens / self.steps / num_ranks
+        if self.transport is not None:
+            found["bytes_moved"] = sent.sum().item() / self.steps
+            if device.type == "cpu":
+                found["wait_share"] = (waited / seconds).mean().item()
+        return found
+
+    def _of_all_ranks(self, mine: list[float], device: torch.device) -> torch.Tensor:
+        """float64 (ranks, numbers), on the CPU."""
+        row = torch.tensor(mine, dtype=torch.float64, device=device)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return row[None].cpu()
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return torch.stack(rows).cpu()

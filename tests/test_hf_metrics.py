@@ -1,0 +1,157 @@
+"""`log_metrics`: the numbers in the Trainer's log are those of the data, of the plan and of the clock."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import ringtile
+import torch
+import torch.distributed as dist
+from hf_training import Padded, make_trainer, train
+from pool import run_ranks
+from ringtile.cli.meter import Meter
+from ringtile.hf import metrics
+from ringtile.peak_memory import peak_bytes
+from transformers import TrainerCallback
+
+KEYS = {"tokens_per_s", "tokens_per_rank", "bytes_moved", "wait_share", "peak_bytes"}
+TOKENS = 4 * 24  # of a step: 2 batches of 2 rows of 24 tokens
+
+
+class Padded24(Padded):
+    """Every batch has 24 tokens a row."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {
+            name: torch.nn.functional.pad(value, (0, 24 - value.size(1)), value=fill[name])
+            for name, value in batch.items()
+        }
+
+
+class Clock:
+    """time.perf_counter in a world where a step takes one second, an evaluation and a save 50."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Reporter(TrainerCallback):
+    """Sees what TensorBoard's and W&B's callbacks see; moves the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.logged: list[dict[str, Any]] = []
+
+    def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:
+        self.clock.now += 1.0
+
+    def on_evaluate(self, *unused: Any, **also_unused: Any) -> None:
+        self.clock.now += 50.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append(dict(logs))
+
+
+def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]], int]:
+    """The logged lines with a loss on this rank, and the bytes that the plans of its rings send in all steps."""
+    clock = Clock()
+    with mock.patch.object(metrics, "time", mock.Mock(perf_counter=clock)):
+        trainer = make_trainer(collator=Padded24(), **arguments)
+        meter, reporter = Meter(trainer.model, trainer.args), Reporter(clock)
+        for callback in (meter, reporter):
+            trainer.add_callback(callback)
+        ringtile.enable(trainer, config)
+        trainer.train()
+        ringtile.restore(trainer)
+    in_history = [line for line in trainer.state.log_history if "loss" in line]
+    lines = [line for line in reporter.logged if "loss" in line]
+    assert [{**line, "step": of_state["step"]} for line, of_state in zip(lines, in_history, strict=True)] == in_history
+    return lines, meter.plan_bytes
+
+
+def test_metrics_are_those_of_the_data_the_plan_and_the_clock() -> None:
+    options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    runs = run_ranks(2, logged, {"context_parallel_size": 2, "log_metrics": True}, **options)
+    planned = sum(plan_bytes for _, plan_bytes in runs)
+    assert planned > 0
+    for lines, _ in runs:
+        assert len(lines) == 2
+        for line in lines:
+            assert line.keys() >= KEYS
+            assert line["tokens_per_s"] == TOKENS  # the 50 s of the evaluations do not count
+            assert line["tokens_per_rank"] == TOKENS / 2
+            assert line["peak_bytes"] > 1 << 20
+        assert sum(2 * line["bytes_moved"] for line in lines) == planned  # of the padded batches, all different
+    assert [line["peak_bytes"] for line in runs[0][0]] == [line["peak_bytes"] for line in runs[1][0]]
+
+
+def test_different_batches_count_once_each() -> None:
+    for lines, _ in run_ranks(2, logged, {"log_metrics": True}):
+        assert [line["tokens_per_s"] for line in lines] == [2 * TOKENS] * len(lines)
+        assert [line["tokens_per_rank"] for line in lines] == [TOKENS] * len(lines)
+        assert not lines[0].keys() & {"bytes_moved", "wait_share"}
+
+
+def test_one_process_and_lines_at_the_end_of_an_epoch() -> None:
+    (line,), _ = logged({"log_metrics": True}, logging_strategy="epoch", num_train_epochs=1, max_steps=-1)
+    assert line["tokens_per_s"] == line["tokens_per_rank"] == pytest.approx(TOKENS, rel=0.2)  # the last step has fewer
+    assert line["peak_bytes"] <= peak_bytes()
+
+
+def late() -> float:
+    """The mean of the seconds that the ranks wait in a step, where rank 1 comes late to the first ring of a forward."""
+    trainer = make_trainer(collator=Padded24(), num_rows=16)
+    if dist.get_rank() == 1:
+        trainer.model.model.layers[0].self_attn.register_forward_pre_hook(lambda *unused: time.sleep(0.2))
+    ringtile.enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
+    trainer.train()
+    ringtile.restore(trainer)
+    line = trainer.state.log_history[2]
+    assert line["wait_share"] <= 1
+    seconds: float = line["wait_share"] * TOKENS / line["tokens_per_s"]
+    return seconds
+
+
+def test_a_rank_that_waits_is_seen() -> None:
+    """Rank 0 waits for 0.2 s in each of 2 batches, and rank 1 for nothing; a busy machine makes rank 0 late too."""
+    first, second = run_ranks(2, late)
+    assert first == second
+    assert first > 0.1
+
+
+def test_metrics_are_off_by_default_and_change_no_number() -> None:
+    plain, measured = (
+        run_ranks(2, train, {"context_parallel_size": 2, **more}, num_rows=16)[0]
+        for more in ({}, {"log_metrics": True})
+    )
+    assert not plain.metrics[0].keys() & KEYS
+    assert measured.metrics[0].keys() >= KEYS
+    assert measured.losses == plain.losses
+    assert measured.grad_norms == plain.grad_norms
+
+
+def tensorboard(folder: str, events: str) -> None:
+    with mock.patch.dict("os.environ", TENSORBOARD_LOGGING_DIR=events):
+        trainer = make_trainer(folder=folder, report_to=["tensorboard"])
+        ringtile.enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
+        trainer.train()
+        ringtile.restore(trainer)
+
+
+@pytest.mark.matrix
+def test_tensorboard_gets_them(tmp_path: pathlib.Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_ranks(2, tensorboard, str(tmp_path), str(tmp_path / "events"))
+    events = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for key in KEYS:
+        assert len(events.Scalars(f"train/{key}")) == 4, key
