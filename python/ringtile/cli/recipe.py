@@ -26,6 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
 from ringtile.cli.limits import check_model_config, check_training
+from ringtile.cli.redaction import without_secrets
 from ringtile.config import MAX_KEY, Config, beside, nearest_key
 from ringtile.errors import ConfigError, RingtileError, shown
 from ringtile.yaml_file import read_yaml
@@ -39,8 +40,6 @@ TRAINING_DEFAULTS = {
     "report_to": "none",
     "use_cpu": not torch.accelerator.is_available(),
 }
-# Keys of any depth in `training` whose values stay out of reports, errors and other ranks' logs.
-_SECRET = re.compile("(^|_)(token|api_key|password|secret)$")
 # torch names no class for what a collective raises when a peer is gone.
 _OF_A_PEER = re.compile("gloo|nccl|connection|socket|peer", re.IGNORECASE)
 _FIELD = re.compile(r"Validation error for field '(\w+)'")  # how transformers' configs name the key
@@ -87,15 +86,6 @@ class Recipe:
         """The mapping that `load` reads: plain types, ready for YAML or JSON, without the values of secrets."""
         sections = {"model": self.model, "data": self.data.model_dump(), "training": without_secrets(self.training)}
         return sections | self.ringtile.model_dump(mode="json", exclude_unset=True)
-
-
-def without_secrets(value: Any, key: str = "") -> Any:
-    """The same with "<hub_token>" for the value of hub_token, and so on."""
-    if value is not None and _SECRET.search(key):
-        return f"<{key}>"
-    if isinstance(value, dict):
-        return {name: without_secrets(each, str(name)) for name, each in value.items()}
-    return [without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
