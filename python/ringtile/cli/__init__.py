@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="ringtile", description="Exact context-parallel training.")
     parser.add_argument("--version", action="version", version=f"ringtile {__version__}")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher adds what LOCAL_RANK says
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(VERBS) + "}")
     try:
         for name, summary in VERBS.items():
