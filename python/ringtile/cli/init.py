@@ -60,7 +60,7 @@ PROJECTS = {
         first="    python tiny_model.py      # the tiny model and examples, once\n",
         change="set `base_model` in `axolotl.yaml`",
         settings="axolotl.yaml",
-        note="The other keys are axolotl's.",
+        note="The other keys are axolotl's, which needs GPUs.",
     ),
     "torch": Project(
         "A plain PyTorch loop", script("train_torch.py"), note="The loop in `train.py` shards each batch itself."
