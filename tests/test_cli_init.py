@@ -169,7 +169,9 @@ def replace(path: pathlib.Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize("kind", ["trainer", "torch", "sft", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind", ["trainer", "torch", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("sft", "zero3", "fsdp2"))]
+)
 def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Path) -> None:
     if kind == "zero3":
         needs_deepspeed()

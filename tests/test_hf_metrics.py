@@ -109,7 +109,7 @@ def test_one_process_and_lines_at_the_end_of_an_epoch() -> None:
 
 def late() -> float:
     """The mean of the seconds that the ranks wait in a step, where rank 1 comes late to the first ring of a forward."""
-    trainer = make_trainer(collator=Padded24(), num_rows=16)
+    trainer = make_trainer(collator=Padded24(), num_rows=16, max_steps=3)
     if dist.get_rank() == 1:
         trainer.model.model.layers[0].self_attn.register_forward_pre_hook(lambda *unused: time.sleep(0.2))
     ringtile.enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
