@@ -26,6 +26,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def short_samples() -> Iterator[None]:
+    """The samples of `ringtile bench` in this process take no longer than they must: their speed is not looked at."""
+    from ringtile.bench import measure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "SAMPLE_SECONDS", 0.001)
+        patch.setattr(measure, "COPY_BYTES", 1 << 20)
+        yield
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     get_temp_dir()  # made now, in its usual place: multiprocessing removes it when the process ends
     tempfile.tempdir = _folder.name

@@ -39,6 +39,7 @@ MACHINE_KEYS = {
 }
 TINY = ["--seq-len", "24", "--head-dim", "8", "--num-heads", "4", "--num-kv-heads", "2", "--repeats", "2"]
 S = 24
+pytestmark = pytest.mark.usefixtures("short_samples")
 CASES = ("full", "causal", "window-5", "documents-3", "padding")
 
 

@@ -15,6 +15,7 @@ from ringtile.bench.measure import PASSES
 from ringtile.cli import main
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("short_samples")
 TOKENS, E, F, V = 13, 8, 12, 30  # in 4 tiles: the last one is short
 OPTIONS = {
     "mlp": ["--seq-len", "13", "--hidden-size", "8", "--intermediate-size", "12", "--num-tiles", "4"],

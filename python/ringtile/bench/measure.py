@@ -81,8 +81,9 @@ def summaries(samples: list[Sample]) -> dict[str, Summary]:
     return found
 
 
-def mean_sample(run: Callable[[], dict[str, float]], at_least: float = SAMPLE_SECONDS, threads: str = "*") -> Sample:
-    """Repeats a run for at_least seconds, at least once, and averages. threads: as in waited_seconds."""
+def mean_sample(run: Callable[[], dict[str, float]], at_least: float | None = None, threads: str = "*") -> Sample:
+    """Repeats a run for at_least (SAMPLE_SECONDS) seconds, once or more, and averages. threads: as in waited_seconds."""
+    at_least = SAMPLE_SECONDS if at_least is None else at_least
     total: dict[str, float] = {}
     num_runs, waited_before, began = 0, waited_seconds(threads), time.perf_counter()
     while num_runs == 0 or time.perf_counter() - began < at_least:
