@@ -84,6 +84,23 @@ def test_offload_changes_no_bit(reentrant: bool, transfer: LateTransfer) -> None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+def test_inputs_do_leave_the_device(reentrant: bool, transfer: LateTransfer) -> None:
+    """After the forward the memory of ON_DEVICE layer inputs is left, whoever else could hold a tensor on it."""
+    x, shared = inputs()
+    stack = Stack(ActivationOffload(transfer).wrap, reentrant, transfer.log)
+    freed: list[int] = []
+
+    def watch(index: int, hidden: Tensor, shared: Tensor, run: Callable[..., Tensor] = stack.run) -> Tensor:
+        weakref.finalize(hidden.untyped_storage(), freed.append, index)
+        return run(index, hidden, shared)
+
+    stack.run = watch  # type: ignore[method-assign, assignment]
+    loss = stack(x, shared)
+    assert sorted(freed) == list(range(LAYERS - ON_DEVICE))
+    loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_inputs_leave_while_layers_run_and_return_ahead_of_theirs(reentrant: bool, transfer: LateTransfer) -> None:
     """Each layer's input is copied to the host, `shared` is not; all but the last two return, one layer ahead."""
     x, shared = inputs()

@@ -151,8 +151,12 @@ class ActivationOffload:
             hidden: Any = args[0] if args else None
             if not torch.is_grad_enabled() or not self._can_leave(hidden):
                 return checkpoint(function, *args, **kwargs)
-            with saved_tensors_hooks(functools.partial(self._pack, hidden), self._unpack):
-                return checkpoint(function, *args, **kwargs)
+            held = [hidden]  # torch keeps the hook as long as what it packed, which must not keep the tensor
+            try:
+                with saved_tensors_hooks(functools.partial(self._pack, held), self._unpack):
+                    return checkpoint(function, *args, **kwargs)
+            finally:
+                held.clear()
 
         return checkpointed
 
@@ -165,8 +169,8 @@ class ActivationOffload:
             and self.transfer.takes(hidden)
         )
 
-    def _pack(self, hidden: Tensor, tensor: Tensor) -> Tensor | _Saved:
-        if not _same_memory(hidden, tensor):
+    def _pack(self, held: list[Tensor], tensor: Tensor) -> Tensor | _Saved:
+        if not held or not _same_memory(held[0], tensor):
             return tensor
         recent = [
             saved for saved in (ref() for ref in self._recent) if saved is not None and saved.on_device is not None
