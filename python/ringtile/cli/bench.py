@@ -19,6 +19,7 @@ from ringtile.bench.rows import DTYPES, Comparison, Measured, Row
 from ringtile.cli import Outcome, bench_transport
 from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError
+from ringtile.planner.sizes import parse_tokens
 
 SUBJECTS = {
     "attention": "the kernels, in one process",
@@ -36,7 +37,7 @@ CHOICES: dict[str, tuple[type, str]] = {
         "loss: full, half-ignored; scan: delta, kda, ssd, selective, convolution",
     ),
     "dtype": (str, "of tensors and weights"),
-    "seq_len": (int, "tokens"),
+    "seq_len": (str, "tokens: 4096, 32K or 1M (binary: 1K is 1024)"),
     "head_dim": (int, "attention, ring, scan: numbers of a head"),
     "num_heads": (int, "attention, ring: query heads; scan: heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
@@ -128,6 +129,8 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:
         if name not in subject.PROVIDERS:
             raise ConfigError(f"--provider is {name!r}; expected one of {', '.join(subject.PROVIDERS)}")
     given = {name: getattr(args, name) for name in CHOICES if getattr(args, name)}
+    if "seq_len" in given:
+        given["seq_len"] = [parse_tokens(text) for text in given["seq_len"]]
     for name in given.get("dtype", []):
         if name not in DTYPES:
             raise ConfigError(f"--dtype is {name!r}; expected one of {', '.join(DTYPES)}")

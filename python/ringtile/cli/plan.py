@@ -1,4 +1,7 @@
-"""`ringtile plan`: which keys travel between ranks, bytes, flops and what each scheme would take; runs nothing."""
+"""`ringtile plan`: one attention layer (which keys travel, bytes, flops, what each scheme would take), or a model.
+
+Runs nothing. A model's plan is in plan_model.py.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from typing import Any
 
 import torch
 
-from ringtile.cli import Outcome
+from ringtile.cli import Outcome, plan_model
 from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError, RingtileError
+from ringtile.planner.sizes import parse_tokens
 from ringtile.recurrent.plan import KINDS, scheme_costs
 from ringtile.recurrent.plan import table as recurrent_table
 from ringtile.scheme import EXPECTED, Scheme
@@ -42,8 +46,9 @@ MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seq-len", type=int, required=True, metavar="S", help="tokens in the global sequence")
-    parser.add_argument("--world-size", type=int, required=True, metavar="W", help="ranks that share the sequence")
+    parser.add_argument("--seq-len", required=True, metavar="S", help="tokens: 4096, 32K or 1M (binary: 1K is 1024)")
+    plan_model.add_arguments(parser)
+    parser.add_argument("--world-size", type=int, metavar="W", help="of one layer: ranks that share the sequence")
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank holds (zigzag)")
     parser.add_argument(
         "--mask",
@@ -52,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="causal (the default), full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, chunked:TOKENS; "
         "given again: the intersection",
     )
-    parser.add_argument("--num-heads", type=int, required=True, metavar="H", help="query heads")
+    parser.add_argument("--num-heads", type=int, metavar="H", help="of one layer: query heads")
     parser.add_argument("--num-kv-heads", type=int, metavar="G", help="key and value heads (H)")
-    parser.add_argument("--head-dim", type=int, required=True, metavar="D", help="size of a query and key head")
+    parser.add_argument("--head-dim", type=int, metavar="D", help="of one layer: size of a query and key head")
     parser.add_argument("--v-head-dim", type=int, metavar="DV", help="size of a value head (D)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of queries, keys and values (bfloat16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of queries, keys and values (bfloat16); of a model (its own)")
     parser.add_argument("--scheme", default="ring", metavar="SCHEME", help=f"{EXPECTED} (ring)")
     parser.add_argument(
         "--recurrent",
@@ -74,7 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints the tables of the plan and of all schemes."""
+    """Prints the tables of the plan and of all schemes; with --model, those of a training."""
+    if args.model is not None:
+        return plan_model.run(args)
+    _check_layer(args)
+    args.seq_len, args.dtype = parse_tokens(args.seq_len), args.dtype or "bfloat16"
     masks = [parse_mask(text, args.seq_len) for text in args.mask or ["causal"]]
     mask, layout = functools.reduce(operator.and_, masks), Layout.named(args.layout, args.seq_len, args.world_size)
     if args.plot:
@@ -108,8 +117,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if Scheme.parse(scheme).is_open:
         scheme = usp_of_hosts(prices.hosts) if scheme == "usp" else prices.cheapest(shape, whole=False)
         plan = plan_of(scheme)
-    print(plan)
-    print(f"\nOne layer, forward and backward, by scheme; {said}:")
+    print(f"One attention layer, of no model (a whole training: --model):\n\n{plan}")
+    print(f"\nThis layer, forward and backward, by scheme; {said}:")
     names = dict.fromkeys([*candidates(args.world_size, args.num_heads), scheme])
     schemes = [_facts(prices.of(name, shape), prices.hosts) for name in names]
     print(_table(schemes, scheme))
@@ -124,6 +133,21 @@ def run(args: argparse.Namespace) -> Outcome:
     numbers = {name: getattr(plan, name) for name in totals}
     recurrent = [cost._asdict() for cost in costs]
     return Outcome(0, dataclasses.asdict(plan) | numbers | {"schemes": schemes, "recurrent": recurrent})
+
+
+def _check_layer(args: argparse.Namespace) -> None:
+    """ConfigError: sizes of the layer are missing, or options of a model are given."""
+    needed = ("world_size", "num_heads", "head_dim")
+    if any(getattr(args, name) is None for name in needed):
+        raise ConfigError(
+            "neither a model nor a layer is given; expected --model FOLDER|TYPE for a whole training, or --world-size, "
+            "--num-heads and --head-dim for one attention layer"
+        )
+    parser = argparse.ArgumentParser()
+    plan_model.add_arguments(parser)
+    for action in parser._actions[1:]:
+        if getattr(args, action.dest) != action.default:
+            raise ConfigError(f"{action.option_strings[0]} is of a model's training; expected --model FOLDER|TYPE too")
 
 
 def parse_layer(text: str) -> tuple[str, list[int]]:

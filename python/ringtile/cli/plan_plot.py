@@ -1,8 +1,9 @@
-"""The picture of a plan: what each rank computes and receives when, by the model, and who sends what to whom."""
+"""The pictures of a plan: what each rank computes and receives when, and who sends what to whom; a rank's memory."""
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -51,3 +52,21 @@ def _draw(timeline: object, events: Tensor, at: float) -> None:
         place = to if name == "kernel" else to + 0.3
         height = 0.3 if name == "kernel" else 0.2
         timeline.barh(place, (end - begin) * 1e3, height, left=(at + begin) * 1e3, color=_COLORS[name], alpha=0.8)  # type: ignore[attr-defined]
+
+
+def plot_memory(path: pathlib.Path, bars: Mapping[str, Mapping[str, int]], memory: int | None) -> None:
+    """A stacked bar of bytes by part for each plan, and a line at what a device has."""
+    figure = Figure(figsize=(4 + 1.6 * len(bars), 5), layout="constrained")
+    axes = figure.subplots()
+    bottoms = dict.fromkeys(bars, 0.0)
+    for part in next(iter(bars.values())):
+        heights = [parts[part] / 2**30 for parts in bars.values()]
+        if any(heights):
+            axes.bar(list(bars), heights, bottom=list(bottoms.values()), label=part)
+            bottoms = {name: bottoms[name] + height for name, height in zip(bars, heights, strict=True)}
+    if memory is not None:
+        axes.axhline(memory / 2**30, color="black", linestyle="--", label="a device")
+    axes.set_ylabel("GiB of a rank at its peak")
+    axes.tick_params(axis="x", rotation=20)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path)

@@ -1,0 +1,203 @@
+"""`ringtile plan --model`: the memory of a rank by part, the longest sequence, what switches save, seconds of a step."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from ringtile.cli import Outcome
+from ringtile.cli.output import check_output, write_output
+from ringtile.config import MAX_KEY, Config, nearest_key
+from ringtile.errors import ConfigError
+from ringtile.planner.sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
+from ringtile.scheme import Scheme
+from ringtile.transport.rates import known_rates
+
+ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+OF_A_LAYER = ("world_size", "mask", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "recurrent")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a model's training; names as in the YAML of ringtile train")
+    group.add_argument("--model", metavar="FOLDER|TYPE", help="a folder with a config.json, or a type of transformers")
+    group.add_argument("--devices", type=int, metavar="COUNT", help="ranks of the training (1)")
+    group.add_argument("--memory", metavar="BYTES", help="of a device: 80GiB; then also the longest sequence that fits")
+    group.add_argument("--engine", choices=ENGINES, default="ddp", help="who shards weights and their state (ddp)")
+    group.add_argument("--context-parallel-size", type=int, metavar="W", help="ranks that share a sequence (--devices)")
+    group.add_argument("--gradient-checkpointing", action="store_true", help="as training.gradient_checkpointing")
+    group.add_argument("--activation-offload", "--offload", action="store_true", help="checkpointed inputs on the host")
+    group.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles")
+    group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
+    group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
+    group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
+    group.add_argument("--product-rate", type=float, metavar="FLOPS", help="flops per second of matrix products")
+    group.add_argument("--no-switches", action="store_true", help="leave out what each switch saves")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Prints the plan. Raises ConfigError, Refused."""
+    from ringtile.planner.advice import longest, step_time, switches
+    from ringtile.planner.step import TrainingStep
+
+    given = [name for name in OF_A_LAYER if getattr(args, name) not in (None, [])]
+    if given:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} is of one attention layer; expected it without --model, whose "
+            f"configuration says it, with --devices for the ranks"
+        )
+    if args.plot:
+        check_output(args.plot, "--plot")
+    setup, seq_len = setup_of(args), parse_tokens(args.seq_len)
+    memory = None if args.memory is None else parse_bytes(args.memory)
+    hosts, rates, said = _rates(args, setup.devices)
+    with TrainingStep(setup) as step:
+        num_parameters, at_peak = step.num_parameters, step.run(seq_len)
+        fits = None if memory is None else longest(step, memory, at_peak)
+    name = args.model if os.path.isdir(args.model) else f"{args.model} (its default configuration)"
+    print(
+        f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
+        f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
+        f"rows; {setup.devices} ranks, {args.engine}, {setup.ringtile.context_parallel_size} share a sequence\n"
+    )
+    print(_table(at_peak.parts, at_peak.total))
+    if at_peak.host_bytes:
+        print(f"and on the host {bytes_text(at_peak.host_bytes)} of offloaded hidden states")
+    report: dict[str, Any] = {"setup": _json_of(setup), "parameters": num_parameters, "seq_len": seq_len}
+    report |= {"parts": at_peak.parts, "total": at_peak.total, "host_bytes": at_peak.host_bytes}
+    if memory is not None and fits is not None:
+        verdict = "fits" if at_peak.total <= memory else "does NOT fit"
+        more = "" if fits.is_planned else ", by a line through shorter ones"
+        print(f"\n{bytes_text(at_peak.total)} of {bytes_text(memory)}: {tokens_text(seq_len)} tokens: {verdict}")
+        print(f"longest sequence that fits: {fits.seq_len} tokens{more}")
+        report |= {"memory": memory, "fits": at_peak.total <= memory, "longest": fits.seq_len}
+    if not args.no_switches:
+        found = switches(setup, seq_len)
+        report["switches"] = [switch._asdict() for switch in found]
+        print("\nWith one more switch:")
+        for switch in found:
+            told = f"refused: {switch.refused}"
+            if switch.total is not None:
+                told = f"{bytes_text(switch.total)}, saves {bytes_text(at_peak.total - switch.total)}"
+            print(f"  {switch.key:28} {told}")
+    kernel = next(iter(rates.kernels.values())) if args.product_rate is None else None
+    product_rate = args.product_rate if kernel is None else kernel.forward_flops_per_s
+    time = step_time(setup, at_peak, rates, hosts, product_rate)
+    assumed = "" if args.product_rate is not None else ", taken from attention's kernels; give --product-rate"
+    print(
+        f"\nA step: {time.seconds:.3g} s: matrix products {time.products_s:.3g} s (at {product_rate:.3g} flops per "
+        f"second{assumed}), attention with its messages {time.attention_s:.3g} s ({said}). Not counted: what the "
+        f"engine sends, the optimizer, other kernels."
+    )
+    report["time"] = {**time._asdict(), "seconds": time.seconds, "product_rate": product_rate}
+    if args.plot:
+        plot_memory = importlib.import_module("ringtile.cli.plan_plot").plot_memory
+        bars = {"this plan": at_peak.parts}
+        write_output(args.plot, lambda file: plot_memory(file, bars, memory))
+    return Outcome(0, report)
+
+
+def setup_of(args: argparse.Namespace) -> Any:
+    """The planner's Setup. ConfigError names the option."""
+    from ringtile.planner.step import Setup
+
+    devices = 1 if args.devices is None else args.devices
+    if devices < 1:
+        raise ConfigError(f"--devices is {devices}; expected at least 1")
+    size = devices if args.context_parallel_size is None else args.context_parallel_size
+    if size < 1 or devices % size:
+        raise ConfigError(f"--context-parallel-size is {size}; expected a number that divides --devices, {devices}")
+    if args.batch < 1:
+        raise ConfigError(f"--batch is {args.batch}; expected at least 1")
+    if args.activation_offload and not args.gradient_checkpointing:
+        raise ConfigError(
+            "--activation-offload moves only the inputs of checkpointed layers; set --gradient-checkpointing too"
+        )
+    if args.product_rate is not None and not 0 < args.product_rate < 1e20:
+        raise ConfigError(f"--product-rate is {args.product_rate}; expected flops per second, above 0, as 4e14")
+    if Scheme.parse(args.scheme).is_open:
+        raise ConfigError(f"--scheme is {args.scheme}, which ranks settle when they run; expected one by name")
+    keys: dict[str, Any] = {"context_parallel_size": size, "layout": args.layout}
+    keys |= {"context_parallel_scheme": args.scheme, "tiled_mlp": args.tiled_mlp, "tiled_loss": args.tiled_loss}
+    keys |= {"activation_offload": args.activation_offload}
+    keys |= {} if args.tile_tokens is None else {"tile_tokens": args.tile_tokens}
+    config = model_config(args.model)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    if args.dtype is not None:
+        if args.dtype not in _DTYPES:
+            raise ConfigError(f"--dtype is {args.dtype}; expected one of {', '.join(_DTYPES)} for a model")
+        dtype = _DTYPES[args.dtype]
+    return Setup(
+        config,
+        devices=devices,
+        engine=args.engine,
+        ringtile=Config(**keys),
+        batch=args.batch,
+        gradient_checkpointing=args.gradient_checkpointing,
+        dtype=dtype,
+        bf16=args.bf16,
+        on_gpu=args.device != "cpu",
+    )
+
+
+def model_config(name: str) -> Any:
+    """The configuration in a folder, or the default one of a type. ConfigError names what is near."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from ringtile.cli.limits import check_model_config
+    from ringtile.cli.recipe import told_as_ours
+    from ringtile.cli.tiny_models import read_config
+
+    with told_as_ours("model"):
+        if os.path.isdir(name):
+            config: Any = read_config(name)
+        elif name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            config = CONFIG_MAPPING[name]()
+        else:
+            near = nearest_key(name, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+            raise ConfigError(
+                f"--model is {name[:MAX_KEY]!r}, which is no folder and no type of causal language model: {near}"
+            )
+        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ConfigError(
+                f"--model is of type {config.model_type}; expected a causal language model (ringtile models lists them)"
+            )
+        check_model_config(config, is_built=False)
+    return config
+
+
+def _rates(args: argparse.Namespace, devices: int) -> tuple[tuple[int, ...], Any, str]:
+    per_host = devices if args.ranks_per_host is None else args.ranks_per_host
+    if per_host < 1:
+        raise ConfigError(f"--ranks-per-host is {per_host}; expected at least 1")
+    hosts = tuple(rank // per_host for rank in range(devices))
+    device = args.device or "cuda"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rates = known_rates(device, args.rates, len(set(hosts)))
+    assumed = "assumed rates" if caught else "measured rates"
+    return hosts, rates, f"{assumed} of {'a GPU' if device == 'cuda' else 'a CPU'}"
+
+
+def _table(parts: dict[str, int], total: int) -> str:
+    rows = [(name, num_bytes) for name, num_bytes in parts.items() if num_bytes]
+    lines = [f"{'a rank at its peak':20} {'GiB':>10} {'share':>7}"]
+    lines += [f"{name:20} {num_bytes / 2**30:10.3f} {num_bytes / total:7.1%}" for name, num_bytes in rows]
+    return "\n".join([*lines, f"{'together':20} {total / 2**30:10.3f}"])
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _json_of(setup: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
+    fields |= {"model": setup.model.model_type, "dtype": _name_of(setup.dtype)}
+    return fields | {"ringtile": setup.ringtile.model_dump(mode="json", exclude_unset=True)}

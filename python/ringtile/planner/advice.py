@@ -1,0 +1,144 @@
+"""What follows from planned steps: the longest sequence that fits, what each switch saves, the seconds of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from ringtile.errors import ConfigError, RingtileError
+from ringtile.planner.sizes import bytes_text, tokens_text
+from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.price import Prices
+from ringtile.transport.rates import Rates
+
+_MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was
+_STEPS = 8  # of the search
+
+
+class Longest(NamedTuple):
+    """The longest sequence that fits, in tokens; is_planned: else from the line through shorter ones."""
+
+    seq_len: int
+    is_planned: bool
+
+
+class Switch(NamedTuple):
+    """What changing one key alone does to the peak."""
+
+    key: str
+    total: int | None  # bytes of a rank at the peak; None: refused
+    refused: str = ""
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step on the busiest rank. What engines send, loading data and the optimizer are not counted."""
+
+    products_s: float  # matrix products, recomputed ones too
+    attention_s: float  # kernels and the messages that they wait for
+
+    @property
+    def seconds(self) -> float:
+        return self.products_s + self.attention_s
+
+
+def multiple_of(setup: Setup) -> int:
+    """What a sequence is padded to a multiple of."""
+    return Layout.multiple(setup.ringtile.layout, setup.ringtile.context_parallel_size)
+
+
+def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
+    """The longest sequence whose peak is at most `memory` bytes, to 1 % below; known: one step that was planned.
+
+    The peak is the largest of several sums that grow with the tokens, so it is convex: a line through two lengths that
+    fit ends below the limit. ConfigError, which names the largest part: not even the shortest sequence fits.
+    """
+    size, unit = step.setup.ringtile.context_parallel_size, multiple_of(step.setup)
+    shortest = step.run(unit)
+    if shortest.total > memory:
+        part, num_bytes = max(shortest.parts.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"--memory is {bytes_text(memory)}, and {tokens_text(unit)} tokens need {bytes_text(shortest.total)}, of "
+            f"which {bytes_text(num_bytes)} are {part}; expected more memory, more --devices, or an --engine that "
+            f"shards {part} (fsdp2, zero3)"
+        )
+    fits, above = (known, None) if known.total <= memory else (shortest, known)
+    before = shortest if fits is known else None
+    for _ in range(_STEPS):
+        if above is not None and above.seq_len - fits.seq_len <= max(unit, fits.seq_len // 100):
+            break
+        guess = _between(fits, above, before, memory)
+        guess = guess // unit * unit
+        if guess > size * _MAX_LOCAL_TOKENS:
+            if fits.seq_len >= size * _MAX_LOCAL_TOKENS // 2:
+                return Longest(guess, False)
+            guess = size * _MAX_LOCAL_TOKENS // unit * unit
+        if guess <= fits.seq_len:
+            break
+        if above is not None and guess >= above.seq_len:
+            guess = max((fits.seq_len + above.seq_len) // 2 // unit * unit, fits.seq_len + unit)
+        found = step.run(guess)
+        if found.total <= memory:
+            before, fits = fits, found
+        else:
+            above = found
+    return Longest(fits.seq_len, True)
+
+
+def _between(fits: StepMemory, above: StepMemory | None, before: StepMemory | None, memory: int) -> int:
+    """Where the line through two lengths meets the limit; without a second one, twice the length."""
+    other = above or before
+    if other is None or other.total == fits.total:
+        return 2 * fits.seq_len
+    slope = (other.total - fits.total) / (other.seq_len - fits.seq_len)
+    return fits.seq_len + int((memory - fits.total) / slope)
+
+
+def switches(setup: Setup, seq_len: int) -> list[Switch]:
+    """The peak with each key that is off turned on, and with each other engine that shards more."""
+    config = setup.ringtile
+    changes: dict[str, Setup] = {}
+
+    def with_keys(**keys: bool | int) -> Setup:
+        return dataclasses.replace(setup, ringtile=type(config)(**{**config.model_dump(exclude_unset=True), **keys}))
+
+    if not setup.gradient_checkpointing:
+        changes["gradient_checkpointing: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
+    elif not config.activation_offload:
+        changes["activation_offload: true"] = with_keys(activation_offload=True)
+    for key in ("tiled_loss", "tiled_mlp"):
+        if not getattr(config, key):
+            changes[f"{key}: true"] = with_keys(**{key: True})
+    if config.context_parallel_size < setup.devices:
+        changes[f"context_parallel_size: {setup.devices}"] = with_keys(context_parallel_size=setup.devices)
+    if setup.devices > 1:
+        for engine in ("fsdp2", "zero3"):
+            if setup.engine != engine:
+                changes[f"--engine {engine}"] = dataclasses.replace(setup, engine=engine)
+    found = []
+    for key, changed in changes.items():
+        try:
+            with TrainingStep(changed) as step:
+                found.append(Switch(key, step.run(seq_len).total))
+        except RingtileError as error:
+            found.append(Switch(key, None, str(error)))
+    return found
+
+
+def step_time(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...], product_rate: float) -> StepTime:
+    """By the rates of links and of attention kernels, and product_rate flops per second of matrix products.
+
+    hosts: of each device.
+    """
+    size, config = setup.ringtile.context_parallel_size, setup.ringtile
+    unit = multiple_of(setup)
+    layout = Layout.named(config.layout, -(-memory.seq_len // unit) * unit, size)
+    prices: dict[IntervalMask, Prices] = {}
+    seconds = 0.0
+    backwards = 0.5 if setup.gradient_checkpointing else 1.0  # half of the calls are recomputed ones
+    for shape, mask in memory.attention:
+        of_mask = prices.setdefault(mask, Prices(mask, layout, hosts[:size], rates))
+        price = of_mask.of(config.context_parallel_scheme if size > 1 else "ring", shape)
+        seconds += float(price.forward.seconds.max()) + backwards * float(price.backward.seconds.max())
+    return StepTime(memory.product_flops / product_rate, seconds)

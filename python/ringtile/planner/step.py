@@ -1,0 +1,365 @@
+"""One training step of a transformers model on fake tensors: the model's own code, ringtile's tiles and ring.
+
+Shape letters: B batch, S global tokens, N local tokens, E hidden size, W ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ringtile.config import Config
+from ringtile.errors import Refused
+from ringtile.hf import checks, recurrent
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.layers import mask_of_layer
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.loss import install_tiled_loss
+from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.planner.engines import make_engine, silent_ranks
+from ringtile.planner.live import Live
+from ringtile.ring.attention import _RingAttention
+from ringtile.ring.block_kernel import AttentionCall
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.price import Shape
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
+from ringtile.transport.transport import Exchange
+
+_NAME = "ringtile_plan"  # of the attention implementation
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training, apart from the length of its sequences."""
+
+    model: PretrainedConfig
+    devices: int = 1
+    engine: str = "ddp"  # of ENGINES
+    ringtile: Config = field(default_factory=Config)
+    batch: int = 1  # rows of a rank's batch
+    gradient_checkpointing: bool = False
+    dtype: torch.dtype = torch.float32  # of the weights
+    bf16: bool = False  # mixed precision, as training.bf16
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one rank at the peak of a step."""
+
+    seq_len: int
+    parts: dict[str, int]  # by PARTS
+    host_bytes: int  # of offloaded hidden states
+    product_flops: int  # of matrix products, attention not counted
+    attention: tuple[tuple[Shape, IntervalMask], ...]  # of each call of attention, where ranks share a sequence or not
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class TrainingStep:
+    """A model with its engine and ringtile's switches on fake tensors; a context, in which steps of any length run.
+
+    Raises Refused for what ringtile refuses to train, and for layers that the planner cannot run on fake tensors.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._stack = contextlib.ExitStack()
+        self._batch: ShardedBatch | None = None
+        self._calls: list[tuple[Shape, IntervalMask]] = []
+        self._offload: _Offload | None = None
+
+    def __enter__(self) -> TrainingStep:
+        setup, stack = self.setup, self._stack
+        try:
+            self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+            self._live = Live(setup.model.get_text_config().vocab_size, over_gloo=not setup.on_gpu)
+            if setup.engine == "fsdp2":
+                stack.enter_context(silent_ranks(setup.devices))
+            with self._fake:
+                self._build()
+            if setup.engine == "fsdp2":
+                self.run(1)  # allocates what gathered weights use from then on, which the engine's parts are known by
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._engine = self._model = self._offload = self._batch = None  # type: ignore[assignment]
+        _steps.clear()
+        gc.collect()  # FSDP2's modules, in cycles, before their ranks are gone
+        FakeTensorMode.cache_clear()
+        self._stack.close()
+
+    def _build(self) -> None:
+        setup = self.setup
+        mixed_zero = setup.bf16 and setup.engine.startswith("zero")
+        dtype = torch.bfloat16 if mixed_zero else setup.dtype
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(setup.model, dtype=dtype)
+        model.train()
+        check(model, setup)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        _switch_attention(model)
+        ledger = Ledger()
+        self._stack.callback(ledger.restore)
+        if setup.ringtile.tiled_mlp:
+            install_tiled_mlp(model, setup.ringtile, ledger)
+        if setup.ringtile.tiled_loss:
+            install_tiled_loss(model, setup.ringtile, ledger)
+        by_engine = setup.engine == "fsdp2"
+        if setup.gradient_checkpointing and not by_engine:
+            model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        self._engine = make_engine(
+            setup.engine,
+            model,
+            self._live,
+            setup.devices,
+            on_gpu=setup.on_gpu,
+            mixed=setup.bf16,
+            checkpointing=setup.gradient_checkpointing,
+        )
+        with self._live:
+            for buffer in model.buffers():
+                self._live.count(buffer, "buffers")
+            self._model = self._engine.prepare()
+        if setup.ringtile.activation_offload and setup.gradient_checkpointing:
+            self._offload = _Offload(self._model, ledger)
+
+    def run(self, seq_len: int) -> StepMemory:
+        """A step on sequences of seq_len tokens, after the first: the optimizer has its state."""
+        setup, live = self.setup, self._live
+        self._calls = []
+        size = setup.ringtile.context_parallel_size
+        layout = Layout.named(setup.ringtile.layout, -(-seq_len // _multiple(setup)) * _multiple(setup), size)
+        mask = IntervalMask.causal(layout.seq_len)
+        group = LoopbackGroup(_SilentTransport(size)) if size > 1 else None
+        sequence = ShardedSequence(mask, layout, group, scheme=setup.ringtile.context_parallel_scheme)
+        zero = torch.zeros((), dtype=torch.int64)
+        self._batch = ShardedBatch(sequence, seq_len, seq_len, zero, zero)
+        with self._fake, live, _planning(self):
+            live.reset_peak()
+            self._step(layout.seq_len, sequence.local_len)
+        parts = live.finish()
+        parts["buffers"] += mask.begin.nbytes + mask.end.nbytes if size > 1 else 0
+        host = 0 if self._offload is None else self._offload.host_bytes
+        return StepMemory(seq_len, parts, host, live.flops, tuple(self._calls))
+
+    def _step(self, seq_len: int, local_len: int) -> None:
+        batch, live = self.setup.batch, self._live
+        with live.making("buffers"):
+            loaded = [torch.empty((batch, seq_len), dtype=torch.int64) for _ in range(2)]  # input_ids, labels
+            inputs: dict[str, Any] = {"input_ids": loaded[0], "labels": loaded[1]}
+            if seq_len != local_len:
+                names = ("input_ids", "labels", "position_ids", "attention_mask")
+                inputs = {name: torch.empty((batch, local_len), dtype=torch.int64) for name in names}
+                inputs["shift_labels"] = inputs["labels"]
+                del inputs["attention_mask"]
+            inputs["num_items_in_batch"] = torch.ones((), dtype=torch.int64)
+        loss = self._loss(inputs)
+        self._engine.before_backward()
+        live.in_backward = True
+        loss.backward()  # type: ignore[no-untyped-call]
+        live.in_backward = False
+        del loss
+        self._engine.step()
+
+    def _loss(self, inputs: dict[str, Any]) -> Tensor:
+        """Frees the model's other outputs, as the Trainer does."""
+        if self.setup.bf16 and self.setup.engine == "ddp":
+            from accelerate.utils import convert_outputs_to_fp32
+
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss: Tensor = convert_outputs_to_fp32(self._model.__call__)(**inputs, use_cache=False)["loss"]
+            return loss
+        loss = self._model(**inputs, use_cache=False)["loss"]
+        return loss
+
+    # ---- attention ------------------------------------------------------------------------------
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """q (B, H, N, D), k, v (B, G, N, D) -> (B, N, H, Dv): ringtile's ring, or on whole sequences torch's."""
+        batch = self._batch
+        assert batch is not None
+        if torch.is_autocast_enabled("cpu"):
+            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with _disable_current_modes():  # plans are real
+            sequence = batch.narrowed(mask_of_layer(module, options))
+            shape = Shape.of(q, k, v)
+            self._calls.append((shape, sequence.mask))
+            if sequence.world_size > 1:
+                _ = sequence.plan, sequence.digests
+        with self._live.making("attention"):
+            if sequence.world_size == 1:
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                options = {**options, "dropout": 0.0}
+                return sdpa_attention_forward(module, q, k, v, mask, **options)
+            scale = options.get("scaling") or q.size(-1) ** -0.5
+            sinks = options.get("s_aux")
+            call = AttentionCall(sequence, scale, options.get("softcap") or 0.0, "ringtile", sinks, None)
+            out, _ = _Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+        return out, None
+
+
+def check(model: PreTrainedModel, setup: Setup) -> None:
+    """Refused: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
+    name = type(model).__name__
+    if recurrent.mixers(text_modules(model)):
+        raise Refused(
+            f"{name} has recurrent layers, which the planner does not know yet; expected a model of attention layers: "
+            f"measure it with a short training, or plan one layer with --recurrent"
+        )
+    if setup.ringtile.context_parallel_size > 1:
+        checks.check_model(model)
+
+
+def _switch_attention(model: PreTrainedModel) -> None:
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+    model.set_attn_implementation(_NAME)
+    if model.config.get_text_config()._attn_implementation != _NAME:
+        raise Refused(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
+            f"model that does: {INSTEAD}"
+        )
+
+
+_steps: list[TrainingStep] = []  # the one that runs
+
+
+@contextlib.contextmanager
+def _planning(step: TrainingStep) -> Iterator[None]:
+    _steps.append(step)
+    try:
+        yield
+    finally:
+        _steps.pop()
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    return _steps[-1].attend(module, query, key, value, attention_mask, options)
+
+
+def _mask(**options: Any) -> Tensor | None:
+    """On whole sequences, transformers makes a mask only where a window is shorter than the sequence."""
+    window = options.get("local_size")
+    if _steps[-1].setup.ringtile.context_parallel_size > 1 or window is None or options["kv_length"] <= window:
+        return None
+    return sdpa_mask(**options)  # type: ignore[no-any-return]
+
+
+class _Attention(_RingAttention):
+    """Counts the gradients as the attention's."""
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        with _steps[-1]._live.making("attention"):
+            return _RingAttention.backward(ctx, dout, dlse)
+
+
+class _SilentTransport(LoopbackTransport):
+    """Rank 0 of a group whose messages are allocated and never travel."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(0, world_size, {}, 0.0)
+
+    @contextlib.contextmanager
+    def call(self, *terms: Any, **more: Any) -> Iterator[None]:
+        yield
+
+    def start(self, sends: Any, receives: Any, what: str) -> Exchange:
+        return Exchange([], [*sends.values(), *receives.values()], self, what)
+
+
+def _multiple(setup: Setup) -> int:
+    return Layout.multiple(setup.ringtile.layout, setup.ringtile.context_parallel_size)
+
+
+# ---- offload ------------------------------------------------------------------------------------
+
+
+class _Hidden:
+    """A hidden state that a checkpoint saved: on the device, or only on the host."""
+
+    def __init__(self, tensor: Tensor, previous: _Hidden | None) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self.shape, self.dtype, self.previous = tensor.shape, tensor.dtype, previous
+
+    def fetch(self) -> Tensor:
+        if self.tensor is None:
+            self.tensor = torch.empty(self.shape, dtype=self.dtype)
+        return self.tensor
+
+
+class _Offload:
+    """`tiled/offload.py` on fake tensors, which have no address and no streams: the same tensors at the same time."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        self.host_bytes = 0
+        self._recent: list[_Hidden] = []
+        for module in model.modules():
+            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+                if name in vars(module):
+                    ledger.set(module, name, self._wrap(getattr(module, name)))
+
+    def _wrap(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            held = [args[0]]  # as there: the hook must not keep the tensor
+            try:
+                with saved_tensors_hooks(functools.partial(self._pack, held), self._unpack):
+                    return checkpoint(function, *args, **kwargs)
+            finally:
+                held.clear()
+
+        return checkpointed
+
+    def _pack(self, held: list[Tensor], tensor: Tensor) -> Any:
+        if not held or tensor.untyped_storage()._cdata != held[0].untyped_storage()._cdata:
+            return tensor
+        if len(self._recent) == 2:
+            self._recent.pop(0).tensor = None
+        self._recent.append(_Hidden(tensor, self._recent[-1] if self._recent else None))
+        self.host_bytes += tensor.nbytes
+        return self._recent[-1]
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Hidden):
+            return packed  # type: ignore[no-any-return]
+        tensor, packed.tensor = packed.fetch(), None
+        if packed.previous is not None:
+            packed.previous.fetch()
+        else:
+            self._recent = []
+        return tensor

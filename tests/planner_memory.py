@@ -1,0 +1,235 @@
+"""`ringtile plan --model` against measured peaks: 30 trainings on CPU ranks, each in fresh processes. By hand:
+
+    python tests/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
+
+A rank trains a tiny model of the same type under the same engine first, so that every library is loaded and started;
+its resident memory is then the baseline. What is compared is the peak of two steps of the real Trainer above it, on the
+rank that holds most. glibc is told to map every block of 64 KiB or more, so that freed tensors leave the process, as
+they leave the allocator of a GPU; without that a heap keeps holes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+    "moe": {
+        **{"model_type": "qwen3_moe", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    },
+}
+SIZES: dict[str, dict[str, Any]] = {  # activations that outweigh the weights, and the other way round
+    "long": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 8192},
+    "wide": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16384},
+}
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+CP = {"context_parallel_size": 2}
+MLP, LOSS = {"tiled_mlp": True, "tile_tokens": 512}, {"tiled_loss": True, "tile_tokens": 512}
+# engine or "single", model, size, tokens, rows, gradient checkpointing, ringtile's keys
+CASES: list[tuple[str, str, str, int, int, bool, dict[str, Any]]] = [
+    ("single", "llama", "long", 4096, 1, False, {}),
+    ("single", "llama", "long", 2048, 4, False, {}),
+    ("single", "qwen3", "long", 4096, 1, False, {}),
+    ("single", "moe", "long", 4096, 1, False, {}),
+    ("single", "llama", "long", 4096, 2, True, {}),
+    ("single", "llama", "long", 4096, 2, False, LOSS),
+    ("single", "llama", "long", 4096, 2, False, MLP | LOSS),
+    ("single", "qwen3", "long", 4096, 4, True, MLP | LOSS),
+    ("single", "moe", "long", 4096, 2, True, MLP | LOSS),
+    ("single", "llama", "wide", 512, 1, False, {}),
+    ("single", "qwen3", "wide", 1024, 1, True, LOSS),
+    ("ddp", "llama", "wide", 512, 1, False, {}),
+    ("ddp", "llama", "long", 8192, 1, False, CP),
+    ("ddp", "qwen3", "long", 8192, 1, False, CP),
+    ("ddp", "moe", "long", 4096, 1, False, CP),
+    ("ddp", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+    ("ddp", "llama", "long", 4096, 2, False, CP | LOSS | {"context_parallel_scheme": "ulysses"}),
+    ("fsdp2", "llama", "wide", 512, 1, False, {}),
+    ("fsdp2", "qwen3", "wide", 1024, 1, False, CP),
+    ("fsdp2", "moe", "long", 4096, 1, False, CP),
+    ("fsdp2", "llama", "long", 8192, 2, True, CP),
+    ("fsdp2", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+    ("zero1", "llama", "wide", 512, 1, False, {}),
+    ("zero1", "moe", "long", 4096, 1, False, CP),
+    ("zero2", "llama", "wide", 512, 1, False, {}),
+    ("zero2", "qwen3", "long", 8192, 1, False, CP),
+    ("zero2", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+    ("zero3", "llama", "wide", 512, 1, False, {}),
+    ("zero3", "qwen3", "wide", 1024, 1, False, CP),
+    ("zero3", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+]
+_ENGINES = {"single": "DDP", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    """Of a run, without spaces."""
+    engine, model, size, seq_len, rows, checkpointing, keys = case
+    on = [name for name in ("tiled_mlp", "tiled_loss") if name in keys]
+    on += ["checkpointing"] if checkpointing else []
+    scheme = keys.get("context_parallel_scheme", "ring")
+    on = [f"cp2:{scheme}" if scheme != "ring" else "cp2", *on] if "context_parallel_size" in keys else on
+    return f"{engine}/{model}-{size}/{seq_len}x{rows}/{'+'.join(on) or 'plain'}"
+
+
+# ---- one rank of a run --------------------------------------------------------------------------
+
+
+def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: int) -> None:
+    import ringtile
+    import torch
+    from hf_engines import engine as engine_arguments
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    engine, model, _, _, rows, checkpointing, keys = case
+    with engine_arguments(_ENGINES[engine]) as arguments:
+        arguments: dict[str, Any] = dict(arguments)
+        if engine == "fsdp2":
+            arguments["fsdp_config"] = {
+                **{"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
+                "activation_checkpointing": checkpointing,
+            }
+        elif checkpointing:
+            arguments |= {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            }
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**{**MODELS[model], **sizes, "max_position_embeddings": 2**14})
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        data = [{"input_ids": torch.randint(3, 90, (seq_len,)).tolist()} for _ in range(8)]
+        trainer = Trainer(
+            model=network,
+            args=TrainingArguments(
+                tempfile.mkdtemp(),
+                **{
+                    **{"per_device_train_batch_size": rows, "max_steps": steps, "report_to": [], "use_cpu": True},
+                    **{"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **arguments},
+                },
+            ),
+            train_dataset=[{**row, "labels": row["input_ids"]} for row in data],
+            data_collator=lambda batch: {key: torch.tensor([row[key] for row in batch]) for key in batch[0]},
+        )
+        ringtile.enable(trainer, keys)
+        trainer.train()
+        ringtile.restore(trainer)
+
+
+def measure(case: tuple[Any, ...]) -> None:
+    """Prints a line with the peak above the baseline, in bytes."""
+    import transformers
+    from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+
+    transformers.logging.set_verbosity_error()
+    _train(case, TINY, 128, 3)
+    gc.collect()
+    status = pathlib.Path("/proc/self/status").read_text().splitlines()
+    baseline = int(next(line for line in status if line.startswith("VmRSS:")).split()[1]) * 1024
+    reset_peak_bytes()
+    _train(case, SIZES[case[2]], case[3], 2)
+    print(f"MEASURED {peak_bytes() - baseline}", flush=True)
+
+
+# ---- all runs -----------------------------------------------------------------------------------
+
+
+def _run(index: int) -> float:
+    """The peak of the rank that holds most, in bytes."""
+    case = CASES[index]
+    world_size = 1 if case[0] == "single" else 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(world_size):
+        environment = {
+            **os.environ,
+            **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
+            "OMP_NUM_THREADS": "1",
+        }
+        if world_size > 1:
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, __file__, "--rank-of", str(index)]
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    peaks = []
+    for process in ranks:
+        printed, errors = process.communicate(timeout=300)
+        found = [line for line in printed.splitlines() if line.startswith("MEASURED ")]
+        if not found:
+            raise RuntimeError(f"{name_of(case)}: {errors[-2000:]}")
+        peaks.append(float(found[0].split()[1]))
+    return max(peaks)
+
+
+def predict(case: tuple[Any, ...]) -> dict[str, int]:
+    """The parts of the peak, as `ringtile plan --model` has them."""
+    from ringtile.config import Config
+    from ringtile.planner.step import Setup, TrainingStep
+    from transformers import AutoConfig
+
+    engine, model, size, seq_len, rows, checkpointing, keys = case
+    config = AutoConfig.for_model(**{**MODELS[model], **SIZES[size], "max_position_embeddings": 2**14})
+    setup = Setup(
+        config,
+        devices=1 if engine == "single" else 2,
+        engine="ddp" if engine == "single" else engine,
+        ringtile=Config(**keys),
+        batch=rows,
+        gradient_checkpointing=checkpointing,
+    )
+    with TrainingStep(setup) as step:
+        return step.run(seq_len).parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", help="parts of names of runs")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--markdown", type=pathlib.Path)
+    parser.add_argument("--rank-of", type=int)
+    args = parser.parse_args()
+    if args.rank_of is not None:
+        measure(CASES[args.rank_of])
+        return
+    results = []
+    for index, case in enumerate(CASES):
+        name = name_of(case)
+        if args.names and not any(part in name for part in args.names):
+            continue
+        began = time.monotonic()
+        parts, measured = predict(case), _run(index)
+        ratio = sum(parts.values()) / measured
+        results.append({"run": name, "parts": parts, "predicted": sum(parts.values()), "measured": measured})
+        said = f"{sum(parts.values()) / 2**20:7.0f} {measured / 2**20:7.0f} MiB {ratio:6.3f}"
+        print(f"{name:60} {said}  {time.monotonic() - began:3.0f} s", flush=True)
+    worst = max(results, key=lambda each: abs(each["predicted"] / each["measured"] - 1))
+    within = sum(abs(each["predicted"] / each["measured"] - 1) <= 0.05 for each in results)
+    print(f"{within} of {len(results)} within 5 %; worst {worst['run']} {worst['predicted'] / worst['measured']:.3f}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    if args.markdown:
+        lines = ["| run | predicted, MiB | measured, MiB | ratio |", "| --- | ---: | ---: | ---: |"]
+        lines += [
+            f"| `{each['run']}` | {each['predicted'] / 2**20:.0f} | {each['measured'] / 2**20:.0f} | "
+            f"{each['predicted'] / each['measured']:.3f} |"
+            for each in results
+        ]
+        args.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
