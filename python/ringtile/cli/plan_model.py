@@ -1,4 +1,4 @@
-"""`ringtile plan --model`: the memory of a rank by part, the longest sequence, what switches save, seconds of a step."""
+"""`ringtile plan --model`: the memory of a rank by part, the longest sequence, what switches save, a step's time."""
 
 from __future__ import annotations
 

@@ -116,14 +116,15 @@ def switches(setup: Setup, seq_len: int) -> list[Switch]:
         for engine in ("fsdp2", "zero3"):
             if setup.engine != engine:
                 changes[f"--engine {engine}"] = dataclasses.replace(setup, engine=engine)
-    found = []
-    for key, changed in changes.items():
-        try:
-            with TrainingStep(changed) as step:
-                found.append(Switch(key, step.run(seq_len).total))
-        except RingtileError as error:
-            found.append(Switch(key, None, str(error)))
-    return found
+    return [_tried(key, changed, seq_len) for key, changed in changes.items()]
+
+
+def _tried(key: str, setup: Setup, seq_len: int) -> Switch:
+    try:
+        with TrainingStep(setup) as step:
+            return Switch(key, step.run(seq_len).total)
+    except RingtileError as error:
+        return Switch(key, None, str(error))
 
 
 def step_time(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...], product_rate: float) -> StepTime:

@@ -56,7 +56,7 @@ class Plain:
 
     def watch_gradients(self) -> None:
         for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self.gradient_is_there)
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_there)  # type: ignore[no-untyped-call]
 
     def gradient_is_there(self, parameter: Tensor) -> None:
         """Called when the backward has added to a gradient."""

@@ -34,7 +34,7 @@ class _Storage:
         self.num_bytes, self.part = num_bytes, part
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts each storage once, from the op that makes it until nobody holds it.
 
     Numbers that ops would read from data are answered: a truth is true, a count is of everything, a number is 1. So
@@ -42,7 +42,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self, vocab_size: int, *, over_gloo: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.vocab_size, self._over_gloo = vocab_size, over_gloo
         self.parts = dict.fromkeys(PARTS, 0)
         self.total = self.peak = 0
@@ -128,12 +128,12 @@ class Live(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:  # most calls, and each would go through the fake mode

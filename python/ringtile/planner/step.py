@@ -113,7 +113,8 @@ class TrainingStep:
         self._close()
 
     def _close(self) -> None:
-        self._engine = self._model = self._offload = self._batch = None  # type: ignore[assignment]
+        for name in ("_engine", "_model", "_offload", "_batch"):
+            vars(self).pop(name, None)
         _steps.clear()
         gc.collect()  # FSDP2's modules, in cycles, before their ranks are gone
         FakeTensorMode.cache_clear()
@@ -123,7 +124,7 @@ class TrainingStep:
         setup = self.setup
         mixed_zero = setup.bf16 and setup.engine.startswith("zero")
         dtype = torch.bfloat16 if mixed_zero else setup.dtype
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(setup.model, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(setup.model, dtype=dtype)  # type: ignore[no-untyped-call]
         model.train()
         check(model, setup)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,270 @@
+"""`ringtile plan --model`: counts against real models and real saved tensors; sizes as people write them; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from ringtile.cli import main
+from ringtile.config import Config
+from ringtile.errors import ConfigError, Refused
+from ringtile.planner.advice import longest, switches
+from ringtile.planner.live import Live
+from ringtile.planner.sizes import parse_bytes, parse_tokens, tokens_text
+from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+LAYERS, E, V = 4, 64, 320
+_TINY: dict[str, Any] = {
+    **{"hidden_size": E, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": V, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+}
+_TYPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def config_of(model_type: str = "llama", **keys: Any) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **{**_TINY, **_TYPES.get(model_type, {}), **keys})
+    return config
+
+
+def planned(seq_len: int, setup: Setup) -> StepMemory:
+    with TrainingStep(setup) as step:
+        return step.run(seq_len)
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    tokens = {"4096": 4096, "32K": 2**15, "1M": 2**20, "1m": 2**20, "1.5K": 1536}
+    assert {text: parse_tokens(text) for text in tokens} == tokens
+    sizes = {"80GiB": 80 * 2**30, "512 MiB": 2**29, "80GB": 80 * 10**9, "1.5TiB": 3 * 2**39, "123": 123}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    assert [tokens_text(number) for number in (2**20, 3 * 2**15, 4097)] == ["1M", "96K", "4097"]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "K", "1T", "1.0001", "2G", "1e6", "1 000"])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number of tokens"):
+        parse_tokens(text)
+
+
+@pytest.mark.parametrize("text", ["", "0GiB", "-1GiB", "GiB", "80X", "80 Gi"])
+def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected bytes with a unit"):
+        parse_bytes(text)
+
+
+# ---- counts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", _TYPES)
+def test_parameters_and_state_are_those_of_the_real_model(model_type: str) -> None:
+    config = config_of(model_type)
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    num_bytes = sum(parameter.nbytes for parameter in real.parameters())
+    with TrainingStep(Setup(config)) as step:
+        assert step.num_parameters == real.num_parameters()
+        parts = step.run(32).parts
+    assert parts["weights"] == num_bytes
+    steps = 4 * len(list(real.parameters()))  # AdamW counts its steps, in a float for each parameter
+    assert parts["optimizer"] == 2 * num_bytes + steps
+
+
+@pytest.mark.parametrize("model_type", _TYPES)
+def test_activations_are_what_autograd_really_saves(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lives between the passes, to the byte: the storages that a real forward saves, each once, and the loss."""
+    config, seq_len = config_of(model_type, num_hidden_layers=1), 48
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+    ids = torch.randint(V, (1, seq_len))
+    kept = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()} | {
+        ids.untyped_storage().data_ptr()
+    }
+    saved: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        saved.setdefault(storage.data_ptr(), (storage.nbytes(), x))
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        loss = real(input_ids=ids, labels=ids, use_cache=False).loss
+    expected = sum(num_bytes for pointer, (num_bytes, _) in saved.items() if pointer not in kept)
+    between: list[int] = []
+    with TrainingStep(Setup(config)) as step:
+
+        def look() -> None:
+            parts = step._live.parts
+            between.append(sum(parts[name] for name in ("activations", "attention", "logits")))
+
+        monkeypatch.setattr(step._engine, "before_backward", look)
+        step.run(seq_len)
+    assert between == [expected + loss.nbytes]
+
+
+def test_a_storage_is_counted_once_and_while_it_lives() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    live = Live(V, over_gloo=False)
+    with FakeTensorMode(), live:
+        x = torch.empty(8, 4)
+        view = x[2:].t()
+        y = x + 1
+        del x
+        assert live.total == 2 * 8 * 4 * 4
+        del view
+        assert live.total == 8 * 4 * 4
+        del y
+    assert (live.total, live.peak) == (0, 2 * 8 * 4 * 4)
+    assert live.finish()["activations"] == live.peak
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_engines_shard_the_weights(engine: str) -> None:
+    config = config_of()
+    whole = planned(64, Setup(config)).parts
+    shard = planned(64, Setup(config, devices=4, engine=engine, ringtile=Config(context_parallel_size=4))).parts
+    assert shard["weights"] == pytest.approx(whole["weights"] / 4, rel=1e-3)
+    copies = 2 if engine == "fsdp2" else 3  # DeepSpeed updates a copy of the weights
+    assert shard["optimizer"] == pytest.approx(copies * whole["weights"] / 4, rel=1e-3)
+
+
+def test_ranks_that_share_a_sequence_hold_their_tokens_only() -> None:
+    """The logits of a rank are those of its tokens, and so is what each layer saves."""
+    alone = planned(512, Setup(config_of()))
+    shared = planned(512, Setup(config_of(), devices=4, ringtile=Config(context_parallel_size=4)))
+    assert shared.parts["logits"] == alone.parts["logits"] / 4
+    assert shared.product_flops == alone.product_flops / 4
+
+
+def test_offload_leaves_two_hidden_states_on_the_device() -> None:
+    """At the loss, where all of them are saved."""
+    seq_len = 256
+    setup = Setup(config_of(vocab_size=4096), gradient_checkpointing=True)
+    kept = planned(seq_len, setup)
+    offloaded = planned(seq_len, dataclasses.replace(setup, ringtile=Config(activation_offload=True)))
+    hidden = seq_len * E * 4
+    assert offloaded.host_bytes == LAYERS * hidden
+    assert kept.total - offloaded.total == (LAYERS - 2) * hidden
+
+
+def test_a_step_leaves_nothing_behind() -> None:
+    with TrainingStep(Setup(config_of(), devices=2, engine="fsdp2")) as step:
+        first = step.run(64)
+        again = step.run(128), step.run(64)
+    assert first.parts == again[1].parts
+    assert again[0].total > first.total
+
+
+# ---- advice -------------------------------------------------------------------------------------
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    setup = Setup(config_of(), devices=2, ringtile=Config(context_parallel_size=2))
+    with TrainingStep(setup) as step:
+        memory = step.run(3000).total
+        found = longest(step, memory, step.run(256))
+        assert found.is_planned
+        assert step.run(found.seq_len).total <= memory < step.run(found.seq_len + found.seq_len // 50).total
+    assert 2950 <= found.seq_len <= 3000
+
+
+def test_memory_that_no_sequence_fits_names_the_largest_part() -> None:
+    with TrainingStep(Setup(config_of())) as step, pytest.raises(ConfigError, match="are optimizer; expected more"):
+        longest(step, 2**16, step.run(64))
+
+
+def test_each_switch_that_is_off_is_tried() -> None:
+    setup = Setup(config_of(vocab_size=8192), devices=2, engine="ddp")
+    saved = {switch.key: switch.total for switch in switches(setup, 512)}
+    assert {key.split(":")[0] for key in saved} == {
+        *("gradient_checkpointing", "tiled_loss", "tiled_mlp", "context_parallel_size"),
+        *("--engine fsdp2", "--engine zero3"),
+    }
+    before = planned(512, setup).total
+    assert saved["tiled_loss: true"] is not None
+    assert saved["tiled_loss: true"] < before
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [("mamba2", "recurrent layers"), ("bloom", "AttentionInterface"), ("doge", "keep_window_size")],
+)
+def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str) -> None:
+    from ringtile.cli.tiny_models import tiny_config
+
+    setup = Setup(tiny_config(model_type), devices=2, ringtile=Config(context_parallel_size=2))
+    with pytest.raises(Refused, match=said):
+        planned(64, setup)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config_of().to_dict()))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "lama", "--seq-len", "1K"], "did you mean llama"),
+        (["--model", "bert", "--seq-len", "1X"], "expected a number of tokens"),
+        (["--model", "FOLDER", "--seq-len", "64", "--devices", "4", "--context-parallel-size", "3"], "divides"),
+        (["--model", "FOLDER", "--seq-len", "64", "--devices", "0"], "at least 1"),
+        (["--model", "FOLDER", "--seq-len", "64", "--memory", "80X"], "expected bytes"),
+        (["--model", "FOLDER", "--seq-len", "64", "--memory", "1KiB"], "expected more memory"),
+        (["--model", "FOLDER", "--seq-len", "64", "--offload"], "--gradient-checkpointing too"),
+        (["--model", "FOLDER", "--seq-len", "64", "--num-heads", "4"], "of one attention layer"),
+        (["--model", "FOLDER", "--seq-len", "64", "--scheme", "auto"], "expected one by name"),
+        (["--seq-len", "64", "--world-size", "2"], "expected --model"),
+        (
+            ["--seq-len", "64", "--world-size", "2", "--num-heads", "4", "--head-dim", "8", "--tiled-mlp"],
+            "of a model's training",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: list[str], said: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *(folder if word == "FOLDER" else word for word in options)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_plan_of_a_model_is_printed_drawn_and_written(
+    folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, written = tmp_path / "plan.png", tmp_path / "plan.json"
+    sizes = ["--seq-len", "1K", "--devices", "2", "--memory", "64MiB", "--device", "cpu"]
+    files = ["--plot", str(picture), "--json", str(written)]
+    assert main(["plan", "--model", folder, *sizes, "--tiled-loss", *files]) == 0
+    printed = capsys.readouterr().out
+    assert "longest sequence that fits" in printed
+    assert "gradient_checkpointing: true" in printed
+    assert picture.stat().st_size > 1000
+    report = json.loads(written.read_text())
+    assert report["total"] == sum(report["parts"].values())
+    assert report["fits"]
+    assert report["longest"] > 1024
+    assert report["time"]["seconds"] > 0
+
+
+def test_a_plan_of_one_layer_says_so_and_reads_1k(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--seq-len", "1K", "--world-size", "2", "--num-heads", "4", "--head-dim", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("One attention layer")
+    assert "1024 tokens over 2 ranks" in printed
