@@ -3,23 +3,26 @@
     python tests/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
 A rank trains a tiny model of the same type under the same engine first, so that every library is loaded and started;
-its resident memory is then the baseline. What is compared is the peak of two or three steps of the real Trainer above it, on the
-rank that holds most. glibc is told to map every block of 64 KiB or more, so that freed tensors leave the process, as
-they leave the allocator of a GPU; without that a heap keeps holes.
+its resident memory is then the baseline. What is compared is the peak of two or three steps of the real Trainer above
+it, on the rank that holds most. The processes are forked from one that has imported the libraries and run nothing.
+glibc is told to map every block of 64 KiB or more, so that freed tensors leave the process, as they leave the allocator
+of a GPU; without that a heap keeps holes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,6 +73,11 @@ CASES: list[tuple[str, str, str, int, int, bool, dict[str, Any]]] = [
     ("zero3", "qwen3", "wide", 1024, 1, False, CP),
     ("zero3", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
 ]
+_ENVIRONMENT = {
+    **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
+    **{"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+}
+_IMPORTS = ("hf_engines", "ringtile.hf.trainer", "ringtile.planner.step", "deepspeed", "deepspeed.ops")
 _ENGINES = {"single": "DDP", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
 
@@ -126,8 +134,8 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
         ringtile.restore(trainer)
 
 
-def measure(case: tuple[Any, ...]) -> None:
-    """Prints a line with the peak above the baseline, in bytes."""
+def measure(case: tuple[Any, ...]) -> int:
+    """The peak above the baseline, in bytes."""
     import transformers
     from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
@@ -139,41 +147,52 @@ def measure(case: tuple[Any, ...]) -> None:
     reset_peak_bytes()
     # DDP makes its buckets anew in the second step; their pages count when gradients have been copied to all of them.
     _train(case, SIZES[case[2]], case[3], 3 if case[0] == "ddp" else 2)
-    print(f"MEASURED {peak_bytes() - baseline}", flush=True)
+    return peak_bytes() - baseline
 
 
 # ---- all runs -----------------------------------------------------------------------------------
 
 
-def _run(index: int) -> float:
+def _start(function: Callable[..., Any], *arguments: Any, environment: dict[str, str]) -> tuple[int, Any]:
+    """Forks a process; returns its id and the end of a pipe from which its result can be read as JSON."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(writer)
+        return process, os.fdopen(reader)
+    status = 1
+    try:
+        os.environ.update(environment)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        os.write(writer, json.dumps(function(*arguments)).encode())
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _results(started: list[tuple[int, Any]]) -> list[Any]:
+    found = [pipe.read() for _, pipe in started]
+    for process, _ in started:
+        os.waitpid(process, 0)
+    return [json.loads(text) for text in found]
+
+
+def _run(case: tuple[Any, ...]) -> int:
     """The peak of the rank that holds most, in bytes."""
-    case = CASES[index]
     world_size = 1 if case[0] == "single" else 2
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = []
+    started = []
     for rank in range(world_size):
-        environment = {
-            **os.environ,
-            **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = {}
         if world_size > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, __file__, "--rank-of", str(index)]
-        ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    peaks = []
-    for process in ranks:
-        printed, errors = process.communicate(timeout=300)
-        found = [line for line in printed.splitlines() if line.startswith("MEASURED ")]
-        if not found:
-            raise RuntimeError(f"{name_of(case)}: {errors[-2000:]}")
-        peaks.append(float(found[0].split()[1]))
-    return max(peaks)
+        started.append(_start(measure, case, environment=environment))
+    return max(_results(started))
 
 
 def predict(case: tuple[Any, ...]) -> dict[str, int]:
@@ -201,18 +220,19 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of names of runs")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
-    parser.add_argument("--rank-of", type=int)
     args = parser.parse_args()
-    if args.rank_of is not None:
-        measure(CASES[args.rank_of])
-        return
+    if any(os.environ.get(name) != value for name, value in _ENVIRONMENT.items()):  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_ENVIRONMENT})
+    for name in _IMPORTS:
+        importlib.import_module(name)
     results = []
-    for index, case in enumerate(CASES):
+    for case in CASES:
         name = name_of(case)
         if args.names and not any(part in name for part in args.names):
             continue
         began = time.monotonic()
-        parts, measured = predict(case), _run(index)
+        (parts,) = _results([_start(predict, case, environment={})])
+        measured = _run(case)
         ratio = sum(parts.values()) / measured
         results.append({"run": name, "parts": parts, "predicted": sum(parts.values()), "measured": measured})
         said = f"{sum(parts.values()) / 2**20:7.0f} {measured / 2**20:7.0f} MiB {ratio:6.3f}"

@@ -63,6 +63,9 @@ class Plain:
         assert parameter.grad is not None
         self.live.count(parameter.grad, "gradients")
 
+    def before_forward(self) -> None:
+        """What an engine gathers."""
+
     def before_backward(self) -> None:
         """What an engine allocates between the passes."""
 
@@ -118,7 +121,7 @@ class Fsdp2(Plain):
 class Zero(Plain):
     """DeepSpeed's buffers. ZeRO-1 and -2: flat weights, this rank's part of them and of the optimizer's state in
     float32, gradients through one bucket into this rank's part. ZeRO-3: this rank's part of the weights too, and
-    gathered weights up to MAX_LIVE_PARAMETERS, which DeepSpeed keeps until they are used again."""
+    gathered weights up to MAX_LIVE_PARAMETERS, which DeepSpeed keeps from the forward to the backward."""
 
     def __init__(self, model: nn.Module, live: Live, num_ranks: int, on_gpu: bool, stage: int) -> None:
         super().__init__(model, live, num_ranks, on_gpu)
@@ -127,38 +130,66 @@ class Zero(Plain):
     def prepare(self) -> nn.Module:
         total = sum(p.numel() for p in self.parameters)
         part, dtype = math.ceil(total / self.num_ranks), self.parameters[0].dtype
-        self.bucket_numel = REDUCE_BUCKET if self.on_gpu else min(REDUCE_BUCKET, total)  # a CPU's pages, when written
+        self.bucket_numel = (
+            REDUCE_BUCKET if self.on_gpu else min(REDUCE_BUCKET, total)
+        )  # a CPU's pages come when written
         if self.stage < 3:
             for parameter in self.model.parameters():
                 self.live.count(parameter, "weights")
         else:
+            for parameter in self.model.parameters():
+                self.live.ignore(parameter)  # stands for a part and for what is gathered of it
             self.hold("weights", part, dtype)
-            self.hold("engine", min(total, MAX_LIVE_PARAMETERS), dtype)
             self.hold("gradients", part, dtype)
             self.hold("engine", self.bucket_numel, dtype)
         for _ in range(3):  # a copy of the weights to update, and AdamW's two states
             self.hold("optimizer", part, torch.float32)
         self.part, self.dtype = part, dtype
-        self.transient: list[Tensor] = []
+        self.gathered: Tensor | None = None
+        self.num_gathered = min(total, MAX_LIVE_PARAMETERS)
+        self.bucket: list[Tensor] = []
+        self.own: list[Tensor] = []  # this rank's part of the gradients
         self.watch_gradients()
         return self.model
 
-    def before_backward(self) -> None:
-        if self.stage < 3:
+    def before_forward(self) -> None:
+        if self.stage == 3:
             with self.live.making("engine"):
-                self.transient = [torch.empty(self.bucket_numel, dtype=self.dtype)]
+                self.gathered = torch.empty(self.num_gathered, dtype=self.dtype)
+
+    def before_backward(self) -> None:
+        if self.stage < 3 and self.on_gpu:
+            with self.live.making("engine"):
+                self.bucket = [torch.empty(self.bucket_numel, dtype=self.dtype)]
+        self.num_in_bucket = 0
 
     def gradient_is_there(self, parameter: Tensor) -> None:
-        if self.stage < 3 and len(self.transient) == 1:  # with the first gradient
+        """A full bucket is reduced into this rank's part; a gradient is copied into the bucket, and freed."""
+        if self.num_in_bucket + parameter.numel() > REDUCE_BUCKET:
+            self._reduce()
+        self.num_in_bucket += parameter.numel()
+        held = sum(x.numel() for x in self.bucket)
+        if self.stage < 3 and held < min(self.num_in_bucket, REDUCE_BUCKET):  # of a CPU
+            with self.live.making("engine"):
+                self.bucket.append(torch.empty(self.num_in_bucket - held, dtype=self.dtype))
+        parameter.grad = None
+
+    def _reduce(self) -> None:
+        copies = 2 if self.stage == 3 and not self.on_gpu else 1  # gloo copies what ZeRO-3 scatters
+        with self.live.making("engine"):
+            torch.empty(copies * self.num_in_bucket, dtype=self.dtype)  # the bucket again, flat, while it is reduced
+        self.num_in_bucket = 0
+        if self.stage < 3 and not self.own:
             with self.live.making("gradients"):
-                self.transient.append(torch.empty(self.part, dtype=self.dtype))
-        parameter.grad = None  # copied into the bucket
+                self.own = [torch.empty(self.part, dtype=self.dtype)]
 
     def step(self) -> None:
-        self.transient = self.transient[1:]
+        self._reduce()
+        self.gathered = None
+        self.bucket = []
         with self.live.making("gradients"):
-            self.transient.append(torch.empty(self.part, dtype=torch.float32))  # flat, for the optimizer
-        self.transient = []
+            self.own.append(torch.empty(self.part, dtype=torch.float32))  # flat, for the optimizer
+        self.own = []
 
 
 def make_engine(

@@ -85,6 +85,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._free, known)
         self._grow(known.num_bytes)
 
+    def ignore(self, x: Tensor) -> None:
+        """Does not count the storage of a tensor, nor of its views."""
+        self._storages[x.untyped_storage()] = _Storage(0, "weights")
+
     def finish(self) -> dict[str, int]:
         """The parts at the peak, which is their sum."""
         self._note()

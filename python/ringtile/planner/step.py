@@ -184,6 +184,7 @@ class TrainingStep:
                 inputs["shift_labels"] = inputs["labels"]
                 del inputs["attention_mask"]
             inputs["num_items_in_batch"] = torch.ones((), dtype=torch.int64)
+        self._engine.before_forward()
         loss = self._loss(inputs)
         self._engine.before_backward()
         live.in_backward = True
