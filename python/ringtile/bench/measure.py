@@ -82,7 +82,7 @@ def summaries(samples: list[Sample]) -> dict[str, Summary]:
 
 
 def mean_sample(run: Callable[[], dict[str, float]], at_least: float | None = None, threads: str = "*") -> Sample:
-    """Repeats a run for at_least (SAMPLE_SECONDS) seconds, once or more, and averages. threads: as in waited_seconds."""
+    """Repeats a run for at_least (SAMPLE_SECONDS) seconds, once or more, averaged. threads: as in waited_seconds."""
     at_least = SAMPLE_SECONDS if at_least is None else at_least
     total: dict[str, float] = {}
     num_runs, waited_before, began = 0, waited_seconds(threads), time.perf_counter()
