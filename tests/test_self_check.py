@@ -3,6 +3,7 @@ attention.)"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         "right for float64, float32, bfloat16, float16 ("
     )
     monkeypatch.setattr(doctor, "kernels", lambda: {"error": None})
-    assert doctor.run(None).status == 1
+    assert doctor.run(argparse.Namespace(bundle=None, config=None)).status == 1
     monkeypatch.setattr(ops, "_ops", REAL)
     self_check.forget()
-    assert doctor.run(None).status == 0
+    assert doctor.run(argparse.Namespace(bundle=None, config=None)).status == 0
