@@ -30,9 +30,10 @@ setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
 
+# To compile all 14,000 modules takes as long as to install them; Python compiles those that it imports.
 .venv/.ready: constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) install -r constraints.txt
+	$(PIP) install --no-compile -r constraints.txt
 	touch $@
 
 build/.built: .venv/.ready setup.py pyproject.toml $(CORE)
