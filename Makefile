@@ -5,6 +5,7 @@
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
 #              minutes); `cd tests && python -m faults --trials N MODULE` for more of one kind
 # make tsan    run every threaded kernel under the thread sanitizer; by hand
+# make aarch64  cross-compile the C core for aarch64, and run its tests under qemu; by hand, skips what is missing
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
@@ -25,7 +26,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan emulator docs wheel try-wheel
+.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -63,6 +64,16 @@ ctest:
 
 tsan:
 	$(MAKE) -s $(JOBS) -C tests/c SANITIZER=thread
+
+aarch64:
+	@if ! command -v aarch64-linux-gnu-gcc > /dev/null; then \
+		echo "aarch64: skipped; aarch64-linux-gnu-gcc is not installed (Debian: gcc-aarch64-linux-gnu)"; \
+	elif ! command -v qemu-aarch64-static qemu-aarch64 > /dev/null; then \
+		echo "aarch64: compiled only; qemu-aarch64 is not installed (Debian: qemu-user-static)"; \
+		$(MAKE) -s $(JOBS) -C tests/c TARGET=aarch64 build; \
+	else \
+		$(MAKE) -s $(JOBS) -C tests/c TARGET=aarch64; \
+	fi
 
 emulator:
 	$(MAKE) -s $(JOBS) -C tests/emulator
