@@ -309,6 +309,28 @@ print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA"
     assert done.stdout.strip() == str([f"ringtile::{name}" for name in on_cpu_only])
 
 
+def test_torch_that_is_too_old_is_named() -> None:
+    """Before the binary, whose symbols it may lack, is loaded; `import ringtile` itself works, for the doctor."""
+    program = """
+import sys, torch
+torch.__version__ = "2.10.1+cpu"
+import ringtile
+try:
+    ringtile.attention
+except ringtile.BuildError as error:
+    print(error, "ringtile._C" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch 2.10.1+cpu is too old; expected torch >= 2.11: pip install 'torch>=2.11' False\n"
+
+
+def test_lowest_torch_is_one_version() -> None:
+    lowest = re.search(r"^MIN_TORCH = \((\d+), (\d+)\)", (ROOT / "setup.py").read_text(), re.M)
+    assert lowest is not None
+    assert tuple(map(int, lowest.groups())) == ringtile.ops.MIN_TORCH
+    assert (ROOT / "pyproject.toml").read_text().count(f'torch>={lowest[1]}.{lowest[2]}"') == 2
+
+
 def test_kernels_and_ring_need_torch_alone() -> None:
     """Attention, its benchmark and the doctor run where pydantic, transformers and accelerate are not installed."""
     program = """

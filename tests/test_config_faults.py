@@ -16,6 +16,7 @@ from unittest import mock
 
 import datasets
 import pytest
+import ringtile
 import torch.distributed as dist
 from pool import run_command, run_ranks
 from ringtile.cli import MAX_LINE, main, world
@@ -23,7 +24,7 @@ from ringtile.cli.environment import rank
 from ringtile.cli.output import check_output, check_output_folder, write_json, write_output
 from ringtile.cli.recipe import Recipe
 from ringtile.config import Config
-from ringtile.errors import ConfigError
+from ringtile.errors import ConfigError, needs_extra
 from ringtile.yaml_file import read_yaml
 from test_cli_train import MODEL, TRAINING, write_config
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -413,3 +414,23 @@ def test_enable_without_transformers_names_the_extra() -> None:
     assert all(
         "transformers, which is not installed" in line and "pip install 'ringtile[hf]'" in line for line in lines
     )
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from transformers import no_such_name", "another transformers than {} (cannot import name 'no_such_name'"),
+        ("import transformers.no_such", "another transformers than {} (No module named 'transformers.no_such')"),
+    ],
+)
+def test_package_of_another_version_is_named(statement: str, message: str) -> None:
+    """As transformers 4.57 lacks names that the Trainer layer imports; a name that ringtile lacks is its own bug."""
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ringtile.MissingPackage) as told, needs_extra("ringtile.enable", "hf"):
+        exec(statement)
+    expected = "expected the versions of the extra hf: pip install 'ringtile[hf]'"
+    assert message.format(transformers.__version__) in str(told.value)
+    assert str(told.value).endswith(expected)
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'") as own, needs_extra("x", "hf"):
+        exec("from ringtile import no_such_name")
+    assert not isinstance(own.value, ringtile.MissingPackage)

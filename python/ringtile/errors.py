@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,7 +55,7 @@ class BuildError(RingtileError, ImportError):
 
 
 class MissingPackage(RingtileError, ModuleNotFoundError):
-    """A package that this part of ringtile needs is not installed; the message names the extra to install."""
+    """A package that this part of ringtile needs is not installed, or does not fit; the message names the extra."""
 
 
 @contextlib.contextmanager
@@ -62,12 +63,18 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
     """Tells a failed import of another package as MissingPackage. what: that the imports in the body are for."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("ringtile") or isinstance(error, MissingPackage):
+    except ImportError as error:
+        package = (error.name or "ringtile").partition(".")[0]
+        if package == "ringtile" or isinstance(error, MissingPackage):
             raise
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            found, expected = f"{package}, which is not installed", "packages"
+        else:  # a module or a name that other versions have
+            version = getattr(sys.modules.get(package), "__version__", "the installed one")
+            found = f"another {package} than {version} ({error})"
+            expected = "versions"
         raise MissingPackage(
-            f"{what} needs {error.name}, which is not installed; expected the packages of the extra {extra}: "
-            f"pip install 'ringtile[{extra}]'",
+            f"{what} needs {found}; expected the {expected} of the extra {extra}: pip install 'ringtile[{extra}]'",
             name=error.name,
         ) from error
 

@@ -26,6 +26,9 @@ from ringtile.self_check import judges
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
+MIN_TORCH = (2, 11)  # of setup.py's TORCH_TARGET_VERSION
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
+    raise BuildError(f"torch {torch.__version__} is too old; expected torch >= 2.11: pip install 'torch>=2.11'")
 try:
     _C = importlib.import_module("ringtile._C")  # loading it registers the ops
 except ImportError as error:
