@@ -10,6 +10,8 @@
 # make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
 # make lint    clang-format, ruff, mypy
 # make wheel   the sdist and, from it alone, the wheel for any Linux with glibc 2.28, checked by auditwheel: dist/
+# make matrix  the wheel with each torch, Python and library that it supports, one fresh venv each; writes the table of
+#              docs/guide/versions.md (an hour, gigabytes; `make matrix ROWS="0 5"` tries these rows of matrix.py)
 # make try-wheel  the wheel in a fresh venv, without a compiler: README's first script and demonstration (minutes)
 # make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv); Python >= 3.11
 # make setup   .venv with everything that constraints.txt pins
@@ -26,7 +28,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel
+.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -120,15 +122,21 @@ POLICY := manylinux_$(subst .,_,$(GLIBC))_$(shell uname -m)
 TORCH_LIBRARIES := libc10.so libtorch.so libtorch_cpu.so # torch brings them
 AUDITWHEEL := PATH="$(CURDIR)/build/wheel-venv/bin:$$PATH" auditwheel
 
-wheel: .venv/.ready build/wheel-venv/.ready
-	rm -rf dist build/wheel
+# The wheel is built again when a file of it has changed, or RINGTILE_CUDA.
+WITH_CUDA := $(or $(RINGTILE_CUDA),$(if $(NVCC),1,0))
+WHEEL := build/.wheel-$(WITH_CUDA)
+wheel: $(WHEEL)
+
+$(WHEEL): build/wheel-venv/.ready $(CUDA) MANIFEST.in README.md tools/wheel/older_glibc.py $(shell find python -name '*.py')
+	rm -rf dist build/wheel build/.wheel-*
 	$(BIN)/python setup.py -q sdist -d dist
 	flags=$$($(BIN)/python tools/wheel/older_glibc.py build/wheel/glibc $(GLIBC)) && \
-		env $(STRICT) RINGTILE_CUDA=$(or $(RINGTILE_CUDA),$(if $(NVCC),1,0)) LDFLAGS="$$flags" \
+		env $(STRICT) RINGTILE_CUDA=$(WITH_CUDA) LDFLAGS="$$flags" \
 		$(PIP) wheel --no-build-isolation --no-deps -w build/wheel dist/*.tar.gz
-	$(AUDITWHEEL) repair --plat $(POLICY) $(TORCH_LIBRARIES:%=--exclude %) -w dist build/wheel/*.whl || \
+	$(AUDITWHEEL) repair --strip --plat $(POLICY) $(TORCH_LIBRARIES:%=--exclude %) -w dist build/wheel/*.whl || \
 		{ $(AUDITWHEEL) show build/wheel/*.whl; exit 1; } # names the symbols that are too new
 	du -h dist/*
+	touch $@
 
 build/wheel-venv/.ready: tools/wheel/requirements.txt
 	$(PYTHON) -m venv build/wheel-venv
@@ -137,6 +145,9 @@ build/wheel-venv/.ready: tools/wheel/requirements.txt
 
 try-wheel: wheel
 	$(PYTHON) tools/wheel/try_wheel.py dist/*.whl build/try-wheel
+
+matrix: wheel
+	PATH="$$PATH:$(CURDIR)/build/wheel-venv/bin" $(PYTHON) tools/wheel/matrix.py dist/*.whl build/matrix $(ROWS)
 
 lint: setup
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
