@@ -3,7 +3,7 @@
     python tests/auto_choices.py [--rounds 5] [--settings 40] [--json FILE]
 
 For root, where `ip` and `tc` work (nodes.py). For each number of ranks and rate of the link, the rates are measured as
-`ringtile bench transport` does; then all schemes take turns, forward and backward; the shortest round of each counts.
+`ringtile bench transport` does; then all schemes take turns, forward and backward; the median round of each counts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,8 +62,8 @@ def rates_here() -> dict[str, Any]:
 
 def seconds_of_schemes(
     setting: Setting, rates: dict[str, Any], rounds: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Measured, the shortest round of each, until the last rank is done; and predicted."""
+) -> tuple[dict[str, float], dict[str, float], str]:
+    """Measured, the median round of each, until the last rank is done; predicted; and what `auto` takes."""
     torch.set_num_threads(1)
     mask, layout_name = MASKS[setting.mask](setting.seq_len)
     layout, group = Layout.named(layout_name, setting.seq_len, setting.world_size), dist.group.WORLD
@@ -87,13 +88,14 @@ def seconds_of_schemes(
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
 
-    best = dict.fromkeys(names, float("inf"))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + 1):
         for name in names if i % 2 else names[::-1]:
-            seconds = run(sequences[name])
+            took = run(sequences[name])
             if i:  # the first warms up
-                best[name] = min(best[name], seconds)
-    return best, {name: prices.of(name, shape).seconds for name in names}
+                seconds[name].append(took)
+    measured = {name: statistics.median(of_name) for name, of_name in seconds.items()}
+    return measured, {name: prices.of(name, shape).seconds for name in names}, prices.cheapest(shape, whole=False)
 
 
 def main() -> None:
@@ -111,8 +113,10 @@ def main() -> None:
                 rates = pool.run(rates_here, timeout=300)[0]
                 print(f"{link}, {world_size} ranks, load {os.getloadavg()[0]:.1f}: {json.dumps(rates)}", flush=True)
                 for setting in group:
-                    measured, predicted = pool.run(seconds_of_schemes, setting, rates, args.rounds, timeout=600)[0]
-                    chosen, best = min(predicted, key=predicted.__getitem__), min(measured, key=measured.__getitem__)
+                    measured, predicted, chosen = pool.run(
+                        seconds_of_schemes, setting, rates, args.rounds, timeout=600
+                    )[0]
+                    best = min(measured, key=measured.__getitem__)
                     ratios.append(measured[chosen] / measured[best])
                     numbers = "  ".join(
                         f"{name} {measured[name] * 1e3:.1f} ({predicted[name] * 1e3:.1f})" for name in measured

@@ -187,7 +187,8 @@ static void compute(model *m, int64_t stage, int64_t round) {
             pairs += (double)p->pairs[rank * p->num_ranks + key_rank_of(m, rank, round, d)];
         const double flops = pairs * (double)of_share(m, stage, rank, QUERY_HEADS) * p->flops_per_pair;
         const double begin = m->clock[rank];
-        m->clock[rank] += flops / p->flops_per_s + p->call_s * (double)of_share(m, stage, rank, CALLS);
+        if (pairs > 0) // else nothing is called
+            m->clock[rank] += flops / p->flops_per_s + p->call_s * (double)of_share(m, stage, rank, CALLS);
         record(m, (rt_cost_event){RT_COST_KERNEL, rank, rank, 0, begin, m->clock[rank]});
     }
 }

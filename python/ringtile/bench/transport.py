@@ -1,7 +1,8 @@
 """`ringtile bench transport`: how fast messages travel within a host and between hosts, and how fast attention runs.
 
 Each rank sends to one peer while it receives from another, as in a ring. A sample lasts as long as the slowest rank;
-the shortest counts, because what disturbs a sample makes it longer. Messages go the way that attention's go.
+the median counts, because ranks that share cores also wait for each other in training. Messages go the way that
+attention's go.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,11 +202,11 @@ def _alternately(
         carriers = carriers[:1]
     runs = {name: _messages(transport, pattern, num_bytes, device) for name, transport in carriers}
     counts = {name: _count(run) for name, run in runs.items()}
-    best = dict.fromkeys(runs, float("inf"))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            best[name] = min(best[name], _slowest(run(counts[name], None)))
-    return best
+            seconds[name].append(_slowest(run(counts[name], None)))
+    return {name: statistics.median(of_name) for name, of_name in seconds.items()}
 
 
 _Run = Callable[[int, "Callable[[], None] | None"], float]
@@ -261,14 +263,13 @@ def _overlap(transport: Transport, pattern: Pattern, seconds: float, repeats: in
     def kernel() -> None:
         multiply(count)
 
-    best = dict.fromkeys(("message", "kernel", "both"), float("inf"))
     times = _count(run)
+    samples = []
     for _ in range(repeats):
-        best["message"] = min(best["message"], _slowest(run(times, None)))
-        best["kernel"] = min(best["kernel"], _slowest(_timed(kernel, times, device)))
-        best["both"] = min(best["both"], _slowest(run(times, kernel)))
-    hidden = best["message"] + best["kernel"] - best["both"]
-    return min(1.0, max(0.0, hidden / min(best["message"], best["kernel"])))
+        alone = _slowest(run(times, None)), _slowest(_timed(kernel, times, device))
+        samples.append((*alone, _slowest(run(times, kernel))))
+    message, alone_kernel, both = map(statistics.median, zip(*samples, strict=True))
+    return min(1.0, max(0.0, (message + alone_kernel - both) / min(message, alone_kernel)))
 
 
 def _exchange_seconds(repeats: int, device: str, latency_s: float) -> float:
@@ -286,14 +287,14 @@ def _exchange_seconds(repeats: int, device: str, latency_s: float) -> float:
             torch.autograd.grad(ring_attention(q, k, v, sequence), leaves, x)
 
         _timed(run, 2, device)
-        seconds[scheme] = min(_slowest(_timed(run, 4, device)) for _ in range(2 * repeats))
+        seconds[scheme] = statistics.median(_slowest(_timed(run, 4, device)) for _ in range(2 * repeats))
     return max(0.0, (seconds["staged:2"] - seconds["ulysses"]) / 7 - latency_s)
 
 
 def _copy_rate(repeats: int, device: str) -> float:
     x = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return COPIED_BYTES / min(_slowest(_timed(lambda: y.copy_(x), 4, device)) for _ in range(repeats))
+    return COPIED_BYTES / statistics.median(_slowest(_timed(lambda: y.copy_(x), 4, device)) for _ in range(repeats))
 
 
 # ---- kernels ------------------------------------------------------------------------------------
@@ -334,11 +335,11 @@ def _attention_seconds(tokens: int, dtype: torch.dtype, repeats: int, device: st
     def backward() -> None:
         ops.attn_bwd_(q, k, v, *mask, dout, lse, delta, dq, dk, dv, HEAD_DIM**-0.5, 0.0, True)
 
-    best = [float("inf")] * 2
-    for i, run in enumerate((forward, backward)):
+    seconds = []
+    for run in (forward, backward):
         count = max(1, int(SAMPLE_SECONDS / _slowest(_timed(run, 2, device))))
-        best[i] = min(_slowest(_timed(run, count, device)) for _ in range(repeats))
-    return best[0], best[1]
+        seconds.append(statistics.median(_slowest(_timed(run, count, device)) for _ in range(repeats)))
+    return seconds[0], seconds[1]
 
 
 def _timed(run: Callable[[], object], count: int, device: str) -> float:
