@@ -68,13 +68,12 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
         if package == "ringtile" or isinstance(error, MissingPackage):
             raise
         if isinstance(error, ModuleNotFoundError) and error.name == package:
-            found, expected = f"{package}, which is not installed", "packages"
+            problem = f"needs {package}, which is not installed; expected the packages"
         else:  # a module or a name that other versions have
             version = getattr(sys.modules.get(package), "__version__", "the installed one")
-            found = f"another {package} than {version} ({error})"
-            expected = "versions"
+            problem = f"needs another {package} than {version} ({error}); expected the versions"
         raise MissingPackage(
-            f"{what} needs {found}; expected the {expected} of the extra {extra}: pip install 'ringtile[{extra}]'",
+            f"{what} {problem} of the extra {extra}: pip install 'ringtile[{extra}]'",
             name=error.name,
         ) from error
 

@@ -264,11 +264,11 @@ def _overlap(transport: Transport, pattern: Pattern, seconds: float, repeats: in
         multiply(count)
 
     times = _count(run)
-    samples = []
+    samples: list[tuple[float, float, float]] = []
     for _ in range(repeats):
         alone = _slowest(run(times, None)), _slowest(_timed(kernel, times, device))
         samples.append((*alone, _slowest(run(times, kernel))))
-    message, alone_kernel, both = map(statistics.median, zip(*samples, strict=True))
+    message, alone_kernel, both = (statistics.median(sample[i] for sample in samples) for i in range(3))
     return min(1.0, max(0.0, (message + alone_kernel - both) / min(message, alone_kernel)))
 
 
