@@ -32,7 +32,7 @@ def short_samples() -> Iterator[None]:
     from ringtile.bench import measure
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "SAMPLE_SECONDS", 0.001)
+        patch.setattr(measure, "SAMPLE_SECONDS", 0.005)
         patch.setattr(measure, "COPY_BYTES", 1 << 20)
         yield
 
