@@ -163,9 +163,8 @@ class Peak:
 
     def __init__(self) -> None:
         self.isa = ops.ISA_NAMES.index(ops.cpu_isa())
-        self.iterations = 1000
-        # One run alone may be long because the thread had to wait for a core.
-        while min(self.run()["peak"] for _ in range(3)) < SAMPLE_SECONDS:
+        self.iterations = 1 << 18  # a millisecond or more: a shorter run may be nothing but waiting for a core
+        while min(self.run()["peak"] for _ in range(2)) < SAMPLE_SECONDS:
             self.iterations *= 2
 
     def run(self) -> dict[str, float]:
