@@ -66,6 +66,13 @@ static void test_a_ring_hides_messages_behind_kernels(void) {
     CHECK_CLOSE(play(p, RT_COST_FORWARD).seconds[0], 50 + 5 + 2 * 7 + 3 + 1, 1e-12);
 }
 
+static void test_a_round_without_pairs_calls_nothing(void) {
+    static const int64_t own_keys[] = {8, 0, 0, 8}, own_pairs[] = {30, 0, 0, 30};
+    rt_cost_params p = ring;
+    p.keys = own_keys, p.pairs = own_pairs, p.call_s = 7;
+    CHECK_CLOSE(play(p, RT_COST_FORWARD).seconds[0], 3 + 7, 1e-12);
+}
+
 static void test_gradients_travel_home(void) {
     // Round 0: keys until 5, kernels until 3, no gradients; round 1: kernels until 7; 20 bytes take 2 s and 1 s more.
     const played got = play(ring, RT_COST_BACKWARD);
@@ -150,6 +157,7 @@ static void test_malformed_params_are_refused(void) {
 
 int main(void) {
     test_a_ring_hides_messages_behind_kernels();
+    test_a_round_without_pairs_calls_nothing();
     test_gradients_travel_home();
     test_all_keys_at_once_are_waited_for();
     test_shares_of_heads_wait_for_queries_and_results();
