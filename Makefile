@@ -87,8 +87,11 @@ test: build
 test-all: build
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
 
-# The last ones run on both cores once the first are done.
+# The last ones, which are many small jobs, run on both cores once the first, which keep to one each, are done.
 checks: pytest-ranks pytest-alone ctest lint emulator
+ifeq ($(MAKECMDGOALS),checks)
+ctest lint emulator: | pytest-alone
+endif
 
 # Tests that start ranks, and the others, which keep one core busy.
 RANKS := $(shell grep -lwE 'run_ranks|run_command|Pool' tests/test_*.py)
