@@ -16,20 +16,7 @@ from ringtile.errors import ConfigError
 
 # The variables that change what is computed, or where; all others stay out, whatever their names.
 _PREFIXES = (
-    *(
-        "RINGTILE_",
-        "OMP_",
-        "MKL_",
-        "KMP_",
-        "GOMP_",
-        "CUDA_",
-        "NVIDIA_",
-        "NCCL_",
-        "GLOO_",
-        "TORCH",
-        "PYTORCH_",
-        "PYTHON",
-    ),
+    *("RINGTILE_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_"),
     *("ACCELERATE_", "FSDP_", "DS_", "DEEPSPEED_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "SLURM_", "RAY_"),
     *("PYTHON", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "LD_", "PATH", "VIRTUAL_ENV", "CONDA_"),
 )

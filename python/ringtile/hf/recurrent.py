@@ -104,8 +104,8 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) ->
         use_cache = kwargs.get("use_cache")
         if model.config.get_text_config().use_cache if use_cache is None else use_cache:
             return args, kwargs  # generation: one document in a row
-        main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-        if not isinstance(main, Tensor):
+        main = _main_input(args, kwargs)
+        if main is None:
             return args, kwargs
         sequence = _sequence(kwargs, main, separate, "flash" in str(model.config._attn_implementation))
         places = torch.arange(main.size(1), device=main.device)
@@ -126,8 +126,8 @@ def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
     """
 
     def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-        if not isinstance(main, Tensor):
+        main = _main_input(args, kwargs)
+        if main is None:
             return
         mask = mask_of_batch(kwargs, main.size(0), main.size(1), True)
         attends = mask.end > mask.begin
@@ -139,6 +139,12 @@ def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
             )
 
     ledger.on_restore(wrapped.register_forward_pre_hook(check, with_kwargs=True).remove)
+
+
+def _main_input(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""
+    main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+    return main if isinstance(main, Tensor) else None
 
 
 def _sequence(inputs: dict[str, Any], main: Tensor, separate: bool, flash: bool) -> ShardedSequence:

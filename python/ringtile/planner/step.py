@@ -6,7 +6,6 @@ Shape letters: B batch, S global tokens, N local tokens, E hidden size, W ranks.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     AttentionInterface,
@@ -44,6 +42,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.price import Shape
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.offload import hooks_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
 
@@ -338,12 +337,8 @@ class _Offload:
 
     def _wrap(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            held = [args[0]]  # as there: the hook must not keep the tensor
-            try:
-                with saved_tensors_hooks(functools.partial(self._pack, held), self._unpack):
-                    return checkpoint(function, *args, **kwargs)
-            finally:
-                held.clear()
+            with hooks_of(args[0], self._pack, self._unpack):
+                return checkpoint(function, *args, **kwargs)
 
         return checkpointed
 

@@ -17,9 +17,10 @@ Shape letters: B batch, N local tokens, E hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,6 +133,19 @@ class _Saved:
             self.transfer.wait(self.ticket)
 
 
+@contextlib.contextmanager
+def hooks_of(
+    hidden: Tensor, pack: Callable[[list[Tensor], Tensor], Any], unpack: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Inside, autograd keeps pack([hidden], tensor) of each tensor that it saves; later the list is empty."""
+    held = [hidden]  # torch keeps the hook as long as what it packed, which must not keep the tensor
+    try:
+        with saved_tensors_hooks(functools.partial(pack, held), unpack):
+            yield
+    finally:
+        held.clear()
+
+
 class ActivationOffload:
     """Shared by the checkpointed layers of one model: tracks which hidden states are on the device, and their order."""
 
@@ -151,12 +165,8 @@ class ActivationOffload:
             hidden: Any = args[0] if args else None
             if not torch.is_grad_enabled() or not self._can_leave(hidden):
                 return checkpoint(function, *args, **kwargs)
-            held = [hidden]  # torch keeps the hook as long as what it packed, which must not keep the tensor
-            try:
-                with saved_tensors_hooks(functools.partial(self._pack, held), self._unpack):
-                    return checkpoint(function, *args, **kwargs)
-            finally:
-                held.clear()
+            with hooks_of(hidden, self._pack, self._unpack):
+                return checkpoint(function, *args, **kwargs)
 
         return checkpointed
 
