@@ -1,6 +1,7 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
-# make test    set up, build, lint, and test: C under sanitizers, CUDA kernels on the emulator, Python
-# make test-all  the same with every cell of every matrix, and CUDA kernels for every architecture (an hour)
+# make test    set up, build, lint, and test: C under sanitizers, Python (six minutes on two cores)
+# make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
+# make test-all  both with every cell of every matrix, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
 #              minutes); `cd tests && python -m faults --trials N MODULE` for more of one kind
@@ -28,7 +29,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-all checks pytest-ranks pytest-alone mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-ranks pytest-alone pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -80,30 +81,38 @@ aarch64:
 emulator:
 	$(MAKE) -s $(JOBS) -C tests/emulator
 
-# Two parts at a time: most of them keep only one core busy. Ranks, which take longest, begin at once.
-test: build
-	+$(MAKE) --no-print-directory $(JOBS) JOBS= checks
+# Three parts at a time on two cores: ranks often wait.
+test: setup
+	+$(MAKE) --no-print-directory -j3 JOBS= checks
 
-test-all: build
-	+RINGTILE_TESTS=all $(MAKE) --no-print-directory $(JOBS) JOBS= checks
+test-cuda: build
+	+$(MAKE) --no-print-directory $(JOBS) JOBS= cuda-checks
 
-# The last ones, which are many small jobs, run on both cores once the first, which keep to one each, are done.
-checks: pytest-ranks pytest-alone ctest lint emulator
+test-all:
+	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test
+	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
+
+# C tests, which are many small jobs, fill both cores at the end.
+checks: build lint pytest-ranks pytest-alone ctest
 ifeq ($(MAKECMDGOALS),checks)
-ctest lint emulator: | pytest-alone
+ctest: | pytest-alone
 endif
+
+cuda-checks: pytest-nvcc emulator
 
 # Tests that start ranks, and the others, which keep one core busy.
 RANKS := $(shell grep -lwE 'run_ranks|run_command|Pool' tests/test_*.py)
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(ALL),-m 'matrix or not matrix')
-BINARIES := build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+CELLS := $(if $(ALL),-m 'not nvcc')
 
 pytest-ranks: build
-	$(PYTEST) $(RANKS)
+	$(PYTEST) $(CELLS) $(RANKS)
 
-# CUDA kernels are compiled while ranks are tested, which need none. An unchanged _C stays as it is meanwhile.
-pytest-alone: $(BINARIES)
-	$(PYTEST) $(RANKS:%=--ignore=%) tests
+pytest-alone: build
+	$(PYTEST) $(CELLS) $(RANKS:%=--ignore=%) tests
+
+pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
+	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
 
 mutants: build
 	$(BIN)/python -u tests/mutants.py

@@ -190,13 +190,7 @@ def test_unknown_architecture_is_refused_by_name() -> None:
 # Symbols of libc, libm, libgcc and libstdc++ carry versions, except for some templates of std.
 VERSIONED = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+$")
 STABLE = re.compile(r"^(aoti_torch_|torch_|Py|_Py|_ZN(K|KR|O)?St|_ITM_|__gmon_start__$)")
-BINARIES = (
-    "_C",
-    "_bench",
-    pytest.param(
-        "_cuda", marks=pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
-    ),
-)
+BINARIES = ("_C", "_bench", pytest.param("_cuda", marks=pytest.mark.nvcc))
 
 
 @pytest.mark.parametrize("name", BINARIES)
@@ -288,7 +282,7 @@ def test_binary_is_hardened(name: str) -> None:
     assert re.search(r"UND __stack_chk_fail", read), "no function has a stack protector"
 
 
-@pytest.mark.skipif(not (PACKAGE / "_cuda.abi3.so").exists(), reason="not built: no nvcc")
+@pytest.mark.nvcc
 def test_cuda_binary_registers_every_kernel() -> None:
     """The CUDA half has every kernel of the CPU half except plans and recurrences, for which ringtile uses torch there.
 

@@ -40,6 +40,7 @@ def objects(*sources: str) -> list[pathlib.Path]:
 OBJECTS = objects("shard", "device/last_error")
 
 
+@pytest.mark.nvcc
 @pytest.mark.skipif(not (OBJECTS and shutil.which("nvcc")), reason="the CUDA kernels are not built")
 def test_a_kernel_that_cannot_start_is_named_with_the_reason(tmp_path: pathlib.Path) -> None:
     """In a process that sees no GPU; the library needs none to be linked."""

@@ -33,7 +33,7 @@ ALONG, BELOW = 2, 128
 HIGH_WORD = 0x40000040  # swizzle of 128 bytes, 1024 bytes between swizzle atoms
 
 pytestmark = [
-    pytest.mark.skipif(not BINARY.exists(), reason="not built: no nvcc"),
+    pytest.mark.nvcc,
     pytest.mark.skipif(
         not all(shutil.which(tool, path=TOOLS) for tool in ("cuobjdump", "nvdisasm")),
         reason="nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm are not installed; make setup installs them",
