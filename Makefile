@@ -34,7 +34,8 @@ setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
 
-# To compile all 14,000 modules takes as long as to install them; Python compiles those that it imports.
+# To compile all 14,000 modules takes as long as to install them; Python compiles those that it imports, and keeps them.
+unexport PYTHONDONTWRITEBYTECODE
 .venv/.ready: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) install --no-compile -r constraints.txt

@@ -198,7 +198,7 @@ typedef struct rt_cost_params {
     int64_t query_bytes, result_bytes;  // of a query and a head, in this pass
     double flops_per_pair, flops_per_s; // of this pass
     double call_s;                      // of a kernel call, besides its flops
-    double exchange_s;                  // of a processor that posts some messages and waits for them
+    double message_s;                   // of a processor that posts a message and waits for it, at either end
     double copy_bytes_per_s;            // of what goes into messages and comes out of them
     rt_link within, between;            // of a host; host_bytes_per_s of the first is not used
 } rt_cost_params;

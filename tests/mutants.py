@@ -280,6 +280,13 @@ MUTANTS = [
         "tests/test_ring.py -k world_size",
     ),
     Mutant(
+        "ring: messages behind an idle round start too early",
+        "python/ringtile/ring/exchange.py",
+        "order[at + 1] in ((stage, i + 1), (stage + 1, 0))",
+        "order[at + 1] is not None",
+        "tests/test_ring.py -k equals_the_definition",
+    ),
+    Mutant(
         "ring: gradient of lse dropped",
         "python/ringtile/ring/provider.py",
         "torch.zeros_like(self.lse) if self.dlse is None else self.dlse.contiguous()",

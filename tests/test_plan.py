@@ -58,12 +58,17 @@ def test_rounds_move_exactly_the_keys_that_are_needed(
         assert torch.equal(of_rank.begin, mask.begin[:, queries])
         assert torch.equal(of_rank.end, mask.end[:, queries])
         key_ranks = [
-            [rank] if round.in_place else [incoming.rank for incoming in round.incoming] for round in of_rank.rounds
+            ([*range(world_size)] if name == "all_gather" else [rank])  # of which only its own are needed
+            if round.in_place
+            else [incoming.rank for incoming in round.incoming]
+            for round in of_rank.rounds
         ]
         assert sorted(itertools.chain(*key_ranks)) == [*range(world_size)]
         if name == "ring":
             assert key_ranks == [[(rank - i) % world_size] for i in range(world_size)]
         for i, round in enumerate(of_rank.rounds):
+            sent = sum(outgoing.num_keys for outgoing in round.outgoing)
+            assert (i in of_rank.busy_rounds) == (i == 0 or round.num_pairs + sent > 0)
             needed = [keys_needed(mask, layout, of_rank.group, key_rank) for key_rank in key_ranks[i]]
             assert round.num_pairs == sum(
                 num_pairs(mask, layout, query_rank, key_rank)
@@ -74,10 +79,16 @@ def test_rounds_move_exactly_the_keys_that_are_needed(
             assert [incoming.num_keys for incoming in round.incoming] in ([], [*map(torch.numel, needed)])
             block = torch.full((round.num_keys,), -1)
             for incoming in round.incoming:
-                [outgoing] = [each for each in plans[incoming.rank].rounds[i].outgoing if each.rank == rank]
+                sender = plans[incoming.rank].rounds[i]
+                if sender.in_place:
+                    assert incoming.num_keys == 0
+                    continue
+                [outgoing] = [each for each in sender.outgoing if each.rank == rank]
                 assert outgoing.num_keys == incoming.num_keys
                 local = layout.positions(incoming.rank)  # stands for k: the row of a position is the position
-                ops.shard_seq_(local, outgoing.runs, 0, block[incoming.begin : incoming.begin + incoming.num_keys])
+                part = block[incoming.begin : incoming.begin + incoming.num_keys]
+                ops.shard_seq_(local, outgoing.runs, 0, part)
+                assert outgoing.is_head == torch.equal(part, local[: outgoing.num_keys])
             block = layout.positions(rank) if round.in_place else block
             assert round.in_place or torch.equal(block, torch.cat(needed))
 

@@ -62,7 +62,7 @@ static rt_status check_cost(const rt_cost_params *p, rt_cost_pass pass) {
         return RT_BAD_SHAPE;
     const bool rates = is_link(p->within) && is_link(p->between) && is_rate(p->flops_per_s) &&
                        isfinite(p->flops_per_pair) && p->flops_per_pair >= 0 && isfinite(p->call_s) &&
-                       p->call_s >= 0 && isfinite(p->exchange_s) && p->exchange_s >= 0 &&
+                       p->call_s >= 0 && isfinite(p->message_s) && p->message_s >= 0 &&
                        is_rate(p->copy_bytes_per_s);
     return rates ? RT_OK : RT_BAD_RATE;
 }
@@ -122,9 +122,8 @@ static void send(model *m, exchange *e, rt_cost_kind kind, int64_t from, int64_t
     const bool joined = kind != RT_COST_KEYS || keys_per_round(m) > 1;      // else kernels read it
     for (int i = 0; i < 2; i++) {
         const int64_t rank = i == 0 ? from : to;
-        if (e->busy[rank] == 0) e->busy[rank] = m->p->exchange_s;
         e->arrive[rank] = latest(e->arrive[rank], end);
-        e->busy[rank] += busy + ((i == 0 ? packed : joined) ? copied : 0);
+        e->busy[rank] += m->p->message_s + busy + ((i == 0 ? packed : joined) ? copied : 0);
     }
     record(m, (rt_cost_event){kind, from, to, num_bytes, begin, end});
 }

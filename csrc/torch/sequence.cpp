@@ -137,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> scheme_cost(const Tensor &hosts, const Tensor
     p.key_bytes = bytes_of[0], p.gradient_bytes = bytes_of[1];
     p.query_bytes = bytes_of[2], p.result_bytes = bytes_of[3];
     p.flops_per_pair = rate[0], p.flops_per_s = rate[1], p.call_s = rate[2];
-    p.exchange_s = rate[3], p.copy_bytes_per_s = rate[4];
+    p.message_s = rate[3], p.copy_bytes_per_s = rate[4];
     p.within = {rate[5], rate[6], rate[6], rate[7]};
     p.between = {rate[8], rate[9], rate[10], rate[11]};
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);

@@ -395,7 +395,7 @@ static void try_cost(uint64_t *state) {
                         .flops_per_pair = 4,
                         .flops_per_s = 1e9,
                         .call_s = 1e-5,
-                        .exchange_s = 1e-5,
+                        .message_s = 1e-5,
                         .copy_bytes_per_s = 1e9,
                         .within = link,
                         .between = link};

@@ -61,9 +61,9 @@ static void test_a_ring_hides_messages_behind_kernels(void) {
     CHECK_CLOSE(play(p, RT_COST_FORWARD).seconds[0], 50 + 5, 1e-12);
     p.call_s = 7;
     CHECK_CLOSE(play(p, RT_COST_FORWARD).seconds[0], 50 + 5 + 2 * 7, 1e-12);
-    p.exchange_s = 3,
+    p.message_s = 3;         // one sent, one received
     p.copy_bytes_per_s = 40; // the sender packs keys, the receiver reads them where they are
-    CHECK_CLOSE(play(p, RT_COST_FORWARD).seconds[0], 50 + 5 + 2 * 7 + 3 + 1, 1e-12);
+    CHECK_CLOSE(play(p, RT_COST_FORWARD).seconds[0], 50 + 5 + 2 * 7 + 2 * 3 + 1, 1e-12);
 }
 
 static void test_a_round_without_pairs_calls_nothing(void) {
@@ -135,7 +135,7 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(flops_per_s, nan_, RT_BAD_RATE);
     REFUSED(flops_per_pair, -1, RT_BAD_RATE);
     REFUSED(call_s, INFINITY, RT_BAD_RATE);
-    REFUSED(exchange_s, -1, RT_BAD_RATE);
+    REFUSED(message_s, -1, RT_BAD_RATE);
     REFUSED(copy_bytes_per_s, 0, RT_BAD_RATE);
 #undef REFUSED
     const rt_cost_pass none = (rt_cost_pass)2;

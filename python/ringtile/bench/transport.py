@@ -136,7 +136,7 @@ def _measure(repeats: int, device: str) -> Report:
         within=links.get("within"),
         between=links.get("between"),
         kernels=kernels,
-        exchange_s=_exchange_seconds(repeats, device, next(iter(links.values())).latency_s),
+        message_s=_message_seconds(repeats, device, next(iter(links.values())).latency_s),
         copy_bytes_per_s=_copy_rate(repeats, device),
         threads=torch.get_num_threads() if device == "cpu" else None,
         machine=socket.gethostname(),
@@ -272,8 +272,12 @@ def _overlap(transport: Transport, pattern: Pattern, seconds: float, repeats: in
     return min(1.0, max(0.0, (message + alone_kernel - both) / min(message, alone_kernel)))
 
 
-def _exchange_seconds(repeats: int, device: str, latency_s: float) -> float:
-    """By attention of a few tokens in one stage and in two, which makes seven exchanges more in both passes."""
+def _message_seconds(repeats: int, device: str, latency_s: float) -> float:
+    """What a message costs each of its ranks, besides its latency.
+
+    By attention of a few tokens in one stage and in two, which makes seven exchanges more in both passes, each with a
+    message to every other rank and one from it.
+    """
     world_size = dist.get_world_size()
     layout = Layout.contiguous(world_size, world_size)
     x = torch.ones(1, 1, 2 * world_size, 16, device=device)
@@ -288,7 +292,7 @@ def _exchange_seconds(repeats: int, device: str, latency_s: float) -> float:
 
         _timed(run, 2, device)
         seconds[scheme] = statistics.median(_slowest(_timed(run, 4, device)) for _ in range(2 * repeats))
-    return max(0.0, (seconds["staged:2"] - seconds["ulysses"]) / 7 - latency_s)
+    return max(0.0, (seconds["staged:2"] - seconds["ulysses"]) / 7 - latency_s) / (2 * (world_size - 1))
 
 
 def _copy_rate(repeats: int, device: str) -> float:

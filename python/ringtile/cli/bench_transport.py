@@ -62,7 +62,8 @@ def print_report(report: Report) -> None:
             speed = f"{link.latency_s * 1e6:.1f} us a message, {link.bytes_per_s / 1e9:.3f} GB/s each way"
             speed += f", {link.host_bytes_per_s / 1e9:.3f} of a host" if link.host_bytes_per_s else ""
             print(f"{name}: {speed}, kernels run in {link.overlap:.0%} of the time")
-    print(f"an exchange: {rates.exchange_s * 1e6:.0f} us of a rank; copies: {rates.copy_bytes_per_s / 1e9:.1f} GB/s")
+    message = f"a message: {rates.message_s * 1e6:.0f} us of a rank at either end"
+    print(f"{message}; copies: {rates.copy_bytes_per_s / 1e9:.1f} GB/s")
     for dtype, kernel in rates.kernels.items():
         print(
             f"attention, {dtype}: {kernel.forward_flops_per_s / 1e9:.1f} GFLOP/s forward, "

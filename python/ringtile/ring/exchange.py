@@ -77,22 +77,29 @@ class Work:
         return of_stage[rank % len(of_stage)]
 
     def blocks(self, *queries: Tensor) -> Iterator[Block]:
-        """All rounds of all stages; the messages of the next one travel until it is asked for.
+        """The busy rounds of all stages; the messages of the next one travel until it is asked for.
+
+        They start before the gradients of this round only where no idle round lies between, because its peers, which
+        may not be idle there, start theirs later: two ranks post their messages to each other in one order.
 
         queries: what workers need of queries, in (B, N, H, ...) or (B, H, N).
         """
-        rounds = self.plan.rounds
-        order = [(stage, i) for stage in range(len(self.shares)) for i in range(len(rounds))]
+        rounds, busy = self.plan.rounds, self.plan.busy_rounds
+        order = [(stage, i) for stage in range(len(self.shares)) for i in busy]
         arriving = self._fetch(0, 0, queries)
         of_stage: tuple[Tensor, ...] = ()
         for at, (stage, i) in enumerate(order):
             k, v = arriving[-1].wait()
             if i == 0:
                 of_stage = arriving[0].wait()
-            if at + 1 < len(order):
+            has_next = at + 1 < len(order)
+            at_once = has_next and order[at + 1] in ((stage, i + 1), (stage + 1, 0))
+            if at_once:
                 arriving = self._fetch(*order[at + 1], queries)
             share = self.share(stage, self.plan.rank)
-            yield Block(stage, i, i + 1 == len(rounds), rounds[i], share, of_stage, k, v)
+            yield Block(stage, i, i == busy[-1], rounds[i], share, of_stage, k, v)
+            if has_next and not at_once:
+                arriving = self._fetch(*order[at + 1], queries)
 
     def _fetch(self, stage: int, i: int, queries: tuple[Tensor, ...]) -> list[Arriving]:
         keys = self._fetch_keys(stage, i)
@@ -112,16 +119,20 @@ class Work:
         sends, receives, parts = {}, {}, []
         for outgoing in round.outgoing:
             heads = self.share(stage, outgoing.rank).kv_heads
+            local = of_heads(self.k, heads), of_heads(self.v, heads)
+            if outgoing.rank == me and outgoing.is_head:
+                mine = tuple(x.narrow(1, 0, outgoing.num_keys) for x in local)
+                continue
             message = self.keys(outgoing.num_keys, heads, self.k.dtype)
-            ops.shard_seq_(of_heads(self.k, heads), outgoing.runs, 1, message.parts[0])
-            ops.shard_seq_(of_heads(self.v, heads), outgoing.runs, 1, message.parts[1])
+            for x, part in zip(local, message.parts, strict=True):
+                ops.shard_seq_(x, outgoing.runs, 1, part)
             if outgoing.rank == me:
-                mine = message
+                mine = message.parts
             else:
                 sends[outgoing.rank] = message.flat
         for incoming in round.incoming:
             if incoming.rank == me:
-                parts.append(mine.parts)
+                parts.append(mine)
             else:
                 message = self.keys(incoming.num_keys, own, self.k.dtype)
                 receives[incoming.rank] = message.flat

@@ -84,7 +84,7 @@ def backward(
         fresh = is_whole and first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
         dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
         rounded: tuple[Tensor, Tensor] | None = None
-        if fresh and len(work.plan.rounds) == 1 and state != k.dtype:
+        if fresh and len(work.plan.busy_rounds) == 1 and state != k.dtype:
             rounded = k.new_empty(k.shape), v.new_empty(v.shape)
         if not is_whole:
             dq = torch.empty_like(q)

@@ -43,6 +43,7 @@ class Outgoing:
     rank: int
     runs: Tensor  # int64 CPU (R, 4) for ops.shard_seq_: row of the local k, 1, row of the message, length
     num_keys: int
+    is_head: bool  # whether they are the first rows of the local k, in order
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,11 @@ class Round:
     in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
     incoming: tuple[Incoming, ...]  # one after another, these are the block
     outgoing: tuple[Outgoing, ...]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has nothing to compute, to send or to receive."""
+        return self.num_keys == 0 and not any(each.num_keys for each in self.outgoing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +83,11 @@ class RankPlan:
         """Whether this rank works on all heads of its own queries, at once: then no query travels."""
         return len(self.group) == self.scheme.num_stages == 1
 
+    @functools.cached_property
+    def busy_rounds(self) -> tuple[int, ...]:
+        """All but idle ones, and the first in any case."""
+        return tuple(i for i, round in enumerate(self.rounds) if i == 0 or not round.is_idle)
+
     def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
         """By stage, then by a rank's place in its group: the heads that it works on."""
         return shares_of(self.scheme.num_stages, len(self.group), num_heads, num_kv_heads)
@@ -98,11 +109,16 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, scheme: Scheme | No
     rounds = []
     for i, key_groups in enumerate(_key_groups(scheme, len(groups), mine)):
         key_ranks = [key_rank for group in key_groups for key_rank in groups[group]]
-        in_place = key_ranks == [rank]
         runs = [keys(mine, key_rank) for key_rank in key_ranks]
         lens = [int(each[:, 3].sum()) for each in runs]
         k_runs = torch.cat(runs)
         query_groups = range(len(groups)) if scheme.at_once else [(mine + i) % len(groups)]
+        outgoing = tuple(
+            _outgoing(query_rank, keys(group, rank)) for group in query_groups for query_rank in groups[group]
+        )
+        needs_own_alone = not any(length for key_rank, length in zip(key_ranks, lens, strict=True) if key_rank != rank)
+        is_needed = any(each.num_keys for each in outgoing if each.rank != rank)
+        in_place = len(groups[0]) == 1 and rank in key_ranks and needs_own_alone and not is_needed
         rounds.append(
             Round(
                 k_runs=k_runs.contiguous() if in_place else _packed(k_runs),
@@ -112,11 +128,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, scheme: Scheme | No
                 incoming=()
                 if in_place
                 else tuple(map(Incoming, key_ranks, itertools.accumulate(lens, initial=0), lens)),
-                outgoing=()
-                if in_place
-                else tuple(
-                    _outgoing(query_rank, keys(group, rank)) for group in query_groups for query_rank in groups[group]
-                ),
+                outgoing=() if in_place else outgoing,
             )
         )
     positions = joined.positions(mine)
@@ -177,7 +189,7 @@ def _of_rank(runs: Tensor, layout: Layout, groups: Sequence[range], rank: int) -
 def _outgoing(rank: int, runs: Tensor) -> Outgoing:
     packed = _packed(runs)
     send_runs = torch.stack((runs[:, 2], torch.ones_like(runs[:, 2]), packed[:, 2], runs[:, 3]), dim=1)
-    return Outgoing(rank, send_runs, int(runs[:, 3].sum()))
+    return Outgoing(rank, send_runs, int(runs[:, 3].sum()), is_head=torch.equal(runs[:, 2], packed[:, 2]))
 
 
 def _packed(runs: Tensor) -> Tensor:

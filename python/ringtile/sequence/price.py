@@ -122,13 +122,13 @@ class Prices:
         within, between = self._rates.within or _NO_LINK, self._rates.between or _NO_LINK
         links = [within.latency_s, within.bytes_per_s, within.overlap, between.latency_s, between.bytes_per_s]
         links += [between.host_bytes_per_s or between.bytes_per_s, between.overlap]
-        exchange_s, copy_bytes_per_s = self._rates.exchange_s, self._rates.copy_bytes_per_s
+        message_s, copy_bytes_per_s = self._rates.message_s, self._rates.copy_bytes_per_s
         flops = (2 * (dim + v_dim), 2 * (3 * dim + 2 * v_dim))  # of a pair, as in RankCost
 
         def play(backward: bool, query: int, result: int, flops_per_s: float) -> PassCost:
             sizes = torch.tensor([unit.key, unit.gradient, query, result])
             kernels = [flops[backward], flops_per_s, kernel.call_s]
-            rates = torch.tensor([*kernels, exchange_s, copy_bytes_per_s, *links], dtype=torch.float64)
+            rates = torch.tensor([*kernels, message_s, copy_bytes_per_s, *links], dtype=torch.float64)
             of_plan = (torch.tensor(self.hosts), self._tokens, keys, pairs, of_shares, sizes, rates)
             return _pass_cost(*of_plan, at_once=scheme.at_once, backward=backward, events=events)
 

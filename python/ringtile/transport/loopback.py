@@ -74,17 +74,22 @@ class _Mailbox:
 Mailboxes = dict[tuple[int, int], _Mailbox]  # by (sender, receiver)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Arrival:
-    """A message to a virtual rank."""
+    """A message to a virtual rank. Those of one sender and tag arrive in the order of posting, not of waiting."""
 
     tensor: Tensor
     mailbox: _Mailbox
     tag: int
     timeout_seconds: float
+    posted: collections.deque[_Arrival]  # and not yet sent, of this sender and tag
+    sent: _Parcel | None = None
 
     def wait(self) -> None:
-        sent: _Parcel = self.mailbox.get(self.tag, self.timeout_seconds)
+        while self.sent is None:
+            self.posted[0].sent = self.mailbox.get(self.tag, self.timeout_seconds)
+            self.posted.popleft()
+        sent = self.sent
         if sent.made is not None:  # by the stream of the sender's thread; this thread may be on another one
             stream = torch.cuda.current_stream(sent.tensor.device)
             stream.wait_event(sent.made)
@@ -142,6 +147,7 @@ class LoopbackTransport(Transport):
         super().__init__(rank, world_size)
         self._mailboxes = mailboxes
         self._timeout_seconds = timeout_seconds
+        self._posted: dict[tuple[int, int], collections.deque[_Arrival]] = {}  # by sender and tag
 
     def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         copy = tensor.clone()
@@ -150,7 +156,12 @@ class LoopbackTransport(Transport):
         return _Sent()
 
     def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return _Arrival(tensor, self._mailboxes[peer, self.rank], tag, self._timeout_seconds)
+        posted = self._posted.setdefault((peer, tag), collections.deque())
+        posted.append(_Arrival(tensor, self._mailboxes[peer, self.rank], tag, self._timeout_seconds, posted))
+        return posted[-1]
+
+    def _drop_messages(self) -> None:
+        self._posted.clear()
 
     def _open_channel(self) -> Channel:
         return _LoopbackChannel(self.rank, self._mailboxes, self._timeout_seconds)

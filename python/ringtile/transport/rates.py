@@ -65,7 +65,7 @@ class Rates:
     kernels: dict[str, Kernel]  # by dtype: float32, bfloat16, ...
     within: Link | None = None  # a host
     between: Link | None = None  # hosts
-    exchange_s: float = 0.0  # of a rank that posts some messages and waits for them, besides theirs
+    message_s: float = 0.0  # of a rank that posts a message and waits for it, at either end, besides its seconds
     copy_bytes_per_s: float = 1e12  # of what is put into messages and taken out
     threads: int | None = None  # None: kernels are as fast with any number
     machine: str = ""
@@ -74,7 +74,7 @@ class Rates:
     def __post_init__(self) -> None:
         if not self.kernels:
             raise ConfigError("kernels is empty; expected at least one dtype")
-        _check_from_0("exchange_s", self.exchange_s)
+        _check_from_0("message_s", self.message_s)
         _check_above_0("copy_bytes_per_s", self.copy_bytes_per_s)
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ConfigError(f"threads is {self.threads!r:.100}; expected at least 1, or none")
@@ -128,7 +128,7 @@ ASSUMED = {
         within=Link(latency_s=5e-5, bytes_per_s=2.5e9, overlap=0.0),
         between=Link(latency_s=1e-4, bytes_per_s=1.2e9),
         kernels={"float32": _LIKE_A_CPU},
-        exchange_s=2e-4,
+        message_s=1e-4,
         copy_bytes_per_s=5e9,
         threads=1,
     ),
@@ -136,7 +136,7 @@ ASSUMED = {
         within=Link(latency_s=1e-5, bytes_per_s=2e11),
         between=Link(latency_s=2e-5, bytes_per_s=2.5e10, host_bytes_per_s=2e11),
         kernels={"bfloat16": _LIKE_A_GPU},
-        exchange_s=5e-5,
+        message_s=2e-5,
     ),
 }
 
