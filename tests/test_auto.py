@@ -132,7 +132,7 @@ def test_cheapest_is_what_each_scheme_is_for() -> None:
 def test_stages_are_for_memory_and_never_taken() -> None:
     """Even where the model finds them fastest, because their messages travel behind the kernels of another stage."""
     shape, mask = Shape(1, 16, 16, 64, 64, torch.float32), IntervalMask.full(512)
-    rates = rates_of(Link(latency_s=0.0, bytes_per_s=5e7))
+    rates = rates_of(Link(latency_s=0.0, bytes_per_s=1e7))
     prices = Prices(mask, Layout.contiguous(512, 4), (0,) * 4, rates)
     assert min(candidates(4, 16), key=lambda name: prices.of(name, shape).seconds).startswith("staged")
     assert not prices.cheapest(shape, whole=False).startswith("staged")
