@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import signal
+import types
+import warnings
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pool import Pool, run_command, run_ranks
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.peers import Peers, limit_timeouts
 from test_cli_train import TRAINING, write_config
+from torch.distributed import distributed_c10d
 from transformers import Trainer
 
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
@@ -89,7 +92,9 @@ def test_other_errors_stay_what_they_are():
 
 def _timeouts():
     group = dist.new_group()
-    limit_timeouts(7.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # as torch warns of a deprecated function
+        limit_timeouts(7.0)
     found = [each._get_backend(torch.device("cpu")).options._timeout for each in (dist.group.WORLD, group)]
     limit_timeouts(60.0)
     dist.barrier(group)  # a rank that closes it sooner may end the connecting of the other
@@ -99,3 +104,17 @@ def _timeouts():
 
 def test_timeout_holds_for_all_groups():
     assert run_ranks(2, _timeouts) == [[7.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_timeout_is_set_by_torchs_public_function_where_there_is_one(public, monkeypatch):
+    called = []
+    if public:
+        monkeypatch.setattr(dist, "set_timeout", lambda timeout, group: called.append(("public", group)), raising=False)
+    else:
+        monkeypatch.delattr(dist, "set_timeout", raising=False)
+    private = "_set_pg_timeout"
+    monkeypatch.setattr(distributed_c10d, private, lambda timeout, group: called.append((private, group)))
+    monkeypatch.setattr(distributed_c10d, "_world", types.SimpleNamespace(pg_map={"a group": None}))
+    limit_timeouts(7.0)
+    assert called == [("public" if public else private, "a group")]

@@ -184,8 +184,10 @@ def _transport_on_cpu(group: dist.ProcessGroup) -> Transport | None:
 
 def limit_timeouts(seconds: float) -> None:
     """Sets the timeout of all process groups of this rank."""
+    # A later torch has the function under a public name, and warns of the other.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+        set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def of_a_collective(error: BaseException | None) -> bool:
