@@ -10,6 +10,7 @@ from typing import Any
 import accelerate.data_loader
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +82,7 @@ _SAMPLING = {
 _TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each token by itself
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
+_MIN_DEEPSPEED = Version("0.19.3")
 
 
 def uses_model_loss(trainer: Trainer) -> bool:
@@ -129,6 +131,27 @@ def check_trainer(trainer: Trainer) -> None:
         if is_set:
             raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
     _check_parallelism(trainer)
+
+
+def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Raises Refused where checkpoints and frozen weights meet a ZeRO-3 that frees them while they are compared.
+
+    DeepSpeed's pull request 8148, first released in 0.19.3; without ringtile, too, torch raises CheckpointError.
+    """
+    args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
+    if plugin is None or plugin.zero_stage != 3:
+        return
+    checkpoints = args.gradient_checkpointing or model.is_gradient_checkpointing
+    kwargs = args.gradient_checkpointing_kwargs
+    reentrant = isinstance(kwargs, dict) and kwargs.get("use_reentrant", False)  # these compare no tensors
+    frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    version = sys.modules["deepspeed"].__version__  # which the plugin has imported
+    if checkpoints and not reentrant and frozen and Version(version) < _MIN_DEEPSPEED:
+        raise Refused(
+            f"deepspeed {version} under ZeRO-3 with gradient checkpointing and frozen weights (LoRA); expected "
+            f"deepspeed >= {_MIN_DEEPSPEED}: an older one frees a frozen weight before torch has compared it with the "
+            f"one of the forward pass. pip install 'deepspeed>={_MIN_DEEPSPEED}'"
+        )
 
 
 def check_not_compiled(trainer: Trainer) -> None:

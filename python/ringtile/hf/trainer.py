@@ -110,6 +110,7 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
     group = None
     if config.context_parallel_size > 1 and not deepspeed_shards_sequences(trainer.accelerator):
         checks.check_trainer(trainer)
+        checks.check_deepspeed(trainer, base)
         strategy = (LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards)(
             trainer, base, config, ledger
         )
