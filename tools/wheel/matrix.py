@@ -41,7 +41,7 @@ class Row(NamedTuple):
     python: str
     torch: str  # a minor version; empty: the newest
     others: tuple[str, ...] = ()  # what is installed beside the wheel and its extra
-    extra: str = "[dev]"  # of the wheel; empty: the wheel without its dependencies, which pip would not allow
+    extra: str | None = "[dev]"  # of the wheel; empty: none; None: nor the packages it needs, which pip would not allow
     oldest: bool = False  # the lowest versions that pyproject.toml allows, instead of the newest
     tests: tuple[str, ...] = SUITE  # none: `import ringtile` must name the reason for its refusal
 
@@ -52,8 +52,9 @@ ROWS = [
     Row("3.14", ""),
     Row("3.10", "2.11", oldest=True),
     Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/test_bench.py", *SUITE)),
-    Row("3.12", "2.14", ("axolotl==0.19.0", "pytest", "pytest-timeout"), "[hf]", tests=("tests/test_hf_axolotl.py",)),
-    Row("3.11", "2.10", extra="", tests=()),
+    # axolotl pins its packages, below the versions of [hf], and torch <= 2.13.
+    Row("3.12", "2.13", ("axolotl==0.19.0", "pytest", "pytest-timeout"), "", tests=("tests/test_hf_axolotl.py",)),
+    Row("3.11", "2.10", extra=None, tests=()),
 ]
 
 
@@ -80,10 +81,10 @@ def install(row: Row, wheel: pathlib.Path, venv: pathlib.Path) -> str:
     pip = ["uv", "pip", "install", "--quiet", "--python", python]
     packages = [f"torch=={row.torch}.*" if row.torch else "torch", *row.others, *(lowest() if row.oldest else [])]
     commands = [["uv", "venv", "--quiet", "--python", interpreter, str(venv)]]
-    if row.extra:
-        commands.append([*pip, *packages, f"ringtile{row.extra} @ {wheel.as_uri()}"])
-    else:
+    if row.extra is None:
         commands += [[*pip, *packages], [*pip, "--no-deps", str(wheel)]]
+    else:
+        commands.append([*pip, *packages, f"ringtile{row.extra} @ {wheel.as_uri()}"])
     for command in commands:
         done = subprocess.run(
             command, env={**os.environ, "UV_PYTHON_DOWNLOADS": "never"}, stderr=subprocess.PIPE, text=True
