@@ -141,7 +141,8 @@ def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
     args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
     if plugin is None or plugin.zero_stage != 3:
         return
-    checkpoints = args.gradient_checkpointing or model.is_gradient_checkpointing
+    modules = [args, *model.modules()]  # in a model, each checkpointed layer says so
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in modules)
     kwargs = args.gradient_checkpointing_kwargs
     reentrant = isinstance(kwargs, dict) and kwargs.get("use_reentrant", False)  # these compare no tensors
     frozen = not all(parameter.requires_grad for parameter in model.parameters())
