@@ -93,12 +93,12 @@ class Work:
             if i == 0:
                 of_stage = arriving[0].wait()
             has_next = at + 1 < len(order)
-            at_once = has_next and order[at + 1] in ((stage, i + 1), (stage + 1, 0))
-            if at_once:
+            adjacent = has_next and order[at + 1] in ((stage, i + 1), (stage + 1, 0))
+            if adjacent:
                 arriving = self._fetch(*order[at + 1], queries)
             share = self.share(stage, self.plan.rank)
             yield Block(stage, i, i == busy[-1], rounds[i], share, of_stage, k, v)
-            if has_next and not at_once:
+            if has_next and not adjacent:
                 arriving = self._fetch(*order[at + 1], queries)
 
     def _fetch(self, stage: int, i: int, queries: tuple[Tensor, ...]) -> list[Arriving]:
