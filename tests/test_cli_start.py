@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import threading
 from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from pool import run_command
-from ringtile.cli import environment, training
+from ringtile.cli import environment, training, world
 from ringtile.errors import ConfigError, Refused
 from test_cli_train import TRAINING, write_config
 
@@ -78,6 +80,16 @@ def test_failure_of_one_rank_ends_all_with_its_reason(name: str, tmp_path: pathl
     assert done.args == [2, STATUS.get(name, 2)], done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringtile: error: ")]
     assert line.startswith(f"ringtile: error: {reason if reason.startswith('rank ') else f'rank 1: {reason}'}")
+
+
+def test_a_rank_that_lost_another_hears_why_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(world, "_store", store)
+    assert world.heard() == ""
+    said = threading.Timer(0.1, store.set, ("failed", "rank 0: a reason"))
+    said.start()
+    assert world.heard() == "rank 0: a reason"
+    said.join()
 
 
 @pytest.mark.matrix

@@ -174,9 +174,10 @@ def fail(message: str) -> str:
 
 
 def heard() -> str:
-    """Why another rank has failed; "" if none has said so."""
+    """Why another rank has failed; "" if none says so soon. Such a rank leaves its groups before it says why."""
     with contextlib.suppress(RuntimeError):
-        if _store is not None and _store.check(["failed"]):
+        if _store is not None:
+            _store.wait(["failed"], datetime.timedelta(seconds=_TOGETHER_SECONDS))
             return _store.get("failed").decode()
     return ""
 
