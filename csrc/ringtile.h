@@ -106,12 +106,17 @@ typedef struct rt_run {
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
 rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
 
-// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and fill each rank's local tokens.
+typedef struct rt_layout_place {
+    int64_t position, run;
+} rt_layout_place;
+
+// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and fill each rank's local tokens. It takes
+// time for the runs and for pairs of runs that interleave, or for the positions of those where they are fewer.
 //   runs (R), rank after rank;  run_offsets (W + 1): rank r owns runs [run_offsets[r], run_offsets[r + 1])
-//   seen (S) bytes of scratch
+//   places (R) scratch
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
-                          uint8_t *seen);
+                          rt_layout_place *places);
 
 // positions (local_len): the global position of each local token. RT_BAD_RUN also if a local token is in no run or in
 // two.

@@ -2,8 +2,6 @@
 #include "runs.h"
 #include "../arrays.h"
 
-#include <string.h>
-
 static rt_status check_list(const rt_run *runs, int64_t num_runs) {
     if (num_runs < 0) return RT_BAD_SHAPE;
     return num_runs > 0 && !rt_points_to(runs, sizeof(int64_t)) ? RT_BAD_POINTER : RT_OK;
@@ -72,7 +70,8 @@ static bool share_positions(const rt_run *runs, int64_t num_runs) {
     return false;
 }
 
-rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
+// All of rt_runs_check_inside but the positions that runs share.
+static rt_status check_each(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
     const rt_status status = check_list(runs, num_runs);
     if (status != RT_OK) return status;
     if (local_len < 0 || global_len < 0) return RT_BAD_SHAPE;
@@ -86,7 +85,12 @@ rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t loc
         if (run.local_begin < 0 || run.length > local_len || run.local_begin > local_len - run.length)
             return RT_BAD_RUN;
     }
-    return share_local_tokens(runs, num_runs) || share_positions(runs, num_runs) ? RT_BAD_RUN : RT_OK;
+    return share_local_tokens(runs, num_runs) ? RT_BAD_RUN : RT_OK;
+}
+
+rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
+    const rt_status status = check_each(runs, num_runs, local_len, global_len);
+    return status == RT_OK && share_positions(runs, num_runs) ? RT_BAD_RUN : status;
 }
 
 rt_status rt_runs_local_len(const rt_run *runs, int64_t num_runs, int64_t global_len, int64_t *local_len) {
@@ -105,11 +109,58 @@ rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len)
     return rt_runs_check_inside(runs, num_runs, local_len, INT64_MAX);
 }
 
+// ---- layouts -----------------------------------------------------------------------------------
+
+// The place with the least position comes first, and that of i before those of 2 i + 1 and 2 i + 2: all hold but `at`.
+static void sift_down(rt_layout_place *heap, int64_t count, int64_t at) {
+    for (int64_t next = 2 * at + 1; next < count; at = next, next = 2 * at + 1) {
+        if (next + 1 < count && heap[next + 1].position < heap[next].position) next++;
+        if (heap[at].position <= heap[next].position) return;
+        const rt_layout_place lower = heap[next];
+        heap[next] = heap[at], heap[at] = lower;
+    }
+}
+
+static void make_heap(rt_layout_place *places, int64_t count) {
+    for (int64_t at = count / 2 - 1; at >= 0; at--) sift_down(places, count, at);
+}
+
+static void sort_descending(rt_layout_place *places, int64_t count) {
+    make_heap(places, count);
+    for (int64_t end = count - 1; end > 0; end--) {
+        const rt_layout_place least = places[0];
+        places[0] = places[end], places[end] = least;
+        sift_down(places, end, 0);
+    }
+}
+
+// Whether runs that hold `length` positions from `begin` on, with repetitions, hold each of so many: by pairs of runs, or
+// position by position where those are fewer.
+static bool fill(const rt_run *runs, rt_layout_place *places, int64_t count, int64_t begin, int64_t length) {
+    if ((count - 1) / 2 <= length / count) {
+        for (int64_t i = 1; i < count; i++)
+            for (int64_t other = 0; other < i; other++)
+                if (share_a_position(&runs[places[i].run], &runs[places[other].run])) return false;
+        return true;
+    }
+    make_heap(places, count);
+    for (int64_t position = begin; count > 0; position++) {
+        const rt_run *run = &runs[places->run];
+        if (places->position != position) return false;
+        if (position == last_position(run))
+            *places = places[--count];
+        else
+            places->position += run->stride;
+        sift_down(places, count, 0);
+    }
+    return true;
+}
+
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
-                          uint8_t *seen) {
+                          rt_layout_place *places) {
     if (num_ranks < 1 || seq_len < 0) return RT_BAD_SHAPE;
-    if (!rt_points_to(run_offsets, sizeof(int64_t)) || (seq_len > 0 && seen == NULL)) return RT_BAD_POINTER;
-    if (seq_len > RT_MAX_BYTES) return RT_TOO_LARGE;
+    if (!rt_points_to(run_offsets, sizeof(int64_t))) return RT_BAD_POINTER;
+    if (seq_len > 0 && !rt_points_to(places, sizeof(int64_t))) return RT_BAD_POINTER;
     if (run_offsets[0] != 0) return RT_BAD_LAYOUT;
 
     // Pass 1, rank by rank: every run lies inside the sequence, and the runs fill the rank's local tokens.
@@ -120,20 +171,26 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
         const rt_run *rank_runs = num_runs > 0 && runs != NULL ? runs + run_offsets[rank] : NULL;
         int64_t local_len;
         rt_status status = rt_runs_local_len(rank_runs, num_runs, seq_len - total, &local_len);
-        if (status == RT_OK) status = rt_runs_check_inside(rank_runs, num_runs, local_len, seq_len);
+        if (status == RT_OK) status = check_each(rank_runs, num_runs, local_len, seq_len);
         if (status != RT_OK) return status;
         total += local_len;
     }
     if (total != seq_len) return RT_BAD_LAYOUT;
 
-    // Pass 2, over all ranks: S positions, none of them twice, must be all of 0..S-1.
-    if (seq_len > 0) memset(seen, 0, (size_t)seq_len);
-    for (int64_t r = 0; r < run_offsets[num_ranks]; r++) {
-        for (int64_t j = 0; j < runs[r].length; j++) {
-            uint8_t *at = &seen[runs[r].global_begin + j * runs[r].stride];
-            if (*at) return RT_BAD_LAYOUT;
-            *at = 1;
+    // Pass 2, over all ranks: S positions are all of 0..S-1 if each group of runs that interleave fills its range.
+    const int64_t num_runs = run_offsets[num_ranks];
+    for (int64_t r = 0; r < num_runs; r++) places[r] = (rt_layout_place){runs[r].global_begin, r};
+    sort_descending(places, num_runs);
+    for (int64_t first, after = num_runs; after > 0; after = first) {
+        const int64_t begin = places[after - 1].position;
+        int64_t last = begin, held = 0;
+        for (first = after; first > 0 && places[first - 1].position <= last; first--) {
+            const rt_run *run = &runs[places[first - 1].run];
+            if (last_position(run) > last) last = last_position(run);
+            held += run->length;
         }
+        if (held != last - begin + 1 || !fill(runs, places + first, after - first, begin, held))
+            return RT_BAD_LAYOUT;
     }
     return RT_OK;
 }

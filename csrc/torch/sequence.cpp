@@ -34,8 +34,8 @@ void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
     require(arg.num_ranks() == world_size, op, "layout has runs for ", arg.num_ranks(),
             " ranks, expected world_size ", world_size);
     require(seq_len >= 0, op, "seq_len is ", seq_len, ", expected at least 0");
-    std::vector<uint8_t> seen(static_cast<size_t>(seq_len));
-    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, seen.data()), op);
+    std::vector<rt_layout_place> places(arg.runs.size());
+    check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, places.data()), op);
 }
 
 // needed (M, 6): query rank, key rank, run; pairs (W, W): [query rank][key rank]. rank -1: for all pairs of ranks;

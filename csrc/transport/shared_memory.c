@@ -18,9 +18,10 @@ enum { CHUNK = RT_SHM_CHUNK_BYTES, NUM_CHUNKS = RT_SHM_NUM_CHUNKS, NUM_SPINS = 5
 
 // ---- shared between processes ------------------------------------------------------------------------------
 
+// Whatever a peer writes may change at any time: each value is read once, checked, and used as it was read.
 typedef struct chunk_header {
-    uint64_t tag;
-    int64_t num_bytes;
+    _Atomic uint64_t tag;
+    _Atomic int64_t num_bytes;
 } chunk_header;
 
 // One writer and one reader. Chunk i lies in place i mod NUM_CHUNKS, from when it is filled until it is emptied.
@@ -178,7 +179,8 @@ static bool push(rt_shm *shm, peer *p) {
     if (is_broken(p, num_used > NUM_CHUNKS) || num_used == NUM_CHUNKS) return false;
     const uint64_t place = p->num_filled % NUM_CHUNKS;
     const int64_t left = m->num_bytes - m->moved, num_bytes = left < CHUNK ? left : CHUNK;
-    p->out->headers[place] = (chunk_header){m->tag, num_bytes};
+    atomic_store_explicit(&p->out->headers[place].tag, m->tag, memory_order_relaxed);
+    atomic_store_explicit(&p->out->headers[place].num_bytes, num_bytes, memory_order_relaxed);
     memcpy(p->out->chunks[place], (const char *)m->data + m->moved, (size_t)num_bytes);
     atomic_store(&p->out->num_filled, ++p->num_filled);
     wake(p);
@@ -194,15 +196,15 @@ static bool pull(rt_shm *shm, peer *p) {
     const uint64_t num_ready = atomic_load(&p->in->num_filled) - p->num_emptied;
     if (is_broken(p, num_ready > NUM_CHUNKS) || num_ready == 0) return false;
     const uint64_t place = p->num_emptied % NUM_CHUNKS;
-    const chunk_header header = p->in->headers[place];
-    if (header.tag > m->tag)
-        return false; // of a later call: ours is one on which the ranks disagreed, and will be dropped
-    if (header.tag == m->tag) { // else: of an earlier call, on which they disagreed
-        const bool fits =
-            header.num_bytes > 0 && header.num_bytes <= CHUNK && header.num_bytes <= m->num_bytes - m->moved;
+    const uint64_t tag = atomic_load_explicit(&p->in->headers[place].tag, memory_order_relaxed);
+    const int64_t num_bytes = atomic_load_explicit(&p->in->headers[place].num_bytes, memory_order_relaxed);
+    if (tag > m->tag)
+        return false;    // of a later call: ours is one on which the ranks disagreed, and will be dropped
+    if (tag == m->tag) { // else: of an earlier call, on which they disagreed
+        const bool fits = num_bytes > 0 && num_bytes <= CHUNK && num_bytes <= m->num_bytes - m->moved;
         if (is_broken(p, !fits)) return false;
-        memcpy((char *)m->data + m->moved, p->in->chunks[place], (size_t)header.num_bytes);
-        m->moved += header.num_bytes;
+        memcpy((char *)m->data + m->moved, p->in->chunks[place], (size_t)num_bytes);
+        m->moved += num_bytes;
         if (m->moved == m->num_bytes) finish(shm, m, RT_SHM_DONE);
     }
     atomic_store(&p->in->num_emptied, ++p->num_emptied);

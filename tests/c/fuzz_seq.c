@@ -95,7 +95,7 @@ static void try_layout(uint64_t *state) {
     layout l = random_layout(state, random_int(state, 0, 60));
     const int64_t num_runs = l.run_offsets[l.num_ranks];
     int64_t num_ranks = l.num_ranks, seq_len = l.seq_len;
-    bool no_runs = false, no_offsets = false, no_seen = false, valid = true;
+    bool no_runs = false, no_offsets = false, no_places = false, valid = true;
     for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
         valid = false;
         const int64_t kind = random_int(state, 0, 9), rank = random_int(state, 0, l.num_ranks);
@@ -103,7 +103,7 @@ static void try_layout(uint64_t *state) {
         if (kind == 1) seq_len = hostile(state, seq_len);
         if (kind == 2) no_runs = true;
         if (kind == 3) no_offsets = true;
-        if (kind == 4) no_seen = true;
+        if (kind == 4) no_places = true;
         if (kind == 5) l.run_offsets[rank] = hostile(state, l.run_offsets[rank]);
         if (kind > 5) spoil_run(state, l.runs, num_runs);
     }
@@ -111,7 +111,7 @@ static void try_layout(uint64_t *state) {
     for (int64_t r = 0; r < num_ranks && l.run_offsets[r] <= l.run_offsets[r + 1]; r++)
         if (l.run_offsets[0] == 0 && l.run_offsets[r + 1] > num_runs) l.run_offsets[r + 1] = num_runs;
     bool forbidden = num_ranks < 1 || seq_len < 0 || no_offsets || (no_runs && num_runs > 0 && seq_len > 0) ||
-                     (no_seen && seq_len > 0);
+                     (no_places && seq_len > 0);
     uint8_t found[64] = {0};
     int64_t total = 0;
     if (!forbidden && l.run_offsets[0] != 0) forbidden = true;
@@ -138,11 +138,11 @@ static void try_layout(uint64_t *state) {
     if (valid && forbidden) wrong("rt_layout_check", "the judge is wrong");
     rt_run *runs = exactly(l.runs, (size_t)num_runs * sizeof(*runs));
     int64_t *offsets = exactly(l.run_offsets, (size_t)(l.num_ranks + 1) * sizeof(*offsets));
-    uint8_t *seen = must_alloc((size_t)l.seq_len + 64);
+    rt_layout_place *places = must_alloc((size_t)num_runs * sizeof(*places));
     judge("rt_layout_check", expected,
           rt_layout_check(no_runs ? NULL : runs, no_offsets ? NULL : offsets, num_ranks, seq_len,
-                          no_seen ? NULL : seen));
-    free(runs), free(offsets), free(seen);
+                          no_places ? NULL : places));
+    free(runs), free(offsets), free(places);
 }
 
 // ---- shard -------------------------------------------------------------------------------------------------

@@ -78,21 +78,21 @@ static void test_runs_check_finds_every_shared_position(void) {
 }
 
 static void test_layout_check_accepts_the_named_layouts(void) {
-    uint8_t seen[16];
+    rt_layout_place places[16];
     const rt_run contiguous[] = {{0, 1, 0, 8}, {8, 1, 0, 8}};
     const rt_run zigzag[] = {{0, 1, 0, 4}, {12, 1, 4, 4}, {4, 1, 0, 4}, {8, 1, 4, 4}};
     const rt_run striped[] = {{0, 2, 0, 8}, {1, 2, 0, 8}};
     const rt_run listed_backwards[] = {{12, 1, 4, 4}, {0, 1, 0, 4}, {4, 1, 0, 8}};
-    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 1, 2}, 2, 16, seen), RT_OK);
-    CHECK_STATUS(rt_layout_check(zigzag, (int64_t[]){0, 2, 4}, 2, 16, seen), RT_OK);
-    CHECK_STATUS(rt_layout_check(striped, (int64_t[]){0, 1, 2}, 2, 16, seen), RT_OK);
-    CHECK_STATUS(rt_layout_check(listed_backwards, (int64_t[]){0, 2, 3}, 2, 16, seen), RT_OK);
-    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 0, 2}, 2, 16, seen), RT_BAD_RUN); // local twice
+    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 1, 2}, 2, 16, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(zigzag, (int64_t[]){0, 2, 4}, 2, 16, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(striped, (int64_t[]){0, 1, 2}, 2, 16, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(listed_backwards, (int64_t[]){0, 2, 3}, 2, 16, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(contiguous, (int64_t[]){0, 0, 2}, 2, 16, places), RT_BAD_RUN); // local twice
     CHECK_STATUS(rt_layout_check(NULL, (int64_t[]){0, 0, 0}, 2, 0, NULL), RT_OK);
 }
 
 static void test_layout_check_refuses_runs_that_do_not_partition(void) {
-    uint8_t seen[16];
+    rt_layout_place places[16];
     const rt_run missing[] = {{0, 1, 0, 8}, {8, 1, 0, 7}};
     const rt_run twice[] = {{0, 1, 0, 8}, {7, 1, 0, 8}};
     const rt_run too_many[] = {{0, 1, 0, 16}, {8, 1, 0, 8}};
@@ -101,20 +101,49 @@ static void test_layout_check_refuses_runs_that_do_not_partition(void) {
     const rt_run outside[] = {{0, 1, 0, 8}, {9, 1, 0, 8}};
     const rt_run empty[] = {{0, 1, 0, 8}, {8, 1, 0, 0}};
     const int64_t offsets[] = {0, 1, 2};
-    CHECK_STATUS(rt_layout_check(missing, offsets, 2, 16, seen), RT_BAD_LAYOUT);
-    CHECK_STATUS(rt_layout_check(twice, offsets, 2, 16, seen), RT_BAD_LAYOUT);
-    CHECK_STATUS(rt_layout_check(too_many, offsets, 2, 16, seen), RT_BAD_LAYOUT);
-    CHECK_STATUS(rt_layout_check(huge, offsets, 2, 16, seen), RT_BAD_LAYOUT);
-    CHECK_STATUS(rt_layout_check(local_gap, offsets, 2, 16, seen), RT_BAD_RUN);
-    CHECK_STATUS(rt_layout_check(outside, offsets, 2, 16, seen), RT_BAD_RUN);
-    CHECK_STATUS(rt_layout_check(empty, offsets, 2, 16, seen), RT_BAD_RUN);
-    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){0, 1, 0}, 2, 16, seen), RT_BAD_LAYOUT);
-    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){1, 1, 2}, 2, 16, seen), RT_BAD_LAYOUT);
-    CHECK_STATUS(rt_layout_check(NULL, offsets, 2, 16, seen), RT_BAD_POINTER);
-    CHECK_STATUS(rt_layout_check(twice, NULL, 2, 16, seen), RT_BAD_POINTER);
+    CHECK_STATUS(rt_layout_check(missing, offsets, 2, 16, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 2, 16, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(too_many, offsets, 2, 16, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(huge, offsets, 2, 16, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(local_gap, offsets, 2, 16, places), RT_BAD_RUN);
+    CHECK_STATUS(rt_layout_check(outside, offsets, 2, 16, places), RT_BAD_RUN);
+    CHECK_STATUS(rt_layout_check(empty, offsets, 2, 16, places), RT_BAD_RUN);
+    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){0, 1, 0}, 2, 16, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(twice, (int64_t[]){1, 1, 2}, 2, 16, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(NULL, offsets, 2, 16, places), RT_BAD_POINTER);
+    CHECK_STATUS(rt_layout_check(twice, NULL, 2, 16, places), RT_BAD_POINTER);
     CHECK_STATUS(rt_layout_check(twice, offsets, 2, 16, NULL), RT_BAD_POINTER);
-    CHECK_STATUS(rt_layout_check(twice, offsets, 0, 16, seen), RT_BAD_SHAPE);
-    CHECK_STATUS(rt_layout_check(twice, offsets, 2, -1, seen), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 0, 16, places), RT_BAD_SHAPE);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 2, -1, places), RT_BAD_SHAPE);
+}
+
+// Positions that no memory could list take as long as the few runs that hold them.
+static void test_layout_check_takes_time_for_runs(void) {
+    rt_layout_place places[3];
+    const int64_t half = 1LL << 60, offsets[] = {0, 1, 2}, of_three[] = {0, 2, 3};
+    const rt_run contiguous[] = {{0, 1, 0, half}, {half, 1, 0, half}};
+    const rt_run striped[] = {{0, 2, 0, half}, {1, 2, 0, half}};
+    const rt_run nested[] = {{0, 2 * half - 1, 0, 2}, {1, 2, 2, half - 1}, {2, 2, 0, half - 1}};
+    const rt_run twice[] = {{0, 2, 0, half}, {0, 2, 0, half}};
+    const rt_run crossing[] = {{0, half + 1, 0, 2}, {1, 2, 2, half - 1}, {2, 2, 0, half - 1}};
+    CHECK_STATUS(rt_layout_check(contiguous, offsets, 2, 2 * half, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(striped, offsets, 2, 2 * half, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(nested, of_three, 2, 2 * half, places), RT_OK);
+    CHECK_STATUS(rt_layout_check(striped, offsets, 2, 2 * half - 1, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(twice, offsets, 2, 2 * half, places), RT_BAD_LAYOUT);
+    CHECK_STATUS(rt_layout_check(crossing, of_three, 2, 2 * half, places), RT_BAD_LAYOUT);
+}
+
+// Pairs around a middle: far more pairs of runs that interleave than positions.
+static void test_layout_check_walks_dense_runs(void) {
+    enum { NUM_RUNS = 40000 };
+    rt_run *runs = must_alloc(NUM_RUNS * sizeof(*runs));
+    rt_layout_place *places = must_alloc(NUM_RUNS * sizeof(*places));
+    for (int64_t i = 0; i < NUM_RUNS; i++) runs[i] = (rt_run){i, 2 * (NUM_RUNS - i) - 1, 2 * i, 2};
+    CHECK_STATUS(rt_layout_check(runs, (int64_t[]){0, NUM_RUNS}, 1, 2 * NUM_RUNS, places), RT_OK);
+    runs[7].stride++;
+    CHECK_STATUS(rt_layout_check(runs, (int64_t[]){0, NUM_RUNS}, 1, 2 * NUM_RUNS, places), RT_BAD_LAYOUT);
+    free(runs), free(places);
 }
 
 static void test_positions_fill_every_local_token(void) {
@@ -135,8 +164,8 @@ static void test_random_layouts_check_and_break(void) {
     uint64_t state = 1;
     for (int round = 0; round < 200; round++) {
         layout l = random_layout(&state, random_int(&state, 0, 60));
-        uint8_t *seen = must_alloc((size_t)l.seq_len);
-        CHECK_STATUS(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, seen), RT_OK);
+        rt_layout_place *places = must_alloc((size_t)l.run_offsets[l.num_ranks] * sizeof(*places));
+        CHECK_STATUS(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, places), RT_OK);
         const int64_t num_runs = l.run_offsets[l.num_ranks];
         if (num_runs > 0) {
             rt_run *run = &l.runs[random_int(&state, 0, num_runs - 1)];
@@ -144,9 +173,9 @@ static void test_random_layouts_check_and_break(void) {
                 run->global_begin++;
             else
                 run->local_begin++;
-            CHECK(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, seen) != RT_OK);
+            CHECK(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, places) != RT_OK);
         }
-        free(seen);
+        free(places);
     }
 }
 
@@ -323,6 +352,8 @@ int main(void) {
     test_runs_check_finds_every_shared_position();
     test_layout_check_accepts_the_named_layouts();
     test_layout_check_refuses_runs_that_do_not_partition();
+    test_layout_check_takes_time_for_runs();
+    test_layout_check_walks_dense_runs();
     test_positions_fill_every_local_token();
     test_random_layouts_check_and_break();
     test_shard_and_unshard_any_tensor();

@@ -6,6 +6,7 @@
 #include "../../csrc/transport/shared_memory.h"
 
 #include <sched.h>
+#include <stdatomic.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -246,6 +247,7 @@ static void test_messages_of_a_later_call_are_left(void) {
 typedef struct closing {
     world *w;
     rt_shm_state state;
+    int64_t moved;
 } closing;
 
 static void wait_for_the_dead(void *arg, int64_t worker) {
@@ -262,7 +264,7 @@ static void test_a_closed_peer_is_lost(void) {
     world w = new_world(2);
     rt_shm_message sent = message(true, 1, 2, 1000, 9), got = message(false, 0, 2, 1000, 0);
     CHECK_INT(post_and_wait(w.ends[0], &sent, 0), RT_SHM_DONE);
-    closing c = {&w, RT_SHM_PENDING};
+    closing c = {&w, RT_SHM_PENDING, 0};
     rt_shm_message first = got;
     CHECK_INT(post_and_wait(w.ends[1], &first, LONG), RT_SHM_DONE);
     CHECK_INT(post_and_wait(w.ends[0], &sent, 0), RT_SHM_DONE); // what was sent before the end still arrives
@@ -323,6 +325,33 @@ static void test_a_broken_ring_is_lost(void) {
     }
 }
 
+// Rank 1 receives while a peer keeps changing the header of the chunk: it checks the very number that it copies by.
+static void receive_or_change(void *arg, int64_t worker) {
+    closing *c = arg;
+    _Atomic int64_t *num_bytes = (void *)((char *)c->w->segments[1] + rt_shm_segment_bytes(0) + 128 + 8);
+    rt_shm_message got = message(false, 0, 2, 3 * CAPACITY, 0);
+    if (worker == 1) {
+        c->state = post_and_wait(c->w->ends[1], &got, 20);
+        rt_shm_drop(c->w->ends[1], &got);
+        c->moved = got.moved;
+    } else {
+        for (int i = 0; i < 2000; i++) atomic_store(num_bytes, i % 2 ? 1000 : INT64_MAX);
+    }
+    free(got.data);
+}
+
+static void test_a_header_that_changes_is_read_once(void) {
+    world w = new_world(2);
+    closing c = {&w, RT_SHM_DONE, 0};
+    rt_shm_message sent = message(true, 1, 2, 1000, 9);
+    CHECK_INT(post_and_wait(w.ends[0], &sent, 0), RT_SHM_DONE);
+    run_threads(NULL, 2, receive_or_change, &c);
+    CHECK(c.state == RT_SHM_LOST || c.state == RT_SHM_PENDING);
+    CHECK(c.moved == 0 || c.moved == 1000);
+    free(sent.data);
+    free_world(&w);
+}
+
 static void test_ranks_that_share_nothing(void) {
     world w = new_world(3);
     void *segments[] = {w.segments[0], NULL, w.segments[2]};
@@ -364,6 +393,7 @@ int main(int argc, char **argv) {
     test_a_message_sent_before_the_end_arrives();
     test_a_silent_peer_times_out();
     test_a_broken_ring_is_lost();
+    test_a_header_that_changes_is_read_once();
     test_ranks_that_share_nothing();
     test_a_file_is_mapped();
     return check_finish();
