@@ -19,9 +19,9 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
     """Rank 3 of 4 makes both groups of two, each with options of its own, since new_group writes to them."""
     made = []
 
-    def new_group(ranks: list[int], *, timeout: datetime.timedelta, pg_options: SimpleNamespace | None) -> str:
-        made.append((ranks, timeout, pg_options))
-        return f"the group of {ranks}"
+    def new_group(ranks: list[int], *, timeout: datetime.timedelta, pg_options: SimpleNamespace | None) -> set[int]:
+        made.append((ranks, timeout, pg_options, set(ranks)))
+        return made[-1][3]
 
     monkeypatch.setattr(group, "backend_name", lambda found, device_type: backend if device_type == "cuda" else "gloo")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
@@ -32,7 +32,7 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(ContextParallelGroup, "sum", lambda self, value: value)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
-    assert ContextParallelGroup(2, 20.0, torch.device(device)).process_group == "the group of [2, 3]"
+    assert ContextParallelGroup(2, 20.0, torch.device(device)).process_group is made[1][3]
     timeout = datetime.timedelta(seconds=20)
     assert [call[:2] for call in made] == [([0, 1], timeout), ([2, 3], timeout)]
     options = [call[2] for call in made]

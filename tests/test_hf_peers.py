@@ -1,22 +1,26 @@
 """A rank that dies or stops while a Trainer runs is named by all others, by its rank in the world, in every phase."""
 
 import dataclasses
+import gc
 import os
 import signal
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
+from hf_training import make_trainer
 from pool import Pool, run_command, run_ranks
+from ringtile import enable
 from ringtile.hf.ledger import Ledger
-from ringtile.hf.peers import Peers, limit_timeouts
+from ringtile.hf.peers import Peers, limit_timeouts, of_a_collective
 from test_cli_train import TRAINING, write_config
 from torch.distributed import distributed_c10d
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
 KILLS = [
@@ -69,6 +73,20 @@ class _Engine:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out")
 
 
+@pytest.mark.parametrize(
+    ("said", "of_gloo"),
+    [
+        ("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:1] Timed out", True),
+        ("Application timeout caused pair closure", True),
+        ("the sizes of a and b differ", False),
+    ],
+)
+def test_errors_of_gloo_are_told_from_others(said, of_gloo):
+    error = ValueError("raised from it")
+    error.__cause__ = RuntimeError(said)
+    assert of_a_collective(error) == of_gloo
+
+
 def _errors_of_others():
     """What an engine's own errors become, while all ranks are there."""
     ledger, engine, peers, said = Ledger(), _Engine(), Peers(10.0), []
@@ -104,6 +122,51 @@ def _timeouts():
 
 def test_timeout_holds_for_all_groups():
     assert run_ranks(2, _timeouts) == [[7.0, 7.0]] * 2
+
+
+def _timeout_in_training():
+    """Of the world's group, in the first step of a Trainer in a script."""
+    found = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            found.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    trainer = make_trainer(max_steps=1)
+    enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 7.0})
+    trainer.add_callback(Look())
+    trainer.train()
+    return found
+
+
+def test_timeout_holds_for_the_collectives_of_a_trainers_engine():
+    pool = Pool(2)
+    try:
+        assert pool.run(_timeout_in_training) == [[7.0]] * 2
+    finally:
+        pool.close()
+
+
+def _group_after_destroy():
+    """Whether a Trainer that is kept keeps its context-parallel group."""
+    trainer = make_trainer(max_steps=1)
+    before = set(distributed_c10d._world.pg_map)
+    enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
+    (group,) = map(weakref.ref, set(distributed_c10d._world.pg_map) - before)
+    del before
+    trainer.train()
+    dist.barrier()
+    dist.destroy_process_group(group())
+    gc.collect()
+    return group() is None, trainer.state.global_step
+
+
+def test_a_trainer_does_not_keep_its_group():
+    pool = Pool(2)
+    try:
+        assert pool.run(_group_after_destroy) == [(True, 1)] * 2
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("public", [True, False])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import gc
 import os
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, LoopbackWorld, PeerLost, Refused, RingMismatch
-from ringtile.transport import agreement, shared_memory
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    PeerLost,
+    Refused,
+    RingMismatch,
+    ShardedSequence,
+    ring_attention,
+)
+from ringtile.transport import agreement, shared_memory, sockets
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.loopback import LoopbackGroup
@@ -56,6 +70,50 @@ def test_empty_messages_do_not_travel() -> None:
                 group.transport.start({1: torch.empty(0)}, {1: torch.empty(0)}, "round 0").wait()
 
     LoopbackWorld(2).run(on_rank)
+
+
+# ---- connecting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_strangers_that_say_nothing_delay_no_rank() -> None:
+    """They are there before the peer, which says who it is in two parts; one of them knows no token, one is gone."""
+    strangers, hellos, met = [], {0: b"", 1: b""}, threading.Barrier(2)
+
+    def join(rank: int) -> sockets.SocketChannel:
+        def exchange(hello: bytes) -> dict[int, bytes]:
+            hellos[rank] = hello
+            met.wait()
+            if rank == 1:
+                fields = agreement.decode(hellos[0])
+                for said in (b"", b"x", b"x" * 20, None):
+                    stranger = socket.create_connection((fields["host"], fields["port"]))
+                    stranger.sendall(said or b"")
+                    strangers.append(stranger)
+                strangers[-1].close()
+            return {1 - rank: hellos[1 - rank]}
+
+        return sockets.connect(rank, 2, 20.0, exchange)
+
+    began = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        first, second = threads.map(join, range(2))
+    assert time.monotonic() - began < sockets._INTRODUCTION_SECONDS
+    second.send(b"x" * HEADER_BYTES)
+    first.wait([1])
+    assert first.receive(1) == b"x" * HEADER_BYTES
+    assert strangers[2].recv(1) == b""  # closed: it said what no peer says
+    for each in (first, second, *strangers):
+        each.close()
+
+
+def test_a_peer_that_does_not_connect_is_named_in_time() -> None:
+    began = time.monotonic()
+    hello = b'{"version": %d, "host": "", "port": 0, "token": ""}' % agreement.HEADER_VERSION
+    with pytest.raises(agreement.Gone, match="it did not connect") as gone:
+        sockets.connect(0, 3, 0.5, lambda mine: dict.fromkeys((1, 2), hello))
+    assert gone.value.peer == 1
+    assert time.monotonic() - began < 5.0
 
 
 # ---- headers ------------------------------------------------------------------------------------
@@ -254,6 +312,21 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
     assert "rank 1 was lost in the header of call 1 (test) of rank 0: nothing came for 0.1 s" in message
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyboardInterrupt(), "KeyboardInterrupt;"), (OSError("x"), "OSError: x;")]
+)
+def test_an_error_without_a_text_is_told_by_its_kind(error: BaseException, said: str) -> None:
+    def on_rank(group: LoopbackGroup) -> str:
+        if group.transport.rank == 0:
+            return message_of(PeerLost, lambda: pass_on(group))
+        with contextlib.suppress(KeyboardInterrupt, OSError), group.transport.call("test", {"rounds": 2}):
+            raise error
+        return ""
+
+    message = LoopbackWorld(2).run(on_rank)[0]
+    assert f": {said} see rank 1's log" in message
+
+
 # ---- groups -------------------------------------------------------------------------------------
 
 
@@ -300,6 +373,40 @@ def transport_outlives_its_group() -> bool:
 def test_a_transport_goes_with_its_group_at_once() -> None:
     """Its sockets and threads do not wait for the garbage collector."""
     assert run_ranks(2, transport_outlives_its_group) == [False, False]
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def threads_after_destroy() -> tuple[int, int, int]:
+    """Before a group is made, while it is there, and after it was destroyed, with what was made on it in use."""
+    torch.zeros(1, requires_grad=True).sum().backward()  # autograd's threads stay
+    before, group = _threads(), dist.new_group()
+    assert group is not None
+    layout, mask = Layout.zigzag(48, 2), IntervalMask.causal(48)
+    sequence = ShardedSequence(mask, layout, group)
+    q, k, v = (torch.randn(1, 24, 2, 8, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, sequence)
+    out.sum().backward()
+    whole, transport = sequence.unshard(torch.zeros(24, 2**17), 0), transport_of(group)
+    during = _threads()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    kept = weakref.ref(group)
+    del group
+    assert kept() is None
+    assert transport.world_size == 2
+    del transport  # whose own thread copies to shared memory, and knows nothing of torch
+    after = _threads()
+    assert all(each is not None for each in (sequence, out, whole))
+    return before, during, after
+
+
+def test_nothing_of_ours_keeps_the_threads_of_a_destroyed_group() -> None:
+    for before, during, after in run_ranks(2, threads_after_destroy):
+        assert during > before
+        assert after <= before
 
 
 def test_every_process_group_has_its_own_transport() -> None:

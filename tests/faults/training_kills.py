@@ -1,22 +1,23 @@
 """Kills or stops a random rank of a small training, at a random moment of a random phase.
 
-Every other rank must end soon, with a PeerLost that names that rank.
+Every other rank must end soon, and the last thing that it prints is a sentence that names that rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import ctypes
 import multiprocessing
 import os
 import random
+import re
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,13 +25,19 @@ from typing import Any
 
 import hf_training  # noqa: F401  the server from which ranks are forked imports it too
 from pool import _context
+from torch.distributed import TCPStore
 
 from faults.counts import Counts
 
+PROGRAMS = ("trainer", "train")  # a script around a Trainer, and `ringtile train`
+STORES = ("rank 0", "agent")  # who hosts the store: ranks that were started by hand, or by torchrun
+SCHEMES = ("ring", "all_gather", "ulysses", "usp:2", "staged:4", "auto")
 PHASES = ("forward", "backward", "reduction", "evaluation", "saving")
 WORLDS = ((2, 2), (3, 3), (4, 2), (4, 4))  # (ranks, ranks that share a sequence)
 TIMEOUT_SECONDS = 4.0  # until a stopped rank is missed
 NO_TIMEOUT_SECONDS = 60.0  # a killed one is noticed without
+END_SECONDS = 2.0  # from the kill, or from the timeout, to the end of the process
+BUSY_SECONDS = 3.0  # more, where other programs use the cores; only a rank later than that is a bug
 LIMIT_SECONDS = 60.0  # then a rank counts as hung
 
 
@@ -46,32 +53,48 @@ class Trial:
     timeout: float = TIMEOUT_SECONDS  # of all groups
     engine: str = "DDP"
     workers: int = 0  # that load data, forked from each rank
+    program: str = "trainer"
+    store: str = "rank 0"
+    scheme: str = "ring"
+
+    def late(self, ends: list[float]) -> float:
+        """By how many seconds the last of these ranks ended too late; at most 0: none did. ends: from the kill."""
+        return max(ends, default=0.0) - END_SECONDS - (self.timeout if self.stops else 0.0)
 
     @classmethod
     def draw(cls, rng: random.Random, number: int) -> Trial:
-        world_size, size = rng.choice(WORLDS)
+        scheme, store, program = SCHEMES[number % 6], STORES[number // 6 % 2], PROGRAMS[number // 12 % 2]
+        even = [world for world in WORLDS if scheme in ("ring", "all_gather", "auto") or world[1] != 3]  # of 4 heads
+        world_size, size = rng.choice(even)
         phase = PHASES[number % len(PHASES)]
         delay = rng.choice([0.0, rng.uniform(0.0, 0.02)])
-        stops, victim, step = rng.random() < 0.25, rng.randrange(world_size), rng.randint(1, 3)
-        engine, workers = rng.choice(["DDP", "DDP", "FSDP2"]), rng.choice([0, 2])
+        stops, step = rng.random() < 0.4, rng.randint(1, 3)
+        victim = rng.choice([0, rng.randrange(world_size)])
+        engine, workers = rng.choice(["DDP", "DDP", "FSDP2"]) if program == "trainer" else "DDP", rng.choice([0, 2])
         timeout = TIMEOUT_SECONDS if stops else NO_TIMEOUT_SECONDS
-        return cls(world_size, size, phase, stops, victim, step, delay, timeout, engine, workers)
+        return cls(
+            *(world_size, size, phase, stops, victim, step, delay, timeout, engine, workers, program, store, scheme)
+        )
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
-    counts, rng = Counts(), random.Random(seed)
+    counts, rng, late = Counts(), random.Random(seed), 0
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(trials or 30):
         trial = Trial.draw(rng, number)
         before, ends = counts.bugs, run(trial, counts)
         seconds[trial.stops] += ends
+        late += trial.late(ends) > 0
         bug = counts.notes[-1] if counts.bugs > before else ""
         print(f"{number}: {trial}: {[round(end, 2) for end in ends]} {bug}", flush=True)
     for stops, ends in seconds.items():
         if ends:
-            name = f"stop (timeout {TIMEOUT_SECONDS:g} s)" if stops else "kill"
+            name = f"stop (after the timeout of {TIMEOUT_SECONDS:g} s)" if stops else "kill"
             median, longest = statistics.median(ends), max(ends)
             counts.notes.insert(0, f"{len(ends)} ranks, {name} to end: median {median:.2f} s, longest {longest:.2f} s")
+    counts.notes.insert(
+        0, f"{late} trials in which a rank ended later than {END_SECONDS:g} s after the kill or timeout"
+    )
     return counts
 
 
@@ -83,7 +106,15 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
     context = _context()
     ends: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, trial, folder)) for rank in range(trial.world_size)]
+        agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if trial.store == "agent" else None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1] if agent is None else agent.port
+        variables = {"TORCHELASTIC_USE_AGENT_STORE": str(agent is not None), "MASTER_PORT": str(port)}
+        _write_recipe(trial, Path(folder))
+        ranks = [
+            context.Process(target=_rank, args=(rank, trial, folder, variables)) for rank in range(trial.world_size)
+        ]
         for rank in ranks:
             rank.start()
         running = {rank.sentinel: number for number, rank in enumerate(ranks) if number != trial.victim}
@@ -113,44 +144,103 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
         counts.hangs += 1
         counts.notes.append(f"{trial}: ranks {sorted(running.values())} hung")
         return []
+    sentence = re.compile(
+        rf"(\[rank\d\]: ringtile\.errors\.PeerLost|ringtile: error: rank \d): rank {trial.victim} was lost in .*\n*"
+    )
     wrong = {
-        rank: text for rank, text in words.items() if not text.startswith(f"PeerLost: rank {trial.victim} was lost")
+        rank: text[-1200:]
+        for rank, text in words.items()
+        if not sentence.fullmatch("".join(text.rstrip().splitlines(keepends=True)[-1:]))
     }
+    seconds = [end - began for end in ends.values()]
     if wrong:
         counts.unnamed += 1
-        counts.notes.append(f"{trial}: {str(wrong)[:1200]}")
+        counts.notes.append(f"{trial}: {str(wrong)[:2000]}")
+    elif trial.late(seconds) > BUSY_SECONDS:
+        counts.hangs += 1
+        counts.notes.append(f"{trial}: named, and ended after {seconds}")
     else:
         counts.named += 1
-    return [end - began for end in ends.values()]
+    return seconds
 
 
-def _rank(rank: int, trial: Trial, folder: str) -> None:
-    """One rank: trains until it is struck, or fails because another one was."""
+def _write_recipe(trial: Trial, folder: Path) -> None:
+    """For `ringtile train`."""
+    from test_cli_train import TRAINING, write_config
+
+    always = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    write_config(
+        folder,
+        **_keys(trial),
+        data={"files": "text.txt", "eval_files": "text.txt", "seq_len": 64},
+        training={
+            **TRAINING,
+            **always,
+            "max_steps": 40,
+            "save_total_limit": 2,
+            "output_dir": f"{folder}/out",
+            "dataloader_num_workers": trial.workers,
+        },
+    )
+
+
+def _keys(trial: Trial) -> dict[str, Any]:
+    size, scheme = trial.context_parallel_size, trial.scheme
+    return {"context_parallel_size": size, "timeout_seconds": trial.timeout, "context_parallel_scheme": scheme}
+
+
+def _rank(rank: int, trial: Trial, folder: str, variables: dict[str, str]) -> None:
+    """One rank, as a program: it trains until it is struck, or fails because another one was, and ends as Python does,
+    with all destructors; a process of multiprocessing ends without them."""
     for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        os.dup2(os.open(f"{folder}/rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     import torch
-    import torch.distributed as dist
 
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": trial.world_size, "LOCAL_WORLD_SIZE": trial.world_size}
+    os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="127.0.0.1", **variables)
     multiprocessing.set_start_method("fork", force=True)  # of data-loading workers, which inherit connections then
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=trial.timeout)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=trial.world_size, timeout=timeout
-    )
+    status = 0
     try:
-        _train(rank, trial, folder)
-        said = "the training came to its end"
-    except BaseException as error:
-        said = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"
-    Path(folder, f"rank{rank}").write_text(said)
-    sys.exit(1)
+        _arm_in_training(rank, trial, folder)
+        (_train if trial.program == "trainer" else _command)(trial, folder)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    ctypes.pythonapi.Py_Exit(status)
 
 
-def _train(rank: int, trial: Trial, folder: str) -> None:
+def _arm_in_training(rank: int, trial: Trial, folder: str) -> None:
+    from transformers import Trainer
+
+    original = Trainer.train
+
+    def train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if rank == trial.victim:
+            _Strike(trainer, trial, Path(folder, "struck")).arm()
+        return original(trainer, *args, **kwargs)
+
+    Trainer.train = train
+
+
+def _command(trial: Trial, folder: str) -> None:
+    import datasets
+    from ringtile.cli import command
+
+    datasets.config.HF_DATASETS_CACHE = Path(folder, "datasets")
+    sys.argv = ["ringtile", "train", f"{folder}/run.yaml"]
+    command()
+
+
+def _train(trial: Trial, folder: str) -> None:
     import ringtile
+    import torch.distributed as dist
     from hf_engines import engine
     from hf_training import make_trainer
 
+    dist.init_process_group("gloo")  # with torch's own timeout
     with engine(trial.engine) as arguments:
         trainer = make_trainer(
             folder=f"{folder}/out",
@@ -163,10 +253,7 @@ def _train(rank: int, trial: Trial, folder: str) -> None:
             dataloader_num_workers=trial.workers,
             **arguments,
         )
-        size = trial.context_parallel_size
-        ringtile.enable(trainer, {"context_parallel_size": size, "timeout_seconds": trial.timeout})
-        if rank == trial.victim:
-            _Strike(trainer, trial, Path(folder, "struck")).arm()
+        ringtile.enable(trainer, _keys(trial))
         trainer.train()
 
 

@@ -7,13 +7,13 @@ all others with its reason, wherever they wait for it. Once training has begun, 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import hashlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,11 +24,13 @@ from torch.distributed import DistError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from ringtile.cli import environment
-from ringtile.errors import ConfigError, PeerLost, RingtileError, shown
+from ringtile.ending import end
+from ringtile.errors import ConfigError, PeerLost, RingtileError, shown, with_kind
 
-_LINGER_SECONDS = 3.0  # how long the rank that hosts the store waits for the others to read why they end
+_LINGER_SECONDS = 1.0  # how long the rank that hosts the store waits for the others to read why they end
 _TOGETHER_SECONDS = 0.5  # how long a rank that fails waits for the others to fail too
 _LOOK_SECONDS = 0.2  # between two looks at the store
+_ANSWER_SECONDS = 1.0  # more than whoever hosts the store needs for an answer
 
 
 class Described(Protocol):
@@ -38,8 +40,11 @@ class Described(Protocol):
 
 
 T = TypeVar("T", bound=Described)
+Answer = TypeVar("Answer")
 _store: Store | None = None  # kept: the ranks use it until they end
 _watch: Watch | None = None
+_answers = True  # whether whoever hosts the store does
+_said: str | None = None  # by `fail`
 
 
 def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
@@ -59,18 +64,28 @@ def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
     except RingtileError as error:
         said |= {"error": str(error)}
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    try:
-        store = next(rendezvous("env://", timeout=timeout))[0]
-        _store = store = PrefixStore("ringtile", store)
+
+    def tell() -> str:
         store.set(f"rank {rank}", json.dumps(said))
         if rank == 0:
             store.set("verdict", _verdict(store, world_size, timeout))
-        verdict = store.get("verdict").decode()
-    except (DistError, RuntimeError, ValueError) as error:
+        return store.get("verdict").decode()
+
+    try:
+        found = _within(timeout_seconds + _ANSWER_SECONDS, lambda: next(rendezvous("env://", timeout=timeout))[0])
+        _store = store = PrefixStore("ringtile", found)
+        verdict = _within(timeout_seconds + _ANSWER_SECONDS, tell)
+    except (DistError, RuntimeError, ValueError, concurrent.futures.TimeoutError) as error:
         reason = " ".join(str(error).split())[:200]
+        if "EADDRINUSE" in reason:
+            raise ConfigError(
+                f"MASTER_PORT is {os.environ['MASTER_PORT']}, where another program of this machine listens; expected "
+                f"a port that is free on the machine of rank 0: choose another, the same on every rank"
+            ) from error
         raise PeerLost(
             f"the {world_size} ranks of WORLD_SIZE did not meet at MASTER_ADDR and MASTER_PORT within "
-            f"{timeout_seconds:g} s ({reason}); expected that many processes: see the log of the missing one"
+            f"{timeout_seconds:g} s ({reason}); expected that many processes, and no other program that listens there: "
+            f"see the log of the missing one"
         ) from error
     if verdict:
         raise ConfigError(verdict)
@@ -142,11 +157,11 @@ class Watch:
                 self._end_process(self._store.get("failed").decode())
 
     def _end_process(self, message: str) -> None:
-        from ringtile.cli import refuse
+        from ringtile.cli import REFUSED, refuse
 
         refuse(message)
-        sys.stdout.flush()
-        os._exit(2)
+        leave()
+        end(REFUSED)
 
 
 def end_watch() -> None:
@@ -155,31 +170,36 @@ def end_watch() -> None:
         _watch.end()
 
 
-def fail(message: str) -> str:
-    """Tells the other ranks why this one ends. Returns the message, with the rank unless all ranks fail alike."""
-    if _store is None:
-        return message
+def fail(error: Exception) -> str:
+    """Tells the other ranks, once, why this one ends: they need the store, and must hear it before they miss this rank.
+
+    Returns the reason, with the rank unless all ranks fail alike.
+    """
+    global _said
+    message = str(error) if isinstance(error, RingtileError) else with_kind(error)
+    if _store is None or _said is not None:
+        return _said or message
     end_watch()
     rank, world_size = environment.rank(), environment.world_size()
     named = f"rank {rank}: {message}"
-    keys = [f"failed {other}" for other in range(world_size)]
-    try:
-        _store.set(keys[rank], message)
-        if _store.add("failures", 1) == 1:
-            _store.set("failed", named)
-        _store.wait(keys, datetime.timedelta(seconds=_TOGETHER_SECONDS))
-        return message if len(set(_store.multi_get(keys))) == 1 else named
-    except RuntimeError:  # some ranks do not fail, or who hosts the store has ended
+
+    def tell(store: Store) -> str:
+        keys = [f"failed {other}" for other in range(world_size)]
+        store.set(keys[rank], message)
+        if store.add("failures", 1) == 1:
+            store.set("failed", named)
+        with contextlib.suppress(DistStoreError):  # some ranks do not fail
+            store.wait(keys, datetime.timedelta(seconds=_TOGETHER_SECONDS))
+            return message if len(set(store.multi_get(keys))) == 1 else named
         return named
+
+    _said = _ask(tell, named, _TOGETHER_SECONDS)
+    return _said
 
 
 def heard() -> str:
-    """Why another rank has failed; "" if none says so soon. Such a rank leaves its groups before it says why."""
-    with contextlib.suppress(RuntimeError):
-        if _store is not None:
-            _store.wait(["failed"], datetime.timedelta(seconds=_TOGETHER_SECONDS))
-            return _store.get("failed").decode()
-    return ""
+    """Why another rank has failed; "" if none says so."""
+    return _ask(lambda store: store.get("failed").decode() if store.check(["failed"]) else "", "")
 
 
 # ---- one line -----------------------------------------------------------------------------------
@@ -191,19 +211,51 @@ def first_to_say(line: str) -> bool:
         return environment.local_rank() == 0
     line = re.sub("0x[0-9a-f]+", "", line)  # an address within a rank
     key = f"said {hashlib.sha256(line.encode()).hexdigest()}"
-    try:
-        return bool(_store.add(key, 1) == 1)
-    except RuntimeError:  # who hosts the store has ended
-        return True
+    return _ask(lambda store: bool(store.add(key, 1) == 1), True)
 
 
 def leave() -> None:
     """Called when this rank has refused: the host of the store waits a little for the others to use it."""
-    if _store is None:
-        return
-    with contextlib.suppress(RuntimeError):
-        gone = _store.add("gone", 1)
+
+    def wait(store: Store) -> None:
+        gone = store.add("gone", 1)
         deadline = time.monotonic() + _LINGER_SECONDS
         while environment.rank() == 0 and gone < environment.world_size() and time.monotonic() < deadline:
             time.sleep(0.05)
-            gone = _store.add("gone", 0)
+            gone = store.add("gone", 0)
+
+    _ask(wait, None, _LINGER_SECONDS)
+
+
+# ---- a host that does not answer ----------------------------------------------------------------
+
+
+def _ask(talk: Callable[[Store], Answer], otherwise: Answer, seconds: float = 0.0) -> Answer:
+    """talk(store), which may wait so long itself; `otherwise` without a store, or where its host has ended or stopped:
+    then nobody asks it again."""
+    global _answers
+    if _store is None or not _answers:
+        return otherwise
+    store = _store
+    try:
+        return _within(seconds + _ANSWER_SECONDS, lambda: talk(store))
+    except (RuntimeError, concurrent.futures.TimeoutError):
+        _answers = False
+        return otherwise
+
+
+def _within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """call(), from a thread that may wait for ever: torch has no limit for a host that is stopped, or is no store."""
+    done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return done.result(seconds)
+    except concurrent.futures.TimeoutError:
+        raise concurrent.futures.TimeoutError("no answer") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.errors import ConfigError, RingMismatch
+from ringtile.errors import ConfigError, InputError, RingMismatch
 from ringtile.transport.process_group import backend_name
 
 _CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modulo 2^64
@@ -40,8 +41,17 @@ class ContextParallelGroup:
         timeout = datetime.timedelta(seconds=timeout_seconds)
         all_ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
         groups = [dist.new_group(ranks, timeout=timeout, pg_options=_options(device, timeout)) for ranks in all_ranks]
-        self.process_group: dist.ProcessGroup = groups[self.data_index]
+        # Weak: an enabled Trainer outlives destroy_process_group, and would keep the threads of gloo.
+        self._process_group = weakref.ref(groups[self.data_index])
         self.sum(torch.zeros((), device=device))  # connects all ranks before any of them can close the group
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """InputError: it was destroyed."""
+        group: dist.ProcessGroup | None = self._process_group()
+        if group is None:
+            raise InputError("the process group was destroyed; make a new one, and a new Trainer on it")
+        return group
 
     def world_rank(self, rank: int) -> int:
         """The rank in the world of a rank of this group."""
@@ -49,8 +59,8 @@ class ContextParallelGroup:
 
     def close(self) -> None:
         """Frees the process group. Local: every rank of the group does so in its own time."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self.process_group)
+        if dist.is_initialized() and (group := self._process_group()) is not None:
+            dist.destroy_process_group(group)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the group, the same bits on all of its ranks. A collective."""

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from transformers import TrainerCallback
 
-from ringtile.errors import PeerLost
+from ringtile.ending import end_soon_if_uncaught
+from ringtile.errors import PeerLost, with_kind
 from ringtile.hf.ledger import Ledger
 from ringtile.transport import sockets
 from ringtile.transport.agreement import Gone, HeaderValue, decode, farewell
@@ -26,8 +28,21 @@ from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
 _NOT_KNOWN = -1
-_SEARCH_SECONDS = 1.5  # how long a rank listens to what the others have to say
+_SEARCH_SECONDS = 1.25  # how long a rank listens to what the others have to say, of the 2 s that its end may take
 _STEP_SECONDS = 0.05
+
+
+class LimitTimeouts(TrainerCallback):
+    """Makes `timeout_seconds` hold for the collectives of the engine too, whose groups all exist by then.
+
+    Not earlier: reading the data, for which the other ranks wait, may take longer.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        limit_timeouts(self.seconds)
 
 
 class Lost(NamedTuple):
@@ -87,7 +102,7 @@ class Peers:
             if of_a_collective(error):
                 self._give_up(what, error, None)
             if self._depth == 1:
-                self._tell(f"{type(error).__name__}: {error}", self.rank)
+                self._tell(with_kind(error), self.rank)
             raise
         finally:
             self._depth -= 1
@@ -108,11 +123,12 @@ class Peers:
             f"the cause"
         )
         self._failure.rank = lost.rank
+        end_soon_if_uncaught()
         raise self._failure from error
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank fails, and why, and ends its messages."""
-        self._tell(f"{type(error).__name__}: {error}", self.rank)
+        self._tell(with_kind(error), self.rank)
         leave_groups(error)
 
     def _hang_up(self) -> None:
@@ -193,7 +209,9 @@ def limit_timeouts(seconds: float) -> None:
 def of_a_collective(error: BaseException | None) -> bool:
     """Whether torch.distributed raised it, or what it was raised from."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)):
+        said = str(error) if isinstance(error, RuntimeError) else ""
+        # gloo says where it failed, except to those that use a pair after a timeout has closed it.
+        if isinstance(error, dist.DistError) or "gloo/" in said or "timeout caused pair closure" in said:
             return True
         error = error.__cause__ or error.__context__
     return False

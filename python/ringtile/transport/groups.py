@@ -8,11 +8,15 @@ import weakref
 
 import torch
 import torch.distributed as dist
+
+# Imported before there is a group. Its functions keep the world's group of that moment, as a default argument, until
+# Python ends; the first call of an op of ours would make torch import it.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport, loopback_groups
 from ringtile.transport.process_group import ProcessGroupTransport
 from ringtile.transport.transport import Transport
@@ -49,7 +53,7 @@ def transport_of(group: Group | None) -> Transport:
     if isinstance(group, LoopbackGroup):
         return group.transport
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError(f"the group is {group!r}; expected a process group that this rank is a member of")
+        raise InputError(f"the group is {shown(group)}; expected a process group that this rank is a member of")
     with _transports_lock:
         if group not in _transports:
             _transports[group] = ProcessGroupTransport(group)

@@ -14,12 +14,13 @@ import json
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ringtile.errors import RingMismatch
 from ringtile.transport.agreement import (
@@ -34,6 +35,7 @@ from ringtile.transport.agreement import (
 
 _TOKEN_BYTES = 16
 _INTRODUCTION_SECONDS = 5.0
+_MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
 _INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
 
 
@@ -152,9 +154,7 @@ def connect(
         try:
             for peer in range(rank):
                 sockets[peer] = _connect(rank, peer, addresses[peer], deadline)
-            while missing := set(range(rank + 1, world_size)) - set(sockets):
-                peer, connection = _accept(listener, own.token, missing, deadline)
-                sockets[peer] = connection
+            sockets |= _accept(listener, own.token, set(range(rank + 1, world_size)), deadline)
         except BaseException:
             close_all(sockets.values())
             raise
@@ -214,19 +214,60 @@ def _connect(rank: int, peer: int, address: _Address, deadline: float) -> socket
     return connection
 
 
-def _accept(listener: socket.socket, token: str, missing: set[int], deadline: float) -> tuple[int, socket.socket]:
-    """The next peer that connects. Whoever does not know the token, or is slow to say it, is no peer."""
-    while True:
-        try:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            connection, _ = listener.accept()
-        except TimeoutError:
-            raise Gone(min(missing), "it did not connect") from None
-        try:
-            connection.settimeout(_INTRODUCTION_SECONDS)
-            peer, said = _INTRODUCTION.unpack(connection.recv(_INTRODUCTION.size, socket.MSG_WAITALL))
-            if peer in missing and secrets.compare_digest(said, bytes.fromhex(token)):
-                return peer, connection
-        except (OSError, struct.error):
-            pass
-        connection.close()
+def _accept(listener: socket.socket, token: str, missing: set[int], deadline: float) -> dict[int, socket.socket]:
+    """The connections of these peers. Whoever does not know the token, or is slow to say it, is no peer; nobody waits
+    for another."""
+    accepted: dict[int, socket.socket] = {}
+    said: dict[socket.socket, bytes] = {}  # by whom it is not known yet, in the order in which they came
+    until: dict[socket.socket, float] = {}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
+        undo.callback(close_all, accepted.values())
+        undo.callback(close_all, said)
+
+        def drop(stranger: socket.socket) -> None:
+            selector.unregister(stranger)
+            del said[stranger], until[stranger]
+
+        selector.register(listener, selectors.EVENT_READ)
+        while missing - set(accepted):
+            now = time.monotonic()
+            if now >= deadline:
+                raise Gone(min(missing - set(accepted)), "it did not connect")
+            for key, _ in selector.select(min([deadline, *until.values()]) - now):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):  # it has gone again
+                        stranger, _ = listener.accept()
+                        stranger.setblocking(False)
+                        selector.register(stranger, selectors.EVENT_READ)
+                        said[stranger], until[stranger] = b"", time.monotonic() + _INTRODUCTION_SECONDS
+                    continue
+                stranger = cast(socket.socket, key.fileobj)
+                try:
+                    arrived = stranger.recv(_INTRODUCTION.size - len(said[stranger]))
+                except OSError:
+                    arrived = b""
+                said[stranger] += arrived
+                if arrived and len(said[stranger]) < _INTRODUCTION.size:
+                    continue
+                peer = _introduced(said[stranger], token)
+                drop(stranger)
+                if peer in missing - set(accepted):
+                    accepted[peer] = stranger
+                else:
+                    stranger.close()
+            while until and (len(until) > _MAX_STRANGERS or min(until.values()) <= time.monotonic()):
+                stranger = next(iter(until))
+                drop(stranger)
+                stranger.close()
+        undo.pop_all()
+        close_all(said)
+    return accepted
+
+
+def _introduced(said: bytes, token: str) -> int:
+    """The rank that says so; -1: it does not know the token."""
+    if len(said) < _INTRODUCTION.size:
+        return -1
+    peer, theirs = _INTRODUCTION.unpack(said)
+    return int(peer) if secrets.compare_digest(theirs, bytes.fromhex(token)) else -1

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, PeerLost, Refused, RingMismatch, RingtileError
+from ringtile.ending import end_soon_if_uncaught
+from ringtile.errors import InputError, PeerLost, Refused, RingMismatch, RingtileError, with_kind
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
     MAX_REASON,
@@ -242,7 +243,7 @@ class Transport(abc.ABC):
     def give_up(self, error: BaseException) -> None:
         """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""
         if self._headers is not None:
-            self._headers.give_up(f"{type(error).__name__}: {error}", self.rank)
+            self._headers.give_up(with_kind(error), self.rank)
             self._headers.close()
         self.hang_up()
 
@@ -347,6 +348,7 @@ class Transport(abc.ABC):
             f"{who} was lost in {what} of rank {self.rank}: {gone[0].reason}; see {who}'s log for the cause"
         )
         error.rank = gone[0].peer
+        end_soon_if_uncaught()
         return error
 
     @abc.abstractmethod
