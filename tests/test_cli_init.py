@@ -8,10 +8,12 @@ import json
 import os
 import pathlib
 import re
+import resource
 import runpy
 import socket
 import subprocess
 import sys
+import weakref
 from unittest import mock
 
 import pytest
@@ -21,7 +23,7 @@ import torch.distributed as dist
 import yaml
 from hf_engines import engine, needs_deepspeed
 from hf_training import TOLERANCE, enter_world
-from pool import run_ranks
+from pool import Pool, run_ranks
 from ringtile.cli import init, main
 from ringtile.config import Config
 from test_hf_axolotl import needs_axolotl, registered, validated
@@ -84,6 +86,30 @@ def test_folder_that_is_not_empty_is_refused(tmp_path: pathlib.Path, capsys: pyt
     assert "cannot write to" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_full_disk_leaves_no_part_of_a_project(
+    is_new: bool, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files, which a file of each project exceeds, some after others that fit."""
+    if is_new:
+        folder = tmp_path / "new" / "project"
+    else:
+        folder = tmp_path / "empty"
+        folder.mkdir()
+    before = [*tmp_path.rglob("*")]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for kind in init.PROJECTS:
+        largest = max(len(init.filled(kind, name)) for name in (*init.PROJECTS[kind].files, *init.LAUNCH))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, hard))
+        try:
+            assert main(["init", kind, str(folder)]) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "(File too large), so nothing of the project is left; expected" in capsys.readouterr().err
+        assert [*tmp_path.rglob("*")] == before
+    make("trainer", folder)
+
+
 def test_unknown_kind_is_refused_with_those_there_are(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,12 +153,33 @@ def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False) -> 
         stack.callback(sys.modules.pop, "tiny_model", None)
         stack.callback(enter_world)
         stack.enter_context(engine(name))
-        if alone:
-            stack.enter_context(mock.patch.object(ringtile, "enable"))
+        enable = (lambda *unused: None) if alone else ringtile.enable
+        enabling = stack.enter_context(mock.patch.object(ringtile, "enable", side_effect=enable))
         names = runpy.run_path(str(folder / "train.py"), run_name="__main__")
-    if "trainer" not in names:
+    if "losses" in names:
         return names["losses"]
-    return [log["loss"] for log in names["trainer"].state.log_history if "loss" in log]
+    (enabled,) = enabling.call_args_list  # the script lets go of its Trainer
+    return [log["loss"] for log in enabled.args[0].state.log_history if "loss" in log]
+
+
+def groups_and_threads_at_the_end(folder: pathlib.Path) -> tuple[bool, int]:
+    """Whether a project's train.py, run on this rank, leaves a group alive, and how many threads of gloo it leaves."""
+    enter_world()
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+        before = list(map(weakref.ref, dist.distributed_c10d._world.pg_map))
+        made, original = [], dist.distributed_c10d._new_group_with_tag
+
+        def new_group(*args, **kwargs):
+            group = original(*args, **kwargs)
+            made.extend([weakref.ref(group)] if isinstance(group, dist.ProcessGroup) else [])  # else not its member
+            return group
+
+        with mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", new_group):
+            names = runpy.run_path(str(folder / "train.py"), run_name="__main__")
+    alive = any(group() is not None for group in [*before, *made])
+    tasks = pathlib.Path("/proc/self/task").iterdir()
+    assert names  # the program's own names are still there
+    return alive, sum("gloo_runloop" in (task / "comm").read_text() for task in tasks)
 
 
 def plain_losses(folder: pathlib.Path) -> list[float]:
@@ -196,6 +243,17 @@ def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Pa
     assert expected[-1] < 0.95 * expected[0]
     for losses in runs:
         assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "torch", pytest.param("sft", marks=pytest.mark.matrix)])
+def test_project_ends_without_a_group_or_its_threads(kind: str, tmp_path: pathlib.Path) -> None:
+    if kind == "sft":
+        pytest.importorskip("trl")
+    pool = Pool(2)  # whose world the script ends
+    try:
+        assert pool.run(groups_and_threads_at_the_end, make(kind, tmp_path / "project")) == [(False, 0)] * 2
+    finally:
+        pool.close()
 
 
 def refusal(folder: pathlib.Path) -> str:

@@ -5,10 +5,14 @@ A rank that still waits 10 s after the first has ended is killed by `run_command
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
+import socket
 import threading
+import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from pool import run_command
 from ringtile.cli import environment, training, world
-from ringtile.errors import ConfigError, Refused
+from ringtile.errors import ConfigError, PeerLost, Refused
 from test_cli_train import TRAINING, write_config
 
 
@@ -82,14 +86,90 @@ def test_failure_of_one_rank_ends_all_with_its_reason(name: str, tmp_path: pathl
     assert line.startswith(f"ringtile: error: {reason if reason.startswith('rank ') else f'rank 1: {reason}'}")
 
 
-def test_a_rank_that_lost_another_hears_why_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(world, "_store", store)
+@pytest.fixture
+def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a world of two that has met; afterwards nothing of it is left."""
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "_store", dist.HashStore())
+    monkeypatch.setattr(world, "_answers", True)
+    monkeypatch.setattr(world, "_said", None)
+
+
+@pytest.mark.usefixtures("as_rank_1")
+def test_a_rank_says_why_it_fails_once_and_before_it_leaves_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(recipe: Any) -> None:
+        raise ValueError("a bad row")
+
+    heard = []
+    monkeypatch.setattr(training, "_train", fails)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(training, "leave_groups", lambda error: heard.append(world.heard()))
     assert world.heard() == ""
-    said = threading.Timer(0.1, store.set, ("failed", "rank 0: a reason"))
-    said.start()
-    assert world.heard() == "rank 0: a reason"
-    said.join()
+    with pytest.raises(ValueError, match="a bad row") as raised:
+        training.train(None)  # type: ignore[arg-type]
+    assert heard == ["rank 1: ValueError: a bad row"]
+    assert world.fail(raised.value) == heard[0]
+    assert world._store is not None
+    assert world._store.add("failures", 0) == 1
+
+
+class _Stopped:
+    """The store of a host that is stopped: every call waits."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: threading.Event().wait()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.usefixtures("as_rank_1")
+def test_no_rank_waits_for_a_store_whose_host_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_store", _Stopped())
+    began = time.monotonic()
+    assert world.fail(ConfigError("no folder")) == "rank 1: no folder"
+    assert world.heard() == ""
+    assert world.first_to_say("a line")
+    world.leave()
+    assert time.monotonic() - began < 2.0
+
+
+class _Nothing:
+    def mapping(self) -> dict[str, Any]:
+        return {}
+
+
+@contextlib.contextmanager
+def _foreign_listener() -> Iterator[str]:
+    """The port of a program that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize(
+    ("rank", "error", "message"),
+    [
+        (
+            "0",
+            ConfigError,
+            "MASTER_PORT is {port}, where another program of this machine listens; expected a port that",
+        ),
+        ("1", PeerLost, "did not meet at MASTER_ADDR and MASTER_PORT within 1 s (no answer); expected that many"),
+    ],
+)
+def test_a_port_that_another_program_has_is_named_in_time(
+    rank: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    with _foreign_listener() as port:
+        monkeypatch.setenv("MASTER_PORT", port)
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(error) as raised:
+            world.alike(_Nothing, timeout_seconds=1.0)
+    assert message.format(port=port) in str(raised.value)
+    for thread in set(threading.enumerate()) - before:  # what torch says when the listener ends belongs to this test
+        thread.join(10.0)
 
 
 @pytest.mark.matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -166,6 +167,16 @@ def test_a_step_leaves_nothing_behind() -> None:
     assert again[0].total > first.total
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_balancing_loss_is_planned(ranks: int) -> None:
+    """It counts tokens by expert, from data that fake tensors do not have, and is known by its values."""
+    config = config_of("qwen3_moe", output_router_logits=True)
+    step = planned(64, Setup(config, devices=ranks, ringtile=Config(context_parallel_size=ranks)))
+    without = planned(64, Setup(config_of("qwen3_moe"), devices=ranks, ringtile=Config(context_parallel_size=ranks)))
+    assert step.parts["activations"] >= without.parts["activations"]
+    assert step.product_flops == without.product_flops
+
+
 # ---- advice -------------------------------------------------------------------------------------
 
 
@@ -243,6 +254,68 @@ def test_options_that_do_not_fit_are_refused(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+# What a config.json holds instead, and what is said of it.
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 100_000}, "model.num_hidden_layers is 100000; expected at most 512"),
+    "layers of a part": ({"text_config": {"n_layer": 2**40}}, "model.n_layer is 1099511627776; expected at most 512"),
+    "labels": ({"num_labels": 10**9}, "model.num_labels is 1000000000; expected at most 65536"),
+    "padding": ({"pad_token_id": 10**6}, "model: AssertionError: Padding_idx must be within num_embeddings"),
+    "rope": ({"rope_parameters": {"rope_type": "spiral"}}, "model: KeyError: 'spiral'"),
+    "dtype": ({"dtype": "spiral"}, "model: AttributeError: module 'torch' has no attribute 'spiral'"),
+    "activation": ({"hidden_act": 7}, "model.hidden_act: Field 'hidden_act' expected str, got int"),
+    "partial": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 99}},
+        "broadcastable",
+    ),
+    "parts": ({"sub_configs": 3}, "model: TypeError: 'int' object is not iterable"),
+    "auto map": ({"model_type": "none", "auto_map": {"AutoConfig": "a.B"}}, "trust_remote_code"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_configuration_is_one_line(
+    name: str, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, said = HOSTILE[name]
+    monkeypatch.setattr("builtins.input", pytest.fail)  # nobody is asked
+    model_type = "glm4_moe" if name == "partial" else "llama"
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(model_type).to_dict(), **changes}))
+    assert main(["plan", "--model", str(tmp_path), "--seq-len", "64", "--no-switches"]) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert error.count("ringtile: error: ") == 1
+    assert "Traceback" not in error
+
+
+def _keys_and_values() -> Iterator[Any]:
+    in_every_run = [("_attn_implementation", "someone/kernel"), ("_experts_implementation", "spiral")]
+    for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
+        for value in ("someone/kernel", "flash_attention_2", "spiral", ["x"], {"": "someone/kernel"}):
+            marks = () if (key, value) in in_every_run else (pytest.mark.matrix,)
+            yield pytest.param(key, value, marks=marks)
+
+
+@pytest.mark.parametrize(("key", "value"), _keys_and_values())
+def test_configuration_loads_no_kernel_of_a_hub(
+    key: str, value: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is of ringtile's attention, whatever the file names."""
+
+    def load(*given: Any, **options: Any) -> None:
+        raise AssertionError(f"loads {given}")
+
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", load)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", load, raising=False)
+    (tmp_path / "config.json").write_text(json.dumps({**config_of().to_dict(), key: value}))
+    assert main(["plan", "--model", str(tmp_path), "--seq-len", "64", "--no-switches"]) == 0
+
+
+def test_model_of_too_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringtile.planner.step._MAX_MODULES", 20)
+    with pytest.raises(Refused, match="more than 20 modules, each of which the planner runs; expected fewer layers"):
+        planned(64, Setup(config_of()))
 
 
 def test_a_plan_of_a_model_is_printed_drawn_and_written(

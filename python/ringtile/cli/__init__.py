@@ -14,13 +14,15 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ringtile import __version__
 from ringtile.cli import environment, world
 from ringtile.cli.output import check_output, write_json
+from ringtile.ending import end
 from ringtile.errors import PeerLost, RingMismatch, RingtileError
 
+REFUSED = 2  # the exit status
 MAX_LINE = 1000  # characters of an error
 
 VERBS = {
@@ -39,6 +41,15 @@ class Outcome(NamedTuple):
 
     status: int
     report: dict[str, Any]
+
+
+def command() -> NoReturn:
+    """The program `ringtile`. A run that has refused, or lost a rank, ends at once: nothing follows its reason, and
+    torch waits for nobody."""
+    status = main()
+    if status == REFUSED:
+        end(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,17 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.startswith("ringtile"):
             raise
         return refuse(f"{error.name} is not installed; install it: pip install 'ringtile[train]'")
-    except (PeerLost, RingMismatch) as error:
+    except PeerLost as error:
         return refuse(f"rank {environment.rank()}: {error}", every_rank=True)
+    except RingMismatch as error:
+        refuse(f"rank {environment.rank()}: {error}", every_rank=True)
+        world.leave()
+        return REFUSED
     except RingtileError as error:
         every_rank = not environment.is_sound()
-        return refuse(str(error) if every_rank else world.fail(str(error)), every_rank)
+        refuse(str(error) if every_rank else world.fail(error), every_rank)
+        world.leave()
+        return REFUSED
     except Exception as error:
         from ringtile.hf.peers import of_a_collective
         from ringtile.transport.transport import reason_of
 
         if not of_a_collective(error):
-            world.fail(f"{type(error).__name__}: {error}")
+            world.fail(error)
             raise
         if reason := world.heard():
             return refuse(reason)
@@ -92,8 +109,7 @@ def refuse(message: str, every_rank: bool = False) -> int:
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": line}}
         with contextlib.suppress(OSError):
             pathlib.Path(file).write_text(json.dumps({"message": said}))
-    world.leave()
-    return 2
+    return REFUSED
 
 
 def one_line(text: str) -> str:

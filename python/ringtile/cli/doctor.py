@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> Outcome:
     report = examine()
     print_tables(Console(), report)
     if writes:
-        text = io.StringIO()
-        print_tables(Console(file=text, width=TEXT_WIDTH), report)
-        names = write_bundle(args.bundle, report, text.getvalue(), args.config)
+        names = write_bundle(args.bundle, report, tables_text, args.config)
         print(f"{args.bundle}: {', '.join(names)}; read it before you send it to anyone")
     wrong = any(WRONG in verdict for name, verdict in report["self-check"].items() if "aten" not in name)
     return Outcome(int(report["kernels"]["error"] is not None or wrong), report)
@@ -66,6 +64,13 @@ def print_tables(console: Console, report: dict[str, dict[str, Any]]) -> None:
         for name, value in rows.items():
             table.add_row(name, as_text(value))
         console.print(table)
+
+
+def tables_text(report: dict[str, dict[str, Any]]) -> str:
+    """The tables as they are written to a file."""
+    text = io.StringIO()
+    print_tables(Console(file=text, width=TEXT_WIDTH), report)
+    return text.getvalue()
 
 
 def as_text(value: Any) -> str:

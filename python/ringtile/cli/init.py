@@ -6,6 +6,7 @@ The texts lie in projects/, each once; a project is some of them, joined. "@name
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.resources
 import importlib.util
@@ -90,9 +91,14 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.kind not in PROJECTS:
         raise ConfigError(f"unknown kind {args.kind[:80]!r}: {nearest_key(args.kind, PROJECTS)}")
     project, folder = PROJECTS[args.kind], args.folder
-    check_empty(folder)
     texts = {name: filled(args.kind, name) for name in ("README.md", *project.files, *LAUNCH)}
-    write(folder, texts)
+    with contextlib.ExitStack() as undo:
+        for place in reversed((folder, *folder.parents)):
+            if not place.exists():
+                undo.callback(remove, place)
+        check_empty(folder)
+        write(folder, texts, undo)
+        undo.pop_all()
     print(f"{folder}: {', '.join(texts)}\n\n{texts['README.md']}", end="")
     missing = [pip for module, pip in needed(project).items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -129,13 +135,25 @@ def check_empty(folder: pathlib.Path) -> None:
     check_output_folder(folder, "FOLDER")
 
 
-def write(folder: pathlib.Path, texts: Mapping[str, str]) -> None:
-    """Writes new files; what is there already stays."""
+def write(folder: pathlib.Path, texts: Mapping[str, str], undo: contextlib.ExitStack) -> None:
+    """Writes new files; what is there already stays. undo: gets how to remove what was made."""
     try:
         for name, text in texts.items():
             path = folder / name
-            path.parent.mkdir(exist_ok=True)
+            if not path.parent.exists():
+                path.parent.mkdir()
+                undo.callback(remove, path.parent)
             with path.open("x") as file:
+                undo.callback(remove, path)
                 file.write(text)
     except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}); expected a writable folder") from error
+        raise ConfigError(
+            f"cannot write {path} ({error.strerror}), so nothing of the project is left; expected a writable folder "
+            f"with space for {sum(map(len, texts.values()))} bytes"
+        ) from error
+
+
+def remove(path: pathlib.Path) -> None:
+    """Removes a file, or a folder that holds nothing."""
+    with contextlib.suppress(OSError):
+        path.rmdir() if path.is_dir() else path.unlink()

@@ -34,6 +34,16 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings"),
 )
+# How many layers there are, by the names of all types.
+LAYER_COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
+    *("num_encoder_layers", "num_decoder_layers", "num_blocks"),
+)
+# Of a config.json, by name: what constructors make lists, mappings or modules of.
+_LARGEST = {
+    **dict.fromkeys((*LAYER_COUNTS, "depth"), 512),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_labels"), 2**16),
+}
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
@@ -76,6 +86,14 @@ def _check_number(key: str, value: float) -> None:
 def _name(value: Any) -> str:
     """The text of a value that may be a member of an enumeration."""
     return str(getattr(value, "value", value)).lower()
+
+
+def check_counts(keys: Any) -> None:
+    """ConfigError for so many layers, experts or labels, at any depth of a config.json, that nothing ends."""
+    for key, value in keys.items() if isinstance(keys, dict) else ():
+        if isinstance(value, int) and value > _LARGEST.get(key, value):
+            raise ConfigError(f"model.{key} is {shown(value)}; expected at most {_LARGEST[key]}")
+        check_counts(value)
 
 
 def check_model_config(config: PretrainedConfig, *, is_built: bool = True) -> None:

@@ -96,7 +96,7 @@ def _decide(name: str, ranks: Processes, alone: Processes, dtype: torch.dtype) -
     if errors:
         return row | {"verdict": "failed", "class": expected["class"], "reason": " | ".join(errors)}
     difference = max((differences(result, expected) for result in results), key=lambda each: max(each.values()))
-    row |= {"class": expected["class"], "differences": difference}
+    row |= {"class": expected["class"], "differences": difference, "first_batch": results[0]["first_batch"]}
     if equal(difference):
         return row | {"verdict": "exact"}
     return row | {"verdict": "wrong", "reason": ", ".join(f"{key} {value:.1e}" for key, value in difference.items())}

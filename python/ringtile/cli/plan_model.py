@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
+import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,9 +60,11 @@ def run(args: argparse.Namespace) -> Outcome:
     setup, seq_len = setup_of(args), parse_tokens(args.seq_len)
     memory = None if args.memory is None else parse_bytes(args.memory)
     hosts, rates, said = _rates(args, setup.devices)
-    with TrainingStep(setup) as step:
-        num_parameters, at_peak = step.num_parameters, step.run(seq_len)
-        fits = None if memory is None else longest(step, memory, at_peak)
+    with _told_as_ours():
+        with TrainingStep(setup) as step:
+            num_parameters, at_peak = step.num_parameters, step.run(seq_len)
+            fits = None if memory is None else longest(step, memory, at_peak)
+        found = [] if args.no_switches else switches(setup, seq_len)
     name = args.model if os.path.isdir(args.model) else f"{args.model} (its default configuration)"
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
@@ -78,7 +83,6 @@ def run(args: argparse.Namespace) -> Outcome:
         print(f"longest sequence that fits: {fits.seq_len} tokens{more}")
         report |= {"memory": memory, "fits": at_peak.total <= memory, "longest": fits.seq_len}
     if not args.no_switches:
-        found = switches(setup, seq_len)
         report["switches"] = [switch._asdict() for switch in found]
         print("\nWith one more switch:")
         for switch in found:
@@ -101,6 +105,20 @@ def run(args: argparse.Namespace) -> Outcome:
         bars = {"this plan": at_peak.parts}
         write_output(args.plot, lambda file: plot_memory(file, bars, memory))
     return Outcome(0, report)
+
+
+@contextlib.contextmanager
+def _told_as_ours() -> Iterator[None]:
+    """What the code of a model raises, as a ConfigError, without the traceback that torch logs before it."""
+    from ringtile.cli.recipe import told_as_ours
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with told_as_ours("model"):
+            yield
+    finally:
+        logger.disabled = before
 
 
 def setup_of(args: argparse.Namespace) -> Any:

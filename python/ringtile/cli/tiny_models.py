@@ -25,6 +25,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from ringtile.cli.limits import LAYER_COUNTS, check_counts
+
 VOCABULARY = 96
 LAYERS_OF_A_KIND = 2
 _HIDDEN, _HEADS, _HEAD_DIM, _INTERMEDIATE, _EXPERTS = 32, 4, 8, 48, 4
@@ -77,11 +79,6 @@ _SIZES = {
     **dict.fromkeys(("eos_token_id", "sep_token_id", "cls_token_id", "eod_token_id", "mask_token_id"), 2),
     **dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "unk_index", "mask_index"), 2),
 }
-# How many layers there are; a list with an entry per layer has as many.
-_COUNTS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
-    *("num_encoder_layers", "num_decoder_layers", "num_blocks"),
-)
 # Of to_dict(), what some types do not take back.
 _NOT_ARGUMENTS = (
     *("transformers_version", "architectures", "dtype", "_name_or_path", "output_attentions", "per_layer_config"),
@@ -232,13 +229,14 @@ def _shrunk(config: PretrainedConfig, is_decoder: bool = True) -> PretrainedConf
     values = config.to_dict()
     for name in _NOT_ARGUMENTS:
         values.pop(name, None)
-    count = next((values[name] for name in _COUNTS if isinstance(values.get(name), int)), None)
+    # A list with an entry for each layer stays one.
+    count = next((values[name] for name in LAYER_COUNTS if isinstance(values.get(name), int)), None)
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == count}
     kinds = {name: _kinds(value) for name, value in lists.items()}
     layers = max([2 * LAYERS_OF_A_KIND, *(LAYERS_OF_A_KIND * len(kind) for kind in kinds.values())])
     heads = values.get("num_attention_heads")
     for name, value in values.items():
-        if name in _COUNTS and isinstance(value, int):
+        if name in LAYER_COUNTS and isinstance(value, int):
             values[name] = layers
         elif name in kinds:
             values[name] = [_small(name, kinds[name][i % len(kinds[name])]) for i in range(layers)]
@@ -295,6 +293,12 @@ def _small_rope(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(folder: str) -> PretrainedConfig:
-    """The configuration in a folder. Raises OSError, ValueError."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    """The configuration in a folder; which implementations it names is forgotten, as a name may be code of a hub.
+
+    Raises ConfigError for a size that would take forever, and what transformers raises.
+    """
+    keys, _ = PretrainedConfig.get_config_dict(folder)
+    check_counts(keys)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config._attn_implementation = config._experts_implementation = None
     return config

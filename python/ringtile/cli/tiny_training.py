@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import tempfile
 import warnings
@@ -15,6 +16,7 @@ import ringtile
 from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
 from ringtile.cli.tiny_models import VOCABULARY, head_of, tiny_config, tiny_model
 from ringtile.errors import RingtileError
+from ringtile.hf.trainer import first_batch_of
 
 STEPS = 2
 LENGTHS = (24, 19, 21, 16)  # of the rows, two in a batch: longer than the windows and chunks of tiny configurations
@@ -54,6 +56,7 @@ def train(
         if config is not None:
             ringtile.enable(trainer, config)
         trainer.train()
+        proof = first_batch_of(trainer)
     except RingtileError as error:
         return {"refused": str(error), "class": type(model).__name__}
     finally:
@@ -64,6 +67,7 @@ def train(
         "losses": [entry["loss"] for entry in logs],
         "grad_norms": [float(entry["grad_norm"]) for entry in logs],
         "weights": {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()},
+        "first_batch": None if proof is None else dataclasses.asdict(proof),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import pathlib
@@ -19,8 +20,9 @@ from ringtile.cli.meter import DEVICE, Meter
 from ringtile.cli.output import check_output_folder
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model, told_as_ours
 from ringtile.config import Config
-from ringtile.errors import ConfigError, PeerLost
-from ringtile.hf.peers import leave_groups, limit_timeouts
+from ringtile.errors import ConfigError, PeerLost, RingMismatch
+from ringtile.hf.peers import leave_groups, of_a_collective
+from ringtile.hf.trainer import first_batch_of
 from ringtile.peak_memory import peak_bytes
 from ringtile.tiled.loss import loss_tile_tokens
 
@@ -43,18 +45,11 @@ class LossBar(ProgressCallback):
         self.training_bar.set_postfix(shown)
 
 
-class LimitTimeouts(TrainerCallback):
-    """Makes `timeout_seconds` hold for the collectives of the engine too, whose groups all exist by then.
-
-    Not earlier: reading the data, for which the other ranks wait, may take longer. Until then they watch each other.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+class EndWatch(TrainerCallback):
+    """From then on the ranks notice in collectives who is lost."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         world.end_watch()
-        limit_timeouts(self.seconds)
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -66,6 +61,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
         report = _train(recipe)
     except Exception as error:
         if dist.is_initialized() and not isinstance(error, PeerLost):  # with which the ranks have hung up already
+            if not of_a_collective(error) and not isinstance(error, RingMismatch):
+                world.fail(error)  # before the others notice that this rank has left, and look for the reason
             leave_groups(error)
         raise
     if dist.is_initialized():
@@ -116,10 +113,11 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         logs_metrics = {} if "log_metrics" in recipe.ringtile.model_fields_set else {"log_metrics": True}
         ledger = ringtile.enable(trainer, recipe.ringtile.model_copy(update=logs_metrics))
     if dist.is_initialized():
-        trainer.add_callback(LimitTimeouts(recipe.ringtile.timeout_seconds))
+        trainer.add_callback(EndWatch())
     patched = [] if ledger is None else [f"{owner_name(owner)}.{name}" for owner, name in ledger.entries]
     with told_as_ours("training", has_begun=lambda: meter.has_begun):
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    proof = first_batch_of(trainer)
     if args.save_strategy != "no":
         trainer.save_model()
     report = make_report(recipe, trainer.state.log_history, meter, gather(meter)) | {
@@ -127,6 +125,7 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         "data_digest": data_digest,
         "tile_tokens": tile_tokens(recipe.ringtile, model, meter.batch_tokens),
         "patched": patched,
+        "first_batch": None if proof is None else dataclasses.asdict(proof),
     }
     ringtile.restore(trainer)
     return report

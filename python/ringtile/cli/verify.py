@@ -92,6 +92,7 @@ def verdict(proofs: list[dict[str, Any]], report: dict[str, Any], single: dict[s
     pairs = (("loss", "losses", MAX_REL_LOSS_DIFF), ("gradient norm", "grad_norms", MAX_REL_GRAD_NORM_DIFF))
     rows = [
         *proofs,
+        *_of_first_batch(report.get("first_batch")),
         *(
             {
                 "name": f"{name} of {len(single[key])} training steps",
@@ -118,6 +119,18 @@ def verdict(proofs: list[dict[str, Any]], report: dict[str, Any], single: dict[s
         "recipe": report["recipe"],
         "versions": report["versions"],
     }
+
+
+def _of_first_batch(found: dict[str, float] | None) -> list[dict[str, Any]]:
+    """The rows of what `hf/first_batch.py` found: differences over those that rounding makes."""
+    from ringtile.first_batch.run import TIMES
+
+    names = {"forward": "hidden states", "loss": "loss", "backward": "gradients"}
+    return [
+        {"name": f"first batch: {name}, in units of rounding", "difference": found[key], "limit": TIMES}
+        for key, name in names.items()
+        if found is not None
+    ]
 
 
 def print_table(console: Console, outcome: dict[str, Any]) -> None:

@@ -150,6 +150,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         if packet is _aten.nonzero:
             out = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif packet is _aten.bincount:
+            out = _counts(*args, **kwargs)
         elif packet is _aten._grouped_mm:
             out = _grouped_product(*args, **kwargs)
         else:
@@ -172,6 +174,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "attention" in func.name():
             return "attention"
         return "logits" if x.dim() > 1 and x.size(-1) == self.vocab_size else "activations"
+
+
+def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Of a balancing loss: as many classes as it names, not as many as the largest number that x would hold."""
+    return x.new_empty(minlength) if weights is None else weights.new_empty(minlength)
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

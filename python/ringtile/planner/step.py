@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     AttentionInterface,
@@ -46,6 +48,7 @@ from ringtile.tiled.offload import hooks_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
 
+_MAX_MODULES = 100_000
 _NAME = "ringtile_plan"  # of the attention implementation
 
 
@@ -123,7 +126,10 @@ class TrainingStep:
         setup = self.setup
         mixed_zero = setup.bf16 and setup.engine.startswith("zero")
         dtype = torch.bfloat16 if mixed_zero else setup.dtype
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(setup.model, dtype=dtype)  # type: ignore[no-untyped-call]
+        with _few_modules():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                setup.model, dtype=dtype, trust_remote_code=False
+            )
         model.train()
         check(model, setup)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -232,6 +238,25 @@ class TrainingStep:
         return out, None
 
 
+@contextlib.contextmanager
+def _few_modules() -> Iterator[None]:
+    """Refused inside: a model of so many modules, each of which takes its time, that a plan would take hours."""
+    count = itertools.count(1)
+
+    def look(*unused: object) -> None:
+        if next(count) > _MAX_MODULES:
+            raise Refused(
+                f"the model has more than {_MAX_MODULES} modules, each of which the planner runs; expected fewer "
+                f"layers, or fewer experts that are modules of their own"
+            )
+
+    handle = register_module_module_registration_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def check(model: PreTrainedModel, setup: Setup) -> None:
     """Refused: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
     name = type(model).__name__
@@ -241,7 +266,8 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
             f"measure it with a short training, or plan one layer with --recurrent"
         )
     if setup.ringtile.context_parallel_size > 1:
-        checks.check_model(model)
+        with unset_fake_temporarily():  # some of the model's functions are tried on numbers
+            checks.check_model(model, proved=setup.ringtile.first_batch_check)
 
 
 def _switch_attention(model: PreTrainedModel) -> None:
