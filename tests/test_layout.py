@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ringtile import ops
 from ringtile.errors import InputError, LayoutError, RingMismatch
 from ringtile.sequence.layout import Layout, Run
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
@@ -258,3 +259,14 @@ def test_layout_is_immutable() -> None:
 
 def test_run_reads_as_a_tuple() -> None:
     assert Layout.zigzag(8, 2).runs(0) == (Run(0, 1, 0, 2), (6, 1, 2, 2))
+
+
+def test_a_check_takes_time_and_memory_for_the_runs_alone() -> None:
+    """A byte and a step for each position would be 4 GiB and seconds, and a count of them more than there is."""
+    length = 2**32
+    ops.layout_check(torch.tensor([[0, 0, 1, 0, length]]), length, 1)
+    with pytest.raises(RuntimeError, match="exactly once"):
+        ops.layout_check(torch.tensor([[0, 0, 1, 0, 5]]), length, 1)
+    assert Layout.striped(2**31 - 1, 64).world_size == 64
+    with pytest.raises(LayoutError, match="exactly once"):
+        Layout.from_runs([[(0, 1, 0, 2**30)], [(5, 1, 0, 2**30 - 5)]])

@@ -15,9 +15,13 @@ from ringtile import (
     Refused,
     ShardedSequence,
     attention,
+    causal_conv1d,
     context_parallel,
+    gated_delta_rule,
     ops,
     ring_attention,
+    selective_scan,
+    ssd,
     tiled_linear_cross_entropy,
     tiled_mlp,
 )
@@ -252,22 +256,24 @@ def test_freed_storages_are_refused() -> None:
     with pytest.raises(InputError, match="freed or resized"):
         Layout.from_tensor(freed(LAYOUT.tensor))
     begin, wide = freed(MASK.begin), torch.randn(S, 2 * D)[:, ::2]
+    for read in (ops.digest, ops.plan):
+        with pytest.raises(InputError, match="freed or resized"):
+            read(begin, MASK.end, LAYOUT.tensor)
     with pytest.raises(InputError, match="freed or resized"):
-        ops.digest(begin, MASK.end, LAYOUT.tensor)
+        ops.layout_check(freed(LAYOUT.tensor), S, 1)
     wide.untyped_storage().resize_(0)
     with pytest.raises(InputError, match="freed or resized"):
         ops.dropout(wide, torch.zeros(S, 2, dtype=torch.int64), 0.5, 0, 0, 0)
 
+    heads = torch.randn(B, H, D, S).transpose(2, 3)
+    heads.untyped_storage().resize_(0)
+
     def on_rank(group: LoopbackGroup) -> None:
-        heads = torch.randn(B, H, D, S).transpose(2, 3)
-        heads.untyped_storage().resize_(0)
         with context_parallel(group), pytest.raises(InputError, match="freed or resized"):
             nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
     LoopbackWorld(2).run(on_rank)
     for call in (
-        lambda: ops.plan(begin, MASK.end, LAYOUT.tensor),
-        lambda: ops.layout_check(freed(LAYOUT.tensor), S, 1),
         lambda: ops.attn_delta(x, freed(x), torch.zeros(B, H, S, dtype=torch.float64)),
         lambda: ops.glu_fwd(x[0, 0], freed(x[0, 0]), 0),
     ):
@@ -284,6 +290,86 @@ def test_a_view_into_a_larger_storage_is_accepted() -> None:
     assert torch.equal(ring_attention(*(x[1:2],) * 3, ONE), ring_attention(*(x[1:2].clone(),) * 3, ONE))
     one = tokens()[:, :, :1].expand(B, S, H, D)  # strides 0
     assert torch.equal(ring_attention(one, one, one, ONE), ring_attention(*(one.contiguous(),) * 3, ONE))
+
+
+# ---- tensors without strides, or without numbers ------------------------------------------------
+
+
+def tokens_of(*sizes: int) -> Tensor:
+    return torch.rand(B, S, *sizes) * -1
+
+
+RECURRENT: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+    "gated_delta_rule": (
+        gated_delta_rule,
+        [*(tokens_of(H, D) for _ in "qkv"), tokens_of(H), tokens_of(H)],
+    ),
+    "ssd": (ssd, [tokens_of(H, D), tokens_of(H), torch.zeros(H), tokens_of(1, D), tokens_of(1, D)]),
+    "selective_scan": (
+        selective_scan,
+        [tokens_of(D), tokens_of(D), torch.zeros(D, D), tokens_of(D), tokens_of(D)],
+    ),
+    "causal_conv1d": (causal_conv1d, [tokens_of(D), torch.zeros(D, 3)]),
+    "ring_attention": (ring_attention, [tokens_of(H, D) for _ in "qkv"]),
+}
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "on meta": lambda x: x.to("meta"),
+    "sparse": Tensor.to_sparse,
+    "mkldnn": Tensor.to_mkldnn,
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "0-d": lambda x: x.new_zeros(()),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_another_kind_are_refused(name: str, kind: str) -> None:
+    op, tensors = RECURRENT[name]
+    for index in range(len(tensors)):
+        given = [KINDS[kind](x) if i == index else x for i, x in enumerate(tensors)]
+        with pytest.raises(InputError, match=r"expected|device"):
+            op(*given, ONE)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_tensors_of_inference_mode_are_refused_where_autograd_would_save_them(name: str) -> None:
+    op, tensors = RECURRENT[name]
+    expected = op(*tensors, ONE)
+    with torch.inference_mode():
+        made = tensors[0].clone()
+    assert torch.equal(op(made, *tensors[1:], ONE), expected)
+    with pytest.raises(InputError, match="inference mode"):
+        op(made, *(x.clone().requires_grad_() for x in tensors[1:]), ONE)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_call_on_meta_has_the_shapes_of_one_on_the_cpu(name: str) -> None:
+    op, tensors = RECURRENT[name]
+    out, expected = op(*(x.to("meta") for x in tensors), ONE), op(*tensors, ONE)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize("kind", ["on meta", "sparse"])
+def test_raw_ops_refuse_what_is_partly_on_meta_or_not_dense(kind: str) -> None:
+    runs, x = ops.runs_tensor([(0, 1, 0, S)]), torch.zeros(S, D)
+    q, lse = torch.zeros(B, S, H, D), torch.zeros(B, H, S)
+    bounds, move = (MASK.begin, MASK.end), KINDS[kind]
+    for call in (
+        lambda: ops.shard_seq_(x, move(runs), 0, x.clone()),
+        lambda: ops.unshard_seq_(x, runs, 0, move(x)),
+        lambda: ops.attn_fwd_(q, q, q, *bounds, move(runs), q.clone(), lse.clone(), 0.5, 0.0),
+        lambda: ops.attn_bwd_(q, q, q, *bounds, move(runs), q, lse, lse, *(q.clone() for _ in "qkv"), 0.5, 0.0),
+        lambda: ops.attn_bwd_(q, q, q, *bounds, runs, q, lse, lse, q.clone(), q.clone(), move(q), 0.5, 0.0),
+        lambda: ops.digest(move(MASK.begin), MASK.end, LAYOUT.tensor),
+        lambda: ops.plan(*bounds, move(LAYOUT.tensor)),
+        lambda: ops.layout_check(move(LAYOUT.tensor), S, 1),
+        lambda: ops.dropout(x, move(torch.zeros(S, 2, dtype=torch.int64)), 0.5, 0, 0, 0),
+        lambda: ops.glu_fwd(x, move(x), 0),
+    ):
+        with pytest.raises(InputError):
+            call()
 
 
 # ---- empty batches ------------------------------------------------------------------------------

@@ -12,16 +12,21 @@ from ringtile.errors import InputError
 
 
 def check_tensor(name: str, x: object) -> None:
-    """InputError: x is no tensor, or its storage was freed."""
+    """InputError: x is no tensor, or none of dense numbers in memory."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
     check_storage(name, x)
 
 
 def check_storage(name: str, x: Tensor) -> None:
-    """InputError for a tensor whose storage is smaller than its shape and strides say, as after FSDP has freed it."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided:
-        return  # traced, or with storages of its own
+    """InputError for a tensor without strides, or with a storage smaller than shape and strides say, as FSDP leaves."""
+    if torch.compiler.is_compiling():
+        return
+    if x.is_nested or x.is_quantized or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
+        raise InputError(f"{name} is {kind}; expected a dense tensor with strides: pad it, or call .to_dense()")
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return  # with storages of its own
     if x.numel() == 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return
     stored = x.untyped_storage().nbytes()

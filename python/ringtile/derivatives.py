@@ -15,18 +15,24 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringtile.errors import Refused
+from ringtile.errors import InputError, Refused
 
 
 def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
     """Refused: forward-mode AD, or a transform of torch.func other than vmap, is to differentiate op by a tensor.
 
-    vmap: whether op may run inside it.
+    vmap: whether op may run inside it. InputError: a tensor that autograd is to save was made in inference mode.
     """
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
             raise Refused(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.is_inference() for x in given) and any(x.requires_grad for x in given):
+        raise InputError(
+            f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "
+            "under torch.no_grad(), or call .clone() outside of inference mode"
+        )
     if forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None:
         return
     if not vmap and torch._C._functorch.maybe_current_level() is not None:

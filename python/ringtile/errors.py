@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import reprlib
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+# Of an object without a repr of its own. The same on every rank without it; and no reader has a use for it.
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+
 
 class RingtileError(Exception):
-    """The base class: `except ringtile.RingtileError` catches everything ringtile raises on purpose."""
+    """The base class: `except ringtile.RingtileError` catches everything ringtile raises on purpose.
+
+    Its message shows no address, whatever it quotes.
+    """
+
+    def __str__(self) -> str:  # not __init__, which torch.compile could not trace
+        return _ADDRESS.sub("", super().__str__())
 
 
 class InputError(RingtileError, ValueError):
@@ -78,12 +88,27 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
         ) from error
 
 
-_repr = reprlib.Repr()
+def with_kind(error: BaseException) -> str:
+    """The kind of an error, and what it says: "ValueError: a bad row"; the kind alone if it says nothing."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+class _Repr(reprlib.Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        name = getattr(x, "__qualname__", None)  # of a function, a method or a class
+        try:
+            text = name if isinstance(name, str) else _ADDRESS.sub("", repr(x))
+        except Exception:
+            text = f"<{type(x).__name__}>"
+        return text if len(text) <= self.maxother else f"{text[: self.maxother - 3]}..."
+
+
+_repr = _Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
 
 
 def shown(value: Any) -> str:
-    """repr(value) for an error: short, whatever the value."""
+    """repr(value) for an error: short, whatever the value; of a function, a method or a class the name."""
     try:
         return _repr.repr(value)
     except ValueError:  # Python prints no integer of more than 4300 digits

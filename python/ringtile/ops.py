@@ -245,16 +245,27 @@ def _register_fake(name: str, host: int = -1) -> None:
     """For an op that only writes into its arguments: it returns nothing, and so needs no shapes.
 
     A call with one tensor on meta comes here too, and would do nothing to the others: InputError. host: the index of an
-    argument that is always on the CPU.
+    argument that is on the CPU wherever the others are, or with them on meta.
     """
 
     def check(*given: Any) -> None:
-        tensors = [x for i, x in enumerate(given) if isinstance(x, Tensor) and i != host]
+        tensors = [x for i, x in enumerate(given) if isinstance(x, Tensor) and (i != host or x.device.type == "meta")]
         if any(x.device.type == "meta" for x in tensors):
             others = {f"tensor {i}": x for i, x in enumerate(tensors[1:], 2)}
             arguments.check_devices(f"the first tensor of {name}", tensors[0], **others)
 
     torch.library.register_fake(f"ringtile::{name}", check)
+
+
+def _run(op: Callable[..., Any], *given: Any) -> Any:
+    """op(*given). InputError for a sparse, nested or mkldnn tensor, which torch hands to no kernel."""
+    try:
+        return op(*given)
+    except NotImplementedError:
+        for index, x in enumerate(given):
+            if isinstance(x, Tensor):
+                arguments.check_storage(f"argument {index}", x)
+        raise
 
 
 for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), ("shard_seq_", 1), ("unshard_seq_", 1)):
@@ -306,7 +317,7 @@ def attn_fwd_(
     Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
     numbers = (scale, softcap, fresh, *(dropout or NO_DROPOUT))
-    _ops.attn_fwd_(q, k, v, begin, end, k_runs, out, lse, *numbers, rounded_out)
+    _run(_ops.attn_fwd_, q, k, v, begin, end, k_runs, out, lse, *numbers, rounded_out)
 
 
 def attn_bwd_(
@@ -337,7 +348,7 @@ def attn_bwd_(
     FlashAttention (arXiv:2205.14135), algorithm 4.
     """
     numbers = (scale, softcap, fresh, *(dropout or NO_DROPOUT))
-    _ops.attn_bwd_(q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, *numbers, rounded_dk, rounded_dv)
+    _run(_ops.attn_bwd_, q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, *numbers, rounded_dk, rounded_dv)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
@@ -347,7 +358,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     contiguous. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
     """
     check_device("dout", dout)
-    result: Tensor = _ops.attn_delta(dout, out, dlse)
+    result: Tensor = _run(_ops.attn_delta, dout, out, dlse)
     return result
 
 
@@ -369,14 +380,14 @@ def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
     check_device("x", x)
     _check_kernel("shard", x)
-    _ops.shard_seq_(x, runs, dim, y)
+    _run(_ops.shard_seq_, x, runs, dim, y)
 
 
 def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
     check_device("x", x)
     _check_kernel("shard", x)
-    _ops.unshard_seq_(x, runs, dim, y)
+    _run(_ops.unshard_seq_, x, runs, dim, y)
 
 
 @torch.library.custom_op("ringtile::shard_seq", mutates_args=())
@@ -436,6 +447,7 @@ def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
 
 def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
     """Raises RuntimeError unless the rows (rank, run) of layout (R, 5) hold each of 0..seq_len-1 exactly once."""
+    arguments.check_on_cpu("layout", layout)
     _ops.layout_check(layout, seq_len, world_size)
 
 
@@ -447,15 +459,20 @@ def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Te
     of two ranks, summed over the rows of the mask. rank: only the keys that this rank needs or provides, in O(S)
     instead of O(W S), and 0 in the rest of pairs; -1: all ranks.
     """
+    _check_on_cpu(begin, end, layout)
     needed, pairs = _ops.plan(begin, end, layout, rank)
     return needed, pairs
 
 
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
     """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
+    _check_on_cpu(begin, end, layout)
+    return int(_ops.digest(begin, end, layout).item())
+
+
+def _check_on_cpu(begin: Tensor, end: Tensor, layout: Tensor) -> None:
     for name, x in (("begin", begin), ("end", end), ("layout", layout)):
         arguments.check_on_cpu(name, x)
-    return int(_ops.digest(begin, end, layout).item())
 
 
 def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -479,7 +496,7 @@ def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """act(gate) * up for (T, F) matrices of any row stride; kind is a value of GLU_KINDS (arXiv:2002.05202)."""
     check_device("gate", gate)
     _check_kernel("GLU", gate)
-    result: Tensor = _ops.glu_fwd(gate, up, kind)
+    result: Tensor = _run(_ops.glu_fwd, gate, up, kind)
     return result
 
 
@@ -487,7 +504,7 @@ def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     """In place, in one pass over (T, F): gate and up become their gradients, dprod becomes act(gate) * up."""
     check_device("gate", gate)
     _check_kernel("GLU", gate)
-    _ops.glu_bwd_(gate, up, dprod, kind)
+    _run(_ops.glu_bwd_, gate, up, dprod, kind)
 
 
 @torch.library.register_fake("ringtile::glu_fwd")  # type: ignore[untyped-decorator]
@@ -516,7 +533,18 @@ def cross_entropy_fwd_bwd_(
     """
     check_device("logits", logits)
     _check_kernel("loss", logits)
-    _ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad)
+    _run(
+        _ops.cross_entropy_fwd_bwd_,
+        logits,
+        labels,
+        loss,
+        lse,
+        ignore_index,
+        label_smoothing,
+        softcap,
+        z_loss,
+        want_grad,
+    )
 
 
 # ---- dropout ------------------------------------------------------------------------------------
@@ -529,7 +557,9 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
     step, stream, row, position and feature alone: docs/design/dropout.md. seed, step and stream are in 0..2^32 - 1.
     """
     check_device("x", x)
-    derivatives.check_once("dropout", x)
+    for name, tensor in (("x", x), ("places", places)):
+        arguments.check_tensor(name, tensor)
+    derivatives.check_once("dropout", x, places)
     _check_kernel("dropout", x)
     result: Tensor = _ops.dropout(_unit_last_stride(x), places, p, seed, step, stream)
     return result
@@ -538,7 +568,6 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
 def _unit_last_stride(x: Tensor) -> Tensor:
     if x.dim() == 0 or x.size(-1) < 2 or x.stride(-1) == 1:
         return x
-    arguments.check_storage("x", x)
     return x.contiguous()
 
 

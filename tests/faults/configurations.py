@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import typing
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import yaml
@@ -111,15 +112,25 @@ class Trial(NamedTuple):
 def campaign(trials: int | None, seed: int) -> Counts:
     """Mutates files that are valid, and counts what `ringtile train` does with them."""
     prepare()
-    counts, draw = Counts(), random.Random(seed)
+    draw = random.Random(seed)
+    left = [Trial("the file itself", yaml.safe_dump(TINY).encode())]
+    return trials_in_processes([*left, *(mutant(draw) for _ in range(trials or TRIALS))], train)
+
+
+def trials_in_processes(
+    left: list[Trial], run: Callable[[Trial, pathlib.Path], int], cpu_seconds: int = CPU_SECONDS
+) -> Counts:
+    """Counts how trials end, each in a process, and as many at a time as there are CPUs.
+
+    run: returns the exit status of a trial in an empty folder; BEGAN where it was right.
+    """
+    counts = Counts()
     with tempfile.TemporaryDirectory() as folder:
         running: dict[int, tuple[Trial, pathlib.Path, float]] = {}
-        left = [Trial("the file itself", yaml.safe_dump(TINY).encode())]
-        left += [mutant(draw) for _ in range(trials or TRIALS)]
         for number, trial in enumerate(left):
             place = pathlib.Path(folder, str(number))
             place.mkdir()
-            running[start(trial, place)] = (trial, place, time.monotonic() + WALL_SECONDS)
+            running[start(trial, place, run, cpu_seconds)] = (trial, place, time.monotonic() + WALL_SECONDS)
             while len(running) >= (os.cpu_count() or 1):
                 reap(running, counts)
         while running:
@@ -145,15 +156,14 @@ def prepare() -> None:
 # ---- one trial ----------------------------------------------------------------------------------
 
 
-def start(trial: Trial, place: pathlib.Path) -> int:
-    """The process of `ringtile train run.yaml` in a folder of its own."""
-    (place / "run.yaml").write_bytes(trial.content)
-    (place / "text.txt").write_text(TEXT)
+def start(trial: Trial, place: pathlib.Path, run: Callable[[Trial, pathlib.Path], int], cpu_seconds: int) -> int:
+    """The process of a trial, whose CPU time and memory are limited."""
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            status = train(place)
+            limit(place, cpu_seconds)
+            status = run(trial, place)
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
         except BaseException:
@@ -164,14 +174,20 @@ def start(trial: Trial, place: pathlib.Path) -> int:
     return process
 
 
-def train(place: pathlib.Path) -> int:
+def limit(place: pathlib.Path, cpu_seconds: int) -> None:
     os.setsid()
     os.chdir(place)
     for stream in (1, 2):
         os.dup2(os.open(place / f"{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, used + 2**32))
+
+
+def train(trial: Trial, place: pathlib.Path) -> int:
+    """`ringtile train run.yaml`."""
+    (place / "run.yaml").write_bytes(trial.content)
+    (place / "text.txt").write_text(TEXT)
     import datasets
     from ringtile.cli import main
     from ringtile.cli.meter import Meter

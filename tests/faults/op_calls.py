@@ -44,6 +44,23 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 NONSENSE: list[Any] = [None, "8", 2.5, -1, 0, 10**30, float("nan"), float("inf"), [1.0], object(), torch.relu, (), True]
 
 
+def in_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+KINDS: list[Callable[[Tensor], Tensor]] = [
+    Tensor.to_sparse,
+    Tensor.to_sparse_csr,
+    Tensor.to_mkldnn,
+    in_inference_mode,
+    lambda x: torch.nested.nested_tensor([x, x]),
+    lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+    lambda x: x.new_zeros(()),
+]
+
+
 class Draw:
     """Random arguments. `hostile`: the chance that one of them is not what it should be."""
 
@@ -66,7 +83,7 @@ class Draw:
         return self.of(self.random.choice(values), -1.0, 1e38, 1e39, 1e-44, 1e-320, torch.tensor(0.5), 1e400)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, high: int = 7) -> Any:
-        """A tensor of any strides; if hostile, of another shape, dtype, device or type, or freed."""
+        """A tensor of any strides; if hostile, of another shape, dtype, device, kind or type, or freed."""
         if self.chance():
             dim = self.random.randrange(len(shape))
             shape = self.random.choice(
@@ -92,6 +109,9 @@ class Draw:
         elif self.chance(self.hostile / 2):
             x = x.clone()
             x.untyped_storage().resize_(self.random.choice([0, x.untyped_storage().nbytes() // 2]))
+        elif self.chance(self.hostile / 2):
+            with contextlib.suppress(RuntimeError, IndexError):  # of the kinds that do not take this dtype or shape
+                x = self.random.choice(KINDS)(x)
         return self.of(x)
 
     def mask(self, rows: int, seq_len: int) -> Any:
@@ -130,7 +150,9 @@ class Draw:
 
 
 def freed(x: Tensor) -> bool:
-    return x.untyped_storage().nbytes() < x.nbytes  # or expanded
+    """Or expanded, or without a storage of strides."""
+    odd = x.is_nested or x.is_quantized or x.layout != torch.strided
+    return odd or x.untyped_storage().nbytes() < x.nbytes
 
 
 def dense(mask: IntervalMask) -> Tensor:
@@ -195,7 +217,7 @@ def attention(draw: Draw) -> str:
     attend = dense(mask).expand(batch, -1, -1)
     if out.device.type == "meta":
         return differ("out", out, q.new_empty((*q.shape[:-1], v.size(-1))), q.dtype)
-    wide = [x.detach().double().requires_grad_() for x in inputs]
+    wide = [x.detach().to(torch.float64, copy=True).requires_grad_() for x in inputs]
     expected, _ = dense_attention(*wide, attend, scale, float(softcap))
     problem = differ("out", out, expected, q.dtype)
     largest = abs(scale or 1.0) * q.size(-1) * float(wide[0].abs().amax() * wide[1].abs().amax()) if q.numel() else 0.0
@@ -256,7 +278,7 @@ def raw_ops(draw: Draw) -> str:
     gate, up, down = (draw.tensor((seq_len, 5), torch.float32) for _ in range(3))
     places = draw.tensor((seq_len, 2), torch.int64)
     labels, loss, lse = draw.tensor((seq_len,), torch.int64, 5), *(draw.tensor((seq_len,), torch.float32) for _ in "ab")
-    q, k, out = (draw.tensor((1, seq_len, 2, 4), torch.float32) for _ in range(3))
+    q, k, out, dq, dk, dv = (draw.tensor((1, seq_len, 2, 4), torch.float32) for _ in range(6))
     state = draw.tensor((1, 2, seq_len), torch.float64)
     rows = draw.tensor((1,), torch.int64)
     drops = ops.WeightDropout(draw.of(0.3), draw.of(1), draw.of(2), draw.of(3), rows, labels)
@@ -273,6 +295,7 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, draw.of(0.0), draw.chance(0.5)),
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, 0.0, draw.chance(0.5), drops),
         lambda: ringtile.attention(q, k, k, **whole),
+        lambda: ops.attn_bwd_(q, k, k, *bounds, runs, q, state, state, dq, dk, dv, 0.5, 0.0),
         lambda: ops.attn_delta(q, out, state),
         lambda: ops.dropout(gate, places, draw.of(0.5), draw.of(1), draw.of(2), draw.of(3)),
     ]

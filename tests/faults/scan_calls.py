@@ -121,7 +121,7 @@ def run(
     for n in parameters:
         if n in gradients:
             gradients[n] = sum((of_rank[n].double() for _, of_rank in results[1:]), gradients[n].double())
-    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
+    exact = {n: x.detach().to(torch.float64, copy=True).requires_grad_() for n, x in given.items()}
     oracle: Callable[..., tuple[Tensor, Tensor]] = getattr(scan_oracle, name)
     absent = {n: None for n, x in tensors.items() if x is None}
     expected, _ = oracle(**exact, **absent, **options, resets=resets_of(mask), state=None)

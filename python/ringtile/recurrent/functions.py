@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 from ringtile.recurrent.costs import units_of_channels
 from ringtile.recurrent.documents import Documents
 from ringtile.recurrent.hand_over import Halos
@@ -76,15 +76,16 @@ def causal_conv1d(
     """
     op = "causal_conv1d"
     with _checking(op, sequence, mask, layout, group, x, weight, optional=bias) as documents:
+        channels = x.size(2) if x.dim() == 3 else None
         check_tensors(
             documents,
-            {"x": (x, (None, _num_tokens(documents), None)), "weight": (weight, (x.size(-1), None))}
-            | {"bias": (bias, (x.size(-1),))},
+            {"x": (x, (None, _num_tokens(documents), None)), "weight": (weight, (channels, None))}
+            | {"bias": (bias, (channels,))},
         )
         if not 2 <= weight.size(1) <= MAX_WIDTH:
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
         if activation not in ("", "silu"):
-            raise InputError(f"activation is {activation!r}; expected '' or 'silu'")
+            raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
         pieces = documents.pieces
     terms = _terms(x, documents) | {"channels": x.size(2), "width": weight.size(1)}
     halos = Halos(op, documents, terms, weight.size(1) - 1)

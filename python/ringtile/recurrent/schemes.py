@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 from ringtile.recurrent import hand_over, heads
 from ringtile.recurrent.costs import SCHEMES, cheaper, check_heads
 from ringtile.recurrent.recurrence import Recurrence
@@ -27,7 +27,7 @@ def decide(recurrence: Recurrence, scheme: str | None) -> str:
         shares_heads = Scheme.parse(sequence.scheme).group_size is None  # all ranks: ulysses, staged
         scheme = "heads" if shares_heads and 1 < sequence.world_size <= size.num_units else "states"
     if scheme not in SCHEMES:
-        raise InputError(f"the scheme is {scheme!r}; expected {', '.join(SCHEMES)}, auto, or None")
+        raise InputError(f"the scheme is {shown(scheme)}; expected {', '.join(SCHEMES)}, auto, or None")
     if scheme == "heads":
         check_heads(size.num_units, sequence.world_size)
     else:

@@ -10,6 +10,7 @@ k (or groups of B and C), K key dim, V value dim, n tokens of a document or of a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 
@@ -179,8 +180,10 @@ def _each_document(
     """compute(tensors of a document's tokens, state) -> (out, state), for each document of each row, joined."""
     num_rows = resets.size(0)
     rows = [slice(None)] if num_rows == 1 else [slice(row, row + 1) for row in range(num_rows)]
-    outs, states = [], []
-    with torch.autocast(state.device.type, enabled=False):  # which would compute products of float32 in bfloat16
+    outs, states, kind = [], [], state.device.type
+    # It would compute products of float32 in bfloat16.
+    off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+    with off:
         for row, of_row in zip(rows, resets, strict=True):
             state_, out_ = state[row], []
             for begin, end in itertools.pairwise(_bounds(of_row)):

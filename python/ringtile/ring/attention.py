@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 from ringtile.ring import ring
 from ringtile.ring.block_kernel import ATTENTION_KERNELS, AttentionCall, AttentionKernel
 from ringtile.ring.provider import Final
@@ -161,15 +161,16 @@ def _check(
 ) -> tuple[float, float]:
     """scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes, which ring.py checks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise InputError(f"sinks is a {type(sinks).__name__}; expected a tensor, one number for each head of q")
+        arguments.check_tensor(name, x)
+    if sinks is not None:
+        arguments.check_tensor("sinks", sinks)
     if dropout is not None and not isinstance(dropout, AttentionDropout):
         raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
     check_given("ring_attention", sequence, *parts)
     if attention_kernel not in ATTENTION_KERNELS:
-        raise InputError(f"attention_kernel is {attention_kernel!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
+        raise InputError(
+            f"attention_kernel is {shown(attention_kernel)}; expected one of {', '.join(ATTENTION_KERNELS)}"
+        )
     derivatives.check_once("ring_attention", q, k, v, sinks)
     if scale is None:
         head_dim = q.size(-1) if q.dim() else 0

@@ -216,9 +216,9 @@ def _open(
 
 def _check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
     """InputError where the arguments of this rank do not fit each other or the sequence."""
-    ops.check_attention(q, k, v, call.scale, call.softcap)
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.check_storage(name, x)
+    ops.check_attention(q, k, v, call.scale, call.softcap)
     sequence = call.sequence
     if q.device.type == "meta" and sequence.world_size > 1:
         raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")

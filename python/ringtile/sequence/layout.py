@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, ops
-from ringtile.errors import InputError, LayoutError
+from ringtile.errors import InputError, LayoutError, shown
 from ringtile.sequence import balance
 from ringtile.sequence.fingerprint import fingerprint, leave_on
 from ringtile.sequence.mask import MAX_SEQ_LEN, IntervalMask
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group
 
+_MAX_SEARCHED = 2**22  # positions that are listed to name a wrong one
 # The layouts that depend on the mask, and the one whose multiple a sequence is padded to for them.
 PADDED_LIKE = {"per_document": "zigzag", "balanced": "contiguous"}
 
@@ -192,7 +193,7 @@ class Layout:
         """What S should be padded to a multiple of, so that all ranks hold equally many tokens."""
         chunks_per_rank = {"contiguous": 1, "zigzag": 2, "striped": 1}
         if name not in chunks_per_rank:
-            raise LayoutError(f"layout is {name!r}; expected one of {', '.join(chunks_per_rank)}")
+            raise LayoutError(f"layout is {shown(name)}; expected one of {', '.join(chunks_per_rank)}")
         return chunks_per_rank[name] * world_size
 
     # ---- one rank of it -------------------------------------------------------------------------
@@ -310,6 +311,8 @@ def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
             if run.local_begin != filled:
                 return f"rank {rank} has {run}; expected local_begin {filled}, where its previous run ends"
             filled += run.length
+    if seq_len > _MAX_SEARCHED:
+        return None
     held = torch.bincount(torch.cat([_positions(run) for of_rank in runs for run in of_rank]), minlength=seq_len)
     wrong = (held != 1).nonzero()
     if wrong.numel() == 0:
