@@ -162,6 +162,10 @@ def _has_gradients(names: Names) -> None:
     assert names["labels"].shape[1] == S // W  # a buffer without restore stays sharded
 
 
+def _is_equal(names: Names) -> None:
+    assert names["found"].num_modules > 0
+
+
 def _has_logits(names: Names) -> None:
     assert names["logits"].shape == (B, S, VOCAB)
 
@@ -179,9 +183,10 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/hybrid.md 0": (_recurrent, _has_output),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
     "docs/guide/pytorch.md 0": (_loop, _has_gradients),
-    "docs/guide/pytorch.md 1": (_loop, _has_logits),
-    "docs/guide/pytorch.md 2": (_loop, _is_unsharded),
-    "docs/guide/pytorch.md 3": (_heads_first, _has_output),
+    "docs/guide/pytorch.md 1": (_loop, _is_equal),
+    "docs/guide/pytorch.md 2": (_loop, _has_logits),
+    "docs/guide/pytorch.md 3": (_loop, _is_unsharded),
+    "docs/guide/pytorch.md 4": (_heads_first, _has_output),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
 }
 _RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer, "docs/guide/trl.md 0": _run_trl}

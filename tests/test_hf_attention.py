@@ -8,7 +8,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from ringtile.hf import attention, layers, model
+from ringtile.hf import attention, layers, model, packing
 from ringtile.hf.batch import BATCH_ARGUMENT
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.ledger import Ledger
@@ -41,7 +41,7 @@ def _on_ringtile(whole):
 def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
     """The logits of the whole batch (B, S, V), computed by `world_size` ranks in threads."""
 
-    separate = layers.positions_separate(switched)
+    separate = packing.positions_separate(switched)
 
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence

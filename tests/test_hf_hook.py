@@ -105,6 +105,7 @@ def test_enable_is_idempotent_and_restore_leaves_identical_objects():
         assert idempotent
         assert changed == [
             "accelerator._prepare_cp",
+            "accelerator.gather_for_metrics",
             "accelerator.prepare_data_loader",
             "config._attn_implementation_internal",
             "model.._loss_function",
@@ -118,11 +119,13 @@ def test_enable_is_idempotent_and_restore_leaves_identical_objects():
             "trainer.evaluate",
             "trainer.evaluation_loop",
             "trainer.floating_point_ops",
+            "trainer.get_batch_samples",
             "trainer.get_total_train_batch_size",
             "trainer.predict",
             "trainer.prediction_step",
             "trainer.save_model",
             "trainer.train",
+            "trainer.training_step",
         ]
         assert "call ringtile.restore(trainer) first" in refusal
         assert left == []
@@ -281,7 +284,7 @@ def _count_sharded():
         on_step_end = on_prediction_step = on_substep_end
 
     with mock.patch.object(Layout, "shard", counting_shard):
-        ringtile.enable(trainer, CONFIG)
+        ringtile.enable(trainer, CONFIG | {"first_batch_check": False})  # which shards a cut
         trainer.add_callback(Steps)
         trainer.train()
         phase = "evaluate"

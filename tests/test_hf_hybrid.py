@@ -64,16 +64,20 @@ def cells(quick: list[tuple[str, int, str]]) -> list[Any]:
     return [pytest.param(*cell, marks=() if cell in quick else pytest.mark.matrix) for cell in every]
 
 
-QUICK = [("lfm2", 3, "zigzag"), ("qwen3_next", 2, "zigzag"), ("bamba", 2, "contiguous"), ("kimi_linear", 2, "zigzag")]
+QUICK = [
+    ("lfm2", 3, "zigzag"),
+    ("qwen3_next", 2, "zigzag"),
+    ("granitemoehybrid", 2, "contiguous"),
+    ("kimi_linear", 2, "zigzag"),
+]
 QUICK += [("jamba", 2, "zigzag")]
-QUICK_ALONE = ["minimax"]  # the other mechanisms run on ranks
+QUICK_ALONE = ["minimax", "granitemoehybrid"]  # the other mechanisms run on ranks
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), cells(QUICK))
 def test_packed_documents_on_ranks_train_as_each_alone(family: str, world_size: int, layout: str) -> None:
     config = {"context_parallel_size": world_size, "layout": layout}
-    collator = with_cu_seq_lens if family == WITHOUT_POSITIONS else packed
-    for of_rank in run_ranks(world_size, run, family, config, collator=collator, timeout=200.0):
+    for of_rank in run_ranks(world_size, run, family, config, collator=packed, timeout=200.0):
         assert_equal_training(of_rank, alone(family))
 
 
@@ -81,8 +85,7 @@ def test_packed_documents_on_ranks_train_as_each_alone(family: str, world_size: 
 @pytest.mark.parametrize("family", ALL)
 def test_in_the_heads_scheme_packed_documents_train_as_each_alone(family: str) -> None:
     config = {"context_parallel_size": 2, "layout": "zigzag", "context_parallel_scheme": "ulysses"}
-    collator = with_cu_seq_lens if family == WITHOUT_POSITIONS else packed
-    for of_rank in run_ranks(2, run, family, config, collator=collator, timeout=200.0):
+    for of_rank in run_ranks(2, run, family, config, collator=packed, timeout=200.0):
         assert_equal_training(of_rank, alone(family))
 
 
@@ -95,21 +98,21 @@ def test_two_groups_of_two_train_as_one_process(family: str) -> None:
         assert_equal_training(of_rank, alone(family))
 
 
-# It hands no position ids to its masks: only cu_seq_lens separate documents, and only on more than one rank.
-WITHOUT_POSITIONS = "granitemoehybrid"
-
-
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK_ALONE else pytest.mark.matrix) for f in ALL])
 def test_packing_in_one_process_trains_as_each_document_alone(family: str) -> None:
-    if family == WITHOUT_POSITIONS:
-        with pytest.raises(Refused, match="hands no position ids to its masks"):
-            run(family, {"context_parallel_size": 1}, collator=packed)
-        return
     expected = alone(family)
     assert_equal_training(run(family, {"context_parallel_size": 1}, collator=packed), expected)
     leaking = run(family, None, collator=packed)
     leak = max(abs(a / b - 1) for a, b in zip(leaking.grad_norms, expected.grad_norms, strict=True))
     assert leak > 10 * TOLERANCE  # what is above would see it
+
+
+def test_a_model_whose_masks_know_no_positions_attends_through_ringtile_in_one_process() -> None:
+    """Granite hands no position ids to its masks; ringtile's attention knows documents and padding of all kinds."""
+    family, config = "granitemoehybrid", {"context_parallel_size": 1}
+    assert_equal_training(run(family, config, collator=with_cu_seq_lens), alone(family))
+    padded = {"collator": Padded("left")}
+    assert_equal_training(run(family, config, **padded), run(family, None, **padded))
 
 
 @pytest.mark.matrix
@@ -214,7 +217,8 @@ def test_compilation_and_unknown_mixers_are_refused() -> None:
     )
     mixed = hybrid("bamba")
     mixed.model.layers[0].extra = nn.Conv1d(4, 4, 3)
-    assert "mixes neighbouring tokens in model.layers.0.extra (Conv1d)" in failure_of_enable(mixed)
+    message = failure_of_enable(mixed, first_batch_check=False)
+    assert "mixes neighbouring tokens in model.layers.0.extra (Conv1d)" in message
 
 
 @pytest.mark.parametrize(
@@ -228,17 +232,36 @@ def test_an_unknown_recurrence_trains_on_rows_of_one_document_alone(family: str)
         run(family, config, collator=packed)
 
 
-def failure_of_enable(model: nn.Module) -> str:
+def failure_of_enable(model: nn.Module, **config: bool) -> str:
     with pytest.raises(Refused) as raised:
-        ringtile.enable(make_trainer(model=model), {"context_parallel_size": 2})
+        ringtile.enable(make_trainer(model=model), {"context_parallel_size": 2, **config})
     return str(raised.value)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("engine", ["FSDP2", "ZeRO-3"])
-@pytest.mark.parametrize("family", FIRST)
-def test_engines_that_shard_parameters_train_as_one_process(family: str, engine: str) -> None:
+WRAPPED = {  # the layers that FSDP2 must be told of: a text model has no vision blocks, and a shared layer no group
+    "qwen3_5_text": "Qwen3_5DecoderLayer",
+    "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
+    "zamba": "ZambaMambaDecoderLayer",
+    "zamba2": "Zamba2MambaDecoderLayer",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "collator"),
+    [
+        pytest.param(
+            *(family, engine, collator),
+            marks=() if (family, engine, collator) == ("qwen3_next", "FSDP2", packed) else pytest.mark.matrix,
+        )
+        for family in ALL
+        for engine in ("FSDP2", "ZeRO-3")
+        for collator in (packed, Padded())
+    ],
+)
+def test_engines_that_shard_parameters_train_as_one_process(family: str, engine: str, collator: Any) -> None:
     """A convolution's weight is read without calling its module, whose hooks would gather it."""
-    config = {"context_parallel_size": 2}
-    for of_rank in run_ranks(2, run, family, config, collator=packed, engine=engine, timeout=200.0):
+    config, options = {"context_parallel_size": 2}, {"collator": collator, "engine": engine, "timeout": 200.0}
+    if engine == "FSDP2" and family in WRAPPED:
+        options["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": [WRAPPED[family]]}
+    for of_rank in run_ranks(2, run, family, config, **options):
         assert_equal_training(of_rank, alone(family))

@@ -8,7 +8,8 @@ import ringtile
 from hf_models import tiny_model
 from hf_training import TOLERANCE, make_trainer, packed, train
 from pool import run_ranks
-from ringtile.hf.layers import positions_separate
+from ringtile.cli import tiny_models
+from ringtile.hf.packing import positions_separate
 from test_hf_trainer import packed_for_flash
 
 OPTIONS = {"collator": packed, "max_steps": 5, "gradient_accumulation_steps": 1, "evaluate": False}
@@ -70,6 +71,9 @@ def test_models_whose_masks_know_no_positions_are_known():
     assert not positions_separate(gpt_oss)
     gpt_oss.config._attn_implementation_internal = "flash_attention_2"
     assert positions_separate(gpt_oss)
+    # A tower's mask says nothing of text; one model raises ValueError for the positions that its mask needs.
+    assert positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("deepseek_ocr2")))
+    assert not positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("hunyuan_vl")))
 
 
 class _Messages(logging.Handler):

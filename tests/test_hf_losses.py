@@ -233,7 +233,6 @@ MORE_SFT = [
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_sft_equals_one_process(options):
-    # No step reaches the last batch of an epoch: there TRL's metrics omit ranks.
     pytest.importorskip("trl")
     _assert_equal(_train_sft, num_rows=32, max_steps=2, **options)
 

@@ -192,8 +192,6 @@ class NoLossArguments(type(tiny_model())):
         (lambda: OwnModel(), "expected a transformers PreTrainedModel"),
         (lambda: LlamaForSequenceClassification(tiny_model().config), "a loss of its own for whole sequences"),
         (lambda: tiny_model("gemma3", use_bidirectional_attention=True), "bidirectional"),
-        (lambda: _with(tiny_model("lfm2"), nn.Conv1d(32, 32, 3)), "Conv1d"),
-        (lambda: _with(tiny_model(), nn.Conv1d(32, 32, 3)), "Conv1d"),
         (lambda: tiny_model("doge"), "model.layers.0.self_attn (DogeAttention) picks the keys"),
         (lambda: tiny_model("phimoe"), "model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts"),
         (lambda: _with(tiny_model(), nn.Dropout(0.1, inplace=True)), "model.extra drops with p = 0.1"),
@@ -253,8 +251,14 @@ def _without_ring(trainer):
     trainer.model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
 
 
-def test_layer_without_the_ring_is_refused():
-    for message in run_ranks(2, _failure, prepare=_without_ring):
+@pytest.mark.parametrize("family", ["lfm2", "llama"])
+def test_a_convolution_is_refused_where_nothing_proves_it(family):
+    trainer = make_trainer(model=_with(tiny_model(family), nn.Conv1d(32, 32, 3)))
+    assert "Conv1d" in str(_refusal(trainer, {"context_parallel_size": 2, "first_batch_check": False}))
+
+
+def test_layer_without_the_ring_is_refused_where_nothing_proves_it():
+    for message in run_ranks(2, _failure, prepare=_without_ring, config={"first_batch_check": False}):
         assert "has 2 layers but called ringtile's attention 1 times" in message
 
 

@@ -187,7 +187,7 @@ def test_tiling_twice_and_strange_forwards_are_refused() -> None:
         tile_mlps(model)
     handle.restore()
     model.model.layers[0].mlp.forward = lambda x: x
-    with pytest.raises(Refused, match=r"the forward of model\.layers\.0\.mlp was replaced by <function"):
+    with pytest.raises(Refused, match=r"the forward of model\.layers\.0\.mlp was replaced by .*<lambda>;"):
         tile_mlps(model)
     with pytest.raises(InputError, match="num_shards is 0"):
         tile_mlps(tiny_model(), num_shards=0)
@@ -332,7 +332,7 @@ def test_any_use_of_logits_in_training_is_refused(use, name) -> None:
 def test_what_tiled_loss_cannot_replace_is_refused() -> None:
     model = tiny_model()
     model._loss_function = causal_lm_loss
-    with pytest.raises(Refused, match="LlamaForCausalLM computes its loss with <function causal_lm_loss"):
+    with pytest.raises(Refused, match="LlamaForCausalLM computes its loss with causal_lm_loss,"):
         tile_loss(model)
 
     model = tiny_model()

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import ringtile
 import torch
+from hf_models import tiny_model
 from hf_training import TOLERANCE, Padded, Run, assert_equal_training, make_trainer, packed, train
 from pool import run_ranks
 from ringtile.hf import attention
@@ -133,3 +134,22 @@ def test_loss_without_a_token_count_is_the_mean_over_the_batch(average):
     expected = _loss_of_one_batch(None, average)
     losses = run_ranks(2, _loss_of_one_batch, {"context_parallel_size": 2}, average)
     assert sum(losses) / 2 == pytest.approx(expected, rel=TOLERANCE)
+
+
+def _train_with_muon(config) -> Run:
+    model = tiny_model("llama").double().train()
+    matrices = [weight for weight in model.parameters() if weight.requires_grad_(weight.dim() == 2).requires_grad]
+    return train(
+        config,
+        model=model,
+        evaluate=False,
+        trainer_arguments={"optimizers": (torch.optim.Muon(matrices, lr=0.02), None)},
+    )
+
+
+def test_muon_trains_as_in_one_process():
+    """In float64: Muon rounds gradients to bfloat16, so that one of float32 that differs in its last bit may move a
+    weight by 2^-8 of the step, on one process too."""
+    expected = _train_with_muon(None)
+    for run in run_ranks(2, _train_with_muon, {"context_parallel_size": 2}):
+        assert_equal_training(run, expected)

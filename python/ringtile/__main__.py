@@ -1,7 +1,5 @@
 """`python -m ringtile`, the same as the `ringtile` command."""
 
-import sys
+from ringtile.cli import command
 
-from ringtile.cli import main
-
-sys.exit(main())
+command()

@@ -52,6 +52,7 @@ class Config(Section):
     activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
     gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
     log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py
+    first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
     timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
 
     @model_validator(mode="before")

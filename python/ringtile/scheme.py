@@ -18,7 +18,7 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 
 EXPECTED = (
     "ring, all_gather, ulysses, usp:M (M ranks share the heads; usp: those of a host), staged:T (T stages) or auto"
@@ -41,7 +41,7 @@ class Scheme:
         """InputError: the text names no scheme."""
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise InputError(f"the scheme is {text!r}; expected {EXPECTED}")
+            raise InputError(f"the scheme is {shown(text)}; expected {EXPECTED}")
         plain, numbered, number = match.groups()
         if plain is not None:
             return cls(text, None if plain == "ulysses" else 1, at_once=plain == "all_gather")

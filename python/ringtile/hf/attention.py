@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile.errors import Refused
 from ringtile.hf import temperature
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
 from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.ring.attention import attention, ring_attention
 from ringtile.ring.weight_dropout import AttentionDropout
@@ -32,6 +32,8 @@ _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as in
 
 # Models whose own eager function computes what scaled_dot_product_attention cannot: sinks.
 _EAGER = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+
+_OF_MODES = {"__torch_function__", "handle_torch_function"}  # what runs below a function of torch, under a mode
 
 # Keyword arguments that change the scores in ways the kernels do not support.
 _REFUSED = {
@@ -51,8 +53,9 @@ def register() -> None:
 def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the model: replaces the mask of a sharded batch by an empty one, (B, 1, 0, 0)."""
     if kwargs.get(BATCH_ARGUMENT) is not None:
-        position_ids = kwargs["position_ids"]
-        empty = torch.empty(position_ids.size(0), 1, 0, 0, dtype=torch.bool, device=position_ids.device)
+        main = main_input(args, kwargs)
+        assert main is not None  # of it the batch was made
+        empty = torch.empty(main.size(0), 1, 0, 0, dtype=torch.bool, device=main.device)
         setattr(empty, BATCH_ARGUMENT, kwargs[BATCH_ARGUMENT])  # for models that do not hand keyword arguments down
         kwargs = {**kwargs, "attention_mask": empty}
     return args, kwargs
@@ -66,6 +69,8 @@ def refuse_use_of_mask(error: RuntimeError) -> None:
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
+        if traceback.tb_next.tb_frame.f_code.co_name in _OF_MODES:
+            break
         traceback = traceback.tb_next
     if traceback is None or "(0)" not in str(error):  # The size of tensor a (8) must match the size of tensor b (0)
         return
@@ -142,6 +147,12 @@ def attention_mask(**kwargs: Any) -> Tensor | None:
 def _needs_eager(config: Any) -> bool:
     """Whether the model has softcap or sinks, which scaled_dot_product_attention cannot compute."""
     return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type in _EAGER
+
+
+def attends_whole(model: PreTrainedModel) -> bool:
+    """Whether transformers' own attention, on a batch that is not sharded, leaves nothing of this model out."""
+    has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
+    return not has_sinks or model.config.get_text_config().model_type in _EAGER
 
 
 def _counted_dropout(module: nn.Module, query: Tensor, probability: float) -> AttentionDropout | None:

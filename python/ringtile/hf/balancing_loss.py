@@ -18,8 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.mixtral import modeling_mixtral
 
 from ringtile.errors import Refused
 from ringtile.hf.batch import ShardedBatch
@@ -50,12 +51,17 @@ def check_balancing_loss(model: PreTrainedModel) -> None:
 
 
 def install_balancing_loss(
-    model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None], group: ContextParallelGroup
+    wrapped: nn.Module,
+    model: PreTrainedModel,
+    ledger: Ledger,
+    active_batch: Callable[[], ShardedBatch | None],
+    group: ContextParallelGroup,
 ) -> None:
     """Makes the model's balancing loss that of the group's sequence, for batches that are sharded.
 
     The function is one of the model's file, so other models of that type call the replacement too: without a sharded
-    batch it is the original.
+    batch it is the original. TRL's fused head calls that of Mixtral's file for every type of model. wrapped: the model
+    with its adapters, of which AdaLoRA's calls the inner module's forward, without its hooks.
     """
     original = _function_of(model)
     if original is None or not _is_known(original):
@@ -86,8 +92,9 @@ def install_balancing_loss(
         if batch is not None and batch.balancing_loss is not None and isinstance(outputs, dict):
             outputs["aux_loss"] = batch.balancing_loss
 
-    ledger.set(sys.modules[type(model).__module__], _NAME, balancing_loss)
-    ledger.on_restore(model.register_forward_hook(without_share).remove)
+    for module in {sys.modules[type(model).__module__], modeling_mixtral}:
+        ledger.set(module, _NAME, balancing_loss)
+    ledger.on_restore(wrapped.register_forward_hook(without_share).remove)
 
 
 def _sums(gate_logits: _Logits, num_experts: int, top_k: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,9 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -50,3 +52,9 @@ class ShardedBatch:
     def unshard(self, local: Tensor) -> Tensor:
         """The shards (B, N, ...) of all ranks -> (B, S, ...) without the padding. A collective, differentiable."""
         return self.sequence.unshard(local, dim=1)[:, : self.seq_len]
+
+
+def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""
+    main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
+    return main if isinstance(main, Tensor) else None

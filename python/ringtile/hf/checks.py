@@ -20,6 +20,7 @@ from transformers.integrations import sdpa_attention
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
 from ringtile.hf import recurrent
+from ringtile.hf.adapters import adds_tokens
 from ringtile.hf.balancing_loss import check_balancing_loss
 from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
 from ringtile.hf.model import INSTEAD, text_modules
@@ -51,7 +52,12 @@ _FUNCTIONS = (
     (masking_utils, "sdpa_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
     (masking_utils, "eager_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
 )
-_ACCELERATOR_METHODS = {"prepare_data_loader": ("data_loader",), "gather": ("tensor",), "_prepare_cp": ("args",)}
+_ACCELERATOR_METHODS = {
+    "prepare_data_loader": ("data_loader",),
+    "gather": ("tensor",),
+    "gather_for_metrics": ("input_data",),
+    "_prepare_cp": ("args",),
+}
 # Modules whose compute_loss sums over tokens wherever they are. Any other compute_loss gets full sequences.
 _SFT = "trl.trainer.sft_trainer"
 _SUM_OVER_TOKENS = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
@@ -91,9 +97,9 @@ def uses_model_loss(trainer: Trainer) -> bool:
 
 
 def needs_full_sequences(trainer: Trainer) -> bool:
-    """Whether the Trainer computes a loss of its own, which may combine tokens in any way."""
+    """Whether the Trainer computes a loss of its own, which may combine tokens in any way, or its model adds tokens."""
     own = _home(trainer, "compute_loss").__module__ not in _SUM_OVER_TOKENS
-    return own or trainer.compute_loss_func is not None
+    return own or trainer.compute_loss_func is not None or adds_tokens(trainer.model)
 
 
 def check_sizes(trainer: Trainer, config: Config) -> None:
@@ -189,10 +195,11 @@ def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
         raise Refused(f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}")
 
 
-def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
+def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: bool = False) -> None:
     """Raises Refused for models that mix tokens outside of attention, or that need the full sequence.
 
-    classifier: the model scores the last token, and its Trainer computes the loss.
+    classifier: the model scores the last token, and its Trainer computes the loss. proved: the first batch will show
+    whether convolutions mix tokens.
     """
     config, name = model.config.get_text_config(), type(model).__name__
     if not classifier and not is_sum_over_tokens(model):
@@ -221,7 +228,7 @@ def check_model(model: PreTrainedModel, classifier: bool = False) -> None:
         for path, module in modules
         if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in mixers)
     ]
-    if convolutions:
+    if convolutions and not proved:
         raise Refused(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )

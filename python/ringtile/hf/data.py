@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,18 +48,66 @@ def prepare_loader(accelerator: Accelerator, group: ContextParallelGroup, loader
     return loader
 
 
-def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
+def gather_rows(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
     """`Accelerator.gather_for_metrics`, where the ranks of a group all hold the same rows and one copy is kept.
 
-    data: tensors (n, ...), nested in tuples, lists or mappings -> (n * data_size, ...). At the end of a data set the
-    rows that only fill up the last batch are dropped.
+    data: tensors (n, ...) -> (n * data_size, ...), or () -> (data_size,), nested in tuples, lists or mappings. At the
+    end of a data set the rows that only fill up the last batch are dropped.
+    Raises Refused for anything but tensors.
     """
-    state = accelerator.gradient_state
-    surplus = state.end_of_dataloader and state.remainder > 0
 
     def one_copy(rows: Tensor) -> Tensor:
-        rows = rows.reshape(group.data_size, group.size, -1, *rows.shape[1:])[:, 0].flatten(0, 1)
-        return rows[: state.remainder] if surplus else rows
+        return rows.reshape(group.data_size, group.size, -1, *rows.shape[1:])[:, 0].flatten(0, 1)
 
-    with torch.no_grad():
-        return recursively_apply(one_copy, accelerator.gather(data))
+    return _without_surplus(accelerator, 1, recursively_apply(one_copy, _gather(accelerator, data)))
+
+
+def gather_parts(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
+    """`Accelerator.gather_for_metrics`, where each rank of a group holds the part of its shard in a number.
+
+    data: tensors () -> (ranks,), nested. accelerate takes each number for a row, and drops some at the end of a data
+    set; here the ranks of a group are kept or dropped together, so that a sum, and a mean of numbers that are equal on
+    a group, are those of as many processes as there are groups.
+    Raises Refused for anything but tensors.
+    """
+    return _without_surplus(accelerator, group.size, _gather(accelerator, data))
+
+
+def _gather(accelerator: Accelerator, data: Any) -> Any:
+    try:
+        with torch.no_grad():
+            return accelerator.gather(data)
+    except TypeError as error:
+        raise refused_objects(data) from error
+
+
+def refused_objects(data: Any) -> Refused:
+    return Refused(
+        f"gather_for_metrics of objects, of a {type(data).__name__}; expected tensors: from nothing else does ringtile "
+        f"drop the copies of the ranks that share a sequence"
+    )
+
+
+def _without_surplus(accelerator: Accelerator, copies: int, data: Any) -> Any:
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return data
+    return recursively_apply(lambda rows: rows[: copies * state.remainder], data)
+
+
+class EvaluationMetrics(dict[str, Any]):
+    """The metrics of an evaluation. transformers adds its speeds, and takes each rank's batch for another one."""
+
+    def __init__(self, metrics: dict[str, Any], num_samples: int, batch_size: int, group: ContextParallelGroup) -> None:
+        """batch_size: of one rank."""
+        super().__init__(metrics)
+        ranks = group.size * group.data_size
+        steps, counted = (math.ceil(num_samples / (batch_size * batches)) for batches in (group.data_size, ranks))
+        self._steps_counted = steps / max(counted, 1)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        more = dict(*args, **kwargs)
+        for name in more:
+            if name.endswith("_steps_per_second"):
+                more[name] = round(more[name] * self._steps_counted, 3)
+        super().update(more)

@@ -121,6 +121,10 @@ class CountedDropout(TrainerCallback):
                     f"expected the model to be complete before"
                 )
 
+    def rewind(self) -> None:
+        """Begins the step again: the next forward pass draws what the first one draws."""
+        self._num_rows, self._tokens, self._graphs = 0, None, []
+
     # ---- one step -------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile.errors import InputError, Refused
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import first_tokens, mask_of_batch
 from ringtile.ring.block_kernel import AttentionKernel
@@ -56,6 +56,7 @@ def shard_batch(
     positions: Tensor | None = None,
     layers: Iterable[LayerMask] = (),
     positions_separate: bool = True,
+    takes_rows: bool = False,
     causal: bool = True,
     shifts_labels: bool = True,
     attention_kernel: AttentionKernel = "ringtile",
@@ -68,12 +69,13 @@ def shard_batch(
     for code that counts tokens. makes_positions: the model counts 0, 1, ... for a batch without position ids, and so
     does this function; positions (B, S): the model would make these instead. layers: what the model's layers attend,
     whose masks torch.compile cannot make. positions_separate: whether position ids that start again start a document,
-    for this model. causal: whether the model attends no later token. shifts_labels: whether a token predicts the next
-    label; else it predicts its own, and there are no `shift_labels`.
+    for this model. takes_rows: whether the model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N).
+    causal: whether the model attends no later token. shifts_labels: whether a token predicts the next label; else it
+    predicts its own, and there are no `shift_labels`.
     Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
-    main = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if not isinstance(main, Tensor) or main.dim() < 2:
+    main = main_input((), inputs)
+    if main is None or main.dim() < 2:
         raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
     batch_size, seq_len = main.shape[:2]
     # token_type_ids are embedded by encoders; decoders (Gemma 3) read from them which tokens attend later ones.
@@ -82,7 +84,7 @@ def shard_batch(
     }
     targets = "shift_labels" if shifts_labels else "labels"
     _refuse(inputs, {*_PADDING, *_GLOBAL_KEYS} - unknown)
-    per_token = _per_token(inputs, main, makes_positions, positions, shifts_labels)
+    per_token = _per_token(inputs, main, makes_positions, positions, takes_rows, shifts_labels)
     mask = mask_of_batch(inputs, batch_size, seq_len, positions_separate, causal)
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
@@ -102,9 +104,10 @@ def shard_batch(
         batch.narrowed(layer)
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
     for name, tensor in per_token.items():
-        width = (0, 0) * (tensor.dim() - 2) + (0, padding)
-        local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX)), dim=1)
-    batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
+        dim = tensor.dim() - 1 if name == "position_ids" else 1
+        width = (0, 0) * (tensor.dim() - 1 - dim) + (0, padding)
+        local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX)), dim=dim)
+    batch.token_weights, batch.position_ids = local["attention_mask"], _of_text(local["position_ids"])
     if shifts_labels and inputs.get("labels") is not None:
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
     local.update({"use_cache": False, BATCH_ARGUMENT: batch})
@@ -125,7 +128,12 @@ def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _per_token(
-    inputs: Mapping[str, Any], main: Tensor, makes_positions: bool, positions: Tensor | None, shifts_labels: bool
+    inputs: Mapping[str, Any],
+    main: Tensor,
+    makes_positions: bool,
+    positions: Tensor | None,
+    takes_rows: bool,
+    shifts_labels: bool,
 ) -> dict[str, Tensor]:
     """The global tensors with one entry per token: the keys of _PADDING, and labels that are not to be shifted."""
     batch_size, seq_len = main.shape[:2]
@@ -141,7 +149,7 @@ def _per_token(
             )
         counted = torch.arange(seq_len, device=main.device)[None]
         per_token["position_ids"] = counted if positions is None else positions
-    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len)
+    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, takes_rows)
     per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
     if inputs.get("labels") is not None and not shifts_labels:
         per_token["labels"] = inputs["labels"]
@@ -150,10 +158,17 @@ def _per_token(
     return per_token
 
 
-def _rows(position_ids: Tensor, batch_size: int, seq_len: int) -> Tensor:
-    """(B, S) from (B, S) or from (1, S), which models accept for all rows."""
-    if position_ids.dim() != 2 or position_ids.size(0) not in (1, batch_size) or position_ids.size(1) != seq_len:
+def _rows(position_ids: Tensor, batch_size: int, seq_len: int, takes_rows: bool) -> Tensor:
+    """(B, S) from (B, S) or from (1, S), which models accept for all rows; likewise behind 3 or 4 rows of M-RoPE."""
+    known = position_ids.dim() == 2 or (takes_rows and position_ids.dim() == 3 and position_ids.size(0) in (3, 4))
+    if not known or position_ids.size(-2) not in (1, batch_size) or position_ids.size(-1) != seq_len:
         raise InputError(
             f"position_ids are {tuple(position_ids.shape)}; expected ({batch_size}, {seq_len}) or (1, {seq_len})"
+            + (" or, for the M-RoPE of this model, either behind a dimension of 3 or 4" if takes_rows else "")
         )
-    return position_ids.expand(batch_size, seq_len)
+    return position_ids.expand(*position_ids.shape[:-2], batch_size, seq_len)
+
+
+def _of_text(position_ids: Tensor) -> Tensor:
+    """(B, N) from (B, N) or from (3 or 4, B, N)."""
+    return position_ids if position_ids.dim() == 2 else position_ids[0]

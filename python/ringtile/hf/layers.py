@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import sys
-import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
 
 
 class LayerMask(NamedTuple):
@@ -80,47 +76,3 @@ def _mask_of(config: Any, kind: str, causal: bool) -> LayerMask:
 
 def _of_window(window: int | None, causal: bool) -> LayerMask:
     return LayerMask() if window is None else LayerMask(window=window, causal=causal)
-
-
-# ---- documents ----------------------------------------------------------------------------------
-
-
-def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | None:
-    """Whether documents packed into a row are told apart by position ids that start again; None: not known.
-
-    Flash attention looks at the position ids itself. Other attention follows the masks that the model makes, and some
-    models (GPT-OSS, AFMoE, all encoders) hand these no position ids: in one process the documents of a row attend each
-    other.
-    """
-    flash = "flash" in str(model.config._attn_implementation)
-    if not causal:  # ModernBERT keeps the ids from flash attention, EuroBERT hands them on
-        return None if flash else False
-    return flash or all(_hands_positions(cls) for cls in {type(module) for module in model.modules()})
-
-
-def _hands_positions(cls: type[nn.Module]) -> bool:
-    """Whether every causal mask that the forward of a class makes is made from position ids."""
-    if not hasattr(sys.modules.get(cls.__module__), "create_causal_mask"):
-        return True
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, SyntaxError):  # the source is not there
-        return True
-    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
-        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }
-    return all(
-        any(
-            keyword.arg == "position_ids"
-            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
-            for keyword in node.keywords
-        )
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and (node.func.id.endswith("causal_mask") or node.func.id == "mask_function")
-    )

@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, Refused
+from ringtile.errors import ConfigError, InputError, Refused, shown
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.mlp import from_liger
 from ringtile.ops import state_dtype
 from ringtile.tiled.loss import loss_tile_tokens, tiled_linear_cross_entropy
-from ringtile.tiled.tiles import compute_dtype
+from ringtile.tiled.tiles import compute_dtype, tile_limit
 
 _OPERATORS = (
     *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "pow", "matmul", "rmatmul"),
@@ -87,7 +87,7 @@ class TiledLogits:
 
     def _times(self, number: Any, operation: str, invert: bool) -> TiledLogits:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number) or not number:
-            raise _refused(f"{operation} by {number!r}")
+            raise _refused(f"{operation} by {shown(number)}")
         factor = 1 / Fraction(number) if invert else Fraction(number)
         # f c tanh(x / c) = C tanh(f x / C) with C = |f| c
         softcap = None if self.softcap is None else self.softcap * abs(factor)
@@ -139,7 +139,9 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
     if from_liger(model):
         raise ConfigError(f"tiled_loss: Liger has replaced the forward of {name}; turn one of the two off")
     if model.loss_function is not ForCausalLMLoss:
-        raise Refused(f"tiled_loss: {name} computes its loss with {model.loss_function!r}, expected ForCausalLMLoss")
+        raise Refused(
+            f"tiled_loss: {name} computes its loss with {shown(model.loss_function)}, expected ForCausalLMLoss"
+        )
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
     if not is_linear or "forward" in vars(head):
@@ -163,14 +165,14 @@ def _head_forward(
     """
     if loss is not None:
         return loss(hidden, head.weight, head.bias)
-    if not head.training:
+    if not head.training or tile_limit() == 0:
         return nn.Linear.forward(head, hidden)
     for hooks in (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks):
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith(_SHARDING):
                 raise Refused(
-                    f"tiled_loss: the output projection has a hook that would never see logits, {hook!r}; remove it, "
-                    "or set tiled_loss: false"
+                    f"tiled_loss: the output projection has a hook that would never see logits, {shown(hook)}; remove "
+                    "it, or set tiled_loss: false"
                 )
     return TiledLogits(head, hidden)
 
@@ -217,7 +219,7 @@ def tiled_causal_lm_loss(
         logit_scale=float(logits.scale),
         softcap=float(logits.softcap or 0),
         num_items=num_items_in_batch,
-        tile_tokens=min(tile_tokens, loss_tile_tokens(vocab_size, logits.dtype)),
+        tile_tokens=min(tile_tokens, loss_tile_tokens(vocab_size, logits.dtype), tile_limit() or tile_tokens),
     )
     head = logits.head
 

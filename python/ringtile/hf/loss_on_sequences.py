@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 
-from ringtile.hf import checks, model
+from ringtile.hf import adapters, checks, data, model
 from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.model_loss import watch_loss
-from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
+from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score
@@ -30,12 +29,15 @@ class LossOnSequences(Strategy):
 
     def check(self) -> None:
         checks.check_not_compiled(self.trainer)
-        checks.check_model(self.base, classifier=has_score(self.base))
+        checks.check_model(self.base, classifier=has_score(self.base), proved=self.config.first_batch_check)
 
     @property
     def entry(self) -> nn.Module:
         assert self.trainer.model is not None  # base_model has refused it otherwise
-        return self.base.base_model if has_score(self.base) else self.trainer.model
+        return self.base.base_model if has_score(self.base) else adapters.receiver(self.trainer.model)
+
+    def counts_groups(self) -> bool:
+        return self.in_step
 
     def install_loss(self) -> None:
         trainer = self.trainer
@@ -45,16 +47,14 @@ class LossOnSequences(Strategy):
             self.replace(trainer, name, self._in_step)
         if not accelerate_knows_groups(trainer.accelerator):
             self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
-        self._count_groups(trainer.accelerator)
-        if hasattr(trainer, "_tp_size"):  # TRL divides its token counts by it
-            self.ledger.set(trainer, "_tp_size", self.group.size)
+        self.gather_with(data.gather_rows)
         for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
             if wrapped is not None:
-                wrapped = trainer.accelerator.unwrap_model(wrapped)
+                wrapped = adapters.receiver(trainer.accelerator.unwrap_model(wrapped))
                 base = model.base_model(wrapped)
                 self.switch_model(wrapped, base)
                 if not has_score(base):
-                    watch_loss(wrapped, base, self.ledger, lambda: self.active_batch, self.group.size)
+                    watch_loss(wrapped, base, self.ledger, lambda: self.active_batch)
                 draws = RandomDraws(base)
                 hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
                 hooks.install(wrapped, base, self.ledger)
@@ -75,22 +75,9 @@ class LossOnSequences(Strategy):
             for hooks in self.hooks:
                 hooks.stop_watching()
 
-    def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch] | None:
+    def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
         """None for a batch of other code, such as generate(), on which the model runs as it is."""
         return self.shard(inputs) if self.in_step else None
-
-    def _count_groups(self, accelerator: Accelerator) -> None:
-        """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
-        cls = type(accelerator)
-
-        def num_processes(accelerator: Any) -> int:
-            num_ranks: int = cls.num_processes.fget(accelerator)
-            sharded = self.in_step and not deepspeed_shards_sequences(accelerator)
-            return num_ranks // self.group.size if sharded else num_ranks
-
-        counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
-        accelerator.__class__ = counting
-        self.ledger.on_restore(lambda: setattr(accelerator, "__class__", cls))
 
     def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """T: averaged over devices, the original counts every batch once per rank of a group."""

@@ -15,9 +15,10 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import Refused
-from ringtile.hf import checks
+from ringtile.hf import checks, data
 from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.ledger import Ledger
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
@@ -29,7 +30,7 @@ class LossOnShards(Strategy):
 
     def check(self) -> None:
         checks.check_mean_over_targets(self.trainer, self.base)
-        checks.check_model(self.base)
+        checks.check_model(self.base, proved=self.config.first_batch_check)
         checks.check_recurrent(self.trainer, self.base)
 
     @property
@@ -37,26 +38,34 @@ class LossOnShards(Strategy):
         assert self.trainer.model is not None  # base_model has refused it otherwise
         return self.trainer.model
 
+    def counts_groups(self) -> bool:
+        return self.proves_whole
+
     def install_loss(self) -> None:
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
         self.draws = RandomDraws(self.base)
         self.watches_loss = checks.uses_model_loss(trainer)
+        self.replace(trainer, "training_step", self._training_step)
         self.replace(trainer, "compute_loss", self._compute_loss)
         self.replace(trainer, "prediction_step", self._prediction_step)
         if not accelerate_knows_groups(trainer.accelerator):
             self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        self.gather_with(data.gather_parts)
         if trainer.label_smoother is not None:
             self.replace(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
-            watch_loss(self.entry, self.base, self.ledger, lambda: self.active_batch, self.group.size)
+            watch_loss(self.entry, self.base, self.ledger, lambda: self.active_batch)
 
     @contextlib.contextmanager
-    def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch]]:
+    def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
         """This rank's part of a batch, on which the model runs inside the context; checked at its end."""
         local, batch = self.shard(inputs)
         self.last_batch = batch
+        if batch is None:
+            yield local, None
+            return
         try:
             yield local, batch
         except RuntimeError as error:
@@ -68,6 +77,11 @@ class LossOnShards(Strategy):
 
     # ---- training -------------------------------------------------------------------------------
 
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of the batch: the Trainer leaves out of its log what is not finite, as the loss of a shard may be
+        where that of another is."""
+        return self.group.mean(original(*args, **kwargs))
+
     def _compute_loss(
         self,
         original: Callable[..., Any],
@@ -78,14 +92,37 @@ class LossOnShards(Strategy):
     ) -> Any:
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
         self.check_training(model)
-        with self._sharded(inputs) as (local, batch):
+        if self.proves_whole:
+            return self._whole_loss(original, model, inputs, return_outputs, num_items_in_batch)
+        with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:
+            assert batch is not None
             batch.mean_share = self._mean_share(num_items_in_batch is not None)
             if num_items_in_batch is None and batch.num_targets is not None:
                 num_items_in_batch = self._targets_per_rank(batch.num_targets)
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
                     local["num_items_in_batch"] = num_items_in_batch
+                # Given a count, SFTTrainer divides its balancing loss by the steps of the last accumulation.
+                one_step = Ledger()
+                stack.callback(one_step.restore)
+                one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
             with self.draws.refused(model):
                 return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+
+    def _whole_loss(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool,
+        num_items: Any,
+    ) -> Any:
+        """The loss of one process on the whole batch, of which `_compute_loss` gives the ranks' mean."""
+        if num_items is not None and not self._trainer_scales():  # this rank's part of the count
+            num_items = num_items * self.group.size
+        with self._sharded(inputs) as (local, batch):
+            if batch is not None:
+                batch.mean_share = 1.0
+            return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items)
 
     def _targets_per_rank(self, num_targets: Tensor) -> Tensor:
         """The count that turns sums over shards into the mean over one batch, where no count was given.
@@ -97,8 +134,11 @@ class LossOnShards(Strategy):
 
     def _trainer_factor(self) -> int:
         """What the Trainer multiplies a loss by that was divided by a number of items."""
-        scales = self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs
-        return self.trainer.accelerator.num_processes if scales else 1
+        return self.trainer.accelerator.num_processes if self._trainer_scales() else 1
+
+    def _trainer_scales(self) -> bool:
+        """Whether the Trainer counts items over all devices, and multiplies the loss by their number."""
+        return bool(self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs)
 
     def _mean_share(self, num_items_given: bool) -> float:
         """The factor of what is not divided by a number of items, such as a balancing loss, in the loss of a shard.
@@ -119,6 +159,8 @@ class LossOnShards(Strategy):
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded."""
+        if self.active_batch is None:  # a whole batch, to prove the first one
+            return original(outputs, labels, **kwargs)
         return original(outputs, labels, **{**kwargs, "shift_labels": False})
 
     # ---- evaluation -----------------------------------------------------------------------------
@@ -139,9 +181,10 @@ class LossOnShards(Strategy):
         with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
             loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)
         batch = self.last_batch
-        assert batch is not None
         if loss is not None:
             loss = self.group.mean(loss)
+        if batch is None:
+            return loss, logits, labels
         return loss, recursively_apply(functools.partial(self._unshard, batch), logits), labels
 
     def _unshard(self, batch: ShardedBatch, output: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 The rule is transformers' own: with an `attention_mask` (B, S), position ids do not separate documents; without one, a
 document starts wherever `position_ids` do not continue by one, if the model looks at them
-(`layers.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids in the attention mask always separate
+(`packing.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids in the attention mask always separate
 documents; each of them narrows the mask.
+
+Shape letters: B batch, S global tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def mask_of_batch(
     Raises MaskNotExpressible, Refused for a batch that contradicts itself, InputError for wrong shapes.
     """
     mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
-    attention_mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+    attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     if attention_mask is not None:
         mask = mask & _of_attention_mask(attention_mask, position_ids, batch_size, seq_len, causal)
     elif position_ids is not None and positions_separate:
@@ -43,13 +45,30 @@ def mask_of_batch(
     return _one_row_if_equal(mask)
 
 
+def documents_of(position_ids: Tensor | None) -> Tensor | None:
+    """The position ids (B, S) that count the tokens of each document; None where no ids do.
+
+    position_ids: (B, S); or of M-RoPE, (4, B, S), whose first row is that of text, or (3, B, S), the same for text.
+    """
+    if position_ids is None or position_ids.dim() != 3:
+        return position_ids
+    if position_ids.size(0) == 4 or bool((position_ids == position_ids[:1]).all()):
+        return position_ids[0]
+    return None
+
+
+def positions_restart(inputs: Mapping[str, Any]) -> bool:
+    """Whether a batch packs documents that position ids which start again tell apart, to transformers too."""
+    documents = documents_of(inputs.get("position_ids"))
+    if documents is None or inputs.get("attention_mask") is not None:
+        return False
+    return bool((documents.diff(dim=-1) != 1).any())
+
+
 def positions_alone_separate(inputs: Mapping[str, Any]) -> bool:
     """Whether a batch packs documents that nothing but position ids which start again tells apart."""
-    position_ids = inputs.get("position_ids")
-    others = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-    if position_ids is None or any(inputs.get(name) is not None for name in others):
-        return False
-    return bool((position_ids.diff(dim=-1) != 1).any())
+    others = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+    return all(inputs.get(name) is None for name in others) and positions_restart(inputs)
 
 
 def first_tokens(attention_mask: Tensor | None) -> tuple[int, ...]:

@@ -39,10 +39,12 @@ class LogMetrics(TrainerCallback):
         """transport: of the group of ranks that share each sequence, group_size of them; None where none is shared."""
         self.trainer, self.transport, self.group_size = trainer, transport, group_size
         self.found: dict[str, float] = {}  # for the next line of the log
+        self.begun = False  # the first step of a training
         self._begin()
 
     def install(self, ledger: Ledger) -> None:
-        for name, replacement in (("training_step", self._training_step), ("log", self._log)):
+        replacements = {"get_batch_samples": self._get_batch_samples, "training_step": self._training_step}
+        for name, replacement in (replacements | {"log": self._log}).items():
             original = getattr(self.trainer, name)
             ledger.set(self.trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
         self.trainer.add_callback(self)
@@ -58,6 +60,12 @@ class LogMetrics(TrainerCallback):
         """What `spent` counts, since ever."""
         counts = [0, 0.0] if self.transport is None else [self.transport.bytes_sent, self.transport.wait_seconds]
         return [time.perf_counter(), *counts]
+
+    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        samples = original(*args, **kwargs)
+        if not self.begun:  # the proof of the first batch is no step
+            self.begun, self.since = True, self._now()
+        return samples
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
@@ -75,6 +83,7 @@ class LogMetrics(TrainerCallback):
     # ---- the Trainer's calls --------------------------------------------------------------------
 
     def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+        self.begun = False
         self._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

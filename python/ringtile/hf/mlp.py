@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, Refused
+from ringtile.errors import ConfigError, InputError, Refused, shown
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.mlp_search import find_mlps
 from ringtile.tiled.mlp import check_parts, run_tiles
-from ringtile.tiled.tiles import check_tile_tokens
+from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
 
 def tile_mlps(
@@ -93,7 +93,7 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     if forward is None:
         return type(module).forward
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        raise Refused(f"tiled MLP: the forward of {name} was replaced by {forward!r}; expected a method of the module")
+        raise Refused(f"tiled MLP: the forward of {name} was replaced by {shown(forward)}; expected its own method")
     if isinstance(forward.__func__, _TiledForward):
         raise Refused(f"tiled MLP: {name} is tiled already; restore() it first")
     return forward.__func__
@@ -115,10 +115,13 @@ class _TiledForward:
         if len(given) != 1 or not isinstance(given[0], Tensor):
             raise Refused(f"tiled MLP: {self.name} was called with {len(given)} arguments, expected one tensor")
         x = given[0]
-        tile_tokens = self.tile_tokens
+        limit, tile_tokens = tile_limit(), self.tile_tokens
+        if limit == 0:
+            return self.own_forward(module, x)
         if self.num_shards is not None:
             num_tokens = x.shape[:-1].numel()
             tile_tokens = max(1, -(-num_tokens // self.num_shards))  # rounded up: at most num_shards tiles
+        tile_tokens = min(tile_tokens, limit or tile_tokens)
         recorded = _active_collector.get()  # type: ignore[no-untyped-call]
         if not recorded:
             return run_tiles(module, self.own_forward, x, tile_tokens, self.use_original_mlp)

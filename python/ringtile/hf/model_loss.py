@@ -48,7 +48,6 @@ def watch_loss(
     model: PreTrainedModel,
     ledger: Ledger,
     active_batch: Callable[[], ShardedBatch | None],
-    group_size: int,
 ) -> None:
     """Counts, on the ShardedBatch, calls of the model's loss function with the labels and their number over all shards.
 
@@ -58,7 +57,7 @@ def watch_loss(
     shifts = shifts_labels(model)
     ledger.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function, shifts))
     if not shifts:
-        part = _PartOfMean(type(model).__name__, active_batch, group_size)
+        part = _PartOfMean(type(model).__name__, active_batch)
         ledger.on_restore(wrapped.register_forward_hook(part.replace_loss, with_kwargs=True).remove)
 
 
@@ -77,8 +76,8 @@ class _PartOfMean:
     either. The first loss of a shard is compared with the cross entropy that replaces it.
     """
 
-    def __init__(self, model: str, active_batch: Callable[[], ShardedBatch | None], group_size: int) -> None:
-        self._model, self._active_batch, self._group_size = model, active_batch, group_size
+    def __init__(self, model: str, active_batch: Callable[[], ShardedBatch | None]) -> None:
+        self._model, self._active_batch = model, active_batch
         self._compared = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -93,7 +92,7 @@ class _PartOfMean:
         total = self._cross_entropy(logits, labels)
         if not self._compared and bool(labels.ne(-100).any()):
             self._compare(mean.detach(), total.detach() / labels.ne(-100).sum())
-        outputs["loss"] = batch.mean_share * self._group_size * total / batch.num_targets
+        outputs["loss"] = batch.mean_share * batch.sequence.world_size * total / batch.num_targets
         batch.loss_calls += 1
 
     def _cross_entropy(self, logits: Any, labels: Tensor) -> Tensor:

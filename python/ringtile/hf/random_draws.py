@@ -86,14 +86,17 @@ class Watch:
         )
 
     def _only_skipped_none(self) -> bool:
-        """Whether the CPU's draws were those of LayerDrop with probability 0 (OPT, BART), one a layer."""
-        rates = [module.layerdrop for module in self._base.modules() if hasattr(module, "layerdrop")]
-        if not rates or any(rates):
+        """Whether the CPU's draws were those of LayerDrop with probability 0 (OPT, BART), one a layer, or of PEFT's
+        module_dropout (LoHa, LoKr), one an adapted module."""
+        modules = list(self._base.modules())
+        rates = [module.layerdrop for module in modules if hasattr(module, "layerdrop")]
+        dropped = [rate for module in modules for rate in dict(getattr(module, "module_dropout", {})).values()]
+        if not rates + dropped or any(rates + dropped):
             return False
         generator = torch.Generator()
         generator.set_state(self._before["cpu"])
         layers = [module for module in self._base.modules() if isinstance(module, nn.ModuleList)]
-        for _ in range(max(map(len, layers), default=0)):
+        for _ in range(max(map(len, layers), default=0) + len(dropped)):
             torch.rand([], generator=generator)
             if torch.equal(generator.get_state(), torch.get_rng_state()):
                 return True

@@ -24,12 +24,14 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ringtile import ops
 from ringtile.errors import Refused
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.layers import positions_separate
+from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
 from ringtile.hf.ledger import Ledger
-from ringtile.hf.masks import mask_of_batch, positions_alone_separate
+from ringtile.hf.masks import mask_of_batch
+from ringtile.hf.model import switch_attention
+from ringtile.hf.packing import positions_separate
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
 from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
 _CONV = frozenset({"causal_conv1d_fn"})
@@ -93,9 +95,10 @@ def install(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], S
 def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) -> None:
     """The same where no sequence is sharded: packed documents and padding stay apart in the mixers too.
 
-    wrapped: the model with its adapters, whose batches are whole sequences.
+    wrapped: the model with its adapters, whose batches are whole sequences. Attention is transformers' own where its
+    masks tell documents apart, and else ringtile's.
     """
-    separate = bool(positions_separate(model))
+    own = bool(positions_separate(model))
     inside: list[ShardedBatch] = []  # the model now: at most one
 
     def add_batch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -104,10 +107,13 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) ->
         use_cache = kwargs.get("use_cache")
         if model.config.get_text_config().use_cache if use_cache is None else use_cache:
             return args, kwargs  # generation: one document in a row
-        main = _main_input(args, kwargs)
+        main = main_input(args, kwargs)
         if main is None:
             return args, kwargs
-        sequence = _sequence(kwargs, main, separate, "flash" in str(model.config._attn_implementation))
+        mask = mask_of_batch(kwargs, main.size(0), main.size(1))
+        if own and "flash" not in str(model.config._attn_implementation):
+            _refuse_unseen(kwargs, main, mask)
+        sequence = ShardedSequence.of(mask, Layout.contiguous(main.size(1), 1), None)
         places = torch.arange(main.size(1), device=main.device)
         batch = ShardedBatch(sequence, main.size(1), max_position=0, num_targets=None, places=places)
         inside[:] = [batch]
@@ -117,6 +123,8 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) ->
     leave = wrapped.register_forward_hook(lambda module, args, out: inside.clear(), always_call=True)
     ledger.on_restore(leave.remove)
     install(model, ledger, lambda: inside[0] if inside else None)
+    if not own:
+        switch_attention(wrapped, ledger)
 
 
 def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
@@ -126,7 +134,7 @@ def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
     """
 
     def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        main = _main_input(args, kwargs)
+        main = main_input(args, kwargs)
         if main is None:
             return
         mask = mask_of_batch(kwargs, main.size(0), main.size(1), True)
@@ -141,32 +149,17 @@ def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
     ledger.on_restore(wrapped.register_forward_pre_hook(check, with_kwargs=True).remove)
 
 
-def _main_input(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""
-    main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-    return main if isinstance(main, Tensor) else None
-
-
-def _sequence(inputs: dict[str, Any], main: Tensor, separate: bool, flash: bool) -> ShardedSequence:
-    """Of a batch whose attention is transformers' own. Raises Refused where that would not separate the documents."""
-    if not separate and positions_alone_separate(inputs):
-        raise Refused(
-            "the model hands no position ids to its masks, so that the documents of a packed row attend each other; "
-            "expected rows of one document, or flash attention, or context_parallel_size above 1 with cu_seq_lens_q "
-            "and cu_seq_lens_k in the batch (DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
-        )
-    batch_size, seq_len = main.shape[:2]
-    mask = mask_of_batch(inputs, batch_size, seq_len, separate)
+def _refuse_unseen(inputs: dict[str, Any], main: Tensor, mask: IntervalMask) -> None:
+    """Raises Refused for a batch whose documents, by `mask`, the model's own attention would not separate."""
     seen = {name: value for name, value in inputs.items() if name in ("attention_mask", "position_ids")}
     if seen.get("attention_mask") is not None:
         seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
-    if not flash and mask_of_batch(seen, batch_size, seq_len, separate) != mask:
+    if mask_of_batch(seen, main.size(0), main.size(1)) != mask:
         raise Refused(
             "documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask, at none of which "
             "transformers' attention looks: its layers would mix what the recurrent layers keep apart. Pack without "
             "attention_mask and with position_ids that start again, or set context_parallel_size above 1"
         )
-    return ShardedSequence.of(mask, Layout.contiguous(seq_len, 1), None)
 
 
 def _hand_down_batch(

@@ -10,31 +10,33 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile.config import Config
 from ringtile.errors import Refused
-from ringtile.hf import checks, data, model, recurrent
+from ringtile.first_batch.trace import Call, Trace
+from ringtile.hf import adapters, checks, data, model, recurrent
+from ringtile.hf.attention import attends_whole
 from ringtile.hf.balancing_loss import install_balancing_loss
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
-from ringtile.hf.layers import layer_masks, num_layers, positions_separate
+from ringtile.hf.layers import layer_masks, num_layers
 from ringtile.hf.ledger import Ledger
-from ringtile.hf.masks import positions_alone_separate
+from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model_loss import shifts_labels
+from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.positions import Positions
 from ringtile.transport.groups import transport_of
 from ringtile.transport.placement import use_rates
-
-logger = logging.getLogger("ringtile")
 
 
 class Strategy(abc.ABC):
@@ -54,12 +56,15 @@ class Strategy(abc.ABC):
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
-        self.positions_separate = positions_separate(base, self.causal)
-        self.warned_of_packing = False
+        hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
+        self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
         self.positions = Positions(base, ledger, lambda: self.active_batch)
+        self.trace: Trace | None = None  # of the first batch, while it is proved
+        self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
+        self.proves_whole = False  # by one of the runs in which nothing is sharded
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -74,6 +79,10 @@ class Strategy(abc.ABC):
     def install_loss(self) -> None:
         """Replaces what the strategy must: the loss, the prediction step, the number of items, the model's hooks."""
 
+    @abc.abstractmethod
+    def counts_groups(self) -> bool:
+        """Whether the Trainer is to count a group as one process now."""
+
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
@@ -87,6 +96,7 @@ class Strategy(abc.ABC):
         if self.config.context_parallel_rates is not None:
             use_rates(transport_of(self.group.process_group), self.config.context_parallel_rates)
         self.install_loss()
+        self._count_groups(accelerator)
         self.dropout.install(self.base, self.entry, self.ledger)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -107,60 +117,86 @@ class Strategy(abc.ABC):
         model.pin_rope_length(base, self.ledger, lambda: self.active_batch)
         model.refuse_towers(base, self.ledger, lambda: self.active_batch)
         recurrent.install(base, self.ledger, lambda: self.active_batch)
-        install_balancing_loss(base, self.ledger, lambda: self.active_batch, self.group)
+        install_balancing_loss(wrapped, base, self.ledger, lambda: self.active_batch, self.group)
+        adapters.scale_regularizer(wrapped, self.ledger, lambda: self.active_batch)
 
     # ---- one batch ------------------------------------------------------------------------------
 
-    def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch]:
+    def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
         """This rank's part of a batch, for the model; it is the active batch from here on. A collective.
 
+        While the first batch is proved whole, the batch itself, and None if transformers' own code keeps its documents
+        apart; else ringtile does so, on one rank.
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         self.group.check_same_batch(inputs)
-        self._check_packing(inputs)
+        self.packing.check(inputs)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
         local, self.active_batch = shard_batch(
             {name: value for name, value in inputs.items() if name not in routers},
             layout=self.config.layout,
-            group=self.group.process_group,
-            makes_positions=self.positions.makes_ids,
+            group=None if self.proves_whole else self.group.process_group,
+            makes_positions=self.positions.makes_ids or self.config.first_batch_check,
             positions=self.positions.of_batch(inputs),
             layers=self.layers,
-            positions_separate=bool(self.positions_separate),
+            positions_separate=bool(self.packing.separate),
+            takes_rows=self.packing.takes_rows,
             causal=self.causal,
             shifts_labels=self.shifts_labels,
             attention_kernel=self.config.attention_kernel,
-            scheme=self.config.context_parallel_scheme,
+            scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
         )
+        if self.proves_whole and self._is_plain(inputs):
+            return self._whole(inputs), None
         local.update({name: inputs[name] for name in routers & inputs.keys()})
-        self.active_batch.mean_share = 1 / self.group.size
+        self.active_batch.mean_share = 1 / self.active_batch.sequence.world_size
+        if self.trace is not None:
+            sequence = self.active_batch.sequence
+            shape = (local["attention_mask"].size(0), sequence.local_len)
+            self.trace.begin(Call(shape, sequence, self.active_batch.seq_len, _tokens(inputs)))
         return local, self.active_batch
 
-    def _check_packing(self, inputs: Mapping[str, Any]) -> None:
-        """Warns once: the documents of a row attend each other, as in one process, and that is seldom wanted."""
-        if self.positions_separate or self.warned_of_packing or not positions_alone_separate(inputs):
-            return
-        name, add = type(self.base).__name__, "add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
-        add += "DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
-        if self.positions_separate is None:
-            raise Refused(
-                f"position_ids alone separate the documents of a row, and whether flash attention sees those of {name} "
-                f"is not known; expected documents that are told apart in another way: {add}"
-            )
-        self.warned_of_packing = True
-        if self.trainer.args.process_index == 0:
-            logger.warning(
-                "the documents of a packed row attend each other, with ringtile and without: %s hands no position ids "
-                "to its masks. To separate them, %s%s",
-                name,
-                add,
-                ", or load the model with flash attention" if self.causal else "",
-            )
+    # ---- the first batch ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def proving(self, trace: Trace, whole: bool) -> Iterator[None]:
+        """Inside, batches are recorded, and not sharded if `whole`."""
+        self.trace, self.proves_whole = trace, whole
+        try:
+            yield
+        finally:
+            self.trace, self.proves_whole, self.active_batch = None, False, None
+
+    def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether transformers' own code computes in this batch what ringtile's does."""
+        main = main_input((), dict(inputs))
+        if main is None or not attends_whole(self.base):
+            return False
+        if recurrent.mixers(model.text_modules(self.base)):  # transformers' are less exact, and join documents
+            return False
+        rows, seq_len = main.shape[:2]
+        mask = mask_of_batch(inputs, rows, seq_len, bool(self.packing.separate), self.causal)
+        seen = {name: value for name, value in inputs.items() if name in ("attention_mask", "position_ids")}
+        if seen.get("attention_mask") is not None:
+            seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
+        separate = bool(positions_separate(self.base, self.causal))
+        return mask_of_batch(seen, rows, seq_len, separate, self.causal) == mask
+
+    def _whole(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch as one process has it."""
+        main = main_input((), dict(inputs))
+        assert main is not None
+        if self.trace is not None:
+            self.trace.begin(Call((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs)))
+        self.active_batch = None
+        return self.packing.kept_apart({**inputs, "use_cache": False})
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
         """Raises Refused unless every layer mixed its tokens through ringtile and the loss got the shifted labels."""
         name, config = type(self.base).__name__, self.base.config.get_text_config()
-        attending, recurrent_layers = num_layers(config)
+        if self.trace is not None:  # the proof shows whether layers that call neither are right
+            self.calls = batch.attention_calls, batch.recurrent_calls
+        attending, recurrent_layers = self.calls or num_layers(config)
         if not _once_per_layer(batch.attention_calls, attending):
             raise Refused(
                 f"{name} has {attending} layers but called ringtile's attention {batch.attention_calls} times in a "
@@ -199,6 +235,30 @@ class Strategy(abc.ABC):
             self.ledger.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
         return args
 
+    def gather_with(self, gather: Callable[..., Any]) -> None:
+        """Makes `accelerator.gather_for_metrics`, which TRL calls for what it logs, one of `ringtile.hf.data`."""
+        accelerator = self.trainer.accelerator
+
+        def gathered(original: Callable[..., Any], input_data: Any, use_gather_object: bool = False) -> Any:
+            if use_gather_object:
+                raise data.refused_objects(input_data)
+            return gather(accelerator, self.group, input_data)
+
+        self.replace(accelerator, "gather_for_metrics", gathered)
+
+    def _count_groups(self, accelerator: Accelerator) -> None:
+        """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
+        cls = type(accelerator)
+
+        def num_processes(accelerator: Any) -> int:
+            num_ranks: int = cls.num_processes.fget(accelerator)
+            counts = self.counts_groups() and not deepspeed_shards_sequences(accelerator)
+            return num_ranks // self.group.size if counts else num_ranks
+
+        counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
+        accelerator.__class__ = counting
+        self.ledger.on_restore(lambda: setattr(accelerator, "__class__", cls))
+
     # ---- data and counting ----------------------------------------------------------------------
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,9 +268,13 @@ class Strategy(abc.ABC):
         """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
         trainer = self.trainer
         previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
-        trainer.gather_function = functools.partial(data.gather_for_metrics, trainer.accelerator, self.group)
+        trainer.gather_function = functools.partial(data.gather_rows, trainer.accelerator, self.group)
         try:
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
+            metrics = data.EvaluationMetrics(
+                output.metrics, output.num_samples, trainer.args.eval_batch_size, self.group
+            )
+            return output._replace(metrics=metrics)
         finally:
             trainer.gather_function = previous
             self._forget_bare_model(prepared)
@@ -239,6 +303,12 @@ class Strategy(abc.ABC):
         """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
         rows: int = original(args) // self.group.size
         return rows
+
+
+def _tokens(inputs: Mapping[str, Any]) -> Tensor | None:
+    """bool (B, S): the tokens that are no padding; None: all."""
+    attention_mask = inputs.get("attention_mask")
+    return None if attention_mask is None else attention_mask.ne(0)
 
 
 def _once_per_layer(calls: int, layers: int) -> bool:

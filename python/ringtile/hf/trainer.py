@@ -14,9 +14,11 @@ from transformers import Trainer, TrainerCallback
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
-from ringtile.hf import checks, model, recurrent, workers
+from ringtile.first_batch.compare import Comparison
+from ringtile.hf import adapters, checks, model, recurrent, workers
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.dropout import CountedDropout, drops_attention
+from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
@@ -24,9 +26,11 @@ from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.metrics import LogMetrics
 from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.offload import OffloadActivations
+from ringtile.hf.packing import Packing
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
-from ringtile.hf.peers import Peers
+from ringtile.hf.peers import LimitTimeouts, Peers
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -37,6 +41,7 @@ class _Session(NamedTuple):
 
     config: Config
     ledger: Ledger
+    first_batch: FirstBatch | None  # None: nothing is sharded, or it is not to be checked
 
 
 _ENTRIES = ("train", "evaluate", "predict", "save_model")  # methods in which a rank may wait for others
@@ -78,6 +83,12 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     return ledger
 
 
+def first_batch_of(trainer: Trainer) -> Comparison | None:
+    """What the first batch of an enabled Trainer has proved; None if it has not come yet, or is not checked."""
+    session: _Session | None = vars(trainer).get(_SESSION)
+    return None if session is None or session.first_batch is None else session.first_batch.comparison
+
+
 def restore(trainer: Trainer) -> None:
     """Puts back every object that `enable` replaced. Does nothing on a Trainer that is not enabled."""
     session: _Session | None = vars(trainer).get(_SESSION)
@@ -107,18 +118,25 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         _add_callback(trainer, CollectGarbage(config.gc_steps), ledger)
     checks.check_sizes(trainer, config)
     world_rank: Callable[[int], int] = int
-    group = None
+    group, first_batch = None, None
     if config.context_parallel_size > 1 and not deepspeed_shards_sequences(trainer.accelerator):
         checks.check_trainer(trainer)
+        assert trainer.model is not None  # base_model has refused it otherwise
+        adapters.check_adapters(trainer.model)
         checks.check_deepspeed(trainer, base)
         strategy = (LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards)(
             trainer, base, config, ledger
         )
         strategy.install()
+        if config.first_batch_check:
+            first_batch = FirstBatch(strategy)
+            first_batch.install()
         group, world_rank = strategy.group, strategy.group.world_rank
     elif only_data_parallel(trainer):
         assert trainer.model is not None  # base_model has refused it otherwise
         hybrid = bool(recurrent.mixers(model.text_modules(base)))
+        packing = Packing(base, causal=shifts_labels(base), hybrid=hybrid, speaks=trainer.args.process_index == 0)
+        packing.install_alone(trainer.model, ledger)
         if hybrid:
             checks.check_recurrent(trainer, base)
             recurrent.install_alone(trainer.model, base, ledger)
@@ -140,12 +158,13 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         peers = Peers(config.timeout_seconds, world_rank)
         ledger.on_restore(peers.close)
+        _add_callback(trainer, LimitTimeouts(config.timeout_seconds), ledger)
         workers.install(trainer.accelerator, ledger)
     Checkpoints(trainer, peers).install(ledger)
     if peers is not None:
         for name in _ENTRIES:
             peers.wrap(trainer, name, ledger)
-    ledger.set(trainer, _SESSION, _Session(config, ledger))
+    ledger.set(trainer, _SESSION, _Session(config, ledger, first_batch))
 
 
 def _count_attention_dropout(wrapped: nn.Module, ledger: Ledger) -> None:

@@ -32,13 +32,13 @@ _IGNORED = {"margin"}
 class UnshardedOutputs:
     """The hooks of one model.
 
-    shard: turns a batch into (local batch, ShardedBatch), or None to leave it unsharded. check_used(batch,
-    watches_loss): checks that the model used the ShardedBatch. draws: watches the model, in training.
+    shard: turns a batch into (local batch, ShardedBatch, or None if it is not sharded), or None to leave it as it is.
+    check_used(batch, watches_loss): checks that the model used the ShardedBatch. draws: watches the model, in training.
     """
 
     def __init__(
         self,
-        shard: Callable[[Mapping[str, Any]], tuple[dict[str, Any], ShardedBatch] | None],
+        shard: Callable[[Mapping[str, Any]], tuple[dict[str, Any], ShardedBatch | None] | None],
         check_used: Callable[[ShardedBatch, bool], None],
         group: ContextParallelGroup,
         draws: RandomDraws,
@@ -68,6 +68,8 @@ class UnshardedOutputs:
         if sharded is None:
             return None
         local, self._batch = sharded
+        if self._batch is None:
+            return (), local
         if local.get("labels") is not None and local.get("num_items_in_batch") is None:
             local["num_items_in_batch"] = self._batch.num_targets  # a mean over the batch, not over the shard
         self._watch = self._draws.watch(module)
@@ -101,7 +103,7 @@ class UnshardedOutputs:
         fused = bool(kwargs.get(_FUSED))
         self._check_forward(batch, not fused and outputs.get("loss") is not None)
         for key, value in list(outputs.items()):
-            if key == "loss" and value is not None:
+            if key == "loss" and value is not None and batch.sequence.world_size > 1:
                 outputs[key] = _SumOverGroup.apply(value, self._group)  # type: ignore[no-untyped-call]
             else:
                 outputs[key] = _unshard(batch, name, key, value)
@@ -126,7 +128,7 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
     """One output of the model, unsharded. Raises Refused for an output that is not known to be per token."""
-    if value is None or name == "aux_loss" or isinstance(value, TiledLogits):  # TiledLogits refuse to be read
+    if value is None or name in ("aux_loss", "loss") or isinstance(value, TiledLogits):  # which refuse to be read
         return value  # a balancing loss is that of the whole sequence
     if name == "hidden_states" and isinstance(value, tuple):
         return tuple(_unshard(batch, model, name, layer) for layer in value)

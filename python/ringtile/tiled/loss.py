@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, linear, tiles
 from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, group_of, local_vocab_shard
 from ringtile.tiled.weight_grad import add_linear_grads_, new_grad_sums, round_grad_sums
@@ -160,7 +160,7 @@ def _check(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str, min_classes: int
 ) -> None:
     if reduction not in ("mean", "sum", "none"):
-        raise InputError(f'reduction is {reduction!r}, expected "mean", "sum" or "none"')
+        raise InputError(f'reduction is {shown(reduction)}, expected "mean", "sum" or "none"')
     if hidden.dtype not in ops.FLOAT_DTYPES or hidden.dim() < 2:
         raise InputError(f"hidden is {hidden.dtype} of shape {tuple(hidden.shape)}, expected floats (..., tokens, E)")
     if weight.dim() != 2 or weight.size(1) != hidden.size(-1) or weight.size(0) < min_classes:

@@ -9,13 +9,31 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 
 
 def tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:
     """Consecutive ranges of tile_tokens tokens, the last one shorter; for 0 tokens, one empty range."""
     for begin in range(0, max(num_tokens, 1), tile_tokens):
         yield slice(begin, min(begin + tile_tokens, num_tokens))
+
+
+_limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("limit", default=None)
+
+
+@contextlib.contextmanager
+def at_most(tile_tokens: int) -> Iterator[None]:
+    """Inside, modules and losses that are tiled run in tiles of at most so many tokens; 0: not in tiles."""
+    token = _limit.set(tile_tokens)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def tile_limit() -> int | None:
+    """What `at_most` says; None outside of it."""
+    return _limit.get()
 
 
 class TileRun:
@@ -47,7 +65,7 @@ def on_tile(tokens: slice) -> Iterator[None]:
 def check_tile_tokens(tile_tokens: int) -> None:
     """InputError unless tile_tokens is a whole number of at least 1."""
     if isinstance(tile_tokens, bool) or not isinstance(tile_tokens, int) or tile_tokens < 1:
-        raise InputError(f"tile_tokens is {tile_tokens!r}, expected a whole number of tokens, at least 1")
+        raise InputError(f"tile_tokens is {shown(tile_tokens)}, expected a whole number of tokens, at least 1")
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringtile.errors import InputError, Refused
 from ringtile.random_states import drawn_since, random_states
@@ -15,6 +15,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.buffers import as_list
+from ringtile.torch_context_parallel.first_block import Block, set_content
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
 from ringtile.torch_context_parallel.mode import RingMode, refusals_on_the_surface
 from ringtile.torch_context_parallel.noticing import ShardedBuffer
@@ -32,6 +33,7 @@ def context_parallel(
     layout: Layout | str = "zigzag",
     mask: IntervalMask | None = None,
     scheme: str = "ring",
+    check: tuple[nn.Module, Callable[[], Tensor]] | None = None,
 ) -> Iterator[None]:
     """Inside the block every buffer holds this rank's tokens, and PyTorch's attention functions run as a ring.
 
@@ -44,6 +46,10 @@ def context_parallel(
     mask: which keys each query attends, in global positions; it knows nothing of the layout. Without one, is_causal
     decides in each call of scaled_dot_product_attention. With one, is_causal=True narrows it to its causal part.
     scheme: how the ranks share the work (docs/guide/schemes.md); a block without buffers is a ring.
+
+    check: a model and a function of no arguments that runs it on the buffers and returns a loss (), whose mean over the
+    ranks is that of one process. Before the first block with this model it is computed on a cut of the buffers, whole
+    and sharded, as `ringtile.check` does.
 
     Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
     threads, each with a group of its own. A group of one rank leaves attention to PyTorch unless there is a mask.
@@ -59,8 +65,12 @@ def context_parallel(
         kept = as_list(no_restore_buffers, "no_restore_buffers")
         seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
         Scheme.parse(scheme).check(transport.world_size)
+        _check_types(check)
         if seq_len is None and scheme != "ring":
             raise InputError(f"the scheme is {scheme}, but there are no buffers; expected buffers, a Layout or a mask")
+    if check is not None and transport.world_size > 1 and check[0] not in _checked:
+        _checked.add(check[0])
+        Block(context_parallel, group, buffers, buffer_seq_dims, layout, mask, scheme).check(*check, averages=True)
     if transport.world_size == 1 and mask is None:
         with RingMode(AttentionScope(group, layout_name="contiguous"), is_alone=True):
             yield
@@ -83,13 +93,23 @@ def context_parallel(
     sharded = [ShardedBuffer(*buffer) for buffer in zip(buffers, full, buffer_seq_dims, strict=True)]
     try:
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
-            _set_content(buffer, sequence.shard(buffer, dim))
+            set_content(buffer, sequence.shard(buffer, dim))
         with _in_force(group, scope, sequence, sharded):
             yield
     finally:
         for buffer, content in zip(buffers, full, strict=True):
             if not any(buffer is other for other in kept):
-                _set_content(buffer, content)
+                set_content(buffer, content)
+
+
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models of first blocks that were checked
+
+
+def _check_types(check: object) -> None:
+    if check is not None and not (
+        isinstance(check, tuple) and len(check) == 2 and isinstance(check[0], nn.Module) and callable(check[1])
+    ):
+        raise InputError("check is not a pair; expected (model, function), where function() returns a loss")
 
 
 @contextlib.contextmanager
@@ -158,9 +178,3 @@ def _seq_len(
     if len(set(sizes)) > 1:
         raise InputError(f"buffers, mask and layout are of {sizes} tokens; expected one length")
     return sizes[0] if sizes else None
-
-
-@torch.no_grad()
-def _set_content(buffer: Tensor, content: Tensor) -> None:
-    """Gives a tensor other memory, and tells autograd: a backward that still needs the old content raises."""
-    buffer.set_(content)  # type: ignore[call-overload]

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import _identity as identity
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, Refused, shown
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import (
     FlexCall,
@@ -81,7 +81,7 @@ class ContextParallel(ParallelStyle):
             raise InputError(f"seq_dim is {seq_dim}; expected 2: attention takes (batch, heads, tokens, head_dim)")
         if not isinstance(attention_type, _AttentionType):
             raise InputError(
-                f"attention_type is {attention_type!r}; expected ContextParallel.AttentionType.SDPA or FLEX"
+                f"attention_type is {shown(attention_type)}; expected ContextParallel.AttentionType.SDPA or FLEX"
             )
         self.attention_type = attention_type
         if layout:

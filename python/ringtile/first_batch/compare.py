@@ -1,0 +1,137 @@
+"""Compares three runs of one loss on the same tokens: whole, whole with other rounding, and sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringtile.first_batch.run import TIMES, Run
+from ringtile.first_batch.trace import Call, Event
+
+_UNITS_OF_LOSS = 8  # roundings of a loss: its sum over tokens, its mean over ranks
+
+
+@dataclass
+class Comparison:
+    """What `compare` found. Ratios: the largest difference over what rounding explains; at most TIMES where equal."""
+
+    num_modules: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+    loss: float = 0.0
+    noise: float = 0.0  # the largest difference that rounding makes, relative to the values of its module
+    difference: str = ""  # the first one that rounding does not explain, in words
+
+    @property
+    def largest(self) -> float:
+        return max(self.forward, self.backward, self.loss)
+
+
+def compare(
+    whole: Run,
+    rounded: Run,
+    sharded: Run,
+    *,
+    loss: Tensor | None,
+    gradient_scale: float,
+    scale: float = 1.0,
+    times: float = TIMES,
+) -> Comparison:
+    """The sharded run against the whole one; what differs by more than `times` what rounding explains is a difference.
+
+    loss: that of the sharded run, over all ranks. gradient_scale: a gradient of the sharded run over that of the whole
+    one, where they are equal. scale: that of `record`. A collective of the ranks of the sharded run.
+    """
+    found, names, noise_of_loss = Comparison(), whole.trace.names, 0.0
+    backward: list[tuple[_Measure, Event, Tensor, Tensor, Tensor]] = []
+    for one, other, shard in zip(whole.trace.calls, rounded.trace.calls, sharded.trace.calls, strict=False):
+        measure = _Measure(one)
+        values, disturbed, theirs = (call.joined(call.values, one.values) for call in (one, other, shard))
+        slopes, others, theirs_back = (call.joined(call.gradients, one.gradients) for call in (one, other, shard))
+        found.num_modules += len({event.path for event in values if event in theirs})
+        for event in (event for event in values if event in theirs and event in disturbed):
+            ratio, words, noise = measure.compared(event, values[event], disturbed[event], theirs[event])
+            found.forward, found.noise = max(found.forward, ratio), max(found.noise, noise)
+            if ratio > times and not found.difference:
+                found.difference = f"{_place(event, names)} {words}"
+            if event in slopes:
+                effect = measure.effect(event, values[event], disturbed[event], slopes[event])
+                noise_of_loss = max(noise_of_loss, effect / scale)
+        backward += [
+            (measure, event, slopes[event], others[event], theirs_back[event] / gradient_scale)
+            for event in reversed(slopes)
+            if event in others and event in theirs_back
+        ]
+    _compare_loss(found, whole, rounded, loss, noise_of_loss, times)
+    for measure, event, *gradients in backward:
+        ratio, words, _ = measure.compared(event, *gradients)
+        found.backward = max(found.backward, ratio)
+        if ratio > times and not found.difference:
+            found.difference = f"the gradient that reaches what {_named(event.path, names)} returns {words}"
+    return found
+
+
+def _compare_loss(found: Comparison, whole: Run, rounded: Run, loss: Tensor | None, noise: float, times: float) -> None:
+    if whole.loss is None or rounded.loss is None or loss is None:
+        return
+    mine, theirs = float(whole.loss), float(loss)
+    if math.isnan(mine) and math.isnan(theirs):
+        return
+    noise = max(noise, abs(float(rounded.loss) - mine), _UNITS_OF_LOSS * whole.rounding * abs(mine))
+    found.loss = _ratio(abs(theirs - mine), noise)
+    if found.loss > times and not found.difference:
+        found.difference = (
+            f"the loss is {theirs:.6g} on the ranks and {mine:.6g} in one process, from outputs of all modules that "
+            f"are equal, where rounding explains a difference of {times * noise:.1e}"
+        )
+
+
+class _Measure:
+    """Norms over the tokens of a call that are no padding."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def compared(self, event: Event, value: Tensor, disturbed: Tensor, theirs: Tensor) -> tuple[float, str, float]:
+        """A difference over what rounding explains, both in words, and rounding's relative to the values."""
+        size = self._largest(value.nan_to_num())
+        difference = self._largest((theirs - value).nan_to_num(nan=math.inf).where(value.isfinite(), 0.0))
+        # At least the rounding of the tensor itself, which the run with rounding may happen to hide.
+        noise = max(self._largest((disturbed - value).nan_to_num()), self._call.units.get(event, 0.0) * size)
+        words = f"differs by {difference / (size or 1.0):.1e} of its size, rounding by {noise / (size or 1.0):.1e}"
+        return _ratio(difference, noise), words, noise / (size or 1.0)
+
+    def effect(self, event: Event, value: Tensor, disturbed: Tensor, slope: Tensor) -> float:
+        """What the rounding of one place does to the loss: of random signs, over features and tokens."""
+        each = self._norms((disturbed - value).nan_to_num()) * self._norms(slope.nan_to_num())
+        return float(each.square().sum().sqrt()) / math.sqrt(self._call.widths[event])
+
+    def _largest(self, sketch: Tensor) -> float:
+        norms = self._norms(sketch)
+        return float(norms.max()) if norms.numel() else 0.0
+
+    def _norms(self, sketch: Tensor) -> Tensor:
+        """(tokens,)"""
+        norms = sketch.square().mean(-1).sqrt()
+        return norms.flatten() if self._call.counted is None else norms[self._call.counted]
+
+
+def _ratio(difference: float, noise: float) -> float:
+    if difference == 0.0:
+        return 0.0
+    return difference / noise if noise > 0.0 else math.inf
+
+
+def _place(event: Event, names: Mapping[str, str]) -> str:
+    """Where forward passes begin to differ, in words."""
+    if event.kind == "output":
+        return f"what {_named(event.path, names)} returns"
+    parent = event.path.rpartition(".")[0]
+    return f"what {_named(parent, names)} hands to its {event.path.removeprefix(parent + '.')}"
+
+
+def _named(path: str, names: Mapping[str, str]) -> str:
+    return f"{path} ({names[path]})" if path in names and path else names.get(path, path) or "the model"

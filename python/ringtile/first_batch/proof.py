@@ -1,0 +1,92 @@
+"""Proves that the ranks of a group compute a loss as one process does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringtile.errors import Refused
+from ringtile.first_batch.compare import Comparison, compare
+from ringtile.first_batch.run import TIMES, Run
+from ringtile.sequence.layout import Layout
+from ringtile.transport.groups import Group, transport_of
+
+logger = logging.getLogger("ringtile")
+
+# By so many units in the last place, or by so much of their size, rounding changes the numbers of a model that is so
+# steep that errors may hide behind it, or that draws random numbers.
+_STEEP_UNITS, _STEEP = 4096.0, 0.25
+
+
+def prove(run: Callable[..., Run], group: Group, *, averages: bool, num_tokens: int) -> Comparison:
+    """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
+
+    run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded. averages: whether the loss is the
+    mean of the ranks' losses; else it is their sum. num_tokens: of all rows together.
+    Raises Refused, on every rank, if rounding does not explain the difference, or where two whole runs differ.
+    """
+    began = time.perf_counter()
+    scale = 2.0 ** num_tokens.bit_length()  # gradients of a mean over tokens would underflow in 16 bits
+    whole = run(True, scale=scale)
+    rounded = run(True, scale=scale, like=whole, rounding=True)
+    sharded = run(False, scale=scale, like=whole)
+    size = transport_of(group).world_size
+    losses = None if sharded.loss is None else _of_all_ranks(sharded.loss, group)
+    loss = None if losses is None else losses.mean() if averages else losses.sum()
+    # Of the sum of the ranks' losses, whose backward is one over all ranks.
+    gradient_scale = float(size) if averages else 1.0
+    found = compare(whole, rounded, sharded, loss=loss, gradient_scale=gradient_scale, scale=scale)
+    _check(found, group, whole.trace.device)
+    is_steep = found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
+    if _of_all_ranks(torch.tensor(is_steep, device=whole.trace.device), group).any():
+        _check_repeats(whole, rounded, run(True), found, group)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(
+            "ringtile: on the first batch %d ranks compute what one process does: %d modules%s; the largest difference "
+            "is %.1f times that of rounding (%d tokens, %.1f s)",
+            size,
+            found.num_modules,
+            ", loss and gradients" if found.backward else "",
+            found.largest,
+            num_tokens,
+            time.perf_counter() - began,
+        )
+    return found
+
+
+def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group) -> None:
+    """Raises Refused if one process computes something else in a second run."""
+    repeated = compare(whole, rounded, again, loss=again.loss, gradient_scale=1.0, times=1 / TIMES)
+    if repeated.difference:
+        repeated.difference += " from run to run in one process: it draws random numbers that nothing counts"
+    _check(repeated, group, whole.trace.device)
+    logger.warning(
+        "ringtile: rounding alone changes hidden states of the first batch by %.1e of their size, so that smaller "
+        "errors cannot be seen: are the weights of the model scaled as they should be?",
+        found.noise,
+    )
+
+
+def _check(found: Comparison, group: Group, device: torch.device) -> None:
+    """Raises Refused on every rank if one of them found a difference."""
+    differs = _of_all_ranks(torch.tensor(bool(found.difference), device=device), group)
+    if not differs.any():
+        return
+    what = found.difference or f"rank {int(differs.argmax())} of the group found a difference, which its error names"
+    raise Refused(
+        f"{len(differs)} ranks do not compute what one process computes, on a cut of the first batch: {what}; expected "
+        f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
+        f"shard only. Compute it from whole sequences (a loss in the Trainer's compute_loss_func), leave it out, or "
+        f"train with one rank a sequence"
+    )
+
+
+def _of_all_ranks(value: Tensor, group: Group) -> Tensor:
+    """A number () of each rank, on the device of the group -> float64 (ranks,)."""
+    size = transport_of(group).world_size
+    return Layout.contiguous(size, size).unshard(value.double()[None], 0, group)

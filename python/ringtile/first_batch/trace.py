@@ -1,0 +1,299 @@
+"""What the modules of a model compute in one forward and backward pass, kept as a few numbers per token.
+
+Of each tensor (B, N, F) that a module takes or returns, and of the gradient that reaches what it returns, a `Trace`
+keeps a sketch: NUM_SIGNS sums over F with random signs. The root mean square of such sums of a difference estimates its
+norm (Achlioptas, 2003, doi:10.1016/S0022-0000(03)00025-4), so traces of two runs are compared, and the tokens of all
+ranks joined, without the tensors.
+
+Shape letters: B batch, N tokens inside the model (of a shard, or all), F features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ringtile.sequence.sharded import ShardedSequence
+
+NUM_SIGNS = 4
+_COLUMNS = 1 << 14  # features that are sketched at once: those of logits would fill memory as float64
+_MISSING = -1.25e300  # a number that no sketch is
+_EXPERTS = ".experts."  # in the path of a module that is given some tokens only
+
+
+class Event(NamedTuple):
+    """A module takes or returns a tensor. Events are in the order in which they happen."""
+
+    path: str
+    number: int  # how often the module was entered before
+    kind: str  # "input" or "output"
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a model: the tokens inside it."""
+
+    shape: tuple[int, int]  # (B, N)
+    sequence: ShardedSequence | None  # None: not sharded
+    seq_len: int  # tokens of the whole sequence, without the layout's padding
+    counted: Tensor | None = None  # bool (B, N): tokens that are no padding; None: all
+    values: dict[Event, Tensor] = field(default_factory=dict)  # float64 (B, N, NUM_SIGNS)
+    widths: dict[Event, int] = field(default_factory=dict)  # F
+    units: dict[Event, float] = field(default_factory=dict)  # in the last place of 1, in the dtype of the tensor
+    gradients: dict[Event, Tensor] = field(default_factory=dict)
+
+    def joined(self, sketches: Mapping[Event, Tensor], of: Mapping[Event, Tensor]) -> dict[Event, Tensor]:
+        """Those of the events `of`, which are the same on every rank, of all ranks' tokens; without what a rank lacks.
+
+        A collective where the call is sharded.
+        """
+        if self.sequence is None or not of:
+            return {event: sketches[event] for event in of if event in sketches}
+        device = next(iter(of.values())).device
+        missing = torch.full((*self.shape, NUM_SIGNS), _MISSING, dtype=torch.float64, device=device)
+        local = torch.stack([sketches.get(event, missing) for event in of], dim=2)  # (B, N, events, NUM_SIGNS)
+        whole = self.sequence.unshard(local, dim=1)[:, : self.seq_len]
+        return {event: part for event, part in zip(of, whole.unbind(2), strict=True) if not (part == _MISSING).any()}
+
+
+class Trace:
+    """Records the modules of `paths` while it is entered. A call of a model begins with `begin`.
+
+    rounding: disturbs what each innermost module takes and returns, and its gradient, by one unit in the last place, as
+    other orders of summation do. choices: those of another trace, which `torch.topk` makes here too where they are as
+    good up to rounding: an expert that another order of summation exchanges is no error.
+    """
+
+    def __init__(
+        self, paths: Mapping[nn.Module, str], *, rounding: bool = False, choices: Choices | None = None
+    ) -> None:
+        self.calls: list[Call] = []
+        self.sources: list[Tensor] = []  # the first tensors of the graph, to which gradients lead
+        self.choices = choices or Choices()
+        self._paths, self._rounding = paths, rounding
+        self.names = {path: type(module).__name__ for module, path in paths.items()}
+        self._inside: list[Event] = []  # the modules that run, outermost first
+        self._numbers: Counter[str] = Counter()
+        self._handles: list[Any] = []
+        self._generator: dict[torch.device, torch.Generator] = {}
+
+    def begin(self, call: Call) -> None:
+        """What enters the model from here on are the tokens of this call."""
+        self.calls.append(call)
+        self._numbers.clear()
+        self.choices.begin(call, len(self.calls) - 1)
+
+    def __enter__(self) -> Trace:
+        # Hooks of all modules of the process: with hooks of its own, a module could not be tiled.
+        self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        self.choices.place = lambda: self._inside[-1] if self._inside else None
+        self.choices.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.choices.__exit__(*error)  # type: ignore[no-untyped-call]
+        while self._handles:
+            self._handles.pop().remove()
+
+    @property
+    def unit(self) -> float:
+        """The largest unit in the last place of what was recorded."""
+        return max((unit for call in self.calls for unit in call.units.values()), default=0.0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors that were recorded lie."""
+        found = (value.device for call in self.calls for value in call.values.values())
+        return next(found, torch.device("cpu"))
+
+    # ---- hooks ----------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        path = self._paths.get(module)
+        if path is None or not self.calls or _is_recomputing():
+            return None
+        event = Event(path, self._numbers[path], "input")
+        self._numbers[path] += 1
+        self._inside.append(event)
+        if not args or not isinstance(args[0], Tensor) or self._tokens(args[0]) is None:
+            return None
+        x = self._disturbed(args[0]) if self._disturbs(module, args[0]) else args[0]
+        self._keep(event, x)
+        return None if x is args[0] else (x, *args[1:])
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._inside or self._inside[-1].path != self._paths.get(module) or _is_recomputing():
+            return None
+        event = self._inside.pop()._replace(kind="output")
+        found = output[0] if isinstance(output, (tuple, list)) and output else output
+        if not isinstance(found, Tensor) or self._tokens(found) is None:
+            return None
+        x = found
+        if x is output:
+            x = self._as_source(module, args, x)
+            if self._disturbs(module, x):
+                x = self._disturbed(x)
+        call = self.calls[-1]
+        self._keep(event, x)
+        if x.requires_grad and event in call.values:
+            hook = functools.partial(self._on_gradient, call, event, self._disturbs(module, x))
+            x.register_hook(hook)  # type: ignore[no-untyped-call]
+        return None if x is output or found is not output else x
+
+    def _on_gradient(self, call: Call, event: Event, disturbs: bool, gradient: Tensor) -> Tensor | None:
+        disturbed = self._disturbed(gradient) if disturbs else gradient
+        tokens = _as_tokens(disturbed, call.shape)
+        if tokens is not None and disturbed.numel() == tokens.numel():  # else it is a sum over rows
+            call.gradients[event] = _sketch(tokens)
+        return disturbed if disturbs else None
+
+    # ---- one tensor -----------------------------------------------------------------------------
+
+    def _tokens(self, x: Tensor) -> Tensor | None:
+        return _as_tokens(x, self.calls[-1].shape)
+
+    def _keep(self, event: Event, x: Tensor) -> None:
+        tokens, call = self._tokens(x), self.calls[-1]
+        if tokens is not None and _EXPERTS not in f"{event.path}.":
+            call.values[event], call.widths[event], call.units[event] = _sketch(tokens), tokens.size(2), _epsilon(x)
+
+    def _as_source(self, module: nn.Module, args: tuple[Any, ...], x: Tensor) -> Tensor:
+        """x; remembered, and made to require a gradient, if the graph begins here."""
+        if not torch.is_grad_enabled():
+            return x
+        if not x.requires_grad:
+            if self.sources and not isinstance(module, nn.Embedding):
+                return x
+            x = x.detach().requires_grad_()
+        elif any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            return x
+        self.sources.append(x)
+        return x
+
+    def _disturbs(self, module: nn.Module, x: Tensor) -> bool:
+        return self._rounding and x.is_floating_point() and next(module.children(), None) is None
+
+    def _disturbed(self, x: Tensor) -> Tensor:
+        """x with each number one unit in the last place smaller, the same, or larger."""
+        if x.device not in self._generator:
+            self._generator[x.device] = torch.Generator(x.device).manual_seed(0)
+        units = torch.randint(-1, 2, x.shape, generator=self._generator[x.device], device=x.device, dtype=torch.int8)
+        return x + x.detach() * (units * _epsilon(x)).to(x.dtype)
+
+
+class Choices(TorchFunctionMode):
+    """What `torch.topk` chooses for each token, by the module that calls it.
+
+    follows: the choices of an earlier trace of the same tokens; rounding: whether to take all of them, and measure how
+    far the scores of the two traces are apart; else those are taken that are as good up to so much, `times` over.
+    """
+
+    def __init__(self, follows: Choices | None = None, *, rounding: bool = False, times: float = 0.0) -> None:
+        super().__init__()
+        self.place: Any = lambda: None
+        self.made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # scores and indices, both (B N, ...)
+        self.noise: dict[tuple[Any, ...], float] = {}
+        self._follows, self._rounding, self._times = follows, rounding, times
+        self._call: Call | None = None
+        self._numbers: Counter[Any] = Counter()
+
+    def begin(self, call: Call, index: int) -> None:
+        self._call, self._index = call, index
+        self._numbers.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk) or self._call is None or "out" in kwargs:
+            return result
+        scores, place = args[0], self.place()
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        rows, tokens = self._call.shape
+        if place is None or dim not in (-1, scores.dim() - 1) or scores.dim() < 2:
+            return result
+        leading = scores.shape[:2] == (rows, tokens) and scores.dim() > 2
+        if not leading and scores.size(0) != rows * tokens:
+            return result
+        key = (self._index, place.path, place.number, self._numbers[place])
+        self._numbers[place] += 1
+        flat, indices = (x.detach().flatten(0, 1) if leading else x.detach() for x in (scores, result[1]))
+        if self._follows is None:
+            self.made[key] = flat, indices
+            return result
+        if key not in self._follows.made:
+            return result
+        return self._following(key, scores, flat, indices, result)
+
+    def _following(self, key: Any, scores: Tensor, flat: Tensor, indices: Tensor, result: Any) -> Any:
+        assert self._follows is not None
+        theirs, chosen = self._local(*self._follows.made[key])
+        if theirs.shape != flat.shape or chosen.shape != indices.shape:
+            return result
+        own, others = flat.gather(-1, indices), flat.gather(-1, chosen)
+        if self._rounding:
+            self._follows.noise[key] = float((flat - theirs).abs().amax())
+            takes = torch.ones_like(chosen[..., :1], dtype=torch.bool)
+        else:
+            limit = self._times * self._follows.noise.get(key, 0.0)
+            takes = own.amin(-1, keepdim=True) - others.amin(-1, keepdim=True) <= limit
+        followed = torch.where(takes, chosen, indices).view(result[1].shape)
+        return type(result)((scores.gather(-1, followed), followed))
+
+    def _local(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tokens inside this call, from those of the whole sequence."""
+        call = self._call
+        assert call is not None
+        if call.sequence is None:
+            return scores, chosen
+        places = call.sequence.positions_on(scores.device).clamp(max=call.seq_len - 1)
+        rows = call.shape[0]
+        scores, chosen = (x.view(rows, -1, *x.shape[1:])[:, places].flatten(0, 1) for x in (scores, chosen))
+        return scores, chosen
+
+
+def _is_recomputing() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _as_tokens(x: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """x as (B, N, F); None if it holds no vector for each token."""
+    rows, tokens = shape
+    if type(x) not in (Tensor, nn.Parameter) or not x.is_floating_point() or x.dim() < 2 or x.layout != torch.strided:
+        return None
+    if x.shape[:2] == (rows, tokens):
+        return x.detach().reshape(rows, tokens, -1)
+    if x.dim() > 2 and x.shape[:2] == (1, tokens):
+        return x.detach().reshape(1, tokens, -1).expand(rows, -1, -1)
+    if x.size(0) == rows * tokens:
+        return x.detach().reshape(rows, tokens, -1)
+    return None
+
+
+def _sketch(x: Tensor) -> Tensor:
+    """(B, N, F) -> float64 (B, N, NUM_SIGNS)."""
+    total = torch.zeros(*x.shape[:2], NUM_SIGNS, dtype=torch.float64, device=x.device)
+    for begin in range(0, x.size(2), _COLUMNS):
+        part = x[..., begin : begin + _COLUMNS].double()
+        total += part @ _signs(begin, part.size(2), x.device)
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(begin: int, count: int, device: torch.device) -> Tensor:
+    """float64 (count, NUM_SIGNS) of 1 and -1, the same for the same features."""
+    generator = torch.Generator().manual_seed(begin)
+    return (2.0 * torch.randint(0, 2, (count, NUM_SIGNS), generator=generator) - 1.0).double().to(device)
+
+
+def _epsilon(x: Tensor) -> float:
+    """The unit in the last place of 1 in x, or in the matrix products that made it, which may be coarser."""
+    coarse = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}[torch.get_float32_matmul_precision()]
+    return max(torch.finfo(x.dtype).eps, coarse if x.dtype == torch.float32 else 0.0)

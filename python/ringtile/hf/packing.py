@@ -1,0 +1,199 @@
+"""Documents packed into a row: which models tell them apart by position ids, and what transformers alone does.
+
+Where transformers can keep them apart, they stay apart with ringtile, on any number of ranks. transformers alone does
+so under conditions: a model that makes a cache, as models of images and text do by default, does not, nor does one with
+M-RoPE (Qwen2-VL, GLM-4V) that gets position ids without a row for text.
+
+Shape letters: B batch, S global tokens.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ringtile.errors import Refused
+from ringtile.hf.layers import layer_masks
+from ringtile.hf.ledger import Ledger
+from ringtile.hf.masks import documents_of, positions_alone_separate, positions_restart
+from ringtile.hf.model import text_modules
+
+logger = logging.getLogger("ringtile")
+
+_READS_TEXT_ROW = "position_ids.shape[0] == 4"  # in a forward that tells documents apart by the first row of (4, B, S)
+_MAKES_TEXT_ROW = "expand(4, position_ids"  # in one that also makes that row, of position_ids (B, S)
+_NEVER_APART = "HunYuanVLTextModel"  # transformers 5.17: it raises ValueError for the row that its mask needs
+
+
+class Packing:
+    """What becomes of the documents of packed rows in one model: decides it, and says it once.
+
+    hybrid: whether recurrent layers must keep them apart too; ringtile then does, whatever the model's masks know.
+    speaks: whether this process logs.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, causal: bool, hybrid: bool, speaks: bool) -> None:
+        self._model, self._causal, self._hybrid, self._speaks = model, causal, hybrid, speaks
+        self.separate = hybrid or positions_separate(model, causal)  # by position ids alone; None: not known
+        self._flash = _is_flash(model)
+        sources = [_source(type(module)) for _, module in text_modules(model)]
+        self.takes_rows = any(_READS_TEXT_ROW in source for source in sources)  # position_ids (3 or 4, B, S)
+        self._makes_text_row = any(_MAKES_TEXT_ROW in source for source in sources)
+        self._said: set[str] = set()
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Says what becomes of the documents of a batch that will be sharded. Raises Refused where it is not known."""
+        if not positions_restart(inputs):
+            return
+        self._say_chunks()
+        if self.separate:
+            self._say_transformers_joins(inputs)
+        elif positions_alone_separate(inputs):
+            self._say_joined()
+
+    def install_alone(self, wrapped: nn.Module, ledger: Ledger) -> None:
+        """Keeps documents apart where no sequence is sharded, with transformers' own masks.
+
+        wrapped: the model with its adapters.
+        """
+        if self.separate and (self._makes_cache() or self.takes_rows):
+            ledger.on_restore(wrapped.register_forward_pre_hook(self._keep_apart, with_kwargs=True).remove)
+
+    def _keep_apart(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not positions_restart(kwargs):
+            return args, kwargs
+        self._say_transformers_joins(kwargs)
+        return args, self.kept_apart(kwargs)
+
+    def kept_apart(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a model's call, with which transformers alone keeps documents apart."""
+        if not self.separate or not positions_restart(kwargs):
+            return kwargs
+        kwargs = {**kwargs}
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        if self._lacks_text_row(kwargs["position_ids"]):
+            documents = documents_of(kwargs["position_ids"])
+            assert documents is not None  # they start again
+            kwargs["position_ids"] = documents.expand(4, *documents.shape)
+        return kwargs
+
+    def _lacks_text_row(self, position_ids: Tensor) -> bool:
+        """Whether the model's masks tell no documents apart by these ids, but would by a first row of text."""
+        if position_ids.dim() == 2:
+            return self.takes_rows and not self._makes_text_row
+        return self.takes_rows and position_ids.size(0) == 3
+
+    def _makes_cache(self) -> bool:
+        return bool(getattr(self._model.config.get_text_config(), "use_cache", False))
+
+    def _say_transformers_joins(self, inputs: Mapping[str, Any]) -> None:
+        needs = []
+        if self._makes_cache() and not self._flash and not self._model.is_gradient_checkpointing:
+            needs.append(f"use_cache false in {_path_of_text_config(self._model)}")
+        if self._lacks_text_row(inputs["position_ids"]):
+            needs.append("position_ids (4, B, S) whose first row counts the tokens of each document")
+        if needs and not self._hybrid:
+            self._say(
+                f"ringtile keeps the documents of a packed row apart. transformers alone may let those of "
+                f"{type(self._model).__name__} attend each other; to keep them apart there, it needs "
+                f"{' and '.join(needs)}"
+            )
+
+    def _say_chunks(self) -> None:
+        layers = layer_masks(self._model.config.get_text_config(), self._causal)
+        chunk = next((layer.chunk for layer in layers if layer.chunk is not None), None)
+        if chunk is not None:
+            self._say(
+                f"layers of {type(self._model).__name__} attend within chunks of {chunk} tokens, which are counted "
+                f"over the packed row, with ringtile and without: a document that does not begin a chunk is cut "
+                f"elsewhere than in a row of its own"
+            )
+
+    def _say_joined(self) -> None:
+        """The documents of a row attend each other, as in one process, and that is seldom wanted."""
+        name, add = type(self._model).__name__, "add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
+        add += "DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+        if self.separate is None:
+            raise Refused(
+                f"position_ids alone separate the documents of a row, and whether flash attention sees those of {name} "
+                f"is not known; expected documents that are told apart in another way: {add}"
+            )
+        self._say(
+            f"the documents of a packed row attend each other, with ringtile and without: {name} hands no position ids "
+            f"to its masks. To separate them, {add}"
+            + (", or load the model with flash attention" if self._causal else "")
+        )
+
+    def _say(self, message: str) -> None:
+        if self._speaks and message not in self._said:
+            self._said.add(message)
+            logger.warning(message)
+
+
+def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | None:
+    """Whether documents packed into a row are told apart by position ids that start again; None: not known.
+
+    Flash attention looks at the position ids itself. Other attention follows the masks that the model makes, and some
+    models (GPT-OSS, AFMoE, all encoders) hand these no position ids: in one process the documents of a row attend each
+    other.
+    """
+    if not causal:  # ModernBERT keeps the ids from flash attention, EuroBERT hands them on
+        return None if _is_flash(model) else False
+    return _is_flash(model) or all(_hands_positions(cls) for cls in {type(module) for _, module in text_modules(model)})
+
+
+def _is_flash(model: PreTrainedModel) -> bool:
+    return "flash" in str(model.config._attn_implementation)
+
+
+def _path_of_text_config(model: PreTrainedModel) -> str:
+    text, config = model.config.get_text_config(), model.config
+    name = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+    return "model.config" if name is None else f"model.config.{name}"
+
+
+def _source(cls: type[nn.Module]) -> str:
+    """Of a class's forward; "" where it is not there."""
+    try:
+        return textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+    except (OSError, TypeError):
+        return ""
+
+
+def _hands_positions(cls: type[nn.Module]) -> bool:
+    """Whether every causal mask that the forward of a class makes is made from position ids."""
+    if cls.__name__ == _NEVER_APART:
+        return False
+    if not hasattr(sys.modules.get(cls.__module__), "create_causal_mask"):
+        return True
+    try:
+        tree = ast.parse(_source(cls))
+    except SyntaxError:
+        return True
+    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
+        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
+    return all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
+            for keyword in node.keywords
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and (node.func.id.endswith("causal_mask") or node.func.id == "mask_function")
+    )

@@ -1,0 +1,427 @@
+"""Users' code that no list knows must not train silently wrong: the first batch names it before step 1. A model that is
+exact trains as if nothing had been proved."""
+
+import pytest
+import ringtile
+import torch
+import torch.distributed as dist
+from hf_models import tiny_model
+from hf_training import Padded, assert_equal_training, failure_of, make_trainer, packed, train
+from pool import run_ranks
+from ringtile.first_batch.run import TIMES
+from ringtile.hf.cut import cut_batch
+from ringtile.hf.trainer import first_batch_of
+from torch import nn
+from torch.nn import functional
+from transformers import Trainer
+
+CONFIG = {"context_parallel_size": 2}
+GENERATOR = torch.Generator()
+
+
+class Mixing(nn.Module):
+    """An MLP beside code that mixes the tokens of a row in one of many ways, each of which a shard gets wrong."""
+
+    def __init__(self, mlp: nn.Module, how: str) -> None:
+        super().__init__()
+        self.mlp, self.how = mlp, how
+        self.batch_norm, self.scores = nn.BatchNorm1d(32), nn.Linear(32, 2)
+        self.positions = nn.Embedding(64, 32)
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + getattr(self, self.how)(x)
+
+    def mean_over_the_sequence(self, x):
+        return x.mean(1, keepdim=True)
+
+    def token_shift(self, x):
+        return functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+    def cumsum(self, x):
+        return 0.1 * x.cumsum(1)
+
+    def norm_of_a_batch(self, x):
+        return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def norm_over_tokens(self, x):
+        return x / x.norm(dim=1, keepdim=True)
+
+    def first_token(self, x):
+        return x[:, :1]
+
+    def expert_choice(self, x):
+        scores = self.scores(x).softmax(-1)
+        chosen = torch.zeros_like(scores).scatter(1, scores.topk(x.size(1) // 2, dim=1).indices, 1.0)
+        return x * (scores * chosen).sum(-1, keepdim=True)
+
+    def counted_positions(self, x):
+        return self.positions(torch.arange(x.size(1)))
+
+    def noise_of_its_own(self, x):
+        return 0.1 * torch.randn(x.shape, generator=self.generator)
+
+    def noise_of_the_file(self, x):
+        return 0.1 * torch.randn(x.shape, generator=GENERATOR)
+
+
+HOW = [name for name in vars(Mixing) if not name.startswith("_") and name != "forward"]
+
+
+def _mixing_model(how):
+    model = tiny_model().train()
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, how)
+    return model
+
+
+def _refusals_of_mixing(engine="DDP", names=HOW):
+    from hf_engines import engine as engine_arguments
+
+    messages = {}
+    for how in names:
+        with engine_arguments(engine) as arguments:
+            trainer = make_trainer(model=_mixing_model(how), **arguments)
+            messages[how] = failure_of(trainer), trainer.state.global_step
+    return messages
+
+
+def _assert_named(messages):
+    for how, (message, step) in messages.items():
+        assert message.startswith("Refused: 2 ranks do not compute what one process computes"), (how, message)
+        assert "model.layers.1.mlp (Mixing)" in message, (how, message)
+        assert "expected the same numbers" in message
+        assert step == 0
+
+
+def test_modules_that_mix_tokens_are_named_before_the_first_step():
+    for messages in run_ranks(2, _refusals_of_mixing):
+        _assert_named(messages)
+
+
+def test_modules_that_mix_tokens_are_named_under_other_engines():
+    for engine in ("FSDP2", "ZeRO-3"):
+        for messages in run_ranks(2, _refusals_of_mixing, engine, ["token_shift"]):
+            _assert_named(messages)
+
+
+def _mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _sum_that_shifts(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / (targets.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _z_loss(model, args, outputs):
+    outputs["loss"] = outputs["loss"] + 1e-2 * outputs["logits"].logsumexp(-1).square().mean()
+
+
+def _weight_decay(model, args, outputs):
+    outputs["loss"] = outputs["loss"] + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
+
+
+def _second_token(model, args, outputs):
+    """Multi-token prediction: the token after the next one, too."""
+    outputs["loss"] = outputs["loss"] + 0.1 * outputs["logits"].log_softmax(-1)[:, :-2].mean()
+
+
+def _logits_in_forward(model):
+    forward = model.forward
+
+    def with_mean(input_ids=None, **kwargs):
+        outputs = forward(input_ids, **kwargs)
+        outputs["loss"] = outputs["loss"] + outputs["logits"].mean()
+        return outputs
+
+    model.forward = with_mean
+
+
+LOSSES = {
+    "mean": lambda model: setattr(model, "loss_function", _mean),
+    "sum that shifts": lambda model: setattr(model, "loss_function", _sum_that_shifts),
+    "z-loss": lambda model: model.register_forward_hook(_z_loss),
+    "weight decay": lambda model: model.register_forward_hook(_weight_decay),
+    "second token": lambda model: model.register_forward_hook(_second_token),
+    "term in forward": _logits_in_forward,
+}
+
+
+def _refusals_of_losses():
+    messages = {}
+    for name, change in LOSSES.items():
+        model = tiny_model().train()
+        change(model)
+        trainer = make_trainer(model=model, trainer_arguments={}, remove_unused_columns=False)
+        messages[name] = failure_of(trainer), trainer.state.global_step
+    return messages
+
+
+def test_losses_that_are_no_sum_over_tokens_are_refused_before_the_first_step():
+    for messages in run_ranks(2, _refusals_of_losses):
+        for name, (message, step) in messages.items():
+            assert "one process" in message, (name, message)
+            assert "the loss is" in message or "shift_labels" in message, (name, message)
+            assert step == 0
+
+
+class ZLoss(Trainer):
+    """Adds a term over the logits to the Trainer's loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 1e-2 * outputs.logits.logsumexp(-1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_term_in_compute_loss_sees_whole_sequences_and_equals_one_process():
+    options = {"trainer_class": ZLoss, "gradient_accumulation_steps": 1, "max_steps": 2, "evaluate": False}
+    expected = train(None, **options)
+    for run in run_ranks(2, train, CONFIG, **options):
+        assert torch.allclose(torch.tensor(run.losses), torch.tensor(expected.losses), rtol=1e-6, atol=0.0)
+
+
+# ---- nothing of the run changes -----------------------------------------------------------------
+
+
+def _dropping():
+    return tiny_model(attention_dropout=0.1).train()
+
+
+EXACT = {
+    "LoRA with dropout": {"model": _dropping, "lora": True},
+    "packed": {"collator": packed},
+    "padded left, checkpoints": {"collator": Padded("left"), "gradient_checkpointing": True},
+    "experts": {"family": "mixtral-balanced"},
+    "hybrid": {"family": "lfm2", "collator": packed},
+    "FSDP2": {"engine": "FSDP2"},
+    "ZeRO-3": {"engine": "ZeRO-3"},
+    "mixed precision": {"bf16": True},
+}
+
+
+def _with_and_without(options):
+    model = options.pop("model", None)
+    runs = []
+    for checked in (True, False):
+        config = CONFIG | {"tiled_mlp": True, "tile_tokens": 16, "first_batch_check": checked}
+        made = {} if model is None else {"model": model()}
+        runs.append(train(config, max_steps=2, evaluate=False, **made, **options))
+    return runs
+
+
+SHORT = ("LoRA with dropout", "experts", "ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.matrix) for name in EXACT]
+)
+def test_a_run_that_was_proved_is_the_run_that_was_not_bit_for_bit(name):
+    for proved, other in run_ranks(2, _with_and_without, EXACT[name]):
+        assert proved.losses == other.losses
+        assert proved.grad_norms == other.grad_norms
+        assert proved.metrics == other.metrics
+        assert proved.num_input_tokens == other.num_input_tokens
+        assert all(torch.equal(weight, other.weights[key]) for key, weight in proved.weights.items())
+
+
+class Counting(nn.Module):
+    """Keeps a count, a mean and a list of what it has seen, as batch norms and routers do."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.calls, self.seen = mlp, 0, []
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.mean.mul_(0.9).add_(0.1)
+        return self.mlp(x)
+
+
+def _state_at_the_first_step():
+    model = tiny_model().train()
+    counting = model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    trainer = make_trainer(model=model, max_steps=1, gradient_accumulation_steps=1)
+    ringtile.enable(trainer, CONFIG)
+    torch.manual_seed(7)
+    states = []
+    step = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        grads = [weight.grad for weight in model.parameters()]
+        states.append((counting.calls, list(counting.seen), float(counting.mean), grads, torch.rand(())))
+        return step(*args, **kwargs)
+
+    trainer.training_step = training_step
+    trainer.train()
+    proof = first_batch_of(trainer)
+    ringtile.restore(trainer)
+    return states[0], proof
+
+
+def test_a_proof_leaves_no_trace_in_the_model():
+    for (calls, seen, mean, grads, _), proof in run_ranks(2, _state_at_the_first_step):
+        assert (calls, seen, mean) == (0, [], 0.0)
+        assert all(grad is None for grad in grads)
+        assert proof.num_modules > 20
+        assert 0.0 < proof.largest < TIMES
+
+
+# ---- what nothing is known of -------------------------------------------------------------------
+
+
+def _unknown_model():
+    """A layer that does not attend, and a convolution of width 1: nothing mixes tokens."""
+    model = tiny_model().train()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    mlp, conv = model.model.layers[0].mlp, nn.Conv1d(32, 32, 1)
+    mlp.conv = conv
+    mlp.register_forward_hook(lambda module, args, x: x + conv(x.transpose(1, 2)).transpose(1, 2))
+    return model
+
+
+def _train_unknown(config):
+    return train(config, model=_unknown_model(), max_steps=2)
+
+
+def test_a_model_of_which_nothing_is_known_trains_once_it_is_proved():
+    expected = _train_unknown(None)
+    for run in run_ranks(2, _train_unknown, CONFIG | {"first_batch_check": True}):
+        assert_equal_training(run, expected)
+        assert run.eval_loss == pytest.approx(expected.eval_loss, rel=1e-6)
+
+
+# ---- evaluation ---------------------------------------------------------------------------------
+
+
+def _refusal_of_evaluation(how):
+    return failure_of(make_trainer(model=_mixing_model(how)), use=Trainer.evaluate)
+
+
+def test_a_first_evaluation_is_proved():
+    for message in run_ranks(2, _refusal_of_evaluation, "cumsum"):
+        assert "model.layers.1.mlp (Mixing)" in message
+
+
+def _switched_off(how):
+    trainer = make_trainer(model=_mixing_model(how), max_steps=1)
+    ringtile.enable(trainer, CONFIG | {"first_batch_check": False})
+    trainer.train()
+    ringtile.restore(trainer)
+    return trainer.state.global_step
+
+
+def test_the_proof_can_be_switched_off():
+    assert run_ranks(2, _switched_off, "cumsum") == [1, 1]
+
+
+# ---- the cut ------------------------------------------------------------------------------------
+
+
+def test_cut_keeps_an_edge_of_documents_and_targets():
+    lengths = torch.tensor([3000, 5000])
+    position_ids = torch.cat([torch.arange(int(length)) for length in lengths])[None]
+    labels = torch.full((1, 8000), -100)
+    labels[:, 2900:3000] = 7
+    batch = {
+        "input_ids": torch.arange(8000)[None],
+        "labels": labels,
+        "position_ids": position_ids,
+        "cu_seq_lens_q": torch.tensor([0, 3000, 8000], dtype=torch.int32),
+        "max_length_q": 5000,
+    }
+    cut = cut_batch(batch, 32)
+    assert cut["input_ids"].tolist() == [list(range(3000 - 256, 3000 + 256))]
+    assert cut["cu_seq_lens_q"].tolist() == [0, 256, 512]
+    assert cut["max_length_q"] == 256
+    assert (cut["labels"] == 7).sum() == 100
+    assert torch.equal(cut["position_ids"], position_ids[:, 3000 - 256 : 3000 + 256])
+
+
+def test_cut_shows_the_first_targets_of_each_row():
+    labels = torch.full((2, 4000), -100)
+    labels[0, 3500:], labels[1, 10:] = 5, 5
+    cut = cut_batch({"input_ids": torch.arange(8000).view(2, -1), "labels": labels}, 32)
+    assert cut["input_ids"].shape == (2, 256)
+    assert (cut["labels"] == 5).any(1).all()
+
+
+def test_cut_leaves_short_batches_and_other_tensors():
+    batch = {"input_ids": torch.ones(2, 40), "weights": torch.ones(2), "names": ["a", "b"]}
+    assert cut_batch(batch, 32) == batch
+
+
+# ---- plain PyTorch ------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, mixes: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.position = nn.Embedding(96, 32), nn.Embedding(1024, 32)
+        self.qkv, self.out, self.head = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 96)
+        self.mixes = mixes
+
+    def forward(self, ids, positions):
+        x = self.embed(ids) + self.position(positions)
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.head(x + x.mean(1, keepdim=True) if self.mixes else x)
+
+
+def _batch(seq_len=600, ignored=0):
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, 96, (2, seq_len), generator=generator) for _ in range(2))
+    labels[:, :ignored] = -100
+    return {"ids": ids, "labels": labels, "positions": torch.arange(seq_len).expand(2, -1).contiguous()}
+
+
+def _loss(model, batch):
+    logits = model(batch["ids"], batch["positions"])
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def _checked(mixes=False, ignored=0, **options):
+    net, batch = Net(mixes), _batch(ignored=ignored)
+    kept = {name: x.clone() for name, x in batch.items()}
+    try:
+        found = ringtile.check(net, batch, _loss, dist.group.WORLD, **options)
+    except ringtile.Refused as error:
+        found = str(error)
+    assert all(torch.equal(kept[name], batch[name]) for name in kept)
+    assert all(weight.grad is None for weight in net.parameters())
+    return found
+
+
+def test_check_of_a_plain_loop():
+    mask = ringtile.IntervalMask.documents([100, 300, 200])
+    for options in ({}, {"layout": "contiguous"}, {"scheme": "ulysses"}, {"mask": mask}):
+        for found in run_ranks(2, _checked, **options):
+            assert found.num_modules == 6
+            assert 0.0 < found.largest < TIMES
+
+
+def test_check_names_a_module_and_a_loss():
+    for message in run_ranks(2, _checked, mixes=True):
+        assert "what Net hands to its head" in message
+    for message in run_ranks(2, _checked, ignored=100):  # more targets on one rank than on the other
+        assert "the loss is" in message
+
+
+def _checked_in_block(mixes):
+    net, batch = Net(mixes), _batch(64)
+    with ringtile.context_parallel(
+        dist.group.WORLD, buffers=list(batch.values()), buffer_seq_dims=[1] * 3, check=(net, lambda: _loss(net, batch))
+    ):
+        _loss(net, batch).backward()
+    return float(net.head.weight.grad.norm())
+
+
+def test_context_parallel_checks_its_first_block():
+    assert all(norm > 0.0 for norm in run_ranks(2, _checked_in_block, False))
+    with pytest.raises(ringtile.Refused, match="what Net hands to its head"):
+        run_ranks(2, _checked_in_block, True)
