@@ -4,7 +4,7 @@
 # make test-all  both with every cell of every matrix, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
-#              minutes); `cd tests && python -m faults --trials N MODULE` for more of one kind
+#              minutes); `cd tests/campaigns && python -m faults --trials N MODULE` for more of one kind
 # make tsan    run every threaded kernel under the thread sanitizer; by hand
 # make aarch64  cross-compile the C core for aarch64, and run its tests under qemu; by hand, skips what is missing
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
@@ -102,8 +102,8 @@ endif
 cuda-checks: pytest-nvcc emulator
 
 # Tests that start ranks, and the others, which keep one core busy; some of the former go with those, which end sooner.
-RANKS := $(filter-out tests/test_torch_cp_% tests/test_cli_% tests/test_docs.py,\
-	$(shell grep -lwE 'run_ranks|run_command|Pool' tests/test_*.py))
+RANKS := $(filter-out tests/torch_cp/% tests/cli/test_cli_% tests/package/test_docs.py,\
+	$(shell grep -lwE 'run_ranks|run_command|Pool' tests/*/test_*.py))
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
@@ -114,13 +114,13 @@ pytest-alone: build
 	$(PYTEST) $(CELLS) $(RANKS:%=--ignore=%) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
-	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
+	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
 
 mutants: build
-	$(BIN)/python -u tests/mutants.py
+	$(BIN)/python -u tests/campaigns/mutants.py
 
 faults: build
-	cd tests && ../$(BIN)/python -m faults
+	cd tests/campaigns && ../../$(BIN)/python -m faults
 
 docs: build/docs-venv/.ready
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet

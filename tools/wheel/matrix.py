@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guide" / "versions.md"
 BEGIN, END = "<!-- the table of make matrix -->\n", "<!-- end of the table -->\n"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed")
-SUITE = ("tests/test_ops.py", "tests/test_ring_gloo.py", "tests/test_hf_matrix.py")
+SUITE = ("tests/attn/test_ops.py", "tests/attn/test_ring_gloo.py", "tests/hf/test_hf_matrix.py")
 # Where the compiled ops do not load, an error names what was found and what is expected.
 REFUSED = """
 import ringtile
@@ -51,9 +51,9 @@ ROWS = [
     Row("3.13", ""),
     Row("3.14", ""),
     Row("3.10", "2.11", oldest=True),
-    Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/test_bench.py", *SUITE)),
+    Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/cli/test_bench.py", *SUITE)),
     # axolotl pins its packages, below the versions of [hf], and torch <= 2.13.
-    Row("3.12", "2.13", ("axolotl==0.19.0", "pytest", "pytest-timeout"), "", tests=("tests/test_hf_axolotl.py",)),
+    Row("3.12", "2.13", ("axolotl==0.19.0", "pytest", "pytest-timeout"), "", tests=("tests/hf/test_hf_axolotl.py",)),
     Row("3.11", "2.10", extra=None, tests=()),
 ]
 

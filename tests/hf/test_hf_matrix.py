@@ -1,7 +1,7 @@
 """Trainers x engines x meshes x weights x ways to train: every cell has the losses and weights of one process.
 
-pytest tests/test_hf_matrix.py                           16 cells, in which every pair of choices occurs
-pytest tests/test_hf_matrix.py -m "matrix or not matrix" all 128
+pytest tests/hf/test_hf_matrix.py                           16 cells, in which every pair of choices occurs
+pytest tests/hf/test_hf_matrix.py -m "matrix or not matrix" all 128
 """
 
 import functools

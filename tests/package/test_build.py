@@ -16,7 +16,7 @@ from pool import run_program
 from setuptools._distutils.filelist import FileList
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run_setup(before: str = "", folder: pathlib.Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """How good `scheme: auto` is: what it chooses in many settings over two nodes, against every scheme measured there.
 
-    python tests/auto_choices.py [--rounds 5] [--settings 40] [--json FILE]
+    python tests/campaigns/auto_choices.py [--rounds 5] [--settings 40] [--json FILE]
 
 For root, where `ip` and `tc` work (nodes.py). For each number of ranks and rate of the link, the rates are measured as
 `ringtile bench transport` does; then all schemes take turns, forward and backward; the median round of each counts.
@@ -14,20 +14,23 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from nodes import two_nodes
-from pool import Pool
 from ringtile import IntervalMask, Layout, ShardedSequence, ring_attention
 from ringtile.bench import transport as bench
 from ringtile.sequence.price import Prices, Shape, candidates
 from ringtile.transport.groups import transport_of
 from ringtile.transport.placement import hosts_of
 from ringtile.transport.rates import Rates, rates_json, with_threads
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "transport")]
+from nodes import two_nodes
+from pool import Pool
 
 LINKS = ("1gbit", "40gbit")  # the second is more than two network namespaces of one machine reach
 RANKS_PER_NODE = {2: 1, 4: 2}

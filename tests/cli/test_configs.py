@@ -18,7 +18,7 @@ from ringtile.cli.recipe import Recipe
 from ringtile.errors import ConfigError
 from test_cli_train import MODEL, TEXT
 
-CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 ALST = sorted((CONFIGS / "alst").glob("*.yaml"))
 # What a CPU has no room or no unit for; plain gradient descent and no clipping, so that losses show every gradient.
 SMALL = {

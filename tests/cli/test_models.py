@@ -13,7 +13,7 @@ from ringtile.cli import main
 from ringtile.cli.models import decide, markdown, reason_of, split_page
 from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config, types_with_heads
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/models.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/models.md"
 TYPES = [*causal_types(), *image_text_types(), *types_with_heads()]
 # Sinks, chunks, a balancing loss, a tower, learned positions, no attention; refused at enable, refused in the first
 # step; an encoder.

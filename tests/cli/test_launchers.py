@@ -14,7 +14,7 @@ import pytest
 from ringtile.cli import main
 from test_cli_train import write_config
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 BIN = pathlib.Path(sys.executable).parent
 
 

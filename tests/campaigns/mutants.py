@@ -1,8 +1,8 @@
 """`make mutants`: breaks the product code in one line at a time and shows that a test goes red.
 
 Each mutant names the line, its broken form, and the test that must fail. The breaks are made in a git worktree of HEAD
-(build/mutants), one after another; the checkout itself is never touched. `python tests/mutants.py WORD ...` runs the
-mutants whose names contain one of the words.
+(build/mutants), one after another; the checkout itself is never touched. `python tests/campaigns/mutants.py WORD ...`
+runs the mutants whose names contain one of the words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutants"
 PYTHON = ROOT / ".venv" / "bin" / "python"
 
@@ -90,7 +90,7 @@ MUTANTS = [
         "python/ringtile/recurrent/torch_path.py",
         "moved = moved + decay * before",
         "moved = moved + before",
-        "tests/test_recurrent_ranks.py -k torch_operations",
+        "tests/recurrent/test_recurrent_ranks.py -k torch_operations",
     ),
     # ---- kernels on a GPU, on the emulator
     Mutant(
@@ -169,42 +169,42 @@ MUTANTS = [
         "python/ringtile/sequence/sharded.py",
         "return self.layout.positions(self.rank)",
         "return torch.arange(self.layout.local_len(self.rank))",
-        "tests/test_attention_dropout.py -k masks_are_those",
+        "tests/attn/test_attention_dropout.py -k masks_are_those",
     ),
     Mutant(
         "dropout: ranks do not compare the step",
         "python/ringtile/ring/ring.py",
         "step = drop.step  #",
         "step = 0  #",
-        "tests/test_attention_dropout.py -k told",
+        "tests/attn/test_attention_dropout.py -k told",
     ),
     Mutant(
         "dropout: rows may be written to before the backward",
         "python/ringtile/ring/attention.py",
         "ctx.save_for_backward(q, k, v, out, lse, sinks, rows)",
         "ctx.save_for_backward(q, k, v, out, lse, sinks, None)",
-        "tests/test_attention_dropout.py -k written_to",
+        "tests/attn/test_attention_dropout.py -k written_to",
     ),
     Mutant(
         "dropout: data-parallel ranks drop the same rows",
         "python/ringtile/hf/dropout.py",
         "first = self._num_rows * self._data_size + self._data_index * num_rows",
         "first = self._num_rows * self._data_size",
-        "tests/test_hf_dropout.py -k data_parallel",
+        "tests/hf/test_hf_dropout.py -k data_parallel",
     ),
     Mutant(
         "dropout: attention of all layers shares a stream",
         "python/ringtile/hf/dropout.py",
         "return zlib.crc32(name.encode() if call == 0",
         "return zlib.crc32(name[:13].encode() if call == 0",
-        "tests/test_hf_dropout.py -k definition",
+        "tests/hf/test_hf_dropout.py -k definition",
     ),
     Mutant(
         "dropout: NEFTune by the length of a shard",
         "python/ringtile/hf/dropout.py",
         "num_tokens if batch is None else batch.seq_len",
         "num_tokens",
-        "tests/test_hf_dropout.py -k neftune",
+        "tests/hf/test_hf_dropout.py -k neftune",
     ),
     Mutant(
         "CUDA: dS as if no weight were dropped",
@@ -226,21 +226,21 @@ MUTANTS = [
         "python/ringtile/ring/exchange.py",
         "x.narrow(dim, heads.start, len(heads))",
         "x.narrow(dim, 0, len(heads))",
-        "tests/test_schemes.py -k one_rank",
+        "tests/attn/test_schemes.py -k one_rank",
     ),
     Mutant(
         "plan: received keys at the rows of their owner",
         "python/ringtile/sequence/plan.py",
         "k_runs=k_runs.contiguous() if in_place else _packed(k_runs),",
         "k_runs=k_runs.contiguous(),",
-        "tests/test_ring.py -k world_size",
+        "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(
         "plan: bytes of the values forgotten",
         "python/ringtile/sequence/plan.py",
         "key, value = batch * head_dim, batch * v_head_dim",
         "key, value = batch * head_dim, batch * head_dim",
-        "tests/test_plan.py",
+        "tests/sequence/test_plan.py",
     ),
     # ---- masks, layouts, the sequence
     Mutant(
@@ -248,28 +248,28 @@ MUTANTS = [
         "python/ringtile/sequence/mask.py",
         "return cls((positions - window + 1).clamp(min=0), end)",
         "return cls((positions - window).clamp(min=0), end)",
-        "tests/test_mask.py",
+        "tests/sequence/test_mask.py",
     ),
     Mutant(
         "mask: a restart of position ids is no document",
         "python/ringtile/sequence/mask.py",
         "starts = position_ids.cpu().long().diff(dim=1) != 1",
         "starts = position_ids.cpu().long().diff(dim=1) > 1",
-        "tests/test_mask.py",
+        "tests/sequence/test_mask.py",
     ),
     Mutant(
         "sequence: written tensors taken for what they were",
         "python/ringtile/sequence/sharded.py",
         "same = sequence.begin is tensors[0] or self.versions == tuple(map(_version, tensors))",
         "same = True",
-        "tests/test_sharded.py",
+        "tests/sequence/test_sharded.py",
     ),
     Mutant(
         "sequence: a window that is not remembered as its own",
         "python/ringtile/sequence/sharded.py",
         "self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window, causal=causal)",
         "self._windows[window, causal] = self & IntervalMask.causal(self.seq_len)",
-        "tests/test_sharded.py",
+        "tests/sequence/test_sharded.py",
     ),
     # ---- ring
     Mutant(
@@ -277,35 +277,35 @@ MUTANTS = [
         "python/ringtile/ring/exchange.py",
         "own_dv[:, row : row + length] += partial_dv[:, packed : packed + length]",
         "own_dv[:, row : row + length] = partial_dv[:, packed : packed + length]",
-        "tests/test_ring.py -k world_size",
+        "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(
         "ring: messages behind an idle round start too early",
         "python/ringtile/ring/exchange.py",
         "order[at + 1] in ((stage, i + 1), (stage + 1, 0))",
         "order[at + 1] is not None",
-        "tests/test_ring.py -k equals_the_definition",
+        "tests/attn/test_ring.py -k equals_the_definition",
     ),
     Mutant(
         "ring: gradient of lse dropped",
         "python/ringtile/ring/provider.py",
         "torch.zeros_like(self.lse) if self.dlse is None else self.dlse.contiguous()",
         "torch.zeros_like(self.lse)",
-        "tests/test_ring.py",
+        "tests/attn/test_ring.py",
     ),
     Mutant(
         "ring: outputs taken as initialized",
         "python/ringtile/ring/block_kernel.py",
         "fresh=i == 0 and call.sinks is None)",
         "fresh=False)",
-        "tests/test_ring.py",
+        "tests/attn/test_ring.py",
     ),
     Mutant(
         "ring: scale not agreed on",
         "python/ringtile/ring/ring.py",
         '"scale": call.scale,',
         '"scale": 1.0,',
-        "tests/test_ring_failures.py -k disagreement",
+        "tests/attn/test_ring_failures.py -k disagreement",
     ),
     # ---- transport
     Mutant(
@@ -313,42 +313,42 @@ MUTANTS = [
         "python/ringtile/transport/transport.py",
         "        self._behind = True\n",
         "        self._behind = agreed is None\n",
-        "tests/test_transport.py -k agreed",
+        "tests/transport/test_transport.py -k agreed",
     ),
     Mutant(
         "transport: payloads of all calls share a tag",
         "python/ringtile/transport/transport.py",
         "self._payload_tag = terms.payload_tag(self.num_calls)",
         "self._payload_tag = FIRST_PAYLOAD_TAG",
-        "tests/test_transport.py -k agreed",
+        "tests/transport/test_transport.py -k agreed",
     ),
     Mutant(
         "transport: a backward does not say whose",
         "python/ringtile/ring/ring.py",
         "with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):",
         "with transport.call(op, fields, q.device, data=data):",
-        "tests/test_ring_failures.py -k backwards",
+        "tests/attn/test_ring_failures.py -k backwards",
     ),
     Mutant(
         "transport: data of a call not compared",
         "python/ringtile/ring/ring.py",
         "with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):",
         "with transport.call(op, fields, q.device, forward_call=forward_call, step=step):",
-        "tests/test_ring_failures.py -k repeated",
+        "tests/attn/test_ring_failures.py -k repeated",
     ),
     Mutant(
         "transport: refusals kept to oneself",
         "python/ringtile/transport/transport.py",
         "with contextlib.suppress(RingtileError), self._numbered(said):",
         "if False:",
-        "tests/test_ring_failures.py -k refused",
+        "tests/attn/test_ring_failures.py -k refused",
     ),
     Mutant(
         "collectives: gradient of unshard not summed",
         "python/ringtile/transport/collectives.py",
         "total += shards.get(rank, own)",
         "total = own",
-        "tests/test_layout.py",
+        "tests/sequence/test_layout.py",
     ),
     # ---- recurrences over ranks
     Mutant(
@@ -356,42 +356,42 @@ MUTANTS = [
         "python/ringtile/recurrent/heads.py",
         "part.add_(x)",
         "part.copy_(x)",
-        "tests/test_recurrent_heads.py -k one_process",
+        "tests/recurrent/test_recurrent_heads.py -k one_process",
     ),
     Mutant(
         "recurrences: every rank's heads begin at the first",
         "python/ringtile/recurrent/recurrence.py",
         "x.narrow(self.heads, begin * unit, (end - begin) * unit)",
         "x.narrow(self.heads, 0, (end - begin) * unit)",
-        "tests/test_recurrent_heads.py -k one_process",
+        "tests/recurrent/test_recurrent_heads.py -k one_process",
     ),
     Mutant(
         "recurrences: a state stops at a rank's edge",
         "python/ringtile/recurrent/documents.py",
         "goes_on = (_resets(mask) == 0).any(0)",
         "goes_on = (_resets(mask) < 0).any(0)",
-        "tests/test_recurrent_ranks.py -k each_document_alone",
+        "tests/recurrent/test_recurrent_ranks.py -k each_document_alone",
     ),
     Mutant(
         "recurrences: documents run into each other",
         "python/ringtile/recurrent/documents.py",
         "return starts.to(torch.uint8) * STARTS +",
         "return (starts & (positions == 0)).to(torch.uint8) * STARTS +",
-        "tests/test_recurrent_heads.py -k reach_each_other",
+        "tests/recurrent/test_recurrent_heads.py -k reach_each_other",
     ),
     Mutant(
         "recurrences: the gradient of a state is not handed back",
         "python/ringtile/recurrent/hand_over.py",
         "torch.zeros_like(state) if dinitial is None else dinitial)",
         "torch.zeros_like(state))",
-        "tests/test_recurrent_ranks.py -k gradcheck",
+        "tests/recurrent/test_recurrent_ranks.py -k gradcheck",
     ),
     Mutant(
         "recurrences: a block's mask is not narrowed to its causal part",
         "python/ringtile/torch_context_parallel/recurrences.py",
         "return scope.sequence.causal",
         "return scope.sequence",
-        "tests/test_torch_cp_recurrent.py -k in_a_block",
+        "tests/torch_cp/test_torch_cp_recurrent.py -k in_a_block",
     ),
     # ---- labels and the scale of the loss
     Mutant(
@@ -399,28 +399,28 @@ MUTANTS = [
         "python/ringtile/hf/inputs.py",
         'functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]',
         'inputs["labels"]',
-        "tests/test_hf_inputs.py",
+        "tests/hf/test_hf_inputs.py",
     ),
     Mutant(
         "labels: padding counted as targets",
         "python/ringtile/hf/inputs.py",
         '"shift_labels": IGNORE_INDEX,',
         '"shift_labels": 0,',
-        "tests/test_hf_inputs.py",
+        "tests/hf/test_hf_inputs.py",
     ),
     Mutant(
         "loss: targets counted once per rank",
         "python/ringtile/hf/loss_on_shards.py",
         "return None if num_items is None else num_items / self.group.size",
         "return num_items",
-        "tests/test_hf_trainer.py -k two_ranks",
+        "tests/hf/test_hf_trainer.py -k two_ranks",
     ),
     Mutant(
         "loss: gradient not divided by the number of items",
         "python/ringtile/tiled/loss.py",
         "factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)",
         "factor = (dtotal * ctx.job.logit_scale).view(1)",
-        "tests/test_tiled_loss.py",
+        "tests/tiled/test_tiled_loss.py",
     ),
     # ---- tiles
     Mutant(
@@ -428,21 +428,21 @@ MUTANTS = [
         "python/ringtile/tiled/vocab_parallel.py",
         "lse, (label_logit, total) = gathered[:, 0].logsumexp(0), gathered[:, 1:].sum(0)",
         "lse, (label_logit, total) = gathered[0, 0], gathered[:, 1:].sum(0)",
-        "tests/test_vocab_parallel.py",
+        "tests/tiled/test_vocab_parallel.py",
     ),
     Mutant(
         "tiles: gradient of the bias from one tile",
         "python/ringtile/tiled/glu.py",
         "add_linear_grads_(down_sum, down_bias_sum, dout_tile, prod)",
         "add_linear_grads_(down_sum, None, dout_tile, prod)",
-        "tests/test_tiled_mlp.py",
+        "tests/tiled/test_tiled_mlp.py",
     ),
     Mutant(
         "tiles: random state of the recomputation not restored",
         "python/ringtile/tiled/mlp.py",
         "torch.set_rng_state(self.cpu_random_state)",
         "pass",
-        "tests/test_tiled_mlp.py",
+        "tests/tiled/test_tiled_mlp.py",
     ),
 ]
 

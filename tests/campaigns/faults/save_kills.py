@@ -32,7 +32,7 @@ from faults.counts import Counts
 
 CELLS = (("DDP", 1), ("DDP", 2), ("FSDP2", 2))  # (engine, ranks)
 SOURCE = Path(__file__).with_name("file_operations.c")
-LIBRARY = SOURCE.parents[2] / "build/faults/file_operations.so"
+LIBRARY = SOURCE.parents[3] / "build/faults/file_operations.so"
 SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 6, "num_rows": 24}
 LIMIT_SECONDS = 300.0  # of a training; it takes a few, but machines are busy
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}

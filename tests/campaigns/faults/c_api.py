@@ -10,7 +10,7 @@ import subprocess
 
 from .counts import Counts
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[3]
 ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
 SECONDS = 900  # a program that takes longer hangs
 

@@ -29,7 +29,7 @@ from ringtile.errors import ConfigError
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 TEXT = "Every rank holds a part of the sequence; the ring brings the keys. " * 8
 
 MODEL = {

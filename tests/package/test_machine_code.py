@@ -24,7 +24,7 @@ import pytest
 import ringtile
 
 BINARY = pathlib.Path(ringtile.__file__).with_name("_cuda.abi3.so")
-CACHE = pathlib.Path(__file__).parents[1] / "build" / "machine_code"  # disassembled cubins, by their hash
+CACHE = pathlib.Path(__file__).parents[2] / "build" / "machine_code"  # disassembled cubins, by their hash
 TOOLS = os.pathsep.join([f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin", os.environ.get("PATH", "")])
 KERNEL = re.compile(r"attn_(fwd|bwd)_sm90_kernelI(?:4bf16|3f16)Li(\d+)E(?:Li(\d+)E)?")
 DIMS = {"fwd": {(64, 64), (128, 128), (192, 128), (256, 256)}, "bwd": {(64, 64), (128, 128)}}  # D, Dv

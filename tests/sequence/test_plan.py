@@ -197,7 +197,7 @@ def test_table_names_ranks_and_totals() -> None:
 
 @pytest.mark.parametrize("page", ["masks.md", "layouts.md"])
 def test_pages_show_what_the_code_prints(page: str) -> None:
-    path = pathlib.Path(__file__).parent.parent / "docs" / "guide" / page
+    path = pathlib.Path(__file__).parents[2] / "docs" / "guide" / page
     failed, tried = doctest.testfile(str(path), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert tried > 0
     assert failed == 0

@@ -15,7 +15,7 @@ from pool import run_ranks
 from ringtile import IntervalMask
 from strategies import dense
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_3d.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.py"
 STEPS = 10
 
 

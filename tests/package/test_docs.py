@@ -24,7 +24,7 @@ from ringtile.config import Config
 from test_hf_axolotl import registered
 from torch.distributed.run import get_args_parser
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "ringtile"
 PAGES = sorted(
     str(path.relative_to(ROOT))

@@ -1,4 +1,4 @@
-"""Runs the campaigns: `python -m faults [--trials N] [--seed N] [MODULE ...]`, from tests/, and prints one table.
+"""Run the campaigns and print one table: `python -m faults [--trials N] [--seed N] [MODULE ...]`, from tests/campaigns.
 
 A campaign is a module of this folder with `campaign(trials: int | None, seed: int) -> Counts`; trials None: the number
 that takes a minute or two. Exits with 1 if any trial was silent, unnamed, hung or crashed, or if there was none.
@@ -20,8 +20,8 @@ import faults
 from faults.counts import Counts
 
 NOT_CAMPAIGNS = {"__main__", "counts"}
-TESTS = Path(__file__).parents[1]
-LOGS = TESTS.parent / "build/faults"  # what a campaign and its processes print, and its counts
+CAMPAIGNS = Path(__file__).parents[1]
+LOGS = CAMPAIGNS.parents[1] / "build/faults"  # what a campaign and its processes print, and its counts
 LIMIT_SECONDS = 3 * 3600  # a campaign that takes longer hangs
 
 
@@ -59,12 +59,12 @@ def in_a_process(name: str, trials: int | None, seed: int) -> Counts:
     command += [] if trials is None else ["--trials", str(trials)]
     with log.open("wb") as output:
         try:
-            status = subprocess.run(command, cwd=TESTS, stdout=output, stderr=output, timeout=LIMIT_SECONDS).returncode
+            ended = subprocess.run(command, cwd=CAMPAIGNS, stdout=output, stderr=output, timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             return Counts(hangs=1, notes=[f"the campaign did not end within {LIMIT_SECONDS} s"])
     if not result.exists():
         said = log.read_text(errors="replace")[-2000:]
-        return Counts(crashes=1, notes=[f"the campaign ended with status {status}: {said}"])
+        return Counts(crashes=1, notes=[f"the campaign ended with status {ended.returncode}: {said}"])
     return Counts(**json.loads(result.read_text()))
 
 

@@ -31,7 +31,7 @@ BEGAN = 77  # the status of a process that would train now
 CPU_SECONDS = 10  # of one trial; a machine may be busy, so that no wall clock counts
 WALL_SECONDS = 120
 MAX_STDERR = 20_000  # bytes, with the warnings of other libraries
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 TEXT = "Every rank holds a part of the sequence; the ring brings the keys. " * 8
 TINY: dict[str, Any] = {
     "tiled_loss": True,

@@ -22,7 +22,7 @@ from ringtile.transport.groups import transport_of
 from test_ring import MASKS, assemble, problem, run_ring
 from test_ring_gloo import forward_and_backward
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [("causal", "zigzag"), ("documents", "contiguous"), ("window", "striped")]
 TIMEOUT = 4.0
 

@@ -1,1 +1,0 @@
-"""`make faults`: hostile trials by the thousand, counted. Every module here holds one campaign."""
