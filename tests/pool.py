@@ -44,7 +44,7 @@ def _context() -> ForkServerContext:
     """Imports the trainers only where a test of the session uses them; the server leaves out what is not installed."""
     context = multiprocessing.get_context("forkserver")
     trainers = TRAINERS if "hf_training" in sys.modules else []
-    context.set_forkserver_preload(["torch.distributed", "ringtile.ring.attention", *trainers])
+    context.set_forkserver_preload(["torch.distributed", "ringtile.attn.attention", *trainers])
     return context
 
 

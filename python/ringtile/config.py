@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -54,16 +53,6 @@ class Config(Section):
     log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
     timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "block_kernel" not in values:
-            return values
-        if "attention_kernel" in values:
-            raise ValueError("block_kernel is the old name of attention_kernel; expected one of the two")
-        warnings.warn("block_kernel is now called attention_kernel", FutureWarning, stacklevel=2)
-        return {"attention_kernel" if key == "block_kernel" else key: value for key, value in values.items()}
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, self_check
+from ringtile import arguments, derivatives, self_test
 from ringtile.errors import BuildError, InputError, Refused
-from ringtile.self_check import judges
+from ringtile.self_test import kernels
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -111,13 +111,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# ---- self-check ---------------------------------------------------------------------------------
+# ---- self-test ---------------------------------------------------------------------------------
 
 KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wrong with each, apart from attention
-    "GLU": lambda device, dtype: judges.glu(_ops.glu_fwd, _ops.glu_bwd_, GLU_KINDS, device, dtype),
-    "loss": lambda device, dtype: judges.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
-    "shard": lambda device, dtype: judges.shard(_ops.shard_seq_, _ops.unshard_seq_, device, dtype),
-    "dropout": lambda device, dtype: judges.dropout(_ops.dropout, device, dtype),
+    "GLU": lambda device, dtype: kernels.glu(_ops.glu_fwd, _ops.glu_bwd_, GLU_KINDS, device, dtype),
+    "loss": lambda device, dtype: kernels.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
+    "shard": lambda device, dtype: kernels.shard(_ops.shard_seq_, _ops.unshard_seq_, device, dtype),
+    "dropout": lambda device, dtype: kernels.dropout(_ops.dropout, device, dtype),
 }
 _INSTEAD = {
     "GLU": "set tiled_mlp_use_original_mlp: true",
@@ -129,12 +129,12 @@ _INSTEAD = {
 
 def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
-    return self_check.why_not((name, device, dtype), lambda: KERNELS[name](device, dtype))
+    return self_test.why_not((name, device, dtype), lambda: KERNELS[name](device, dtype))
 
 
 def _check_kernel(name: str, x: Tensor) -> None:
     """Refused where a kernel for tensors such as x is wrong."""
-    if torch.compiler.is_compiling() or self_check.verdicts.get((name, x.device, x.dtype)) == "":
+    if torch.compiler.is_compiling() or self_test.failures.get((name, x.device, x.dtype)) == "":
         return
     if x.device.type == "meta" or (name != "shard" and x.dtype not in FLOAT_DTYPES):
         return

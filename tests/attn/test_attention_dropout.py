@@ -29,13 +29,13 @@ from ringtile import (
     attention,
     ops,
     ring_attention,
-    self_check,
+    self_test,
 )
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
 from test_dropout import bound, random_word
 from test_ring import FLOAT64_TOLERANCE, Problem, assemble, assert_close, problem
-from test_self_check import Ops
+from test_self_test import Ops
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
@@ -247,7 +247,7 @@ def test_aten_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("name", "num_rounded"), [("attn_fwd_", 1), ("attn_bwd_", 2)])
 def test_a_kernel_that_drops_otherwise_is_refused(name: str, num_rounded: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-check of calls without dropout says nothing of those with it."""
+    """The self-test of calls without dropout says nothing of those with it."""
     p, options = problem(dtype=torch.float32), {"mask": IntervalMask.causal(48)}
     real = getattr(torch.ops.ringtile, name)
 
@@ -258,12 +258,12 @@ def test_a_kernel_that_drops_otherwise_is_refused(name: str, num_rounded: int, m
             rows = rows + 2**20
         real(*arguments[:at], rows, *arguments[at + 1 :])
 
-    self_check.forget()
+    self_test.forget()
     monkeypatch.setattr(ops, "_ops", Ops(**{name: of_another_head}))
     attention(p.q, p.k, p.v, **options)
     with pytest.raises(Refused, match=r"gives another (out|dv) than its definition"):
         attention(p.q, p.k, p.v, dropout=dropout(), **options)
-    self_check.forget()
+    self_test.forget()
 
 
 DIFFERENT = {

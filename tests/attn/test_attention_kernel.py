@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
 from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, Refused, ring_attention
-from ringtile import self_check as checks
-from ringtile.ring import aten, judge
-from ringtile.ring import block_kernel as block
-from ringtile.ring.aten import InSquares
-from ringtile.ring.pieces import Piece, find_pieces, packs, squares
-from ringtile.ring.provider import BlockMask
+from ringtile import self_test as checks
+from ringtile.attn import aten
+from ringtile.attn import choose as block
+from ringtile.attn import self_test as attn_self_test
+from ringtile.attn.aten import InSquares
+from ringtile.attn.backend import BlockMask
+from ringtile.attn.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
@@ -224,9 +225,9 @@ def test_calls_of_atens_cuda_kernels_mean_what_they_should(
     fresh: None, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
 ) -> None:
     """By stand-ins that take the arguments of aten's schemas, so nothing here is of the kernels themselves."""
-    provider = next(each for each in aten.ATEN["cuda"] if each.name == name)
-    monkeypatch.setitem(aten.ATEN, "cpu", (provider,))
-    assert judge.judge(provider, CPU, torch.float64, 16, 16, 4, 2) == ""
+    backend = next(each for each in aten.ATEN["cuda"] if each.name == name)
+    monkeypatch.setitem(aten.ATEN, "cpu", (backend,))
+    assert attn_self_test.run_case(backend, CPU, torch.float64, 16, 16, 4, 2) == ""
     p = problem(batch=2, v_head_dim=16)
     for mask in (*(MASKS[name] for name in ("causal", "documents", "window")), IntervalMask.documents([[9, 39], [48]])):
         expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
@@ -238,7 +239,7 @@ def test_calls_of_atens_cuda_kernels_mean_what_they_should(
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No kernel is judged, none measured."""
+    """No kernel is tested, none measured."""
     monkeypatch.setattr(block, "_chosen", {})
     checks.forget()
     yield
@@ -276,18 +277,18 @@ def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch
     """It takes whoever was chosen before for blocks of that size; else the first: ringtile's, where that may run."""
     p, plan = problem(v_head_dim=16), rank_plan(MASKS["causal"], Layout.contiguous(48, 1), 0)
     of = OnGpu(p.q), p.k, BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
-    providers = [block.RINGTILE, *aten.ATEN["cuda"]]
+    backends = [block.RINGTILE, *aten.ATEN["cuda"]]
     ran: list[str] = []
 
     def fastest(of: tuple[Tensor, Tensor, BlockMask]) -> str:
-        return block._fastest(providers, lambda provider: ran.append(provider.name), of, ()).name
+        return block._fastest(backends, lambda backend: ran.append(backend.name), of, ()).name
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert fastest(of) == "ringtile's attention"
     assert (ran, block._chosen) == ([], {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        block, "_seconds", lambda run, provider, states: {"aten's cuDNN attention": 0}.get(provider.name, 1)
+        block, "_seconds", lambda run, backend, states: {"aten's cuDNN attention": 0}.get(backend.name, 1)
     )
     assert fastest(of) == "aten's cuDNN attention"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -333,15 +334,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {  # and what is said of them
 def test_a_wrong_kernel_is_found(fresh: None, name: str, dtype: torch.dtype) -> None:
     functions, reason = WRONG[name]
     stand_in = dataclasses.replace(RIGHT, name=name, **functions)
-    assert checks.judged(lambda: judge.judge(stand_in, CPU, dtype, 16, 16, 2, 2)).startswith(reason)
+    assert checks.run(lambda: attn_self_test.run_case(stand_in, CPU, dtype, 16, 16, 2, 2)).startswith(reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [8, 96])
 def test_atens_flash_attention_is_what_it_is_taken_for(head_dim: int, dtype: torch.dtype) -> None:
     shapes = [torch.empty(1, 1, heads, head_dim, dtype=dtype) for heads in (8, 2, 2)]
-    assert judge.why_wrong(RIGHT, *shapes) == ""
-    assert judge.why_wrong(block.RINGTILE, *shapes) == ""
+    assert attn_self_test.why_wrong(RIGHT, *shapes) == ""
+    assert attn_self_test.why_wrong(block.RINGTILE, *shapes) == ""
 
 
 class OffBy(type(block.RINGTILE)):  # type: ignore[misc]
@@ -404,23 +405,23 @@ def test_the_check_can_be_switched_off(fresh: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(block, "RINGTILE", OffBy())
     p, layout = problem(dtype=torch.float32), Layout.contiguous(48, 1)
     run_ring(p, MASKS["causal"], layout, "ringtile")
-    assert checks.verdicts == {}
+    assert checks.failures == {}
 
 
-def test_a_kernel_is_judged_once_and_without_the_callers_modes(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, calls, right = problem(dtype=torch.float32), [], judge.judge
+def test_a_kernel_is_tested_once_and_without_the_callers_modes(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, calls, right = problem(dtype=torch.float32), [], attn_self_test.run_case
 
-    def judging(*arguments: Any) -> str:
+    def testing(*arguments: Any) -> str:
         calls.append(arguments)
         return right(*arguments)
 
-    monkeypatch.setattr(judge, "judge", judging)
+    monkeypatch.setattr(attn_self_test, "run_case", testing)
     before = torch.get_rng_state()
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         ring_attention(p.q, p.k, p.v, mask=MASKS["causal"], layout=Layout.contiguous(48, 1))
     run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "ringtile")
     assert len(calls) == 1
-    assert set(checks.verdicts.values()) == {""}
+    assert set(checks.failures.values()) == {""}
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -472,15 +473,3 @@ def test_unknown_kernels_are_refused() -> None:
         ring_attention(p.q, p.k, p.v, **given, attention_kernel="cudnn")
     with pytest.raises(ConfigError, match="attention_kernel is 'flash'"):
         Config(attention_kernel="flash")
-
-
-def test_the_old_name_works_with_a_note() -> None:
-    p = problem(v_head_dim=16)
-    given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}
-    with pytest.warns(FutureWarning, match="block_kernel is now called attention_kernel"):
-        out = ring_attention(p.q, p.k, p.v, **given, block_kernel="aten")
-    assert torch.equal(out, ring_attention(p.q, p.k, p.v, **given, attention_kernel="aten"))
-    with pytest.warns(FutureWarning, match="block_kernel is now called attention_kernel"):
-        assert Config(block_kernel="aten") == Config(attention_kernel="aten")
-    with pytest.raises(ConfigError, match="block_kernel is the old name of attention_kernel; expected one of the two"):
-        Config(block_kernel="aten", attention_kernel="aten")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import ringtile.ring.ring
+import ringtile.attn.ring
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
@@ -341,9 +341,9 @@ def failing_kernel() -> str:
     def fail(*arguments: Any) -> None:
         raise MemoryError("no memory left")
 
-    loss = USUAL.forward(dist.group.WORLD).sum()  # its self-check runs the backward too
+    loss = USUAL.forward(dist.group.WORLD).sum()  # its self-test runs the backward too
     if dist.get_rank() == dist.get_world_size() - 1:
-        ringtile.ring.ring.ops.attn_bwd_ = fail
+        ringtile.attn.ring.ops.attn_bwd_ = fail
     try:
         loss.backward()
     except (PeerLost, MemoryError) as error:

@@ -30,8 +30,8 @@ from ringtile import (
     plan,
     ring_attention,
 )
-from ringtile.ring import block_kernel, ring
-from ringtile.ring.block_kernel import AttentionCall
+from ringtile.attn import choose, ring
+from ringtile.attn.choose import AttentionCall
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense, layouts, masks
@@ -348,10 +348,10 @@ def test_what_cannot_be_where_ranks_share_heads_is_refused() -> None:
 def test_a_wrong_kernel_of_single_heads_is_refused_before_any_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 query heads share a kv head, but over 4 ranks each has a single one, for which another kernel runs."""
 
-    def of_single_heads(provider: Any, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
+    def of_single_heads(backend: Any, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
         return "is wrong for single heads" if q.size(2) == k.size(2) else ""
 
-    monkeypatch.setattr(block_kernel, "why_wrong", of_single_heads)
+    monkeypatch.setattr(choose, "why_wrong", of_single_heads)
     p = problem(1, SEQ_LEN, 4, 1)
 
     def on_rank(group: LoopbackGroup) -> None:

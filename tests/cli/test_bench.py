@@ -30,7 +30,7 @@ from torch import Tensor
 
 ROW_KEYS = {
     *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "device", "threads", "scheme"),
-    *("provider", "pass", "median_s", "spread", "waited", "flops", "bytes", "peak_bytes"),
+    *("backend", "pass", "median_s", "spread", "waited", "flops", "bytes", "peak_bytes"),
     *("fraction_of_peak", "max_error", "rms_error", "ratio_to"),
 }
 MACHINE_KEYS = {
@@ -88,15 +88,15 @@ def test_bytes_are_every_input_and_output_once() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("provider", ["ringtile", "torch", "torch_mask", "torch_per_document"])
-def test_every_provider_computes_the_same_attention(case: str, provider: str) -> None:
+@pytest.mark.parametrize("backend", ["ringtile", "torch", "torch_mask", "torch_per_document"])
+def test_every_provider_computes_the_same_attention(case: str, backend: str) -> None:
     """Times compare only if all do the same work. In float64, numbers below 10: 1e-12 is some hundred roundings."""
     workload = Workload(case, "float64", S, head_dim=8, num_heads=4, num_kv_heads=2)
     made = make_case(case, S)
-    attend = attention.PROVIDERS[provider].make(made)
+    attend = attention.BACKENDS[backend].make(made)
     if attend is None:
         cases = {"torch": ("full", "causal"), "torch_per_document": ("documents-3", "padding")}
-        assert case not in cases[provider]
+        assert case not in cases[backend]
         return
     inputs = make_inputs(workload)
     expected = dense_gradients(inputs.q, inputs.k, inputs.v, attends(case), inputs.dout)
@@ -196,8 +196,8 @@ def attention_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     """One small bench of all cases, without flex, which takes half a minute to compile."""
     folder = tmp_path_factory.mktemp("bench")
     options = [option for case in CASES for option in ("--case", case)]
-    for provider in ("ringtile", "torch", "torch_mask", "torch_per_document"):
-        options += ["--provider", provider]
+    for backend in ("ringtile", "torch", "torch_mask", "torch_per_document"):
+        options += ["--backend", backend]
     options += ["--dtype", "bfloat16", "--plot", str(folder / "roofline.png")]
     report = bench(folder, "attention", *TINY, *options)
     assert (folder / "roofline.png").stat().st_size > 0
@@ -224,18 +224,18 @@ def test_every_case_is_compared_with_what_can_compute_it(attention_report: dict[
         "documents-3": {"torch_mask", "torch_per_document"},
         "padding": {"torch_mask", "torch_per_document"},
     }
-    rows = [row for row in attention_report["rows"] if row["provider"] == "ringtile"]
+    rows = [row for row in attention_report["rows"] if row["backend"] == "ringtile"]
     assert [(row["case"], row["pass"]) for row in rows] == [(case, which) for case in CASES for which in PASSES]
     for row in rows:
         assert set(row["ratio_to"]) == others[row["case"]]
         for other in attention_report["rows"]:
             if (other["case"], other["pass"]) == (row["case"], row["pass"]) and other is not row:
-                assert row["ratio_to"][other["provider"]] == other["median_s"] / row["median_s"]
+                assert row["ratio_to"][other["backend"]] == other["median_s"] / row["median_s"]
 
 
 def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path) -> None:
     """S = 4096, 4 heads of 8, float32: q and out are 512 KiB each, k and v half of that."""
-    options = ["--case", "causal", "--dtype", "float32", "--provider", "ringtile", "--memory", *TINY]
+    options = ["--case", "causal", "--dtype", "float32", "--backend", "ringtile", "--memory", *TINY]
     options[options.index("24")] = "4096"
     rows = {row["pass"]: row["peak_bytes"] for row in bench(tmp_path, "attention", *options)["rows"]}
     assert 512 << 10 <= rows["forward"] <= rows["backward"] == rows["forward+backward"] < 64 << 20
@@ -247,20 +247,20 @@ def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
     schemes = ["--scheme", "ring", "--scheme", "ulysses"]
     report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *schemes, *TINY)
     assert set(report["machine"]) == MACHINE_KEYS
-    rows = {(row["provider"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ring"}
+    rows = {(row["backend"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ring"}
     ran = {"ringtile", "ringtile_alone", "torch", "all_gather_by_hand"}
     if importlib.util.find_spec("ringmaster"):
         ran |= {"ringmaster", "ringmaster_ulysses"}
     assert set(rows) == {(name, which) for name in ran for which in PASSES}
     skipped = {reason.split(",")[0] for reason in report["machine"]["skipped"]}
-    assert skipped == set(ring.PROVIDERS) - ran  # providers that are not installed are named
+    assert skipped == set(ring.BACKENDS) - ran  # backends that are not installed are named
     row = rows["ringtile", "forward+backward"]
     assert set(row) == ROW_KEYS | {"compute_share", "wait_share", "overhead_share", "bytes_moved", "plan_bytes"}
     assert row["bytes_moved"] == row["plan_bytes"] == 18 * (2 * 16 * 4) * 3
     assert row["compute_share"] + row["wait_share"] + row["overhead_share"] == pytest.approx(1)
     assert row["world_size"] == 2
     assert set(row["ratio_to"]) == ran - {"ringtile"}
-    ulysses = {(row["provider"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ulysses"}
+    ulysses = {(row["backend"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ulysses"}
     assert {name for name, _ in ulysses} == ran - {"ringtile_alone"}
     # Each of 24 tokens: 2 heads of q and out (32 bytes each, lse 8), 1 of k and v (64). Again, with dout (32), lse and
     # delta (12) and dq (32) for q and out, and with the gradients (64) for k and v.
@@ -323,7 +323,7 @@ def test_quick_covers_what_the_documentation_quotes() -> None:
     ]
     for subject in (attention, ring):
         for comparison in subject.quick_comparisons():
-            assert set(comparison.providers) <= set(subject.PROVIDERS)
+            assert set(comparison.backends) <= set(subject.BACKENDS)
             if comparison.workload.device == "cpu":
                 subject.check(comparison.workload)
 
@@ -337,15 +337,15 @@ def test_unknown_case_is_refused(case: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["attention", "--provider", "flash"],
-        ["ring", "--provider", "flex"],
+        ["attention", "--backend", "flash"],
+        ["ring", "--backend", "flex"],
         ["attention", "--dtype", "int8"],
         ["attention", "--repeats", "0"],
         ["attention", "--threads", "0"],
         ["attention", "--seq-len", "0"],
         ["attention", "--num-heads", "3", "--num-kv-heads", "2"],
         ["attention", "--quick", "--seq-len", "77"],
-        ["attention", "--case", "window-5", "--provider", "torch", "--seq-len", "8", "--repeats", "1"],
+        ["attention", "--case", "window-5", "--backend", "torch", "--seq-len", "8", "--repeats", "1"],
         ["ring", "--world-size", "0"],
         ["ring", "--head-dim", "513"],
         ["attention", "--num-kv-heads", "-1"],

@@ -1,4 +1,4 @@
-"""`ringtile bench scan`: both providers do the same work, and rows say what was measured."""
+"""`ringtile bench scan`: both backends do the same work, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_provider_computes_the_same_recurrence(case: str) -> None:
     workload = scan.Workload(case, "float32", 70, 4, 2, 8)
     inputs = scan.make_inputs(workload)
     exact = scan.exact_results(workload, inputs)
-    for name in scan.PROVIDERS:
+    for name in scan.BACKENDS:
         for _ in range(2):  # a second run does not add to the gradients of the first
             for mine, right in zip(results(scan.make_candidate(name, workload, inputs)), exact, strict=True):
                 torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4 * float(right.abs().max()))
@@ -35,8 +35,8 @@ def test_flops_are_those_of_the_products_with_the_state() -> None:
 @pytest.mark.matrix
 def test_report_has_a_row_for_each_provider_and_pass(tmp_path: pathlib.Path) -> None:
     sizes = ["--seq-len", "9", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "4", "--case", "delta"]
-    command = ["bench", "scan", *sizes, "--threads", "1", "--repeats", "1", "--provider", "ringtile"]
+    command = ["bench", "scan", *sizes, "--threads", "1", "--repeats", "1", "--backend", "ringtile"]
     assert main([*command, "--json", str(tmp_path / "bench.json")]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    assert [(row["provider"], row["pass"]) for row in rows] == [("ringtile", name) for name in PASSES]
+    assert [(row["backend"], row["pass"]) for row in rows] == [("ringtile", name) for name in PASSES]
     assert all(row["peak_bytes"] is not None and row["max_error"] < 1e-5 for row in rows)

@@ -1,4 +1,4 @@
-"""`ringtile bench mlp` and `bench loss`: all providers do the same work, and rows say what was measured."""
+"""`ringtile bench mlp` and `bench loss`: all backends do the same work, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ ON_A_CPU = {
     "deepspeed": {"mlp", "loss"},
     "liger_kernel": {"mlp"},
 }  # packages that may be missing, and the subjects they support on a CPU
-PROVIDER = {"deepspeed": "deepspeed", "liger_kernel": "liger"}
+BACKEND = {"deepspeed": "deepspeed", "liger_kernel": "liger"}
 SUBJECTS = {"mlp": mlp, "loss": loss}
 
 
 def available(subject: str) -> set[str]:
-    """The providers that can run here."""
+    """The backends that can run here."""
     missing = {
-        PROVIDER[package]
+        BACKEND[package]
         for package, subjects in ON_A_CPU.items()
         if subject not in subjects or importlib.util.find_spec(package) is None
     }
-    return set(SUBJECTS[subject].PROVIDERS) - missing
+    return set(SUBJECTS[subject].BACKENDS) - missing
 
 
 def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]:
@@ -50,14 +50,14 @@ def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("case", mlp.CASES)
-@pytest.mark.parametrize("provider", sorted(available("mlp")))
-def test_every_provider_computes_the_same_mlp(case: str, provider: str) -> None:
+@pytest.mark.parametrize("backend", sorted(available("mlp")))
+def test_every_provider_computes_the_same_mlp(case: str, backend: str) -> None:
     """In float64, with numbers below 10, 1e-12 is some hundred roundings. The oracle is the formula, untiled."""
     workload = mlp.Workload(case, "float64", TOKENS, E, F, num_tiles=4)
     inputs = mlp.make_inputs(workload)
-    candidate = mlp.make_candidate(provider, workload, inputs)
+    candidate = mlp.make_candidate(backend, workload, inputs)
     if candidate is None:
-        assert (provider, case) == ("checkpoint", "checkpointed")
+        assert (backend, case) == ("checkpoint", "checkpointed")
         return
     gate, up, down = (weight.detach().clone().requires_grad_() for weight in inputs.mlp.parameters())
     x = inputs.x.detach().clone().requires_grad_()
@@ -71,8 +71,8 @@ def test_every_provider_computes_the_same_mlp(case: str, provider: str) -> None:
 
 
 @pytest.mark.parametrize("case", loss.CASES)
-@pytest.mark.parametrize("provider", sorted(available("loss")))
-def test_every_provider_computes_the_same_loss(case: str, provider: str) -> None:
+@pytest.mark.parametrize("backend", sorted(available("loss")))
+def test_every_provider_computes_the_same_loss(case: str, backend: str) -> None:
     workload = loss.Workload(case, "float64", TOKENS, E, V, num_tiles=4)
     inputs = loss.make_inputs(workload)
     assert inputs.labels.ne(loss.IGNORE_INDEX).sum() == {"full": 13, "half-ignored": 7}[case]
@@ -80,7 +80,7 @@ def test_every_provider_computes_the_same_loss(case: str, provider: str) -> None
     mean = nn.functional.cross_entropy(hidden @ weight.t(), inputs.labels)
     expected = (mean.detach(), *torch.autograd.grad(mean, (hidden, weight)))
     for _ in range(2):
-        for mine, right in zip(results(loss.make_candidate(provider, workload, inputs)), expected, strict=True):
+        for mine, right in zip(results(loss.make_candidate(backend, workload, inputs)), expected, strict=True):
             torch.testing.assert_close(mine.double(), right, rtol=0, atol=1e-12)
     for mine, right in zip(loss.exact_results(workload, inputs), expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
@@ -130,15 +130,15 @@ def test_rows_name_what_ran_and_what_did_not(
     report = bench(tmp_path, subject, "--dtype", "bfloat16")
     ran = available(subject)
     sizes = {"mlp": {"hidden_size": E, "intermediate_size": F}, "loss": {"hidden_size": E, "vocab_size": V}}[subject]
-    assert {(row["provider"], row["pass"]) for row in report["rows"]} == {(n, which) for n in ran for which in PASSES}
+    assert {(row["backend"], row["pass"]) for row in report["rows"]} == {(n, which) for n in ran for which in PASSES}
     for row in report["rows"]:
         assert row.items() >= (sizes | {"seq_len": TOKENS, "num_tiles": 4, "world_size": 1, "peak_bytes": 7}).items()
         assert row["dtype"] == "bfloat16"
         assert row["median_s"] > 0
         assert 0 < row["rms_error"] < 0.05  # bfloat16 rounds to 2^-9 of each number, and products of products of them
-        assert set(row["ratio_to"]) == ran - {row["provider"]}
+        assert set(row["ratio_to"]) == ran - {row["backend"]}
     skipped = {reason.split(",")[0] for reason in report["machine"]["skipped"]}
-    assert skipped == set(SUBJECTS[subject].PROVIDERS) - ran
+    assert skipped == set(SUBJECTS[subject].BACKENDS) - ran
     text = capsys.readouterr().out
     for name in skipped:
         assert f"\n {name}: " in text
@@ -152,7 +152,7 @@ def test_quick_has_workloads_that_can_be_measured(subject: str) -> None:
     workloads = [comparison.workload for comparison in module.quick_comparisons()]
     assert len(set(workloads)) == len(workloads)
     for comparison in module.quick_comparisons():
-        assert set(comparison.providers) <= set(module.PROVIDERS)
+        assert set(comparison.backends) <= set(module.BACKENDS)
         assert comparison.memory
         module.check(comparison.workload)
 
@@ -160,14 +160,14 @@ def test_quick_has_workloads_that_can_be_measured(subject: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["mlp", "--provider", "torch"],
+        ["mlp", "--backend", "torch"],
         ["mlp", "--case", "full"],
         ["mlp", "--head-dim", "8"],
         ["mlp", "--num-tiles", "0"],
         ["loss", "--intermediate-size", "8"],
         ["loss", "--vocab-size", "-1"],
         ["loss", "--case", "causal"],
-        ["mlp", "--case", "checkpointed", "--provider", "checkpoint", "--seq-len", "4", "--hidden-size", "4"],
+        ["mlp", "--case", "checkpointed", "--backend", "checkpoint", "--seq-len", "4", "--hidden-size", "4"],
     ],
 )
 def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import yaml
 from pool import run_program
 from ringtile import ops
 from ringtile.cli import doctor, main
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
 
@@ -48,13 +48,13 @@ def test_doctor_lists_what_ledgers_replaced() -> None:
     class Owner:
         pass
 
-    ledger, forgotten = Ledger(), Ledger()
-    ledger.set(Owner(), "step", 1)
+    patches, forgotten = Patches(), Patches()
+    patches.set(Owner(), "step", 1)
     forgotten.set(Owner(), "forgotten", 1)
     assert "Owner.step" in doctor.patched()["replaced here"]
     del forgotten
     assert "Owner.forgotten" not in doctor.patched()["replaced here"]
-    ledger.restore()
+    patches.restore()
     assert "Owner.step" not in doctor.patched()["replaced here"]
 
 
@@ -105,7 +105,7 @@ def bundle(tmp_path: pathlib.Path, config: dict[str, Any] | str, **variables: st
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """doctor without the kernels' checks."""
-    monkeypatch.setattr(doctor, "self_checks", dict)
+    monkeypatch.setattr(doctor, "self_tests", dict)
 
 
 def test_bundle_has_what_a_bug_report_needs(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

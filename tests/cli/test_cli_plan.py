@@ -39,7 +39,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--threads",
             "--memory",
             "--plot",
-            "--provider",
+            "--backend",
             "--case",
             "--dtype",
             "--seq-len",

@@ -22,8 +22,8 @@ from ringtile import (
     tile_mlps,
     tiled_linear_cross_entropy,
 )
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
+from ringtile.hf.patches import Patches
 from ringtile.scheme import Scheme
 from ringtile.transport.groups import transport_of
 
@@ -43,7 +43,7 @@ STRANGE = {
 def with_loss(strange: Any) -> None:
     model = tiny_model()
     model.loss_function = strange
-    install_tiled_loss(model, Config(tiled_loss=True), Ledger())
+    install_tiled_loss(model, Config(tiled_loss=True), Patches())
 
 
 def with_forward(strange: Any) -> None:

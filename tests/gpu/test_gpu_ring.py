@@ -12,8 +12,8 @@ import torch
 from device import DEVICE, ON_GPU
 from oracle import Attention
 from ringtile import Layout, LoopbackWorld, ring_attention
-from ringtile.ring import judge
-from ringtile.ring.aten import ATEN
+from ringtile.attn import self_test as attn_self_test
+from ringtile.attn.aten import ATEN
 from ringtile.transport.loopback import LoopbackGroup
 from test_gpu_kernels import MASKS, RESULTS, Problem, assert_not_less_exact_than_torch, problem
 from test_ring import assemble
@@ -58,7 +58,7 @@ def test_ranks_on_separate_streams_give_the_same_bits(world_size: int) -> None:
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
 def test_aten_kernels_return_what_ringtile_expects(head_dim: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     shapes = [torch.empty(1, 1, heads, head_dim, dtype=dtype, device=DEVICE) for heads in (4, *[num_kv_heads] * 2)]
-    reasons = {provider.name: judge.why_wrong(provider, *shapes) for provider in ATEN[DEVICE.type]}
+    reasons = {backend.name: attn_self_test.why_wrong(backend, *shapes) for backend in ATEN[DEVICE.type]}
     print(reasons)
     assert "" in reasons.values()
     assert not any("gives another" in reason for reason in reasons.values())

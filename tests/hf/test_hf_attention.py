@@ -11,7 +11,7 @@ from hf_models import tiny_model
 from ringtile.hf import attention, layers, model, packing
 from ringtile.hf.batch import BATCH_ARGUMENT
 from ringtile.hf.inputs import shard_batch
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
 from torch._dynamo.utils import counters
 
@@ -33,9 +33,9 @@ def _tolerance(logits):
 
 def _on_ringtile(whole):
     """A copy of the model that attends through ringtile, and the undoing of it."""
-    switched, ledger = copy.deepcopy(whole), Ledger()
-    model.switch_attention(switched, ledger)
-    return switched, ledger
+    switched, patches = copy.deepcopy(whole), Patches()
+    model.switch_attention(switched, patches)
+    return switched, patches
 
 
 def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
@@ -48,7 +48,7 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
         local, sharded = shard_batch(
             batch, layout=layout, group=group, makes_positions=True, positions_separate=separate
         )
-        model.pin_rope_length(own, Ledger(), lambda: sharded)
+        model.pin_rope_length(own, Patches(), lambda: sharded)
         with torch.no_grad():
             return sharded.unshard(own(**local).logits)
 
@@ -157,9 +157,9 @@ def test_generation_is_unchanged():
 
 
 def test_switching_is_undone():
-    switched, ledger = _on_ringtile(tiny_model())
+    switched, patches = _on_ringtile(tiny_model())
     assert switched.config._attn_implementation == "ringtile"
-    ledger.restore()
+    patches.restore()
     assert switched.config._attn_implementation == "sdpa"
 
 
@@ -209,9 +209,9 @@ def test_bidirectional_attention_is_refused():
 
 
 def test_mask_of_a_shard_is_refused():
-    switched, ledger = _on_ringtile(tiny_model())
+    switched, patches = _on_ringtile(tiny_model())
     local = _shard({"input_ids": _ids(), "attention_mask": LEFT_PADDED})
-    ledger.restore()  # takes the hook off that hides the mask, and sets the attention back
+    patches.restore()  # takes the hook off that hides the mask, and sets the attention back
     switched.set_attn_implementation("ringtile")
     with pytest.raises(ringtile.Refused, match="attention mask of shape"):
         switched(**local)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from hf_training import make_trainer
 from pool import run_ranks
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.sequence.layout import Layout
 from transformers import Trainer, TrainerCallback
 
@@ -52,30 +52,30 @@ def _differences(before, after):
     )
 
 
-# ---- the ledger ---------------------------------------------------------------------------------
+# ---- the record of patches ----------------------------------------------------------------------
 
 
 def test_ledger_restores_identical_objects():
     owner = types.SimpleNamespace(held=object())
     held = owner.held
-    ledger = Ledger()
-    ledger.set(owner, "held", 1)
-    ledger.set(owner, "held", 2)
-    ledger.set(owner, "new", 3)
-    assert [name for _, name in ledger.entries] == ["held", "held", "new"]
-    ledger.restore()
-    ledger.restore()
+    patches = Patches()
+    patches.set(owner, "held", 1)
+    patches.set(owner, "held", 2)
+    patches.set(owner, "new", 3)
+    assert [name for _, name in patches.entries] == ["held", "held", "new"]
+    patches.restore()
+    patches.restore()
     assert owner.held is held
     assert vars(owner) == {"held": held}
-    assert ledger.entries == ()
+    assert patches.entries == ()
 
 
 def test_ledger_restores_child_modules():
     parent = torch.nn.Sequential(torch.nn.Identity())
     child = parent[0]
-    ledger = Ledger()
-    ledger.set(parent, "0", torch.nn.Linear(2, 2))
-    ledger.restore()
+    patches = Patches()
+    patches.set(parent, "0", torch.nn.Linear(2, 2))
+    patches.restore()
     assert parent[0] is child
 
 
@@ -85,19 +85,19 @@ def test_ledger_restores_child_modules():
 def _enable_and_restore():
     trainer = make_trainer("llama-dynamic")
     before = _snapshot(trainer)
-    ledger = ringtile.enable(trainer, CONFIG)
-    entries = ledger.entries
+    patches = ringtile.enable(trainer, CONFIG)
+    entries = patches.entries
     again = ringtile.enable(trainer, CONFIG)
     changed = _differences(before, _snapshot(trainer))
     try:
         ringtile.enable(trainer, {**CONFIG, "layout": "striped"})
     except ringtile.ConfigError as error:
         refusal = str(error)
-    enabled_entries = ledger.entries
+    enabled_entries = patches.entries
     ringtile.restore(trainer)
     ringtile.restore(trainer)
     left = _differences(before, _snapshot(trainer))
-    return again is ledger and enabled_entries == entries, changed, refusal, left, _num_hooks(trainer.model)
+    return again is patches and enabled_entries == entries, changed, refusal, left, _num_hooks(trainer.model)
 
 
 def test_enable_is_idempotent_and_restore_leaves_identical_objects():

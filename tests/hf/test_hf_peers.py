@@ -16,7 +16,7 @@ from faults.training_kills import PHASES, Trial, run
 from hf_training import make_trainer
 from pool import Pool, run_command, run_ranks
 from ringtile import enable
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, limit_timeouts, of_a_collective
 from test_cli_train import TRAINING, write_config
 from torch.distributed import distributed_c10d
@@ -89,13 +89,13 @@ def test_errors_of_gloo_are_told_from_others(said, of_gloo):
 
 def _errors_of_others():
     """What an engine's own errors become, while all ranks are there."""
-    ledger, engine, peers, said = Ledger(), _Engine(), Peers(10.0), []
+    patches, engine, peers, said = Patches(), _Engine(), Peers(10.0), []
     for name in ("of_its_own", "no_rank_is_lost"):
-        peers.wrap(engine, name, ledger)
+        peers.wrap(engine, name, patches)
         with pytest.raises(RuntimeError) as raised:
             getattr(engine, name)()
         said.append(str(raised.value))
-    ledger.restore()
+    patches.restore()
     return said
 
 

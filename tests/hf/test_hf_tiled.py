@@ -11,9 +11,9 @@ from hf_models import SIZES, tiny_model
 from hf_training import enter_world, make_trainer, train
 from pool import run_ranks
 from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tiled_causal_lm_loss
 from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.patches import Patches
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,10 +29,10 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def tile_loss(model: nn.Module, **keys: object) -> Ledger:
-    ledger = Ledger()
-    install_tiled_loss(model, Config(tiled_loss=True, **keys), ledger)
-    return ledger
+def tile_loss(model: nn.Module, **keys: object) -> Patches:
+    patches = Patches()
+    install_tiled_loss(model, Config(tiled_loss=True, **keys), patches)
+    return patches
 
 
 def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
@@ -177,7 +177,7 @@ def test_ligers_mlp_is_a_conflict_unless_its_own_forward_is_tiled(monkeypatch) -
     handle.restore()
     assert vars(model.model.layers[1].mlp)["forward"] is patched
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp is Liger's MLP"):
-        install_tiled_mlp(model, Config(tiled_mlp=True), Ledger())  # the Config's default, too
+        install_tiled_mlp(model, Config(tiled_mlp=True), Patches())  # the Config's default, too
 
 
 def test_tiling_twice_and_strange_forwards_are_refused() -> None:

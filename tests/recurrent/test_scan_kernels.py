@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import scan_oracle
 import torch
-from ringtile import InputError, Refused, self_check
+from ringtile import InputError, Refused, self_test
 from ringtile.recurrent import kernels
 from scan_oracle import BEGIN, PADDING
 from torch import Tensor
@@ -348,7 +348,7 @@ def test_wrong_resets_and_options_are_named(kind: str) -> None:
             )
 
 
-# ---- self-check ---------------------------------------------------------------------------------
+# ---- self-test ---------------------------------------------------------------------------------
 
 
 class Wrong:
@@ -372,7 +372,7 @@ class Wrong:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
-    self_check.forget()
+    self_test.forget()
     try:
         assert kernels.why_not_kernel(kind, dtype) == ""
         op = {"convolution": "causal_conv1d", "selective": "selective_scan"}.get(kind, "scan")
@@ -380,7 +380,7 @@ def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, ki
         # Every gradient of the backward in turn, as the dtypes go.
         results = {torch.float64: (0, 0), torch.float32: (1, 1), torch.bfloat16: (0, 2), torch.float16: (0, 3)}[dtype]
         for op, result in zip(ops, results, strict=True):
-            self_check.forget()
+            self_test.forget()
             monkeypatch.setattr(kernels, "_ops", Wrong(op, result))
             assert kernels.why_not_kernel(kind, dtype).startswith("gives another ")
         with pytest.raises(
@@ -388,4 +388,4 @@ def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, ki
         ):
             call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), resets_of({}, num_tokens=3))
     finally:
-        self_check.forget()
+        self_test.forget()

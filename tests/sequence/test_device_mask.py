@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, Refused, ShardedSequence
-from ringtile.ring.provider import BlockMask
+from ringtile.attn.backend import BlockMask
 from ringtile.sequence import device_mask
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -255,7 +255,7 @@ def test_a_model_offloads_one_tensor_a_layer(family: str, reentrant: bool, tiled
     if tiled:
         ringtile.tile_mlps(model, 7)
     expected = model_gradients(model)
-    ledger = offload_activations(model, transfer)
+    patches = offload_activations(model, transfer)
     for ours, theirs in zip(model_gradients(model), expected, strict=True):
         assert torch.equal(ours, theirs)
     nbytes = 2 * 13 * SIZES["hidden_size"] * 4
@@ -263,7 +263,7 @@ def test_a_model_offloads_one_tensor_a_layer(family: str, reentrant: bool, tiled
     assert [entry for entry in transfer.log if entry[0] == "to device"] == [("to device", nbytes)] * (4 - ON_DEVICE)
     assert alive(transfer.hosts) == alive(transfer.devices) == 0
     transfer.log.clear()
-    ledger.restore()
+    patches.restore()
     model_gradients(model)
     assert transfer.log == []
 
@@ -298,12 +298,12 @@ def test_offload_under_fsdp2_changes_no_bit(kind: str) -> None:
 def trained(config: dict[str, Any], transfer: LateTransfer | None, **arguments: Any) -> tuple[Any, Any]:
     """The losses and trained weights of a Trainer that offloads to a fake device."""
     trainer = make_trainer(max_steps=2, gradient_checkpointing=True, **arguments)
-    ledger = ringtile.enable(trainer, config)
+    patches = ringtile.enable(trainer, config)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, OffloadActivations):
             callback.transfer = transfer
     trainer.train()
-    del ledger
+    del patches
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = [weight.detach().clone() for weight in trainer.model.parameters()]
     ringtile.restore(trainer)

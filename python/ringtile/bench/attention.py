@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringtile import ops
+from ringtile.attn.attention import attention
 from ringtile.bench.cases import (
     Attend,
     Case,
@@ -30,7 +31,6 @@ from ringtile.bench.cases import make_inputs as make_inputs  # a subject's modul
 from ringtile.bench.compare import Candidate, measure_each, results
 from ringtile.bench.rows import Comparison, Cost, Grid
 from ringtile.errors import ConfigError
-from ringtile.ring.attention import attention
 from ringtile.sequence.mask import IntervalMask
 
 DEVICES = ("cpu", "cuda")
@@ -120,21 +120,21 @@ def bool_mask(mask: IntervalMask) -> Tensor:
     return ((keys >= mask.begin[:, :, None]) & (keys < mask.end[:, :, None]))[:, None]
 
 
-class Provider(NamedTuple):
+class Backend(NamedTuple):
     """A way to compute attention. make(case, device) returns None if it does not support the case there."""
 
     make: Callable[..., Attend | None]
     backward_on: tuple[str, ...] = DEVICES
 
 
-PROVIDERS = {
-    "ringtile": Provider(ringtile_attend),
-    "torch": Provider(torch_attend),
-    "torch_flash": Provider(partial(torch_backend_attend, SDPBackend.FLASH_ATTENTION)),
-    "torch_cudnn": Provider(partial(torch_backend_attend, SDPBackend.CUDNN_ATTENTION)),
-    "torch_mask": Provider(torch_mask_attend),
-    "torch_per_document": Provider(torch_per_document_attend),
-    "flex": Provider(flex_attend, backward_on=("cuda",)),
+BACKENDS = {
+    "ringtile": Backend(ringtile_attend),
+    "torch": Backend(torch_attend),
+    "torch_flash": Backend(partial(torch_backend_attend, SDPBackend.FLASH_ATTENTION)),
+    "torch_cudnn": Backend(partial(torch_backend_attend, SDPBackend.CUDNN_ATTENTION)),
+    "torch_mask": Backend(torch_mask_attend),
+    "torch_per_document": Backend(torch_per_document_attend),
+    "flex": Backend(flex_attend, backward_on=("cuda",)),
 }
 
 
@@ -157,10 +157,10 @@ def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...] | No
 
 
 def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate | None:
-    """None if the provider does not support the workload."""
-    provider = PROVIDERS[name]
-    attend = provider.make(make_case(workload.case, workload.seq_len), workload.device)
-    return None if attend is None else attend_candidate(attend, inputs, workload.device in provider.backward_on)
+    """None if the backend does not support the workload."""
+    backend = BACKENDS[name]
+    attend = backend.make(make_case(workload.case, workload.seq_len), workload.device)
+    return None if attend is None else attend_candidate(attend, inputs, workload.device in backend.backward_on)
 
 
 def attend_candidate(attend: Attend, inputs: Inputs, backward: bool = True) -> Candidate:

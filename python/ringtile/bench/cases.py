@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
     dout: Tensor
 
     def detached(self) -> Inputs:
-        """The same numbers without a graph, for a provider that has no backward."""
+        """The same numbers without a graph, for a backend that has no backward."""
         return Inputs(*(x.detach() for x in self))
 
     def double(self) -> Inputs:

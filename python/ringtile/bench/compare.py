@@ -1,4 +1,4 @@
-"""Compares providers on one workload: time, taken in turns; error; memory, each in a process of its own."""
+"""Compares backends on one workload: time, taken in turns; error; memory, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
 
 class Candidate(NamedTuple):
-    """A provider's code for one workload. forward returns a result with a graph; backward maps it to gradients."""
+    """A backend's code for one workload. forward returns a result with a graph; backward maps it to gradients."""
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], tuple[Tensor, ...]] | None
@@ -65,7 +65,7 @@ def measure_each(subject: str, comparisons: Sequence[Comparison], repeats: int) 
         inputs = module.make_inputs(workload)
         yield compare(
             module.cost_of(workload, inputs),
-            {name: partial(module.make_candidate, name, workload, inputs) for name in comparison.providers},
+            {name: partial(module.make_candidate, name, workload, inputs) for name in comparison.backends},
             repeats,
             exact=partial(module.exact_results, workload, inputs),
             memory=partial(memory_of, subject, workload=workload) if comparison.memory else None,
@@ -81,12 +81,12 @@ def compare(
     memory: Callable[[str], Mapping[str, int]] | None,
     device: str = "cpu",
 ) -> Measured:
-    """Measures each provider that supports the workload: medians of `repeats` samples.
+    """Measures each backend that supports the workload: medians of `repeats` samples.
 
     All times are taken in this process, so that the candidates share threads, caches and allocator and none pays for
-    waking threads that another process had put to sleep. makers: a function per provider that returns None if it does
+    waking threads that another process had put to sleep. makers: a function per backend that returns None if it does
     not support the workload. exact: returns the float64 results, or None to skip the errors. memory: returns a
-    provider's bytes by pass, measured in another process, because this one keeps the peak and the heap of all of them.
+    backend's bytes by pass, measured in another process, because this one keeps the peak and the heap of all of them.
     """
     right = exact()
     peak = MatmulPeak() if device == "cuda" else Peak()

@@ -85,7 +85,7 @@ def num_labels(inputs: Inputs) -> int:
     return int(inputs.labels.ne(IGNORE_INDEX).sum())
 
 
-# ---- providers ----------------------------------------------------------------------------------
+# ---- backends ----------------------------------------------------------------------------------
 
 
 def ringtile_loss(workload: Workload) -> Loss:
@@ -171,7 +171,7 @@ def liger_loss(workload: Workload) -> Loss:
     return loss
 
 
-PROVIDERS: dict[str, Callable[[Workload], Loss]] = {
+BACKENDS: dict[str, Callable[[Workload], Loss]] = {
     "ringtile": ringtile_loss,
     "plain": plain_loss,
     "checkpoint": checkpoint_loss,
@@ -183,7 +183,7 @@ PROVIDERS: dict[str, Callable[[Workload], Loss]] = {
 
 
 def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate:
-    return gradient_candidate(partial(PROVIDERS[name](workload), inputs), torch.ones(()), inputs[:2])
+    return gradient_candidate(partial(BACKENDS[name](workload), inputs), torch.ones(()), inputs[:2])
 
 
 # ---- the workloads ------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ check = partial(check_sizes, CASES)
 def quick_comparisons() -> Iterator[Comparison]:
     """The comparisons quoted in the documentation."""
     for dtype in ("float32", "bfloat16"):
-        yield Comparison(Workload("full", dtype, 1024, 1024, 32000, 2), tuple(PROVIDERS), memory=True)
+        yield Comparison(Workload("full", dtype, 1024, 1024, 32000, 2), tuple(BACKENDS), memory=True)
     yield Comparison(
         Workload("half-ignored", "float32", 1024, 1024, 32000, 2), ("ringtile", "plain", "torch"), memory=True
     )

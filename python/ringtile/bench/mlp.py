@@ -91,7 +91,7 @@ def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.cat(outs, dim=1), *(gradient_of(leaf) for leaf in (x, *mlp.parameters()))
 
 
-# ---- providers ----------------------------------------------------------------------------------
+# ---- backends ----------------------------------------------------------------------------------
 
 
 def ringtile_apply(workload: Workload, use_original_mlp: bool) -> Apply:
@@ -136,7 +136,7 @@ def liger_apply(workload: Workload) -> Apply:
     return apply
 
 
-PROVIDERS: dict[str, Callable[[Workload], Apply | None]] = {
+BACKENDS: dict[str, Callable[[Workload], Apply | None]] = {
     "ringtile": partial(ringtile_apply, use_original_mlp=False),
     "ringtile_generic": partial(ringtile_apply, use_original_mlp=True),
     "plain": plain_apply,
@@ -157,8 +157,8 @@ def checkpointed(apply: Apply) -> Apply:
 
 
 def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate | None:
-    """None if the provider does not support the case."""
-    apply = PROVIDERS[name](workload)
+    """None if the backend does not support the case."""
+    apply = BACKENDS[name](workload)
     if apply is None:
         return None
     return gradient_candidate(
@@ -206,5 +206,5 @@ check = partial(check_sizes, CASES)
 def quick_comparisons() -> Iterator[Comparison]:
     """The comparisons quoted in the documentation."""
     for case in CASES:
-        yield Comparison(Workload(case, "float32", 4096, 1024, 4096, 16), tuple(PROVIDERS), memory=True)
-    yield Comparison(Workload("mlp", "bfloat16", 1000, 1024, 4096, 62), tuple(PROVIDERS), memory=True)
+        yield Comparison(Workload(case, "float32", 4096, 1024, 4096, 16), tuple(BACKENDS), memory=True)
+    yield Comparison(Workload("mlp", "bfloat16", 1000, 1024, 4096, 62), tuple(BACKENDS), memory=True)

@@ -23,7 +23,8 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 from torch.nn.attention.bias import causal_lower_right
 
 from ringtile import ops
-from ringtile.bench.attention import PROVIDERS as IN_ONE_PROCESS
+from ringtile.attn.attention import ring_attention
+from ringtile.bench.attention import BACKENDS as IN_ONE_PROCESS
 from ringtile.bench.attention import attend_candidate, sdpa
 from ringtile.bench.cases import (
     Attend,
@@ -41,7 +42,6 @@ from ringtile.bench.compare import Candidate, timed
 from ringtile.bench.measure import Peak, Sample, Sampler, mean_sample, take_turns
 from ringtile.bench.rows import Comparison, Grid, Measured, Untimed, make_rows, why_skipped
 from ringtile.errors import ConfigError
-from ringtile.ring.attention import ring_attention
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.plan import RankPlan, rank_plan
 from ringtile.sequence.sharded import ShardedSequence
@@ -159,7 +159,7 @@ def ringmaster_local(context: RankContext, inputs: Inputs) -> LocalAttention | N
             causal=context.case.is_causal,
             scaling=None,
             dropout=0.0,
-            provider="math",
+            backend="math",
             rotate_method=config.RotateMethod.ALLTOALL,
             attn_implementation="math",
         )
@@ -239,7 +239,7 @@ def share_of_heads(context: RankContext, inputs: Inputs) -> Inputs:
     return leaves(x.detach().chunk(world_size, dim=2)[context.rank].contiguous() for x in inputs)
 
 
-PROVIDERS: dict[str, Callable[[RankContext, Inputs], LocalAttention | None]] = {
+BACKENDS: dict[str, Callable[[RankContext, Inputs], LocalAttention | None]] = {
     "ringtile": ringtile_local,
     "ringtile_alone": ringtile_alone_local,
     "torch": torch_local,
@@ -263,7 +263,7 @@ GRID: Grid = {
 
 def quick_comparisons() -> Iterator[Comparison]:
     """The comparisons quoted in the documentation."""
-    yield Comparison(Workload("causal", "float32", 8192, 64, world_size=2), tuple(PROVIDERS))
+    yield Comparison(Workload("causal", "float32", 8192, 64, world_size=2), tuple(BACKENDS))
     for case in ("window-1024", "documents-8"):
         yield Comparison(Workload(case, "float32", 8192, 64, world_size=2), ("ringtile", "ringtile_alone"))
 
@@ -333,9 +333,9 @@ def measure_comparison(comparison: Comparison, repeats: int, rank: int) -> Measu
     samplers: dict[str, Sampler] = {"peak": partial(sample_together, peak.run)}
     locals_: dict[str, LocalAttention] = {}
     skipped = {}
-    for name in comparison.providers:
+    for name in comparison.backends:
         try:
-            local = PROVIDERS[name](context, inputs)
+            local = BACKENDS[name](context, inputs)
             if local is None:
                 continue
             timed(local.candidate)  # warm up
@@ -348,7 +348,7 @@ def measure_comparison(comparison: Comparison, repeats: int, rank: int) -> Measu
     peak_flops_per_s = workload.world_size * peak.flops / seconds.pop("peak")["peak"].median
     rows = make_rows(attention_cost(workload, case), seconds, peak_flops_per_s, dict.fromkeys(locals_, Untimed()))
     if "ringtile" in locals_:
-        row = next(row for row in rows if row["provider"] == "ringtile" and row["pass"] == "forward+backward")
+        row = next(row for row in rows if row["backend"] == "ringtile" and row["pass"] == "forward+backward")
         row.update(shares(locals_["ringtile"], repeats), **moved(locals_["ringtile"], context))
     return Measured(workload, rows, skipped)
 

@@ -15,7 +15,7 @@ MARKERS = "osD^vP*X<>"
 def plot_roofline(path: pathlib.Path, rows: Sequence[Row], peak_flops_per_s: float, copy_bytes_per_s: float) -> None:
     """Writes the picture: useful flops per second over flops per byte that must move, a mark for each row.
 
-    A point is below min(peak_flops_per_s, intensity * copy_bytes_per_s). A color is a provider, a shape a case and
+    A point is below min(peak_flops_per_s, intensity * copy_bytes_per_s). A color is a backend, a shape a case and
     dtype; forward marks are hollow.
     """
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -31,10 +31,10 @@ def plot_roofline(path: pathlib.Path, rows: Sequence[Row], peak_flops_per_s: flo
     )
     axes.annotate(f"{copy_bytes_per_s / 1e9:.0f} GB/s", (low, low * copy_bytes_per_s / 1e9))
     axes.annotate(f"{peak_flops_per_s / 1e9:.0f} GFLOP/s, multiply-add", (ridge, peak_flops_per_s / 1e9), va="bottom")
-    providers = list(dict.fromkeys(row["provider"] for row in shown))
+    backends = list(dict.fromkeys(row["backend"] for row in shown))
     shapes = list(dict.fromkeys((row["case"], row["dtype"]) for row in shown))
     for row, intensity in zip(shown, intensities, strict=True):
-        color = f"C{providers.index(row['provider'])}"
+        color = f"C{backends.index(row['backend'])}"
         axes.plot(
             intensity,
             row["flops"] / row["median_s"] / 1e9,
@@ -42,8 +42,8 @@ def plot_roofline(path: pathlib.Path, rows: Sequence[Row], peak_flops_per_s: flo
             color=color,
             fillstyle="none" if row["pass"] == "forward" else "full",
         )
-    for index, provider in enumerate(providers):
-        axes.plot([], [], "s", color=f"C{index}", label=provider)
+    for index, backend in enumerate(backends):
+        axes.plot([], [], "s", color=f"C{index}", label=backend)
     for index, (case, dtype) in enumerate(shapes):
         axes.plot([], [], MARKERS[index % len(MARKERS)], color="grey", label=f"{case} {dtype}")
     axes.plot([], [], "s", color="grey", fillstyle="none", label="hollow: forward")

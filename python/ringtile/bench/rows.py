@@ -1,4 +1,4 @@
-"""Shared by all subjects of `ringtile bench`: comparisons of providers on a workload, and the rows of the report."""
+"""Shared by all subjects of `ringtile bench`: comparisons of backends on a workload, and the rows of the report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Grid = dict[str, tuple[str, ...] | tuple[int, ...]]  # by field of the workload,
 
 
 class Comparison(NamedTuple):
-    """The providers to compare on one workload, a dataclass of the subject.
+    """The backends to compare on one workload, a dataclass of the subject.
 
-    memory: also measure each provider's memory, in a process of its own.
+    memory: also measure each backend's memory, in a process of its own.
     """
 
     workload: Any
-    providers: tuple[str, ...]
+    backends: tuple[str, ...]
     memory: bool = False
 
 
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
 
 class Untimed(NamedTuple):
-    """Everything measured of a provider besides its time, by pass."""
+    """Everything measured of a backend besides its time, by pass."""
 
     max_error: Mapping[str, float] = {}
     rms_error: Mapping[str, float] = {}
@@ -45,7 +45,7 @@ class Untimed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The rows of one comparison, and for each provider that was skipped the reason."""
+    """The rows of one comparison, and for each backend that was skipped the reason."""
 
     workload: Any
     rows: list[Row]
@@ -63,19 +63,19 @@ def make_rows(
     peak_flops_per_s: float,
     untimed: Mapping[str, Untimed],
 ) -> list[Row]:
-    """The rows of one workload: one for each provider and pass in `seconds`.
+    """The rows of one workload: one for each backend and pass in `seconds`.
 
-    flops and bytes come from the cost and are equal for all providers; ratio_to maps each other provider to (its time /
+    flops and bytes come from the cost and are equal for all backends; ratio_to maps each other backend to (its time /
     this row's time).
     """
     rows = []
-    for provider, passes in seconds.items():
+    for backend, passes in seconds.items():
         for which, (median, spread, waited) in passes.items():
-            others = {name: other for name, other in seconds.items() if name != provider and which in other}
+            others = {name: other for name, other in seconds.items() if name != backend and which in other}
             rows.append(
                 {
                     **asdict(cost.workload),
-                    "provider": provider,
+                    "backend": backend,
                     "pass": which,
                     "threads": torch.get_num_threads(),
                     "median_s": median,
@@ -83,10 +83,10 @@ def make_rows(
                     "waited": waited,
                     "flops": cost.flops[which],
                     "bytes": cost.num_bytes[which],
-                    "peak_bytes": untimed[provider].peak_bytes.get(which),
+                    "peak_bytes": untimed[backend].peak_bytes.get(which),
                     "fraction_of_peak": cost.flops[which] / median / peak_flops_per_s,
-                    "max_error": untimed[provider].max_error.get(which),
-                    "rms_error": untimed[provider].rms_error.get(which),
+                    "max_error": untimed[backend].max_error.get(which),
+                    "rms_error": untimed[backend].rms_error.get(which),
                     "ratio_to": {name: other[which].median / median for name, other in others.items()},
                 }
             )
@@ -94,7 +94,7 @@ def make_rows(
 
 
 def why_skipped(error: Exception) -> str:
-    """One line saying why a provider could not run."""
+    """One line saying why a backend could not run."""
     reason = next(iter(str(error).strip().splitlines()), "no reason given")
     return f"not installed: {reason}" if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
 

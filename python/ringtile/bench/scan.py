@@ -82,7 +82,7 @@ def make_inputs(workload: Workload) -> Inputs:
     return Inputs({name: x.requires_grad_() for name, x in narrow.items()}, dout)
 
 
-# ---- providers ----------------------------------------------------------------------------------
+# ---- backends ----------------------------------------------------------------------------------
 
 
 def ringtile_apply(workload: Workload) -> Apply:
@@ -132,11 +132,11 @@ def transformers_apply(workload: Workload) -> Apply:
     return apply
 
 
-PROVIDERS: dict[str, Callable[[Workload], Apply]] = {"ringtile": ringtile_apply, "transformers": transformers_apply}
+BACKENDS: dict[str, Callable[[Workload], Apply]] = {"ringtile": ringtile_apply, "transformers": transformers_apply}
 
 
 def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate:
-    apply = PROVIDERS[name](workload)
+    apply = BACKENDS[name](workload)
     return gradient_candidate(partial(apply, inputs.tensors), inputs.dout, tuple(inputs.tensors.values()))
 
 
@@ -193,4 +193,4 @@ def quick_comparisons() -> Iterator[Comparison]:
     """The comparisons quoted in the documentation."""
     sizes = (("delta", 4096, 4), ("kda", 1024, 1), ("ssd", 1024, 1), ("selective", 1024, 1), ("convolution", 4096, 8))
     for case, tokens, heads in sizes:
-        yield Comparison(Workload(case, "float32", tokens, heads, heads, 128), tuple(PROVIDERS), memory=True)
+        yield Comparison(Workload(case, "float32", tokens, heads, heads, 128), tuple(BACKENDS), memory=True)

@@ -25,8 +25,8 @@ from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 from ringtile import ops
+from ringtile.attn.attention import ring_attention
 from ringtile.bench.rows import DTYPES
-from ringtile.ring.attention import ring_attention
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence

@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "num_heads": (int, "attention, ring: query heads; scan: heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
     "world_size": (int, "ring, transport: ranks"),
-    "scheme": (str, "ring: ring, all_gather, ulysses, usp:M, staged:T, of the provider ringtile"),
+    "scheme": (str, "ring: ring, all_gather, ulysses, usp:M, staged:T, of the backend ringtile"),
     "device": (str, "attention, transport: cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
     "intermediate_size": (int, "mlp: width inside"),
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of a process (all cores; in a ring its share)")
     parser.add_argument("--memory", action="store_true", help="attention: also memory, as always in mlp and loss")
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="write a roofline picture to FILE")
-    parser.add_argument("--provider", action="append", metavar="NAME", help="who computes (all); may be given again")
+    parser.add_argument("--backend", action="append", metavar="NAME", help="who computes (all); may be given again")
     choices = parser.add_argument_group(
         "what to measure; each may be given again; with --quick, which of its workloads"
     )
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> Outcome:
         if measured.rows:
             print_table(console, measured)
     if not report["rows"]:
-        reasons = "; ".join(skipped) or "no provider that was asked for has these cases"
-        raise ConfigError(f"nothing was measured: {reasons}; expected a case that a --provider can compute")
+        reasons = "; ".join(skipped) or "no backend that was asked for has these cases"
+        raise ConfigError(f"nothing was measured: {reasons}; expected a case that a --backend can compute")
     peak = statistics.median(row["flops"] / row["median_s"] / row["fraction_of_peak"] for row in report["rows"])
     report["machine"] |= {"peak_flops_per_s": peak, "skipped": skipped}
     for name, value in report["machine"].items():
@@ -123,11 +123,11 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:
-    """The comparisons that the options select. ConfigError: there is none, or a provider is unknown."""
-    providers = tuple(args.provider or subject.PROVIDERS)
-    for name in providers:
-        if name not in subject.PROVIDERS:
-            raise ConfigError(f"--provider is {name!r}; expected one of {', '.join(subject.PROVIDERS)}")
+    """The comparisons that the options select. ConfigError: there is none, or a backend is unknown."""
+    backends = tuple(args.backend or subject.BACKENDS)
+    for name in backends:
+        if name not in subject.BACKENDS:
+            raise ConfigError(f"--backend is {name!r}; expected one of {', '.join(subject.BACKENDS)}")
     given = {name: getattr(args, name) for name in CHOICES if getattr(args, name)}
     if "seq_len" in given:
         given["seq_len"] = [parse_tokens(text) for text in given["seq_len"]]
@@ -143,7 +143,7 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:
     if args.quick:
         given.setdefault("device", ["cpu"])
         comparisons = [
-            Comparison(quick.workload, tuple(name for name in quick.providers if name in providers), quick.memory)
+            Comparison(quick.workload, tuple(name for name in quick.backends if name in backends), quick.memory)
             for quick in subject.quick_comparisons()
             if all(getattr(quick.workload, name, "cpu") in values for name, values in given.items())
         ]
@@ -156,11 +156,11 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:
     workloads = (
         subject.Workload(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())
     )
-    return [Comparison(workload, providers, args.memory or subject.MEMORY) for workload in workloads]
+    return [Comparison(workload, backends, args.memory or subject.MEMORY) for workload in workloads]
 
 
 def print_table(console: Console, measured: Measured) -> None:
-    """One workload, one line per provider. Times with their spread, the fraction of the peak, time over ours."""
+    """One workload, one line per backend. Times with their spread, the fraction of the peak, time over ours."""
     rows = measured.rows
     first = rows[0]
     sizes = " ".join(f"{letter} {first[name]}" for name, letter in LETTERS.items() if name in first)
@@ -168,22 +168,22 @@ def print_table(console: Console, measured: Measured) -> None:
     title = f"{first['case']} {first['dtype']} {sizes}, {where}"
     if first["world_size"] > 1:
         title += f" x {first['world_size']} ranks, {first['scheme']}"
-    table = Table("provider", title=title, title_justify="left", box=None, padding=(0, 1))
+    table = Table("backend", title=title, title_justify="left", box=None, padding=(0, 1))
     for name in PASSES:
         for column in (f"{name}: ms", "of peak", "/ ours"):
             table.add_column(column, justify="right")
     table.add_column("error", justify="right")
     table.add_column("MiB", justify="right")
-    for provider in dict.fromkeys(row["provider"] for row in rows):
-        by_pass = {row["pass"]: row for row in rows if row["provider"] == provider}
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        by_pass = {row["pass"]: row for row in rows if row["backend"] == backend}
         last = list(by_pass.values())[-1]
         error = "" if last["max_error"] is None else f"{last['max_error']:.1e}"
         memory = "" if last["peak_bytes"] is None else f"{last['peak_bytes'] / 2**20:.0f}"
         cells = [cell for name in PASSES for cell in pass_cells(by_pass.get(name))]
-        table.add_row(provider, *cells, error, memory)
+        table.add_row(backend, *cells, error, memory)
     console.print(table)
-    for provider, reason in measured.skipped.items():
-        console.print(f" {provider}: {reason}", soft_wrap=True, highlight=False)
+    for backend, reason in measured.skipped.items():
+        console.print(f" {backend}: {reason}", soft_wrap=True, highlight=False)
     waited = max(row["waited"] for row in rows)
     if waited > MAX_WAITED:
         console.print(f" disturbed: threads waited for a core for {waited:.0%} of a sample; close what else runs")

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if writes:
         names = write_bundle(args.bundle, report, tables_text, args.config)
         print(f"{args.bundle}: {', '.join(names)}; read it before you send it to anyone")
-    wrong = any(WRONG in verdict for name, verdict in report["self-check"].items() if "aten" not in name)
+    wrong = any(WRONG in result for name, result in report["self-test"].items() if "aten" not in name)
     return Outcome(int(report["kernels"]["error"] is not None or wrong), report)
 
 
@@ -103,7 +103,7 @@ def examine() -> dict[str, dict[str, Any]]:
     return {
         "versions": versions(),
         "kernels": (found := kernels()),
-        "self-check": self_checks() if found["error"] is None else {},
+        "self-test": self_tests() if found["error"] is None else {},
         "devices": devices(),
         "process groups": {name: is_backend_available(name) for name in BACKENDS},
         "patched": patched(),
@@ -137,30 +137,30 @@ def cuda(ops: ModuleType) -> str:
     return "; ".join(["in use", *refused])
 
 
-def self_checks() -> dict[str, str]:
+def self_tests() -> dict[str, str]:
     """By device and kernel: the dtypes for which it computes what it should, and what is wrong with the others."""
-    from ringtile import ops, self_check
+    from ringtile import ops, self_test
+    from ringtile.attn import self_test as attn_self_test
+    from ringtile.attn.aten import ATEN
+    from ringtile.attn.choose import RINGTILE
     from ringtile.recurrent import kernels
-    from ringtile.ring import judge
-    from ringtile.ring.aten import ATEN
-    from ringtile.ring.block_kernel import RINGTILE
 
-    if not self_check.is_on():
-        return {"switched off": f"{self_check.VARIABLE}=0"}
+    if not self_test.is_on():
+        return {"switched off": f"{self_test.VARIABLE}=0"}
     found: dict[str, str] = {}
     usable = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if not ops.why_not_on(i)]
     for device in (torch.device("cpu"), *usable):
         halves = (torch.bfloat16, torch.float16)
-        for provider in (RINGTILE, *ATEN[device.type]):
-            ours = provider is RINGTILE
+        for backend in (RINGTILE, *ATEN[device.type]):
+            ours = backend is RINGTILE
             dtypes = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:] if ours else halves
             for head_dim in HEAD_DIMS:
                 dims = (head_dim, head_dim)
-                found[f"{device}: {provider.name}, head dim {head_dim}"] = verdicts(
-                    {dtype: (judge.verdict, (provider, device, dtype, *dims, True)) for dtype in dtypes}
+                found[f"{device}: {backend.name}, head dim {head_dim}"] = results(
+                    {dtype: (attn_self_test.failure, (backend, device, dtype, *dims, True)) for dtype in dtypes}
                 )
         for name in ops.KERNELS:
-            found[f"{device}: ringtile's {name}"] = verdicts(
+            found[f"{device}: ringtile's {name}"] = results(
                 {dtype: (ops.why_not_kernel, (name, device, dtype)) for dtype in ops.FLOAT_DTYPES}
             )
         if device.type != "cpu":
@@ -169,13 +169,13 @@ def self_checks() -> dict[str, str]:
             )
             continue
         for name in kernels.KERNELS:
-            found[f"{device}: ringtile's {kernels.KERNELS[name]}"] = verdicts(
+            found[f"{device}: ringtile's {kernels.KERNELS[name]}"] = results(
                 {dtype: (kernels.why_not_kernel, (name, dtype)) for dtype in ops.FLOAT_DTYPES}
             )
     return found
 
 
-def verdicts(questions: dict[torch.dtype, tuple[Callable[..., str], tuple[Any, ...]]]) -> str:
+def results(questions: dict[torch.dtype, tuple[Callable[..., str], tuple[Any, ...]]]) -> str:
     """For which dtypes a kernel is right, and the milliseconds that it took to find out; and why not for others."""
     began = time.perf_counter()
     reasons = {str(dtype).removeprefix("torch."): why(*given) for dtype, (why, given) in questions.items()}
@@ -208,9 +208,9 @@ def is_backend_available(name: str) -> bool:
 
 def patched() -> dict[str, Any]:
     """The attributes of other libraries' objects that ringtile has replaced in this process."""
-    ledgers = sys.modules.get("ringtile.hf.ledger")  # not imported: nothing replaced
+    patches = sys.modules.get("ringtile.hf.patches")  # not imported: nothing replaced
     entries = (
-        [] if ledgers is None else [f"{owner_name(owner)}.{name}" for owner, name in ledgers.replaced_in_process()]
+        [] if patches is None else [f"{owner_name(owner)}.{name}" for owner, name in patches.replaced_in_process()]
     )
     replaced = ", ".join(entries) or "nothing (import patches nothing, ringtile.enable patches one Trainer)"
     registered = False

@@ -108,13 +108,13 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     trainer.add_callback(meter)
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(LossBar(meter))
-    ledger = None
+    patches = None
     if recipe.ringtile != Config() or dist.is_initialized():
         logs_metrics = {} if "log_metrics" in recipe.ringtile.model_fields_set else {"log_metrics": True}
-        ledger = ringtile.enable(trainer, recipe.ringtile.model_copy(update=logs_metrics))
+        patches = ringtile.enable(trainer, recipe.ringtile.model_copy(update=logs_metrics))
     if dist.is_initialized():
         trainer.add_callback(EndWatch())
-    patched = [] if ledger is None else [f"{owner_name(owner)}.{name}" for owner, name in ledger.entries]
+    patched = [] if patches is None else [f"{owner_name(owner)}.{name}" for owner, name in patches.entries]
     with told_as_ours("training", has_begun=lambda: meter.has_begun):
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     proof = first_batch_of(trainer)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringtile.errors import Refused
 from ringtile.hf.batch import ShardedBatch
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 
 _PAST = "its keys and values stand before every sequence in a cache, which no rank holds a shard of"
 _REFUSED = {
@@ -49,7 +49,7 @@ def adds_tokens(model: nn.Module | None) -> bool:
     return any(config.is_prompt_learning for config in _configs(model))
 
 
-def scale_regularizer(model: nn.Module, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def scale_regularizer(model: nn.Module, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
     """AdaLoRA's forward adds the distance of its factors from orthogonal ones to the loss, in full on every rank; here
     its share of it, like a balancing loss."""
     tuner: Any = getattr(model, "base_model", None)
@@ -70,7 +70,7 @@ def scale_regularizer(model: nn.Module, ledger: Ledger, active_batch: Callable[[
         finally:
             config.orth_reg_weight = weight
 
-    ledger.set(tuner, "forward", forward)
+    patches.set(tuner, "forward", forward)
 
 
 def _configs(model: nn.Module | None) -> list[Any]:

@@ -18,12 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ringtile.attn.attention import attention, ring_attention
+from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import Refused
 from ringtile.hf import temperature
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
 from ringtile.hf.layers import is_causal, mask_of_layer
-from ringtile.ring.attention import attention, ring_attention
-from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.sequence.mask import IntervalMask
 
 NAME = "ringtile"

@@ -10,16 +10,16 @@ from transformers import Trainer
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.hf.trainer import enable
 
 VARIABLE = "RINGTILE_CONFIG"
 
 
-def install() -> Ledger:
+def install() -> Patches:
     """Makes every Trainer enable ringtile when it is built, with the YAML file that RINGTILE_CONFIG names.
 
-    The variable is read here, once. `restore()` on the returned ledger leaves later Trainers alone.
+    The variable is read here, once. `restore()` on the returned record leaves later Trainers alone.
     Raises ConfigError when the variable is unset or the file is not a configuration.
     """
     path = os.environ.get(VARIABLE)
@@ -33,6 +33,6 @@ def install() -> Ledger:
         original(self, *args, **kwargs)
         enable(self, config)
 
-    ledger = Ledger()
-    ledger.set(Trainer, "__init__", construct)
-    return ledger
+    patches = Patches()
+    patches.set(Trainer, "__init__", construct)
+    return patches

@@ -25,7 +25,7 @@ from transformers.models.mixtral import modeling_mixtral
 from ringtile.errors import Refused
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 
 _NAME = "load_balancing_loss_func"  # in the file of each model that has a balancing loss
 _Logits = tuple[Tensor, ...]
@@ -53,7 +53,7 @@ def check_balancing_loss(model: PreTrainedModel) -> None:
 def install_balancing_loss(
     wrapped: nn.Module,
     model: PreTrainedModel,
-    ledger: Ledger,
+    patches: Patches,
     active_batch: Callable[[], ShardedBatch | None],
     group: ContextParallelGroup,
 ) -> None:
@@ -93,8 +93,8 @@ def install_balancing_loss(
             outputs["aux_loss"] = batch.balancing_loss
 
     for module in {sys.modules[type(model).__module__], modeling_mixtral}:
-        ledger.set(module, _NAME, balancing_loss)
-    ledger.on_restore(wrapped.register_forward_hook(without_share).remove)
+        patches.set(module, _NAME, balancing_loss)
+    patches.on_restore(wrapped.register_forward_hook(without_share).remove)
 
 
 def _sums(gate_logits: _Logits, num_experts: int, top_k: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ringtile.attn.choose import AttentionKernel
 from ringtile.hf.layers import LayerMask
-from ringtile.ring.block_kernel import AttentionKernel
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 

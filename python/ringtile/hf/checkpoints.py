@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ringtile.errors import CheckpointError, RingtileError
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, of_a_collective
 
 MANIFEST = "ringtile_manifest.json"
@@ -43,13 +43,13 @@ class Checkpoints:
     def __init__(self, trainer: Trainer, peers: Peers | None) -> None:
         self._trainer, self._peers = trainer, peers
 
-    def install(self, ledger: Ledger) -> None:
+    def install(self, patches: Patches) -> None:
         for name, replacement in (("_save_checkpoint", self._save), ("train", self._train)):
             original = getattr(self._trainer, name)
-            ledger.set(self._trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
+            patches.set(self._trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
         args = self._trainer.args
         if args.device.type == "cpu":  # accelerate calls the CPU of a rank cpu:0, which torch.load does not know
-            ledger.set(args, "_setup_devices", torch.device("cpu"))
+            patches.set(args, "_setup_devices", torch.device("cpu"))
 
     # ---- saving ---------------------------------------------------------------------------------
 

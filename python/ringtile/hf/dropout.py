@@ -23,12 +23,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ringtile import ops
+from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import Refused
 from ringtile.hf import attention, neftune
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.model import text_modules
-from ringtile.ring.weight_dropout import AttentionDropout
+from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
@@ -71,7 +71,7 @@ class CountedDropout(TrainerCallback):
         self._tokens: _Tokens | None = None  # inside the model now
         self._graphs: list[_Tokens] = []  # of the forward passes whose backward may follow
 
-    def install(self, base: PreTrainedModel, entry: nn.Module, ledger: Ledger) -> None:
+    def install(self, base: PreTrainedModel, entry: nn.Module, patches: Patches) -> None:
         """Replaces the forward of every dropout of the model, and tells its attention modules what to drop.
 
         entry: the module that receives a rank's part.
@@ -83,19 +83,19 @@ class CountedDropout(TrainerCallback):
             layer = next((layers[prefix] for prefix in _prefixes(path) if prefix in layers), None)
             name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
             if module in attentive:
-                ledger.set(module, attention.DROPOUT, self._of_attention(name, layer))
+                patches.set(module, attention.DROPOUT, self._of_attention(name, layer))
             elif isinstance(module, nn.Dropout) and module.p > 0 and not why_not_counted(path, module):
-                ledger.set(module, "forward", MethodType(self._forward(name, layer), module))
+                patches.set(module, "forward", MethodType(self._forward(name, layer), module))
                 self._counted[module] = module.forward
             else:
                 continue
             if layer is not None and layer not in hooked:
                 hooked.add(layer)
-                ledger.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
+                patches.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
         trainer = self._trainer
         alpha: float | None = trainer.neftune_noise_alpha
         if alpha is not None:
-            self._install_noise(base, alpha, ledger)
+            self._install_noise(base, alpha, patches)
         if not self._counted and not attentive and alpha is None:
             return
         if attentive and trainer.args.device.type == "cuda":
@@ -103,11 +103,11 @@ class CountedDropout(TrainerCallback):
                 "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
                 "set it to 0 in the model's config if you do not need it"
             )
-        ledger.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
+        patches.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
         trainer.add_callback(self)
-        ledger.on_restore(lambda: trainer.remove_callback(self))
-        ledger.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        ledger.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
+        patches.on_restore(lambda: trainer.remove_callback(self))
+        patches.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+        patches.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
 
     def check(self, base: PreTrainedModel) -> None:
         """Raises Refused for a dropout that would draw, such as one that was added since `install`."""
@@ -204,9 +204,9 @@ class CountedDropout(TrainerCallback):
         replacement: Callable[..., Tensor] = forward
         return replacement
 
-    def _install_noise(self, base: PreTrainedModel, alpha: float, ledger: Ledger) -> None:
+    def _install_noise(self, base: PreTrainedModel, alpha: float, patches: Patches) -> None:
         """Adds NEFTune's noise to the embeddings of training steps, in place of transformers' hook."""
-        ledger.set(self._trainer, "neftune_noise_alpha", None)
+        patches.set(self._trainer, "neftune_noise_alpha", None)
         embeddings: Any = base.get_input_embeddings()
         path = next((path for path, module in base.named_modules() if module is embeddings), "embeddings")
         name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) + ":neftune"
@@ -224,8 +224,8 @@ class CountedDropout(TrainerCallback):
             largest = neftune.largest_of(alpha, tokens.seq_len, num_features)
             return output + neftune.noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
 
-        ledger.set(embeddings, "neftune_noise_alpha", alpha)  # which transformers' hook reads
-        ledger.on_restore(embeddings.register_forward_hook(add_noise).remove)
+        patches.set(embeddings, "neftune_noise_alpha", alpha)  # which transformers' hook reads
+        patches.on_restore(embeddings.register_forward_hook(add_noise).remove)
 
     def _of_attention(self, name: str, layer: nn.Module | None) -> Callable[[Tensor, float], AttentionDropout | None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ringtile.attn.choose import AttentionKernel
 from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import first_tokens, mask_of_batch
-from ringtile.ring.block_kernel import AttentionKernel
 from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of

@@ -22,8 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused, shown
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.mlp import from_liger
+from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 from ringtile.tiled.loss import loss_tile_tokens, tiled_linear_cross_entropy
 from ringtile.tiled.tiles import compute_dtype, tile_limit
@@ -126,7 +126,7 @@ for _operator in _OPERATORS:
     setattr(TiledLogits, f"__{_operator}__", _refusing(_operator))
 
 
-def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -> None:
+def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches) -> None:
     """Replaces the output projection's forward and the model's loss function by tiled versions, for training.
 
     A tile has config.tile_tokens tokens, or as many as the default tile of `tiled_linear_cross_entropy`, whichever is
@@ -150,8 +150,8 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, ledger: Ledger) -
             f"{' with a replaced forward' if 'forward' in vars(head) else ''}, expected a plain torch.nn.Linear; "
             "remove it from the adapter's target_modules and modules_to_save"
         )
-    ledger.set(head, "forward", MethodType(_head_forward, head))
-    ledger.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config.tile_tokens))
+    patches.set(head, "forward", MethodType(_head_forward, head))
+    patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config.tile_tokens))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -54,10 +54,10 @@ class LossOnSequences(Strategy):
                 base = model.base_model(wrapped)
                 self.switch_model(wrapped, base)
                 if not has_score(base):
-                    watch_loss(wrapped, base, self.ledger, lambda: self.active_batch)
+                    watch_loss(wrapped, base, self.patches, lambda: self.active_batch)
                 draws = RandomDraws(base)
                 hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
-                hooks.install(wrapped, base, self.ledger)
+                hooks.install(wrapped, base, self.patches)
                 self.hooks.append(hooks)
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,9 +18,9 @@ from ringtile.errors import Refused
 from ringtile.hf import checks, data
 from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 
@@ -56,7 +56,7 @@ class LossOnShards(Strategy):
             self.replace(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
-            watch_loss(self.entry, self.base, self.ledger, lambda: self.active_batch)
+            watch_loss(self.entry, self.base, self.patches, lambda: self.active_batch)
 
     @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
@@ -102,7 +102,7 @@ class LossOnShards(Strategy):
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
                     local["num_items_in_batch"] = num_items_in_batch
                 # Given a count, SFTTrainer divides its balancing loss by the steps of the last accumulation.
-                one_step = Ledger()
+                one_step = Patches()
                 stack.callback(one_step.restore)
                 one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
             with self.draws.refused(model):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.peak_memory import peak_bytes
 from ringtile.transport.transport import Transport
 
@@ -42,13 +42,13 @@ class LogMetrics(TrainerCallback):
         self.begun = False  # the first step of a training
         self._begin()
 
-    def install(self, ledger: Ledger) -> None:
+    def install(self, patches: Patches) -> None:
         replacements = {"get_batch_samples": self._get_batch_samples, "training_step": self._training_step}
         for name, replacement in (replacements | {"log": self._log}).items():
             original = getattr(self.trainer, name)
-            ledger.set(self.trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
+            patches.set(self.trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
         self.trainer.add_callback(self)
-        ledger.on_restore(functools.partial(self.trainer.remove_callback, self))
+        patches.on_restore(functools.partial(self.trainer.remove_callback, self))
 
     def _begin(self) -> None:
         """Begins the next line."""

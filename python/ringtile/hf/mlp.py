@@ -13,15 +13,15 @@ from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused, shown
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.mlp_search import find_mlps
+from ringtile.hf.patches import Patches
 from ringtile.tiled.mlp import check_parts, run_tiles
 from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
 
 def tile_mlps(
     model: nn.Module, tile_tokens: int = 16384, num_shards: int | None = None, use_original_mlp: bool = False
-) -> Ledger:
+) -> Patches:
     """Makes every MLP of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
 
     `find_mlps` says which modules are MLPs: dense ones and mixtures of experts. num_shards: split each call into that
@@ -33,18 +33,18 @@ def tile_mlps(
     parts, or the forward of one was replaced by something that cannot be called per tile. ConfigError: Liger has
     patched an MLP and use_original_mlp is false.
     """
-    ledger = Ledger()
+    patches = Patches()
     try:
-        _tile_mlps(model, tile_tokens, num_shards, use_original_mlp, ledger)
+        _tile_mlps(model, tile_tokens, num_shards, use_original_mlp, patches)
     except BaseException:
-        ledger.restore()
+        patches.restore()
         raise
-    return ledger
+    return patches
 
 
-def install_tiled_mlp(model: nn.Module, config: Config, ledger: Ledger) -> None:
+def install_tiled_mlp(model: nn.Module, config: Config, patches: Patches) -> None:
     """`tile_mlps` with the keys tile_tokens, tiled_mlp_num_shards and tiled_mlp_use_original_mlp of a Config."""
-    _tile_mlps(model, config.tile_tokens, config.tiled_mlp_num_shards, config.tiled_mlp_use_original_mlp, ledger)
+    _tile_mlps(model, config.tile_tokens, config.tiled_mlp_num_shards, config.tiled_mlp_use_original_mlp, patches)
 
 
 def from_liger(module: nn.Module) -> bool:
@@ -54,7 +54,7 @@ def from_liger(module: nn.Module) -> bool:
 
 
 def _tile_mlps(
-    model: nn.Module, tile_tokens: int, num_shards: int | None, use_original_mlp: bool, ledger: Ledger
+    model: nn.Module, tile_tokens: int, num_shards: int | None, use_original_mlp: bool, patches: Patches
 ) -> None:
     check_tile_tokens(tile_tokens)
     if num_shards is not None and num_shards < 1:
@@ -74,17 +74,17 @@ def _tile_mlps(
                 "geglu=False)"
             )
         check_parts(module)
-        _gather_as_one(module, ledger)
+        _gather_as_one(module, patches)
         forward = _TiledForward(name, _own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
-        ledger.set(module, "forward", MethodType(forward, module))
+        patches.set(module, "forward", MethodType(forward, module))
 
 
-def _gather_as_one(module: nn.Module, ledger: Ledger) -> None:
+def _gather_as_one(module: nn.Module, patches: Patches) -> None:
     """Marks the module as a ZeRO-3 leaf: DeepSpeed then gathers its parameters once per pass, not once per tile."""
     if not hasattr(module, "_z3_leaf"):
         module._z3_leaf = True  # type: ignore[assignment]
         # Keep the mark if an engine was built since: it relies on it.
-        ledger.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))
+        patches.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))
 
 
 def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ringtile.errors import Refused
 from ringtile.hf import attention, temperature
 from ringtile.hf.batch import ShardedBatch
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
 
@@ -40,7 +40,7 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
 
 
-def refuse_towers(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def refuse_towers(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
     """Raises Refused in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
     for path, tower in _towers(model).items():
 
@@ -48,7 +48,7 @@ def refuse_towers(model: PreTrainedModel, ledger: Ledger, active_batch: Callable
             if active_batch() is not None:
                 raise Refused(f"the batch makes {path} run; expected text only: images and sound are not sharded")
 
-        ledger.on_restore(tower.register_forward_pre_hook(refuse).remove)
+        patches.on_restore(tower.register_forward_pre_hook(refuse).remove)
 
 
 def _towers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -59,11 +59,11 @@ def _towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {path: m for path, m in modules if isinstance(m, PreTrainedModel) and path and type(m.config) in configs}
 
 
-def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
+def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     """Makes every layer call ringtile's attention and mask functions. wrapped: the model with its adapters."""
     attention.register()
     # On the outermost module: adapters call the inner module's forward, which skips its hooks.
-    ledger.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
+    patches.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
     model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
     without = []  # the configs of parts that do not attend: only the attribute takes None back
@@ -79,9 +79,9 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
         for config in without:
             config._attn_implementation = None
 
-    ledger.on_restore(restore)
+    patches.on_restore(restore)
     model.set_attn_implementation(attention.NAME)
-    temperature.leave_to_ringtile(model, ledger)
+    temperature.leave_to_ringtile(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise Refused(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
@@ -89,7 +89,7 @@ def switch_attention(wrapped: nn.Module, ledger: Ledger) -> None:
         )
 
 
-def pin_rope_length(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def pin_rope_length(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
     """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
 
     "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
@@ -99,7 +99,7 @@ def pin_rope_length(model: PreTrainedModel, ledger: Ledger, active_batch: Callab
         kinds = getattr(rotary, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
         if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            ledger.set(rotary, "forward", _with_global_length(rotary.forward, active_batch))
+            patches.set(rotary, "forward", _with_global_length(rotary.forward, active_batch))
 
 
 def _with_global_length(

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 
 from ringtile.errors import Refused
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 
 _SHIFTS = {ForCausalLMLoss: True, ForMaskedLMLoss: False, ForTokenClassification: False}
@@ -46,7 +46,7 @@ def _loss_of(model: PreTrainedModel) -> Any:
 def watch_loss(
     wrapped: nn.Module,
     model: PreTrainedModel,
-    ledger: Ledger,
+    patches: Patches,
     active_batch: Callable[[], ShardedBatch | None],
 ) -> None:
     """Counts, on the ShardedBatch, calls of the model's loss function with the labels and their number over all shards.
@@ -55,10 +55,10 @@ def watch_loss(
     mean. Where labels are not shifted, the mean of a shard is replaced. wrapped: the model with its adapters.
     """
     shifts = shifts_labels(model)
-    ledger.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function, shifts))
+    patches.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function, shifts))
     if not shifts:
         part = _PartOfMean(type(model).__name__, active_batch)
-        ledger.on_restore(wrapped.register_forward_hook(part.replace_loss, with_kwargs=True).remove)
+        patches.on_restore(wrapped.register_forward_hook(part.replace_loss, with_kwargs=True).remove)
 
 
 def _watched_loss(original: Callable[..., Any], shifts: bool, *args: Any, **kwargs: Any) -> Any:

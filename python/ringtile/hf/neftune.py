@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ringtile.self_check.judges import random_words
+from ringtile.self_test.kernels import random_words
 
 _CHUNK = 1 << 18  # counters at once; their words take 16 times as many bytes
 

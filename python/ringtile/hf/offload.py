@@ -10,13 +10,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import TrainerCallback
 
 from ringtile.errors import Refused
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.tiled.offload import ActivationOffload, CudaTransfer, Transfer
 
 logger = logging.getLogger(__name__)
 
 
-def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> Ledger:
+def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> Patches:
     """Moves the hidden state (B, N, E) that each checkpointed layer saves to pinned host memory; results do not change.
 
     Call it after turning gradient checkpointing on: transformers' `gradient_checkpointing_enable`, reentrant or not, or
@@ -25,12 +25,12 @@ def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> L
 
     Refused: no layer is checkpointed; raised in the forward or backward: a hidden state was modified in place.
     """
-    ledger = Ledger()
-    _install(model, transfer or CudaTransfer(), ledger)
-    return ledger
+    patches = Patches()
+    _install(model, transfer or CudaTransfer(), patches)
+    return patches
 
 
-def _install(model: nn.Module, transfer: Transfer, ledger: Ledger) -> None:
+def _install(model: nn.Module, transfer: Transfer, patches: Patches) -> None:
     offload = ActivationOffload(transfer)
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -41,9 +41,9 @@ def _install(model: nn.Module, transfer: Transfer, ledger: Ledger) -> None:
             "fsdp_config)"
         )
     for wrapper in wrappers:
-        ledger.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
+        patches.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
     for layer in layers:
-        ledger.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
+        patches.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
 
 
 class OffloadActivations(TrainerCallback):
@@ -51,10 +51,10 @@ class OffloadActivations(TrainerCallback):
 
     def __init__(self, transfer: Transfer | None = None) -> None:
         self.transfer = transfer
-        self.ledger = Ledger()  # holds entries while training
+        self.patches = Patches()  # holds entries while training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.ledger.restore()  # in case an earlier training ended with an error
+        self.patches.restore()  # in case an earlier training ended with an error
         if args.torch_compile:
             raise Refused(
                 "activation_offload: torch_compile is true, but a compiled graph decides which tensors it saves; "
@@ -67,7 +67,7 @@ class OffloadActivations(TrainerCallback):
                 args.device.type,
             )
             return
-        _install(model, self.transfer or CudaTransfer(), self.ledger)
+        _install(model, self.transfer or CudaTransfer(), self.patches)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ledger.restore()
+        self.patches.restore()

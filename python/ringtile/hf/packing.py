@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf.layers import layer_masks
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.masks import documents_of, positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
+from ringtile.hf.patches import Patches
 
 logger = logging.getLogger("ringtile")
 
@@ -59,13 +59,13 @@ class Packing:
         elif positions_alone_separate(inputs):
             self._say_joined()
 
-    def install_alone(self, wrapped: nn.Module, ledger: Ledger) -> None:
+    def install_alone(self, wrapped: nn.Module, patches: Patches) -> None:
         """Keeps documents apart where no sequence is sharded, with transformers' own masks.
 
         wrapped: the model with its adapters.
         """
         if self.separate and (self._makes_cache() or self.takes_rows):
-            ledger.on_restore(wrapped.register_forward_pre_hook(self._keep_apart, with_kwargs=True).remove)
+            patches.on_restore(wrapped.register_forward_pre_hook(self._keep_apart, with_kwargs=True).remove)
 
     def _keep_apart(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not positions_restart(kwargs):

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from ringtile.ending import end_soon_if_uncaught
 from ringtile.errors import PeerLost, with_kind
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 from ringtile.transport import sockets
 from ringtile.transport.agreement import Gone, HeaderValue, decode, farewell
 from ringtile.transport.groups import transport_of
@@ -73,7 +73,7 @@ class Peers:
     def close(self) -> None:
         self._channel.close()
 
-    def wrap(self, owner: Any, name: str, ledger: Ledger) -> None:
+    def wrap(self, owner: Any, name: str, patches: Patches) -> None:
         """Makes a method raise PeerLost where a collective inside it fails because a rank was lost."""
         original = getattr(owner, name)
 
@@ -82,7 +82,7 @@ class Peers:
             with self.named(name):
                 return original(*args, **kwargs)
 
-        ledger.set(owner, name, naming)
+        patches.set(owner, name, naming)
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:

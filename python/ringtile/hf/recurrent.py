@@ -25,10 +25,10 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from ringtile import ops
 from ringtile.errors import Refused
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import switch_attention
 from ringtile.hf.packing import positions_separate
+from ringtile.hf.patches import Patches
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -79,20 +79,20 @@ def unknown(modules: Iterable[tuple[str, nn.Module]]) -> str:
     return next((f"{path} ({name}) is {_UNKNOWN[name]}" for path, name in found if name in _UNKNOWN), "")
 
 
-def install(model: PreTrainedModel, ledger: Ledger, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def install(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
     """Makes the mixers of a model compute on shards, and each document alone. Raises Refused.
 
     active_batch: the batch that is inside the model now; a mixer that does not get it would mix a shard's tokens only.
     """
     for path, module in model.named_modules():
         if type(module).__name__ in _MIXERS:
-            ledger.set(module, "forward", _forward_of(path, module, active_batch))
+            patches.set(module, "forward", _forward_of(path, module, active_batch))
         if argument := _HANDED_DOWN.get(type(module).__name__):  # which FSDP2 renames later
             hand_down = functools.partial(_hand_down_batch, argument, active_batch)
-            ledger.on_restore(module.register_forward_pre_hook(hand_down, with_kwargs=True).remove)
+            patches.on_restore(module.register_forward_pre_hook(hand_down, with_kwargs=True).remove)
 
 
-def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) -> None:
+def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:
     """The same where no sequence is sharded: packed documents and padding stay apart in the mixers too.
 
     wrapped: the model with its adapters, whose batches are whole sequences. Attention is transformers' own where its
@@ -119,15 +119,15 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, ledger: Ledger) ->
         inside[:] = [batch]
         return args, {**kwargs, BATCH_ARGUMENT: batch}
 
-    ledger.on_restore(wrapped.register_forward_pre_hook(add_batch, with_kwargs=True).remove)
+    patches.on_restore(wrapped.register_forward_pre_hook(add_batch, with_kwargs=True).remove)
     leave = wrapped.register_forward_hook(lambda module, args, out: inside.clear(), always_call=True)
-    ledger.on_restore(leave.remove)
-    install(model, ledger, lambda: inside[0] if inside else None)
+    patches.on_restore(leave.remove)
+    install(model, patches, lambda: inside[0] if inside else None)
     if not own:
-        switch_attention(wrapped, ledger)
+        switch_attention(wrapped, patches)
 
 
-def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
+def refuse_packed(wrapped: nn.Module, reason: str, patches: Patches) -> None:
     """Where no sequence is sharded, a recurrence of which nothing here keeps documents apart takes no packed batch.
 
     reason: what `unknown` said of the model. wrapped: as in `install_alone`.
@@ -146,7 +146,7 @@ def refuse_packed(wrapped: nn.Module, reason: str, ledger: Ledger) -> None:
                 "of one document: set packing to false"
             )
 
-    ledger.on_restore(wrapped.register_forward_pre_hook(check, with_kwargs=True).remove)
+    patches.on_restore(wrapped.register_forward_pre_hook(check, with_kwargs=True).remove)
 
 
 def _refuse_unseen(inputs: dict[str, Any], main: Tensor, mask: IntervalMask) -> None:

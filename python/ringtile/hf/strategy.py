@@ -29,11 +29,11 @@ from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, num_layers
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
+from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
 from ringtile.transport.groups import transport_of
 from ringtile.transport.placement import use_rates
@@ -45,14 +45,14 @@ class Strategy(abc.ABC):
     Raises Refused, ConfigError.
     """
 
-    def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, ledger: Ledger) -> None:
-        self.trainer, self.base, self.config, self.ledger = trainer, base, config, ledger
+    def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
+        self.trainer, self.base, self.config, self.patches = trainer, base, config, patches
         self.check()
         if trainer.train_dataset is not None:
             check_countable(base)  # here, not in the first step, which may come hours later
             checks.check_sampling(base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
-        ledger.on_restore(self.group.close)
+        patches.on_restore(self.group.close)
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
@@ -61,7 +61,7 @@ class Strategy(abc.ABC):
         self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
         self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
-        self.positions = Positions(base, ledger, lambda: self.active_batch)
+        self.positions = Positions(base, patches, lambda: self.active_batch)
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
         self.proves_whole = False  # by one of the runs in which nothing is sharded
@@ -89,7 +89,7 @@ class Strategy(abc.ABC):
         self.replace(trainer, "evaluation_loop", self._evaluation_loop)
         self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
         self.replace(trainer, "floating_point_ops", self._floating_point_ops)
-        self.ledger.set(accelerator, "_prepare_cp", self._prepare_cp)
+        self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
         if not accelerate_knows_groups(accelerator):
             self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
@@ -97,7 +97,7 @@ class Strategy(abc.ABC):
             use_rates(transport_of(self.group.process_group), self.config.context_parallel_rates)
         self.install_loss()
         self._count_groups(accelerator)
-        self.dropout.install(self.base, self.entry, self.ledger)
+        self.dropout.install(self.base, self.entry, self.patches)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
@@ -109,16 +109,16 @@ class Strategy(abc.ABC):
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        self.ledger.set(owner, name, patched)
+        self.patches.set(owner, name, patched)
 
     def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
-        model.switch_attention(wrapped, self.ledger)
-        model.pin_rope_length(base, self.ledger, lambda: self.active_batch)
-        model.refuse_towers(base, self.ledger, lambda: self.active_batch)
-        recurrent.install(base, self.ledger, lambda: self.active_batch)
-        install_balancing_loss(wrapped, base, self.ledger, lambda: self.active_batch, self.group)
-        adapters.scale_regularizer(wrapped, self.ledger, lambda: self.active_batch)
+        model.switch_attention(wrapped, self.patches)
+        model.pin_rope_length(base, self.patches, lambda: self.active_batch)
+        model.refuse_towers(base, self.patches, lambda: self.active_batch)
+        recurrent.install(base, self.patches, lambda: self.active_batch)
+        install_balancing_loss(wrapped, base, self.patches, lambda: self.active_batch, self.group)
+        adapters.scale_regularizer(wrapped, self.patches, lambda: self.active_batch)
 
     # ---- one batch ------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Strategy(abc.ABC):
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Leaves out accelerate's hooks on attention modules. User code may still ask for its context, a no-op."""
         if not deepspeed_shards_sequences(self.trainer.accelerator):
-            self.ledger.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
+            self.patches.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
         return args
 
     def gather_with(self, gather: Callable[..., Any]) -> None:
@@ -257,7 +257,7 @@ class Strategy(abc.ABC):
 
         counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
         accelerator.__class__ = counting
-        self.ledger.on_restore(lambda: setattr(accelerator, "__class__", cls))
+        self.patches.on_restore(lambda: setattr(accelerator, "__class__", cls))
 
     # ---- data and counting ----------------------------------------------------------------------
 

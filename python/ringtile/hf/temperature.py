@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 
 
-def leave_to_ringtile(model: nn.Module, ledger: Ledger) -> None:
+def leave_to_ringtile(model: nn.Module, patches: Patches) -> None:
     """Turns the temperature of every module off while it runs on a sharded batch."""
     for module in model.modules():
         if _has_temperature(module):
-            ledger.set(module, "forward", _without_temperature(module, module.forward))
-            ledger.set(module, "ringtile_temperature", True)
+            patches.set(module, "forward", _without_temperature(module, module.forward))
+            patches.set(module, "ringtile_temperature", True)
 
 
 def scaled(module: nn.Module, query: Tensor, batch: ShardedBatch) -> Tensor:

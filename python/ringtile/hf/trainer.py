@@ -20,7 +20,6 @@ from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.dropout import CountedDropout, drops_attention
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gc_callback import CollectGarbage
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
@@ -30,6 +29,7 @@ from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.offload import OffloadActivations
 from ringtile.hf.packing import Packing
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
+from ringtile.hf.patches import Patches
 from ringtile.hf.peers import LimitTimeouts, Peers
 from ringtile.transport.groups import transport_of
 
@@ -40,7 +40,7 @@ class _Session(NamedTuple):
     """An enabled Trainer's configuration, and the record of everything replaced."""
 
     config: Config
-    ledger: Ledger
+    patches: Patches
     first_batch: FirstBatch | None  # None: nothing is sharded, or it is not to be checked
 
 
@@ -48,12 +48,12 @@ _ENTRIES = ("train", "evaluate", "predict", "save_model")  # methods in which a 
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
 
 
-def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Ledger:
+def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Patches:
     """Switches on what `config` asks for, on this Trainer only; call it before train() or evaluate(), on every rank.
 
     config: a Config, a mapping of its keys, or the path of a YAML file. Without context_parallel_size, the size comes
-    from accelerate's ParallelismConfig(cp_size=...). Returns the ledger of everything replaced; enabling again with the
-    same config changes nothing.
+    from accelerate's ParallelismConfig(cp_size=...). Returns the record of everything replaced; enabling again with
+    the same config changes nothing.
     Raises ConfigError (also for a second, different config), Refused for what would not be exact, InputError.
     """
     if not isinstance(trainer, Trainer):
@@ -71,16 +71,16 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
                 f"this Trainer is already enabled with {enabled.config}; expected the same configuration again: call "
                 f"ringtile.restore(trainer) first to change it"
             )
-        return enabled.ledger
-    ledger = Ledger()
+        return enabled.patches
+    patches = Patches()
     try:
-        _install(trainer, config, ledger)
+        _install(trainer, config, patches)
     except BaseException:
-        ledger.restore()
+        patches.restore()
         raise
     if trainer.args.process_index == 0:
         _log(_summary(trainer, config))
-    return ledger
+    return patches
 
 
 def first_batch_of(trainer: Trainer) -> Comparison | None:
@@ -93,7 +93,7 @@ def restore(trainer: Trainer) -> None:
     """Puts back every object that `enable` replaced. Does nothing on a Trainer that is not enabled."""
     session: _Session | None = vars(trainer).get(_SESSION)
     if session is not None:
-        session.ledger.restore()
+        session.patches.restore()
 
 
 def _with_accelerate_size(config: Config, trainer: Trainer) -> Config:
@@ -104,18 +104,18 @@ def _with_accelerate_size(config: Config, trainer: Trainer) -> Config:
     return config.model_copy(update={"context_parallel_size": parallelism.cp_size})
 
 
-def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
+def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     base = model.base_model(trainer.model)
     if config.tiled_mlp:
-        install_tiled_mlp(base, config, ledger)
+        install_tiled_mlp(base, config, patches)
     if config.tiled_loss:
-        install_tiled_loss(base, config, ledger)
+        install_tiled_loss(base, config, patches)
     if config.activation_offload:
         offload = OffloadActivations()
-        _add_callback(trainer, offload, ledger)
-        ledger.on_restore(offload.ledger.restore)
+        _add_callback(trainer, offload, patches)
+        patches.on_restore(offload.patches.restore)
     if config.gc_steps is not None:
-        _add_callback(trainer, CollectGarbage(config.gc_steps), ledger)
+        _add_callback(trainer, CollectGarbage(config.gc_steps), patches)
     checks.check_sizes(trainer, config)
     world_rank: Callable[[int], int] = int
     group, first_batch = None, None
@@ -125,7 +125,7 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         adapters.check_adapters(trainer.model)
         checks.check_deepspeed(trainer, base)
         strategy = (LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards)(
-            trainer, base, config, ledger
+            trainer, base, config, patches
         )
         strategy.install()
         if config.first_batch_check:
@@ -136,46 +136,46 @@ def _install(trainer: Trainer, config: Config, ledger: Ledger) -> None:
         assert trainer.model is not None  # base_model has refused it otherwise
         hybrid = bool(recurrent.mixers(model.text_modules(base)))
         packing = Packing(base, causal=shifts_labels(base), hybrid=hybrid, speaks=trainer.args.process_index == 0)
-        packing.install_alone(trainer.model, ledger)
+        packing.install_alone(trainer.model, patches)
         if hybrid:
             checks.check_recurrent(trainer, base)
-            recurrent.install_alone(trainer.model, base, ledger)
+            recurrent.install_alone(trainer.model, base, patches)
         elif reason := recurrent.unknown(model.text_modules(base)):
-            recurrent.refuse_packed(trainer.model, reason, ledger)
+            recurrent.refuse_packed(trainer.model, reason, patches)
         dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
-        dropout.install(base, trainer.model, ledger)
+        dropout.install(base, trainer.model, patches)
         # Not of a hybrid model, whose batches would look like shards to ringtile's attention.
         if (
             not hybrid
             and drops_attention(base)
             and base.config.get_text_config()._attn_implementation in ("sdpa", "eager")
         ):
-            _count_attention_dropout(trainer.model, ledger)
+            _count_attention_dropout(trainer.model, patches)
     if config.log_metrics:
         transport = None if group is None else transport_of(group.process_group)
-        LogMetrics(trainer, transport, 1 if group is None else group.size).install(ledger)
+        LogMetrics(trainer, transport, 1 if group is None else group.size).install(patches)
     peers = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         peers = Peers(config.timeout_seconds, world_rank)
-        ledger.on_restore(peers.close)
-        _add_callback(trainer, LimitTimeouts(config.timeout_seconds), ledger)
-        workers.install(trainer.accelerator, ledger)
-    Checkpoints(trainer, peers).install(ledger)
+        patches.on_restore(peers.close)
+        _add_callback(trainer, LimitTimeouts(config.timeout_seconds), patches)
+        workers.install(trainer.accelerator, patches)
+    Checkpoints(trainer, peers).install(patches)
     if peers is not None:
         for name in _ENTRIES:
-            peers.wrap(trainer, name, ledger)
-    ledger.set(trainer, _SESSION, _Session(config, ledger, first_batch))
+            peers.wrap(trainer, name, patches)
+    patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
 
 
-def _count_attention_dropout(wrapped: nn.Module, ledger: Ledger) -> None:
+def _count_attention_dropout(wrapped: nn.Module, patches: Patches) -> None:
     """Switches the attention of a model on whole sequences to ringtile's, unless it has an attention of its own."""
-    own = Ledger()
+    own = Patches()
     try:
         model.switch_attention(wrapped, own)
     except Refused:
         own.restore()
     else:
-        ledger.on_restore(own.restore)
+        patches.on_restore(own.restore)
 
 
 def _summary(trainer: Trainer, config: Config) -> str:
@@ -204,6 +204,6 @@ def _log(line: str) -> None:
     logger.info(line)
 
 
-def _add_callback(trainer: Trainer, callback: TrainerCallback, ledger: Ledger) -> None:
+def _add_callback(trainer: Trainer, callback: TrainerCallback, patches: Patches) -> None:
     trainer.add_callback(callback)
-    ledger.on_restore(functools.partial(trainer.remove_callback, callback))
+    patches.on_restore(functools.partial(trainer.remove_callback, callback))

@@ -17,8 +17,8 @@ from ringtile.errors import Refused
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import TiledLogits
+from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws, Watch
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
@@ -47,7 +47,7 @@ class UnshardedOutputs:
         self._watch: Watch | None = None
         self._batch: ShardedBatch | None = None  # the batch that is inside the model now
 
-    def install(self, model: nn.Module, base: PreTrainedModel, ledger: Ledger) -> None:
+    def install(self, model: nn.Module, base: PreTrainedModel, patches: Patches) -> None:
         """Hooks the model. A model with a `score` head (a classifier) pools its outputs, so its head is hooked."""
         if has_score(base):
             handles = [
@@ -60,7 +60,7 @@ class UnshardedOutputs:
                 model.register_forward_hook(self._unshard_outputs, with_kwargs=True),
             ]
         for handle in handles:
-            ledger.on_restore(handle.remove)
+            patches.on_restore(handle.remove)
 
     def _shard_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _named(module, args, kwargs)

@@ -17,12 +17,12 @@ from typing import Any
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from ringtile.hf.ledger import Ledger
+from ringtile.hf.patches import Patches
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when the thread that made it ends
 
 
-def install(accelerator: Accelerator, ledger: Ledger) -> None:
+def install(accelerator: Accelerator, patches: Patches) -> None:
     """Every loader that is prepared from now on has such workers."""
     original = accelerator.prepare_data_loader
 
@@ -31,7 +31,7 @@ def install(accelerator: Accelerator, ledger: Ledger) -> None:
         end_with_rank(data_loader)
         return original(data_loader, *args, **kwargs)
 
-    ledger.set(accelerator, "prepare_data_loader", prepare)
+    patches.set(accelerator, "prepare_data_loader", prepare)
 
 
 def end_with_rank(loader: DataLoader[Any]) -> None:

@@ -27,19 +27,19 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ringtile.attn.attention import _RingAttention
+from ringtile.attn.choose import AttentionCall
 from ringtile.config import Config
 from ringtile.errors import Refused
 from ringtile.hf import checks, recurrent
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.layers import mask_of_layer
-from ringtile.hf.ledger import Ledger
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.patches import Patches
 from ringtile.planner.engines import make_engine, silent_ranks
 from ringtile.planner.live import Live
-from ringtile.ring.attention import _RingAttention
-from ringtile.ring.block_kernel import AttentionCall
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.price import Shape
@@ -134,12 +134,12 @@ class TrainingStep:
         check(model, setup)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         _switch_attention(model)
-        ledger = Ledger()
-        self._stack.callback(ledger.restore)
+        patches = Patches()
+        self._stack.callback(patches.restore)
         if setup.ringtile.tiled_mlp:
-            install_tiled_mlp(model, setup.ringtile, ledger)
+            install_tiled_mlp(model, setup.ringtile, patches)
         if setup.ringtile.tiled_loss:
-            install_tiled_loss(model, setup.ringtile, ledger)
+            install_tiled_loss(model, setup.ringtile, patches)
         by_engine = setup.engine == "fsdp2"
         if setup.gradient_checkpointing and not by_engine:
             model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -157,7 +157,7 @@ class TrainingStep:
                 self._live.count(buffer, "buffers")
             self._model = self._engine.prepare()
         if setup.ringtile.activation_offload and setup.gradient_checkpointing:
-            self._offload = _Offload(self._model, ledger)
+            self._offload = _Offload(self._model, patches)
 
     def run(self, seq_len: int) -> StepMemory:
         """A step on sequences of seq_len tokens, after the first: the optimizer has its state."""
@@ -353,13 +353,13 @@ class _Hidden:
 class _Offload:
     """`tiled/offload.py` on fake tensors, which have no address and no streams: the same tensors at the same time."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, patches: Patches) -> None:
         self.host_bytes = 0
         self._recent: list[_Hidden] = []
         for module in model.modules():
             for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
                 if name in vars(module):
-                    ledger.set(module, name, self._wrap(getattr(module, name)))
+                    patches.set(module, name, self._wrap(getattr(module, name)))
 
     def _wrap(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

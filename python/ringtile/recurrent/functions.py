@@ -1,6 +1,6 @@
 """Causal convolution, gated delta rule, Mamba and Mamba-2 over a sequence sharded over the ranks of a group.
 
-The public functions: what they check, and how they part the work. What travels is in hand_over.py and heads.py, who
+The public functions: what they check, and how they part the work. What travels is in state_passing.py and heads.py, who
 computes the tokens of one rank in local.py.
 
 Shape letters: B batch, N local tokens, C channels, W width, H heads, G heads of q and k (or groups of B and C), K key
@@ -22,11 +22,11 @@ from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.recurrent.costs import units_of_channels
 from ringtile.recurrent.documents import Documents
-from ringtile.recurrent.hand_over import Halos
 from ringtile.recurrent.kernels import MAX_WIDTH, check_scale
 from ringtile.recurrent.local import computing_on
 from ringtile.recurrent.recurrence import Operand, Recurrence, check_tensors
 from ringtile.recurrent.schemes import decide, run
+from ringtile.recurrent.state_passing import Halos
 from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops, self_check
+from ringtile import arguments, derivatives, ops, self_test
 from ringtile.errors import InputError, Refused
-from ringtile.recurrent import judges
+from ringtile.recurrent import self_test as recurrent_self_test
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -34,7 +34,7 @@ _CHUNK = 64  # tokens between the states that a forward keeps for its backward (
 _ops = torch.ops.ringtile
 
 
-# ---- self-check ---------------------------------------------------------------------------------
+# ---- self-test ---------------------------------------------------------------------------------
 
 KERNELS = {"delta": "gated delta rule", "kda": "KDA", "ssd": "SSD", "selective": "selective scan"}
 KERNELS["convolution"] = "causal convolution"
@@ -42,7 +42,7 @@ KERNELS["convolution"] = "causal convolution"
 
 def why_not_kernel(name: str, dtype: torch.dtype) -> str:
     """What is wrong with one of KERNELS on the CPU; "" if nothing is. Found out once a process."""
-    return self_check.why_not((KERNELS[name], dtype), lambda: judges.of(_ops)[name](dtype))
+    return self_test.why_not((KERNELS[name], dtype), lambda: recurrent_self_test.of(_ops)[name](dtype))
 
 
 def _check_kernel(name: str, x: Tensor) -> None:

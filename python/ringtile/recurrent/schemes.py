@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ringtile.errors import InputError, shown
-from ringtile.recurrent import hand_over, heads
+from ringtile.recurrent import heads, state_passing
 from ringtile.recurrent.costs import SCHEMES, cheaper, check_heads
 from ringtile.recurrent.recurrence import Recurrence
 from ringtile.scheme import Scheme
@@ -40,4 +40,4 @@ def run(recurrence: Recurrence, scheme: str) -> Tensor:
     documents = recurrence.documents
     if documents.sequence.world_size == 1 and scheme == "states" and len(documents.pieces) == 1:
         return recurrence.compute(recurrence.tensors, documents.resets, None)[0]
-    return heads.run(recurrence) if scheme == "heads" else hand_over.run(recurrence)
+    return heads.run(recurrence) if scheme == "heads" else state_passing.run(recurrence)

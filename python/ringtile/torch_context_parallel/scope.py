@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments
+from ringtile.attn.attention import is_plain, ring_attention
 from ringtile.derivatives import check_once
 from ringtile.errors import Refused, RingtileError
 from ringtile.ops import state_dtype
-from ringtile.ring.attention import is_plain, ring_attention
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
 from ringtile.transport.groups import Group, group_name, telling, transport_of

@@ -1,8 +1,8 @@
 """Who computes a block of keys in the ring: ringtile's kernels, or one of aten's.
 
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
-auto is ringtile's kernels; on a GPU, whoever is fastest there, of those that can. A provider that does not compute what
-it should (judge.py) is never used: with auto the next one takes over.
+auto is ringtile's kernels; on a GPU, whoever is fastest there, of those that can. A backend that does not compute what
+it should (self_test.py) is never used: with auto the next one takes over.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile import ops, self_check
+from ringtile import ops, self_test
+from ringtile.attn.aten import ATEN
+from ringtile.attn.backend import Backend, Block, BlockMask, Final, Ringtile
+from ringtile.attn.dropout import AttentionDropout
+from ringtile.attn.self_test import why_wrong
 from ringtile.errors import Refused
-from ringtile.ring.aten import ATEN
-from ringtile.ring.judge import why_wrong
-from ringtile.ring.provider import Block, BlockMask, Final, Provider, Ringtile
-from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.sequence.plan import RankPlan
 from ringtile.sequence.sharded import ShardedSequence
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
 ATTENTION_KERNELS = ("auto", "ringtile", "aten")
-RINGTILE: Provider = Ringtile()
+RINGTILE: Backend = Ringtile()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +57,15 @@ def attn_fwd_(
     rounded, in the last round: gets the merged out, in its dtype; out then holds any numbers.
     """
     block = _block(call, i, q, fresh=i == 0 and call.sinks is None)
-    first, *others = providers = _able(call, block, q, k, v)
+    first, *others = backends = _able(call, block, q, k, v)
     if not others:
         first.forward_(block, q, k, v, out, lse, rounded)
         return
 
-    def merge_(provider: Provider, out: Tensor, lse: Tensor) -> None:
-        provider.forward_(block, q, k, v, out, lse, rounded)
+    def merge_(backend: Backend, out: Tensor, lse: Tensor) -> None:
+        backend.forward_(block, q, k, v, out, lse, rounded)
 
-    merge_(_fastest(providers, merge_, (q, k, block.mask), (out, lse)), out, lse)
+    merge_(_fastest(backends, merge_, (q, k, block.mask), (out, lse)), out, lse)
 
 
 def attn_bwd_(
@@ -86,19 +86,19 @@ def attn_bwd_(
     rounded, where no other round adds to them: get dk and dv, in their dtype; dk and dv then hold any numbers.
     """
     block = _block(call, i, q, fresh)
-    first, *others = providers = _able(call, block, q, k, v, final.dlse)
+    first, *others = backends = _able(call, block, q, k, v, final.dlse)
     if not others:
         first.backward_(block, q, k, v, final, dq, dk, dv, rounded)
         return
 
-    def add_(provider: Provider, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        provider.backward_(block, q, k, v, final, dq, dk, dv, rounded)
+    def add_(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        backend.backward_(block, q, k, v, final, dq, dk, dv, rounded)
 
-    add_(_fastest(providers, add_, (q, k, block.mask), (dq, dk, dv)), dq, dk, dv)
+    add_(_fastest(backends, add_, (q, k, block.mask), (dq, dk, dv)), dq, dk, dv)
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None) -> None:
-    """Refused where no provider that may be used computes some round; before any key is sent."""
+    """Refused where no backend that may be used computes some round; before any key is sent."""
     plan = call.sequence.plan
     if not plan.is_whole:
         _check_shares(call, plan.scheme.text)
@@ -165,11 +165,11 @@ _OTHERWISE = {
 
 def _able(
     call: AttentionCall, block: Block, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None
-) -> list[Provider]:
+) -> list[Backend]:
     """Who may compute a block, at least one: Refused, with everybody's reason, where there is none."""
     if q.is_meta:
         return [RINGTILE]
-    able: list[Provider] = []
+    able: list[Backend] = []
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}
     if call.attention_kernel != "aten":
@@ -179,13 +179,13 @@ def _able(
             able.append(RINGTILE)
             if _is_ringtiles(call, q):
                 return able
-    for provider in ATEN[q.device.type] if call.attention_kernel != "ringtile" else ():
-        if reason := provider.why_not(block, q, v) or ("" if dlse is None else _NO_DLSE):
-            unable[provider.name] = reason
-        elif reason := why_wrong(provider, q, k, v):
-            wrong[provider.name] = reason
+    for backend in ATEN[q.device.type] if call.attention_kernel != "ringtile" else ():
+        if reason := backend.why_not(block, q, v) or ("" if dlse is None else _NO_DLSE):
+            unable[backend.name] = reason
+        elif reason := why_wrong(backend, q, k, v):
+            wrong[backend.name] = reason
         else:
-            able.append(provider)
+            able.append(backend)
     if able and not wrong:
         return able
     where = f"{q.dtype} with head dims {q.size(3)} and {v.size(3)} on {q.device}"
@@ -193,7 +193,7 @@ def _able(
         setting, said = call.attention_kernel, "; ".join(f"{name} {why}" for name, why in (unable | wrong).items())
         raise Refused(f"attention_kernel is {setting!r}, but for {where}: {said}; {_OTHERWISE[setting]}")
     for name, reason in wrong.items():
-        self_check.warn_once(name, where, reason, able[0].name)
+        self_test.warn_once(name, where, reason, able[0].name)
     return able
 
 
@@ -203,11 +203,11 @@ _chosen: dict[object, str] = {}
 
 
 def _fastest(
-    providers: list[Provider],
+    backends: list[Backend],
     run: Callable[..., None],
     of: tuple[Tensor, Tensor, BlockMask],
     states: tuple[Tensor, ...],
-) -> Provider:
+) -> Backend:
     """The one that takes the least time here, measured once for blocks of about this size and number of pieces.
 
     states: what run writes, which keeps its values.
@@ -215,21 +215,21 @@ def _fastest(
     q, k, mask = of
     pieces = sum(map(len, mask.pieces or ()))
     sizes = (q.size(0), *q.shape[2:], k.size(2), *(number.bit_length() for number in (q.size(1), k.size(1), pieces)))
-    key = (q.device, q.dtype, sizes, len(states), tuple(provider.name for provider in providers))
+    key = (q.device, q.dtype, sizes, len(states), tuple(backend.name for backend in backends))
     if key not in _chosen:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return providers[0]
-        seconds = {each.name: _seconds(run, each, tuple(state.clone() for state in states)) for each in providers}
+            return backends[0]
+        seconds = {each.name: _seconds(run, each, tuple(state.clone() for state in states)) for each in backends}
         _chosen[key] = min(seconds, key=seconds.__getitem__)
-    return next(provider for provider in providers if provider.name == _chosen[key])
+    return next(backend for backend in backends if backend.name == _chosen[key])
 
 
-def _seconds(run: Callable[..., None], provider: Provider, states: tuple[Tensor, ...]) -> float:
+def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, ...]) -> float:
     """The shortest of three runs, after one that warms up."""
     times = []
     for _ in range(4):
         began = time.perf_counter()
-        run(provider, *states)
+        run(backend, *states)
         if states[0].is_cuda:
             torch.cuda.synchronize(states[0].device)
         times.append(time.perf_counter() - began)

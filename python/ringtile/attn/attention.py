@@ -1,7 +1,7 @@
 """Exact attention over a sequence sharded over the ranks of a group: a ring (arXiv:2310.01889), or another scheme.
 
 The public functions, and the op behind them with its autograd formula. What one rank does round by round is in
-ring.py, what travels in exchange.py, who computes a block of keys in block_kernel.py.
+ring.py, what travels in exchange.py, who computes a block of keys in choose.py.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
 R runs of all ranks.
@@ -10,18 +10,17 @@ R runs of all ranks.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
+from ringtile.attn import ring
+from ringtile.attn.backend import Final
+from ringtile.attn.choose import ATTENTION_KERNELS, AttentionCall, AttentionKernel
+from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import InputError, shown
-from ringtile.ring import ring
-from ringtile.ring.block_kernel import ATTENTION_KERNELS, AttentionCall, AttentionKernel
-from ringtile.ring.provider import Final
-from ringtile.ring.weight_dropout import AttentionDropout
 from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
@@ -48,7 +47,6 @@ def ring_attention(
     dropout: AttentionDropout | None = None,
     attention_kernel: AttentionKernel = "ringtile",
     return_lse: bool = False,
-    block_kernel: AttentionKernel | None = None,
 ) -> Any:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
 
@@ -61,7 +59,7 @@ def ring_attention(
     layout. Every rank of the group makes the same calls in the same order, forward and backward; one group serves one
     thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute it, and refuses what they cannot;
     "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may differ from run to
-    run). block_kernel: its old name.
+    run).
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
@@ -70,9 +68,6 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
     PeerLost when one is gone.
     """
-    if block_kernel is not None:
-        warnings.warn("block_kernel is now called attention_kernel", FutureWarning, stacklevel=2)
-        attention_kernel = block_kernel
     out, lse = _attend(q, k, v, sequence, (mask, layout, group), scale, softcap, sinks, dropout, attention_kernel)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 

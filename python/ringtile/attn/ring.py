@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, ops
+from ringtile.attn import choose
+from ringtile.attn.backend import Final
+from ringtile.attn.choose import AttentionCall
+from ringtile.attn.exchange import ReturningKeys, ReturningQueries, Work, of_heads
 from ringtile.errors import InputError
-from ringtile.ring import block_kernel
-from ringtile.ring.block_kernel import AttentionCall
-from ringtile.ring.exchange import ReturningKeys, ReturningQueries, Work, of_heads
-from ringtile.ring.provider import Final
 from ringtile.sequence.price import Shape
 from ringtile.transport.agreement import HeaderValue
 
@@ -52,7 +52,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
             rounds = block.is_last and state != q.dtype
             rounded = [torch.empty_like(running, dtype=q.dtype) if rounds else None for running, _ in states]
             for (piece, of_piece), running, result in zip(pieces, states, rounded, strict=True):
-                block_kernel.attn_fwd_(call, block.i, of_piece, *block.keys_of(piece), *running, result)
+                choose.attn_fwd_(call, block.i, of_piece, *block.keys_of(piece), *running, result)
             if not block.is_last:
                 continue
             results = [
@@ -109,7 +109,7 @@ def backward(
             for piece, of_piece, final_of_piece, dq_of_piece in pieces:
                 gradients = dq_of_piece, of_heads(block_dk, piece.kv_heads), of_heads(block_dv, piece.kv_heads)
                 keys, is_fresh = block.keys_of(piece), fresh or partial is not None
-                block_kernel.attn_bwd_(call, block.i, of_piece, *keys, final_of_piece, *gradients, is_fresh, rounded)
+                choose.attn_bwd_(call, block.i, of_piece, *keys, final_of_piece, *gradients, is_fresh, rounded)
             if returning is not None:
                 returning.add_to(dk, dv)
             returning = None if partial is None else work.give_back(block, partial)
@@ -182,7 +182,7 @@ def _open(
             whole = call.attention_kernel == "aten" or call.dropout is not None
             sequence = sequence.settled(Shape.of(q, k, v), q.device.type, whole=whole)
             call = replace(call, sequence=sequence)
-        block_kernel.check(call, q, k, v, dlse)
+        choose.check(call, q, k, v, dlse)
         work = Work.of(q, k, v, sequence.plan, transport)
         layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:

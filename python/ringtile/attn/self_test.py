@@ -1,4 +1,4 @@
-"""Whether a provider computes attention: a small case, forward and backward, against the definition in float64.
+"""Whether a backend computes attention: a small case, forward and backward, against the definition in float64.
 
 A window over some keys more than a tile, in two blocks, has what a block can have: keys before a causal diagonal, keys
 that drop out one by one, a state to merge into, gradients to add to.
@@ -24,9 +24,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ringtile import ops, self_check
-from ringtile.ring.provider import Block, BlockMask, Final, Provider
-from ringtile.self_check import judges
+from ringtile import ops, self_test
+from ringtile.attn.backend import Backend, Block, BlockMask, Final
+from ringtile.self_test import kernels
 
 NUM_TOKENS = 140  # no multiple of any tile
 WINDOW = 133
@@ -35,13 +35,13 @@ _DROPS = (0.25, 2**32 - 3, 12, 0xC0FFEE11)  # probability, seed, step, stream
 _ROW = 7
 
 
-def why_wrong(provider: Provider, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
-    """Why a provider is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
-    return verdict(provider, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2), drops)
+def why_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
+    """Why a backend is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
+    return failure(backend, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2), drops)
 
 
-def verdict(
-    provider: Provider,
+def failure(
+    backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -49,18 +49,18 @@ def verdict(
     grouped: bool,
     drops: bool = False,
 ) -> str:
-    """The same. Judged once for each of these, head dims up to a multiple of the provider's step.
+    """The same. Tested once for each of these, head dims up to a multiple of the backend's step.
 
     grouped: several query heads share a kv head. drops: with dropout.
     """
-    step = provider.head_dim_step
-    key = (provider.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops)
+    step = backend.head_dim_step
+    key = (backend.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops)
     given = (device, dtype, head_dim, v_head_dim, 4 if grouped else 2, 2, drops)
-    return self_check.why_not(key, lambda: judge(provider, *given))
+    return self_test.why_not(key, lambda: run_case(backend, *given))
 
 
-def judge(
-    provider: Provider,
+def run_case(
+    backend: Backend,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
@@ -69,7 +69,7 @@ def judge(
     num_kv_heads: int,
     drops: bool = False,
 ) -> str:
-    """What is wrong with a provider; "" if nothing is."""
+    """What is wrong with a backend; "" if nothing is."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(heads: int, dim: int) -> Tensor:
@@ -78,7 +78,7 @@ def judge(
 
     q, dout = normal(num_heads, head_dim), normal(num_heads, v_head_dim)
     k, v = normal(num_kv_heads, head_dim), normal(num_kv_heads, v_head_dim)
-    for what, got, expected, bound in _compared(provider, q, k, v, dout, head_dim**-0.5, drops):
+    for what, got, expected, bound in _compared(backend, q, k, v, dout, head_dim**-0.5, drops):
         difference = (got.double() - expected).abs()
         if not bool((difference <= bound).all()):  # nor a nan
             worst = (difference / bound).nan_to_num(torch.inf).argmax()
@@ -88,9 +88,9 @@ def judge(
 
 
 def _compared(
-    provider: Provider, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, drops: bool
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, drops: bool
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Name, what the provider computes, what it should, and by how much it may be off."""
+    """Name, what the backend computes, what it should, and by how much it may be off."""
     state = ops.state_dtype(q.dtype)
     u, e = torch.finfo(q.dtype).eps / 2, torch.finfo(state).eps
     least = torch.finfo(q.dtype).tiny * 2 * u  # the least subnormal number
@@ -132,8 +132,8 @@ def _compared(
     rounded_out = torch.empty_like(out, dtype=q.dtype)
     for block, part in zip(blocks, parts, strict=True):
         if not block.fresh:
-            provider.forward_(block, q, k[:, part], v[:, part], out.clone(), lse.clone(), rounded_out)
-        provider.forward_(block, q, k[:, part], v[:, part], out, lse)
+            backend.forward_(block, q, k[:, part], v[:, part], out.clone(), lse.clone(), rounded_out)
+        backend.forward_(block, q, k[:, part], v[:, part], out, lse)
     yield "out", out, back(out64), back(out_bound)
     yield "rounded out", rounded_out, back(out64), back(out_bound + u * (out64.abs() + out_bound) + least)
     yield "lse", lse, lse64[None], torch.full_like(lse, lse_bound)
@@ -146,8 +146,8 @@ def _compared(
         if not block.fresh:
             rounded_keys = k.new_empty(k[:, part].shape), v.new_empty(v[:, part].shape)
             unused = dq.clone(), dk[:, part].clone(), dv[:, part].clone()
-            provider.backward_(block._replace(fresh=True), *of_part, *unused, rounded_keys)
-        provider.backward_(block, *of_part, dq, dk[:, part], dv[:, part])
+            backend.backward_(block._replace(fresh=True), *of_part, *unused, rounded_keys)
+        backend.backward_(block, *of_part, dq, dk[:, part], dv[:, part])
     dweights, delta = z * (dout64 @ v64.mT), (dout64 * out64).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     delta_bound = (dout64.abs() * (out_bound + u * out64.abs())).sum(-1, keepdim=True)
@@ -176,6 +176,6 @@ def _factors(num_heads: int, device: torch.device) -> Tensor:
     positions, heads = torch.arange(NUM_TOKENS, device="cpu"), torch.arange(num_heads, device="cpu")
     counters = torch.arange(-(-NUM_TOKENS // 4), device="cpu")
     rows = _ROW + (heads[:, None, None] << 20)
-    words = judges.random_words(counters, positions[:, None], rows, stream, (seed, step))
+    words = kernels.random_words(counters, positions[:, None], rows, stream, (seed, step))
     kept = words.flatten(2)[:, :, :NUM_TOKENS] < (1 - p) * 2**32
     return kept.to(device, torch.float64) / (1 - p)

@@ -1,10 +1,10 @@
-"""aten's attention kernels as providers: flash attention and cuDNN's, forward and backward.
+"""aten's attention kernels as backends: flash attention and cuDNN's, forward and backward.
 
 They know a mask by its pieces (pieces.py). Their results have q's dtype: in bfloat16 and float16 each block is rounded
 once more than by ringtile's kernels, and merged or added in float32. docs/design/ring.md has the bound.
 
 All of these are private functions of torch, so what is expected of each is compared with its definition before it is
-used (judge.py).
+used (self_test.py).
 
 Shape letters: B batch, N local queries, K keys of the block, H query heads, G kv heads, D head dim, M queries of a
 square or of a pack.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.ring.pieces import Pack, Square
-from ringtile.ring.provider import Block, Final, Provider
+from ringtile.attn.backend import Backend, Block, Final
+from ringtile.attn.pieces import Pack, Square
 
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
 
@@ -275,7 +275,7 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-ATEN: dict[str, tuple[Provider, ...]] = {  # by type of device
+ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device
     "cpu": (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),),
     "cuda": (InPacks("aten's flash attention"), InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward)),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Ledger:
+class Patches:
     """A list of replaced attributes, undone in reverse order.
 
     An inherited attribute (a method of the class) is deleted from the owner again; an attribute of the owner itself
@@ -17,7 +17,7 @@ class Ledger:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._entries: list[tuple[object, str]] = []
-        _ledgers.add(self)
+        _records.add(self)
 
     @property
     def entries(self) -> tuple[tuple[object, str], ...]:
@@ -36,7 +36,7 @@ class Ledger:
         setattr(owner, name, value)
 
     def on_restore(self, undo: Callable[[], None]) -> None:
-        """Runs `undo` when the ledger is restored, for changes that are more than one attribute."""
+        """Runs `undo` when everything is restored, for changes that are more than one attribute."""
         self._undo.append(undo)
 
     def restore(self) -> None:
@@ -46,9 +46,9 @@ class Ledger:
             self._undo.pop()()
 
 
-_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+_records: weakref.WeakSet[Patches] = weakref.WeakSet()
 
 
 def replaced_in_process() -> list[tuple[object, str]]:
-    """The entries of every ledger in this process. Ledgers come in no particular order."""
-    return [entry for ledger in _ledgers for entry in ledger.entries]
+    """The entries of every record in this process, in no particular order of the records."""
+    return [entry for patches in _records for entry in patches.entries]

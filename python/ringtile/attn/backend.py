@@ -2,7 +2,7 @@
 
 Forward: one block of keys is merged into the running out and log-sum-exp of every query. Backward: its part of dq, dk
 and dv, from the final out, log-sum-exp and dout, is added. All of these are of state_dtype, and the log-sum-exp is
-float64, so providers can take turns: from block to block, and from forward to backward.
+float64, so backends can take turns: from block to block, and from forward to backward.
 
 Shape letters: B batch, N local queries, K keys of the block, H query heads, G kv heads, D head dim, Dv value head dim,
 R runs.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.ring.pieces import Pack, Piece, Square, find_pieces, packs, squares
+from ringtile.attn.pieces import Pack, Piece, Square, find_pieces, packs, squares
 from ringtile.sequence.device_mask import DeviceMask
 
 
@@ -101,7 +101,7 @@ class Final:
         return ops.attn_delta(self.dout, self.out, dlse)
 
 
-class Provider(Protocol):
+class Backend(Protocol):
     """q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); out (B, N, H, Dv), lse (B, H, N); each gradient like its x."""
 
     @property

@@ -1,6 +1,6 @@
 """What is wrong with a kernel of the GLU, the loss or the shards on a device: a small case against its definition.
 
-Every judge returns "" if nothing is. Bounds: u is half an eps of the tensors' dtype, for the one rounding of a result;
+Every test returns "" if nothing is. Bounds: u is half an eps of the tensors' dtype, for the one rounding of a result;
 e an eps of the dtype that the kernel computes in, of which elementary functions take a few and a sum of n terms n.
 
 Shape letters: T tokens, F MLP intermediate size, V vocabulary.

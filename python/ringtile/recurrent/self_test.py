@@ -1,6 +1,6 @@
 """What is wrong with a kernel of the recurrences or of their convolution: a small case against its definition.
 
-Every judge returns "" if nothing is. The definitions go token by token in float64, forward and backward, without
+Every test returns "" if nothing is. The definitions go token by token in float64, forward and backward, without
 autograd, whose hooks belong to the caller. Bounds: half an eps of the result's dtype for its one rounding, and an eps
 of the dtype that the kernel computes in for each term of a sum, relative to the largest result.
 """
@@ -185,12 +185,12 @@ def _first_difference(
 
 
 def of(ops: Any) -> Mapping[str, Callable[[torch.dtype], str]]:
-    """The judges of all kernels, by name."""
-    judges: dict[str, Callable[[torch.dtype], str]] = {
+    """The tests of all kernels, by name."""
+    tests: dict[str, Callable[[torch.dtype], str]] = {
         kind: lambda dtype, kind=kind: recurrence(ops.scan, ops.scan_backward, kind, dtype)  # type: ignore[misc]
         for kind in ("delta", "kda", "ssd")
     }
-    return judges | {
+    return tests | {
         "selective": lambda dtype: selective(ops.selective_scan, ops.selective_scan_backward, dtype),
         "convolution": lambda dtype: convolution(ops.causal_conv1d, ops.causal_conv1d_backward, dtype),
     }

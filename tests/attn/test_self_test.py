@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from ringtile import Layout, Refused, ops, self_check, tiled_linear_cross_entropy
+from ringtile import Layout, Refused, ops, self_test, tiled_linear_cross_entropy
+from ringtile.attn import self_test as attn_self_test
+from ringtile.attn.aten import ATEN
+from ringtile.attn.choose import RINGTILE
 from ringtile.cli import doctor
-from ringtile.ring import judge
-from ringtile.ring.aten import ATEN
-from ringtile.ring.block_kernel import RINGTILE
 from torch import Tensor
 
 REAL = torch.ops.ringtile
@@ -34,9 +34,9 @@ class Ops:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    self_check.forget()
+    self_test.forget()
     yield
-    self_check.forget()
+    self_test.forget()
 
 
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
@@ -70,7 +70,7 @@ def test_every_kernel_is_right_and_a_wrong_one_is_found(
     cpu = torch.device("cpu")
     assert ops.why_not_kernel(name, cpu, dtype) == ""
     for replaced, reason in ((globals()[ARGUMENTS[name]], "gives another "), (raises, "raises RuntimeError: an illeg")):
-        self_check.forget()
+        self_test.forget()
         monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: replaced}))
         assert ops.why_not_kernel(name, cpu, dtype).startswith(reason)
 
@@ -90,12 +90,12 @@ def use(name: str) -> None:
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_wrong_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     use(name)
-    self_check.forget()
+    self_test.forget()
     monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: raises}))
     with pytest.raises(Refused, match=f"ringtile's {name} kernel cannot be used for torch.float32 on cpu: it raises"):
         use(name)
-    self_check.forget()
-    monkeypatch.setenv(self_check.VARIABLE, "0")
+    self_test.forget()
+    monkeypatch.setenv(self_test.VARIABLE, "0")
     monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: globals()[ARGUMENTS[name]]}))
     use(name)
 
@@ -110,13 +110,13 @@ def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [torch.float32]
 
 
-def test_no_memory_is_no_verdict() -> None:
-    def judge() -> str:
+def test_no_memory_is_no_result() -> None:
+    def test() -> str:
         raise torch.OutOfMemoryError("no memory left")
 
     with pytest.raises(torch.OutOfMemoryError):
-        self_check.why_not("a kernel", judge)
-    assert self_check.why_not("a kernel", lambda: "") == ""
+        self_test.why_not("a kernel", test)
+    assert self_test.why_not("a kernel", lambda: "") == ""
 
 
 def test_a_check_saves_nothing_for_a_backward() -> None:
@@ -128,25 +128,25 @@ def test_a_check_saves_nothing_for_a_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved, saved), torch.enable_grad():
         for name in ARGUMENTS:
             assert ops.why_not_kernel(name, torch.device("cpu"), torch.float32) == ""
-        for provider in (RINGTILE, *ATEN["cpu"]):
-            assert judge.verdict(provider, torch.device("cpu"), torch.float32, 8, 8, True) == ""
+        for backend in (RINGTILE, *ATEN["cpu"]):
+            assert attn_self_test.failure(backend, torch.device("cpu"), torch.float32, 8, 8, True) == ""
 
 
 def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does its verdict count later."""
+    """Nor does its result count later."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert self_check.why_not("a kernel", lambda: "is wrong") == ""
+    assert self_test.why_not("a kernel", lambda: "is wrong") == ""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert self_check.why_not("a kernel", lambda: "is wrong") == "is wrong"
+    assert self_test.why_not("a kernel", lambda: "is wrong") == "is wrong"
 
 
 def test_doctor_names_who_computes_recurrences_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel of ringtile's, and so no verdict of one."""
+    """No kernel of ringtile's, and so no result of one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ops, "why_not_on", lambda index: "")
-    monkeypatch.setattr(doctor, "verdicts", lambda questions: "right")
-    report = doctor.self_checks()
+    monkeypatch.setattr(doctor, "results", lambda questions: "right")
+    report = doctor.self_tests()
     assert "torch operations" in report["cuda:0: recurrences"]
     assert {name for name in report if "SSD" in name or "delta rule" in name} == {
         "cpu: ringtile's SSD",
@@ -157,8 +157,8 @@ def test_doctor_names_who_computes_recurrences_on_a_gpu(monkeypatch: pytest.Monk
 def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HEAD_DIMS", (64,))
     monkeypatch.setattr(ops, "_ops", Ops(glu_bwd_=raises))
-    report = doctor.self_checks()
-    wrong = [name for name, verdict in report.items() if doctor.WRONG in verdict]
+    report = doctor.self_tests()
+    wrong = [name for name, result in report.items() if doctor.WRONG in result]
     assert wrong == ["cpu: ringtile's GLU"]
     assert report["cpu: ringtile's GLU"].startswith("not used for float64: it raises RuntimeError: an illegal instruct")
     assert report["cpu: ringtile's attention, head dim 64"].startswith(
@@ -167,5 +167,5 @@ def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "kernels", lambda: {"error": None})
     assert doctor.run(argparse.Namespace(bundle=None, config=None)).status == 1
     monkeypatch.setattr(ops, "_ops", REAL)
-    self_check.forget()
+    self_test.forget()
     assert doctor.run(argparse.Namespace(bundle=None, config=None)).status == 0
