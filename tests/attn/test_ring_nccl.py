@@ -149,7 +149,10 @@ class OneAfterTheOther:
 
     def __init__(self) -> None:
         self.ranks: dict[LoopbackTransport, ThreadPoolExecutor] = defaultdict(lambda: ThreadPoolExecutor(1))
-        self.boxes: dict[tuple[str, int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self.boxes: dict[tuple[str | int, ...], queue.Queue[torch.Tensor]] = {}
+
+    def box(self, *key: str | int) -> queue.Queue[torch.Tensor]:
+        return self.boxes.setdefault(key, queue.Queue())  # a defaultdict gives two threads two boxes
 
     def post(self, of: LoopbackTransport, sends: Tensors, receives: Tensors, what: str) -> Exchange:
         sends = {peer: x.clone() for peer, x in sends.items() if x.numel()}
@@ -157,12 +160,12 @@ class OneAfterTheOther:
 
         def run() -> None:
             for peer, x in sends.items():
-                self.boxes["message", of.rank, peer].put(x)
+                self.box("message", of.rank, peer).put(x)
             for peer, x in receives.items():
-                x.copy_(self.boxes["message", peer, of.rank].get(timeout=10))
-                self.boxes["received", of.rank, peer].put(x)
+                x.copy_(self.box("message", peer, of.rank).get(timeout=10))
+                self.box("received", of.rank, peer).put(x)
             for peer in sends:
-                self.boxes["received", peer, of.rank].get(timeout=10)
+                self.box("received", peer, of.rank).get(timeout=10)
 
         batch = SimpleNamespace(wait=self.ranks[of].submit(run).result)
         return Exchange([((of.rank,), batch)] if sends or receives else [], [], of, what)
