@@ -41,7 +41,6 @@ class Config(Section):
     context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped", "per_document", "balanced"] = "zigzag"  # who holds which tokens
     context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
-    context_parallel_rates: str | None = None  # for the scheme auto: a file of rates; none: that of the machine's cache
     attention_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # who computes attention: docs/design/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
@@ -60,11 +59,6 @@ class Config(Section):
             Scheme.parse(self.context_parallel_scheme).check(self.context_parallel_size)
         except InputError as error:
             raise ValueError(f"context_parallel_scheme: {error}") from None
-        if self.context_parallel_rates is not None and self.context_parallel_scheme != "auto":
-            raise ValueError(
-                f"context_parallel_rates is {shown(self.context_parallel_rates)}, but context_parallel_scheme is "
-                f"{self.context_parallel_scheme}; set it to auto or remove context_parallel_rates"
-            )
         if self.tiled_mlp_num_shards is not None and not self.tiled_mlp:
             raise ValueError(
                 f"tiled_mlp_num_shards is {self.tiled_mlp_num_shards} but tiled_mlp is false; "
@@ -100,16 +94,9 @@ class Config(Section):
             return cls(**{str(key): value for key, value in source.items()})
         path = Path(source)
         try:
-            return cls.load(beside(path.absolute().parent, read_yaml(path)))
+            return cls.load(read_yaml(path))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-
-
-def beside(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a file, in which a relative path of rates starts at the file's folder."""
-    rates = values.get("context_parallel_rates")
-    placed = {"context_parallel_rates": str(folder / rates)} if isinstance(rates, str) else {}
-    return dict(values) | placed
 
 
 def nearest_key(key: str, valid: Collection[str]) -> str:

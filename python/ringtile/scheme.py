@@ -1,20 +1,19 @@
-"""Schemes: how the ranks of a group share the work of attention. Names only; the plan makes rounds of them.
+"""Schemes: how the ranks of a group share the work of attention. Names, and who works on which heads.
 
 A scheme is a text, the same in Python, YAML and on the command line:
 
-    ring          each rank: its own queries, all heads; keys rank by rank
+    ring          each rank: its own queries, all heads; keys rank by rank (arXiv:2310.01889)
     all_gather    each rank: its own queries, all heads; all keys at once
-    ulysses       each rank: all queries, its share of the heads; all keys at once (arXiv:2309.14509)
-    usp:M         each rank: the queries of its M neighbours, its share of the heads among them; keys from M ranks at a
-                  time (arXiv:2405.07719)
-    staged:T      ulysses in T stages, each of a part of the share
+    ulysses       each rank: all queries, its share of the heads (arXiv:2309.14509)
+    usp:M         M neighbours share the heads of their queries; keys come from M ranks at a time (arXiv:2405.07719)
+    staged:T      ulysses in T stages, each with a slice of the heads
     usp           usp:M for the most neighbours M that always share a host
-    auto          whichever a model of links and kernels finds fastest, for each call (sequence/price.py)
+    auto          whichever is fastest, measured at the first call of a kind (attn/auto.py)
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import re
 from dataclasses import dataclass
 
@@ -23,22 +22,22 @@ from ringtile.errors import InputError, shown
 EXPECTED = (
     "ring, all_gather, ulysses, usp:M (M ranks share the heads; usp: those of a host), staged:T (T stages) or auto"
 )
-_OPEN = ("auto", "usp")  # which one of the others it is depends on the hosts, for auto on the call too
+_UNRESOLVED = ("auto", "usp")  # which one of the others it is depends on the hosts, for auto on the call too
 _TEXT = re.compile(r"(?:(ring|all_gather|ulysses|auto|usp)|(usp|staged):([1-9]\d{0,5}))")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a text says. Ranks share the heads of all their queries with their neighbours: group_size ranks a group."""
+    """What a text says."""
 
     text: str
-    group_size: int | None = 1  # None: all ranks
+    group_size: int | None = 1  # neighbours that share the heads; None: all ranks
     num_stages: int = 1
-    at_once: bool = False  # the keys of all ranks in one round
+    at_once: bool = False  # the ring has one round, with the keys of all ranks
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """InputError: the text names no scheme."""
+        """Return the scheme of a text. InputError: it names none."""
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InputError(f"the scheme is {shown(text)}; expected {EXPECTED}")
@@ -48,18 +47,17 @@ class Scheme:
         return cls(text, int(number)) if numbered == "usp" else cls(text, None, int(number))
 
     @property
-    def is_open(self) -> bool:
-        """Whether a call has yet to settle which scheme it is."""
-        return self.text in _OPEN
+    def is_resolved(self) -> bool:
+        return self.text not in _UNRESOLVED
 
     def check(self, world_size: int) -> None:
-        """InputError: so many ranks cannot have it."""
-        if not self.is_open:
-            self.groups(world_size)
+        """Raise InputError if so many ranks cannot have it."""
+        if self.is_resolved:
+            self.ranks_per_group(world_size)
 
-    def groups(self, world_size: int) -> tuple[range, ...]:
-        """The ranks that share heads, group by group. InputError: they do not come out even, or the scheme is open."""
-        if self.is_open:
+    def ranks_per_group(self, world_size: int) -> int:
+        """Return how many neighbours share heads. InputError: they do not come out even, or it is not resolved."""
+        if not self.is_resolved:
             raise InputError(
                 f"the scheme is {self.text}, which depends on the ranks' hosts; expected a scheme that names itself: "
                 f"ring, all_gather, ulysses, usp:M or staged:T"
@@ -69,18 +67,10 @@ class Scheme:
             raise InputError(
                 f"the scheme is {self.text}, but the group has {world_size} ranks; expected a number that divides it"
             )
-        return tuple(range(begin, begin + size) for begin in range(0, world_size, size))
+        return size
 
 
 # ---- shares of the heads ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Query heads for one kernel call, as many for each kv head; both counted from the first of the share."""
-
-    heads: range
-    kv_heads: range
 
 
 @dataclass(frozen=True)
@@ -89,11 +79,12 @@ class Share:
 
     heads: range
     kv_heads: range
-    pieces: tuple[Piece, ...]
+    # For each query head its kv head, counted from the first of the share, where these do not serve as many each.
+    kv_of_heads: tuple[int, ...] | None
 
 
 def share(num_heads: int, num_kv_heads: int, num_parts: int, part: int) -> Share:
-    """The part-th of num_parts shares of H query heads.
+    """Return the part-th of num_parts shares of H query heads.
 
     Shares are whole groups of query heads with one kv head where there are enough of them, so that each kv head goes to
     one rank; else a kv head goes to several. Sizes differ by at most one; where there are more parts than heads, the
@@ -101,17 +92,18 @@ def share(num_heads: int, num_kv_heads: int, num_parts: int, part: int) -> Share
     """
     repeats = num_heads // num_kv_heads
     unit = repeats if num_kv_heads >= num_parts else 1
-    at, rest = divmod(num_heads // unit, num_parts)
-    begin = part * at + min(part, rest)
-    end = begin + at + (part < rest)
-    begin, end = begin * unit, end * unit
-    first = begin // repeats
-    kv_heads = range(first, -(-end // repeats)) if end > begin else range(0)
-    # The query heads of a kv head that are in the share in part are a piece; all whole groups are one.
-    whole = (-(-begin // repeats) * repeats, end // repeats * repeats)
-    cuts = sorted({begin, end, *(min(max(cut, begin), end) for cut in whole)})
-    pieces = tuple(
-        Piece(range(a - begin, b - begin), range(a // repeats - first, -(-b // repeats) - first))
-        for a, b in itertools.pairwise(cuts)
-    )
-    return Share(range(begin, end), kv_heads, pieces)
+    size, rest = divmod(num_heads // unit, num_parts)
+    begin = part * size + min(part, rest)
+    heads = range(begin * unit, (begin + size + (part < rest)) * unit)
+    of_heads = [head // repeats for head in heads]
+    kv_heads = range(of_heads[0], of_heads[-1] + 1) if of_heads else range(0)
+    is_even = len({of_heads.count(kv_head) for kv_head in kv_heads}) <= 1
+    return Share(heads, kv_heads, None if is_even else tuple(kv_head - of_heads[0] for kv_head in of_heads))
+
+
+@functools.cache
+def shares_of(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+    """Return, by stage, the share of each of the ranks that share heads."""
+    num_parts = num_stages * group_size
+    parts = [share(num_heads, num_kv_heads, num_parts, part) for part in range(num_parts)]
+    return tuple(tuple(parts[at : at + group_size]) for at in range(0, num_parts, group_size))

@@ -25,6 +25,7 @@ from ringtile import (
     tiled_linear_cross_entropy,
     tiled_mlp,
 )
+from ringtile.attn.op import SequenceTensors, attend
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -52,9 +53,9 @@ GATED = Gated().double()
 ONE = ShardedSequence(MASK, LAYOUT)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "ring_attention": lambda x: ring_attention(x, x, x, ONE),
-    "the op under a tracer": lambda x: torch.ops.ringtile.ring_attention(
-        x, x, x, ONE.begin, ONE.end, ONE.layout_tensor, 0.5, 0.0, ""
-    )[0],
+    "the op under a tracer": lambda x: attend(x, x, x, SequenceTensors((ONE.begin, ONE.end, ONE.layout_tensor)), 0.5)[
+        0
+    ],
     "shard": lambda x: ONE.shard(x, 1),
     "unshard": lambda x: ONE.unshard(x, 1),
     "tiled GLU": lambda x: tiled_mlp(GATED, x, tile_tokens=3),

@@ -25,7 +25,7 @@ class FakeGpu:
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     def mask_of(self, sequence: ShardedSequence) -> tuple[Tensor, Tensor]:
-        assert sequence.plan  # made of real tensors
+        assert sequence.ring  # made of real tensors
         with self.mode:
             return sequence.mask_on(GPU)
 
@@ -76,7 +76,7 @@ def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) 
 def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     """Which aten's flash attention reads in place of the mask."""
     one = sequence()
-    mask = BlockMask(one.begin, one.end, one.plan.rounds[0].k_runs)
+    mask = BlockMask(one.begin, one.end, one.ring.plan.rounds[0].k_runs)
     assert mask.pieces is not None  # made of real tensors
     with gpu.mode:
         q = torch.empty(1, 40, 2, 8, device=GPU)

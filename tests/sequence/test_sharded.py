@@ -19,6 +19,8 @@ from ringtile import (
     ops,
     ring_attention,
 )
+from ringtile.attn.op import SequenceTensors
+from ringtile.attn.op import attend as attend_through_op
 from ringtile.sequence import sharded
 from ringtile.transport.loopback import LoopbackGroup
 from test_ring import problem
@@ -94,8 +96,8 @@ def test_equal_digests_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     full, causal = IntervalMask.full(41), IntervalMask.causal(41)
     layout = Layout.contiguous(41, 1)
     one, other = (ShardedSequence.of_tensors(m.begin, m.end, layout.tensor, "") for m in (full, causal))
-    assert one.plan.rounds[0].num_pairs == 41 * 41
-    assert other.plan.rounds[0].num_pairs == 41 * 42 // 2
+    assert one.ring.plan.rounds[0].num_pairs == 41 * 41
+    assert other.ring.plan.rounds[0].num_pairs == 41 * 42 // 2
 
 
 def test_digests_tell_masks_and_layouts_apart() -> None:
@@ -117,7 +119,7 @@ def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attend() -> None:
         out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, mask=CAUSAL, layout=ONE)
-        op_out, _ = torch.ops.ringtile.ring_attention(p.q, p.k, p.v, *tensors, 0.25, 0.0, "")
+        op_out, _ = attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), 0.25)
         (out + op_out).sum().backward()
 
     attend()
@@ -144,7 +146,7 @@ def test_a_mask_written_to_is_refused() -> None:
     tensors = sequence.begin, sequence.end, sequence.layout_tensor
     for attend in (
         lambda: ring_attention(p.q, p.k, p.v, sequence),
-        lambda: torch.ops.ringtile.ring_attention(p.q, p.k, p.v, *tensors, 0.25, 0.0, ""),
+        lambda: attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), 0.25),
     ):
         with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
             attend()

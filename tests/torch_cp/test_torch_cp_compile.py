@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import ContextParallel, IntervalMask, Layout, LoopbackWorld, context_parallel, ring_attention
+from ringtile.attn.op import SequenceTensors, attend
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -88,8 +89,7 @@ def qkv() -> list[Tensor]:
 
 
 def ring_of_one(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
-    out: Tensor = RING(q, k, v, begin, end, layout, 0.5, 0.0, "")[0]
-    return out
+    return attend(q, k, v, SequenceTensors((begin, end, layout)), 0.5)[0]
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

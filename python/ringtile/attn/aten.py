@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.attn.backend import Backend, Block, Final
+from ringtile.attn.backend import Backend, Block, Final, Gradients, Running
 from ringtile.attn.pieces import Pack, Square
 
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
@@ -40,8 +40,8 @@ class InSquares:
     attend_backward: AttendBackward
     head_dim_step: ClassVar[int] = 1
 
-    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
-        if reason := _why_not(block, q, v):
+    def why_not(self, block: Block) -> str:
+        if reason := _why_not(block):
             return reason
         num = len(block.mask.squares)
         return (
@@ -50,10 +50,9 @@ class InSquares:
             else f"would be called {num} times for a block's mask, more than {MAX_SQUARES} times"
         )
 
-    def forward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
-    ) -> None:
-        _start(block, out, lse)
+    def forward(self, block: Block, state: Running) -> None:
+        q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
+        _start(state)
         for rows, square in block.mask.squares:
             queries, keys = _places(rows, square)
             part, part_lse = self.attend(
@@ -66,22 +65,12 @@ class InSquares:
             part_lse = part_lse.reshape(part.shape[:3])
             part_lse = part_lse.flip(2) if square.flipped else part_lse
             _merge_(out[queries], lse.transpose(1, 2)[queries], _tokens_first(part, square), part_lse.transpose(1, 2))
-        if rounded is not None:
-            rounded.copy_(out)
+        if state.rounded is not None:
+            state.rounded.copy_(out)
 
-    def backward_(
-        self,
-        block: Block,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        final: Final,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        rounded: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        _start_gradients(block, dk, dv)
+    def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        q, k, v = block.q, block.k, block.v
+        _start_gradients(grads)
         lse = final.lse.to(ops.state_dtype(q.dtype))
         for rows, square in block.mask.squares:
             queries, keys = _places(rows, square)
@@ -96,9 +85,9 @@ class InSquares:
                 square.causal,
                 block.scale,
             )
-            for gradient, part, at in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
+            for gradient, part, at in zip(grads[:3], parts, (queries, keys, keys), strict=True):
                 gradient[at] += _tokens_first(part, square)
-        _round(rounded, dk, dv)
+        _round(grads)
 
 
 @dataclass(frozen=True)
@@ -108,13 +97,12 @@ class InPacks:
     name: str
     head_dim_step: ClassVar[int] = 1
 
-    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
-        return _why_not(block, q, v)
+    def why_not(self, block: Block) -> str:
+        return _why_not(block)
 
-    def forward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
-    ) -> None:
-        _start(block, out, lse)
+    def forward(self, block: Block, state: Running) -> None:
+        q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
+        _start(state)
         out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1).clone()  # (B N, H, D); (B N, H)
         for pack in block.mask.packs(q, k):
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
@@ -129,22 +117,12 @@ class InPacks:
                 out_rows.index_copy_(0, pack.q_rows, running[0])
                 lse_rows.index_copy_(0, pack.q_rows, running[1])
         lse.copy_(lse_rows.view(*q.shape[:2], -1).mT)
-        if rounded is not None:
-            rounded.copy_(out)
+        if state.rounded is not None:
+            state.rounded.copy_(out)
 
-    def backward_(
-        self,
-        block: Block,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        final: Final,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        rounded: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        _start_gradients(block, dk, dv)
+    def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        q, k, v = block.q, block.k, block.v
+        _start_gradients(grads)
         lse = final.lse.to(ops.state_dtype(q.dtype)).mT
         of_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         for pack in block.mask.packs(q, k):
@@ -157,16 +135,17 @@ class InPacks:
                 *of_dropout,
                 **_options(pack, block),
             )
-            for gradient, part, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
+            for gradient, part, rows in zip(grads[:3], parts, (q_rows, k_rows, k_rows), strict=True):
                 if rows is None:
                     gradient.flatten(0, 1).add_(part)
                 else:  # which hold none twice, so that no order matters
                     gradient.flatten(0, 1).index_add_(0, rows, part.to(gradient.dtype))
-        _round(rounded, dk, dv)
+        _round(grads)
 
 
-def _why_not(block: Block, q: Tensor, v: Tensor) -> str:
-    """Why aten has no kernel for a block; "" if it may have one."""
+def _why_not(block: Block) -> str:
+    """Return why aten has no kernel for a block; "" if it may have one."""
+    q, v = block.q, block.v
     if block.dropout is not None:
         return "draws dropout from a generator, not from counters"
     if block.softcap != 0:
@@ -180,22 +159,22 @@ def _why_not(block: Block, q: Tensor, v: Tensor) -> str:
     return ""
 
 
-def _start(block: Block, out: Tensor, lse: Tensor) -> None:
-    if block.fresh:
-        out.zero_()
-        lse.fill_(float("-inf"))
+def _start(state: Running) -> None:
+    if state.fresh:
+        state.out.zero_()
+        state.lse.fill_(float("-inf"))
 
 
-def _start_gradients(block: Block, dk: Tensor, dv: Tensor) -> None:
-    if block.fresh:
-        dk.zero_()
-        dv.zero_()
+def _start_gradients(grads: Gradients) -> None:
+    if grads.fresh:
+        grads.dk.zero_()
+        grads.dv.zero_()
 
 
-def _round(rounded: tuple[Tensor, Tensor] | None, dk: Tensor, dv: Tensor) -> None:
-    if rounded is not None:
-        rounded[0].copy_(dk)
-        rounded[1].copy_(dv)
+def _round(grads: Gradients) -> None:
+    if grads.rounded is not None:
+        grads.rounded[0].copy_(grads.dk)
+        grads.rounded[1].copy_(grads.dv)
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

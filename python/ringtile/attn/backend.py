@@ -59,16 +59,26 @@ class BlockMask:
 
 
 class Block(NamedTuple):
-    """A call on a block of keys, besides its tensors."""
+    """The queries, a block of keys, and which of them attend which."""
 
+    q: Tensor  # (B, N, H, D)
+    k: Tensor  # (B, K, G, D)
+    v: Tensor  # (B, K, G, Dv)
     mask: BlockMask
     begin: Tensor  # of the mask, on q's device
     end: Tensor
     scale: float
     softcap: float
-    fresh: bool  # forward: no block came before; backward: dk, dv are new, and each of their rows is in the block.
-    # Then out and lse, or dk and dv, may be uninitialized.
     dropout: ops.WeightDropout | None = None
+
+
+class Running(NamedTuple):
+    """What the forward merges blocks into."""
+
+    out: Tensor  # (B, N, H, Dv) of the state dtype
+    lse: Tensor  # (B, H, N) float64
+    fresh: bool  # no block came before, and both may be uninitialized
+    rounded: Tensor | None = None  # like out, contiguous, of q's dtype: gets the merged out instead
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,17 +92,10 @@ class Final:
 
     @classmethod
     def of(cls, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Final:
-        """The gradients as autograd gives them: None where nothing depends on it, and with any strides."""
+        """Take the gradients as autograd gives them: None where nothing depends on it, and with any strides."""
         if dout is None:
             dout = torch.zeros_like(out)
         return cls(dout if dout.stride(-1) == 1 else dout.contiguous(), out, lse, dlse)
-
-    @classmethod
-    def of_delta(cls, dout: Tensor, lse: Tensor, delta: Tensor) -> Final:
-        """Of queries whose out stays with another rank, which has sent their delta."""
-        final = cls(dout, dout.new_empty(0), lse, None)
-        final.__dict__["delta"] = delta
-        return final
 
     @functools.cached_property
     def delta(self) -> Tensor:
@@ -101,9 +104,17 @@ class Final:
         return ops.attn_delta(self.dout, self.out, dlse)
 
 
-class Backend(Protocol):
-    """q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); out (B, N, H, Dv), lse (B, H, N); each gradient like its x."""
+class Gradients(NamedTuple):
+    """What the backward adds its parts to, each like its x and of the state dtype."""
 
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    fresh: bool  # dk and dv may be uninitialized, and the block has each of their rows
+    rounded: tuple[Tensor, Tensor] | None = None  # contiguous, of k's dtype: get fresh dk and dv instead
+
+
+class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -111,27 +122,14 @@ class Backend(Protocol):
     def head_dim_step(self) -> int:
         """Head dims that are the same when rounded up to a multiple of it run the same code."""
 
-    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
-        """Why it does not compute such a block; "" if it does."""
+    def why_not(self, block: Block) -> str:
+        """Return why it does not compute such a block; "" if it does."""
 
-    def forward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
-    ) -> None:
-        """Merges the block into out and lse. rounded (contiguous, of q's dtype): gets the merged out instead."""
+    def forward(self, block: Block, state: Running) -> None:
+        """Merge the block into the state."""
 
-    def backward_(
-        self,
-        block: Block,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        final: Final,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        rounded: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Adds the block's part to dq, dk and dv. rounded (contiguous, of k's dtype): get fresh dk and dv instead."""
+    def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        """Add the block's part to the gradients."""
 
 
 class Ringtile:
@@ -140,30 +138,18 @@ class Ringtile:
     name = "ringtile's attention"
     head_dim_step = 16
 
-    def why_not(self, block: Block, q: Tensor, v: Tensor) -> str:
+    def why_not(self, block: Block) -> str:
         return ""
 
-    def forward_(
-        self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounded: Tensor | None = None
-    ) -> None:
-        mask, numbers = (block.begin, block.end, block.mask.k_runs), (block.scale, block.softcap)
-        ops.attn_fwd_(q, k, v, *mask, out, lse, *numbers, block.fresh, block.dropout, rounded)
+    def forward(self, block: Block, state: Running) -> None:
+        ops.attn_fwd_(
+            *(block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs, state.out, state.lse),
+            *(block.scale, block.softcap, state.fresh, block.dropout, state.rounded),
+        )
 
-    def backward_(
-        self,
-        block: Block,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        final: Final,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        rounded: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        mask, upstream = (block.begin, block.end, block.mask.k_runs), (final.dout, final.lse, final.delta)
-        numbers = (block.scale, block.softcap)
-        rounded_dk, rounded_dv = rounded or (None, None)
+    def backward(self, block: Block, final: Final, grads: Gradients) -> None:
         ops.attn_bwd_(
-            *(q, k, v, *mask, *upstream, dq, dk, dv), *numbers, block.fresh, block.dropout, rounded_dk, rounded_dv
+            *(block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs, final.dout, final.lse, final.delta),
+            *(grads.dq, grads.dk, grads.dv, block.scale, block.softcap, grads.fresh, block.dropout),
+            *(grads.rounded or (None, None)),
         )

@@ -1,4 +1,4 @@
-"""Who computes a block of keys in the ring: ringtile's kernels, or one of aten's.
+"""Who computes a block of keys: ringtile's kernels, or one of aten's.
 
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
 auto is ringtile's kernels; on a GPU, whoever is fastest there, of those that can. A backend that does not compute what
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
-from ringtile.attn.backend import Backend, Block, BlockMask, Final, Ringtile
+from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.attn.self_test import why_wrong
 from ringtile.errors import Refused
-from ringtile.sequence.plan import RankPlan
+from ringtile.sequence.plan import RankPlan, Shape
 from ringtile.sequence.sharded import ShardedSequence
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
@@ -40,95 +40,60 @@ class AttentionCall:
     attention_kernel: str = "ringtile"
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
     dropout: AttentionDropout | None = None  # None where its probability is 0
+    returns_lse: bool = True  # where ranks share heads, lse travels back only then
+
+    def of_heads(self, heads: range) -> AttentionCall:
+        """Return the same for some of the query heads."""
+        sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
+        return replace(self, sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
 
 
-def attn_fwd_(
-    call: AttentionCall,
-    i: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rounded: Tensor | None = None,
-) -> None:
-    """Merges the keys of round i into out and lse, which hold the sinks or nothing before round 0.
-
-    rounded, in the last round: gets the merged out, in its dtype; out then holds any numbers.
-    """
-    block = _block(call, i, q, fresh=i == 0 and call.sinks is None)
-    first, *others = backends = _able(call, block, q, k, v)
+def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
+    """Merge the keys of round i into the state."""
+    block = _block(call, i, q, k, v)
+    first, *others = backends = _able(call, block)
     if not others:
-        first.forward_(block, q, k, v, out, lse, rounded)
+        first.forward(block, state)
         return
 
-    def merge_(backend: Backend, out: Tensor, lse: Tensor) -> None:
-        backend.forward_(block, q, k, v, out, lse, rounded)
+    def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
+        backend.forward(block, state._replace(out=out, lse=lse))
 
-    merge_(_fastest(backends, merge_, (q, k, block.mask), (out, lse)), out, lse)
+    _fastest(backends, merge, block, (state.out, state.lse)).forward(block, state)
 
 
-def attn_bwd_(
-    call: AttentionCall,
-    i: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    final: Final,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    fresh: bool,
-    rounded: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Adds the gradients of round i. fresh: dk and dv may be uninitialized, and the round needs each of their rows.
-
-    rounded, where no other round adds to them: get dk and dv, in their dtype; dk and dv then hold any numbers.
-    """
-    block = _block(call, i, q, fresh)
-    first, *others = backends = _able(call, block, q, k, v, final.dlse)
+def backward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
+    """Add the gradients of round i."""
+    block = _block(call, i, q, k, v)
+    first, *others = backends = _able(call, block, takes_dlse=final.dlse is not None)
     if not others:
-        first.backward_(block, q, k, v, final, dq, dk, dv, rounded)
+        first.backward(block, final, grads)
         return
 
-    def add_(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        backend.backward_(block, q, k, v, final, dq, dk, dv, rounded)
+    def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
 
-    add_(_fastest(backends, add_, (q, k, block.mask), (dq, dk, dv)), dq, dk, dv)
+    _fastest(backends, add, block, (grads.dq, grads.dk, grads.dv)).backward(block, final, grads)
 
 
-def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None) -> None:
-    """Refused where no backend that may be used computes some round; before any key is sent."""
-    plan = call.sequence.plan
-    if not plan.is_whole:
-        _check_shares(call, plan.scheme.text)
-        if q.is_meta:
-            return
-        # A part of a kv head's query heads, which may be one: another kernel than that of whole groups.
-        shares = [of_stage[plan.group.index(plan.rank)] for of_stage in plan.shares(q.size(2), k.size(2))]
-        for sizes in {(len(piece.heads), len(piece.kv_heads)) for each in shares for piece in each.pieces}:
-            of_q, of_k, of_v = (x.narrow(2, 0, count) for x, count in zip((q, k, v), (*sizes, sizes[1]), strict=True))
-            _able(call, _block(call, 0, q, fresh=False), of_q, of_k, of_v)
+def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, takes_dlse: bool = False) -> None:
+    """Raise Refused where no backend that may be used computes some round; before anything is sent.
+
+    shape: of the local tokens; q, k and v have its heads, or the share that this rank works on first.
+    """
+    ring = call.sequence.ring
+    if q.is_meta:
         return
-    if q.is_meta or (_is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v, call.dropout is not None)):
+    sizes = {(shape.num_heads, shape.num_kv_heads)}
+    if ring.heads is not None:
+        own = [stage[ring.heads.place] for stage in call.sequence.shares(shape.num_heads, shape.num_kv_heads)]
+        sizes = {(len(share.heads), len(share.kv_of_heads or share.kv_heads)) for share in own if share.heads}
+    elif _is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v, call.dropout is not None):
         return
-    for i in range(len(plan.rounds)):
-        _able(call, _block(call, i, q, fresh=False), q, k, v, dlse)
-
-
-def _check_shares(call: AttentionCall, scheme: str) -> None:
-    """Refused: what cannot be computed where ranks share heads."""
-    if call.attention_kernel == "aten":
-        raise Refused(
-            f"attention_kernel is 'aten', whose backward needs the output, but with the scheme {scheme} that stays "
-            f"with the owner of the queries; set attention_kernel to auto or ringtile, or the scheme to "
-            f"ring or all_gather"
-        )
-    if call.dropout is not None:
-        raise Refused(
-            f"attention dropout with the scheme {scheme}, in which a rank works on queries of others; expected the "
-            f"scheme ring or all_gather, or no attention dropout"
-        )
+    for num_heads, num_kv_heads in sizes:  # where each query head has a kv head of its own, other kernels may run
+        of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]
+        for i in range(len(ring.plan.rounds)):
+            _able(call, _block(call, i, of_q, k[:, :, :1], v[:, :, :1]), takes_dlse)
 
 
 # ---- who can ------------------------------------------------------------------------------------
@@ -136,12 +101,12 @@ def _check_shares(call: AttentionCall, scheme: str) -> None:
 _masks: weakref.WeakKeyDictionary[RankPlan, tuple[BlockMask, ...]] = weakref.WeakKeyDictionary()
 
 
-def _block(call: AttentionCall, i: int, q: Tensor, fresh: bool) -> Block:
-    plan = call.sequence.plan
+def _block(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor) -> Block:
+    plan = call.sequence.ring.plan
     masks = _masks.get(plan)
     if masks is None:
         masks = _masks[plan] = tuple(BlockMask(plan.begin, plan.end, round.k_runs) for round in plan.rounds)
-    block = Block(masks[i], *call.sequence.mask_on(q.device), call.scale, call.softcap, fresh)
+    block = Block(q, k, v, masks[i], *call.sequence.mask_on(q.device), call.scale, call.softcap)
     if (drop := call.dropout) is None:
         return block
     positions = call.sequence.positions_on(q.device)
@@ -150,9 +115,8 @@ def _block(call: AttentionCall, i: int, q: Tensor, fresh: bool) -> Block:
 
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:
-    """Whether nobody else is asked if ringtile's kernels are right."""
-    others = call.attention_kernel != "ringtile" and call.sequence.plan.is_whole
-    return not others or (call.attention_kernel == "auto" and not q.is_cuda)
+    """Return whether nobody else is asked if ringtile's kernels are right."""
+    return call.attention_kernel == "ringtile" or (call.attention_kernel == "auto" and not q.is_cuda)
 
 
 _NO_DLSE = "takes no gradient of the log-sum-exp (return_lse)"
@@ -163,24 +127,23 @@ _OTHERWISE = {
 }
 
 
-def _able(
-    call: AttentionCall, block: Block, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None = None
-) -> list[Backend]:
-    """Who may compute a block, at least one: Refused, with everybody's reason, where there is none."""
+def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
+    """Return who may compute a block, at least one. Refused, with everybody's reason, where there is none."""
+    q, k, v = block.q, block.k, block.v
     if q.is_meta:
         return [RINGTILE]
     able: list[Backend] = []
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}
     if call.attention_kernel != "aten":
-        if reason := why_wrong(RINGTILE, q, k, v, call.dropout is not None):
+        if reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None):
             wrong[RINGTILE.name] = reason
         else:
             able.append(RINGTILE)
             if _is_ringtiles(call, q):
                 return able
     for backend in ATEN[q.device.type] if call.attention_kernel != "ringtile" else ():
-        if reason := backend.why_not(block, q, v) or ("" if dlse is None else _NO_DLSE):
+        if reason := backend.why_not(block) or (_NO_DLSE if takes_dlse else ""):
             unable[backend.name] = reason
         elif reason := why_wrong(backend, q, k, v):
             wrong[backend.name] = reason
@@ -202,18 +165,13 @@ def _able(
 _chosen: dict[object, str] = {}
 
 
-def _fastest(
-    backends: list[Backend],
-    run: Callable[..., None],
-    of: tuple[Tensor, Tensor, BlockMask],
-    states: tuple[Tensor, ...],
-) -> Backend:
-    """The one that takes the least time here, measured once for blocks of about this size and number of pieces.
+def _fastest(backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]) -> Backend:
+    """Return the one that takes the least time here, measured once for blocks of about this size and mask.
 
     states: what run writes, which keeps its values.
     """
-    q, k, mask = of
-    pieces = sum(map(len, mask.pieces or ()))
+    q, k = block.q, block.k
+    pieces = sum(map(len, block.mask.pieces or ()))
     sizes = (q.size(0), *q.shape[2:], k.size(2), *(number.bit_length() for number in (q.size(1), k.size(1), pieces)))
     key = (q.device, q.dtype, sizes, len(states), tuple(backend.name for backend in backends))
     if key not in _chosen:
@@ -225,7 +183,7 @@ def _fastest(
 
 
 def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, ...]) -> float:
-    """The shortest of three runs, after one that warms up."""
+    """Return the shortest of three runs, after one that warms up."""
     times = []
     for _ in range(4):
         began = time.perf_counter()

@@ -5,7 +5,7 @@ docs/design/dropout.md has the formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,3 +49,7 @@ class AttentionDropout:
             )
         arguments.check_devices("q", q, **{"rows of dropout": self.rows})
         return AttentionDropout(probability, self.rows, *numbers) if probability else None
+
+    def of_heads(self, heads: range) -> AttentionDropout:
+        """Return the same for a call on some of the query heads: the kernel counts heads in bits 20.. of the row."""
+        return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops, self_test
-from ringtile.attn.backend import Backend, Block, BlockMask, Final
+from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Running
 from ringtile.self_test import kernels
 
 NUM_TOKENS = 140  # no multiple of any tile
@@ -36,7 +36,7 @@ _ROW = 7
 
 
 def why_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
-    """Why a backend is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
+    """Return why a backend is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
     return failure(backend, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2), drops)
 
 
@@ -49,7 +49,7 @@ def failure(
     grouped: bool,
     drops: bool = False,
 ) -> str:
-    """The same. Tested once for each of these, head dims up to a multiple of the backend's step.
+    """Return the same. Tested once for each of these, head dims up to a multiple of the backend's step.
 
     grouped: several query heads share a kv head. drops: with dropout.
     """
@@ -128,12 +128,12 @@ def _compared(
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
         mask = BlockMask(begin.cpu(), end.cpu(), k_runs)
-        blocks.append(Block(mask, begin, end, scale, 0.0, fresh=part.start == 0, dropout=dropped))
+        blocks.append(Block(q, k[:, part], v[:, part], mask, begin, end, scale, 0.0, dropped))
     rounded_out = torch.empty_like(out, dtype=q.dtype)
-    for block, part in zip(blocks, parts, strict=True):
-        if not block.fresh:
-            backend.forward_(block, q, k[:, part], v[:, part], out.clone(), lse.clone(), rounded_out)
-        backend.forward_(block, q, k[:, part], v[:, part], out, lse)
+    first, second = blocks
+    backend.forward(first, Running(out, lse, fresh=True))
+    backend.forward(second, Running(out.clone(), lse.clone(), False, rounded_out))
+    backend.forward(second, Running(out, lse, fresh=False))
     yield "out", out, back(out64), back(out_bound)
     yield "rounded out", rounded_out, back(out64), back(out_bound + u * (out64.abs() + out_bound) + least)
     yield "lse", lse, lse64[None], torch.full_like(lse, lse_bound)
@@ -141,13 +141,12 @@ def _compared(
     final = Final(dout, out.to(q.dtype), lse, None)
     dq = torch.zeros_like(q, dtype=state)
     dk, dv = (torch.zeros_like(x, dtype=state) for x in (k, v))
-    for block, part in zip(blocks, parts, strict=True):
-        of_part = q, k[:, part], v[:, part], final
-        if not block.fresh:
-            rounded_keys = k.new_empty(k[:, part].shape), v.new_empty(v[:, part].shape)
-            unused = dq.clone(), dk[:, part].clone(), dv[:, part].clone()
-            backend.backward_(block._replace(fresh=True), *of_part, *unused, rounded_keys)
-        backend.backward_(block, *of_part, dq, dk[:, part], dv[:, part])
+    of_first, of_second = (Gradients(dq, dk[:, part], dv[:, part], fresh=False) for part in parts)
+    backend.backward(first, final, of_first)
+    rounded_keys = k.new_empty(second.k.shape), v.new_empty(second.v.shape)
+    unused = of_second._replace(dq=dq.clone(), dk=of_second.dk.clone(), dv=of_second.dv.clone())
+    backend.backward(second, final, unused._replace(fresh=True, rounded=rounded_keys))
+    backend.backward(second, final, of_second)
     dweights, delta = z * (dout64 @ v64.mT), (dout64 * out64).sum(-1, keepdim=True)
     dscores = weights * (dweights - delta)
     delta_bound = (dout64.abs() * (out_bound + u * out64.abs())).sum(-1, keepdim=True)

@@ -14,13 +14,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.transport.rates import cpu_name
 
 _bench = importlib.import_module("ringtile._bench")  # compiled beside the ops, for the benchmark alone
 
@@ -198,3 +198,13 @@ def machine(device: str = "cpu") -> dict[str, object]:
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
     }
+
+
+def cpu_name() -> str:
+    """Return the CPU's model name."""
+    info = Path("/proc/cpuinfo")  # Linux only
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ringtile.bench.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
 from ringtile.bench.rows import DTYPES, Comparison, Measured, Row
-from ringtile.cli import Outcome, bench_transport
+from ringtile.cli import Outcome
 from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError
 from ringtile.planner.sizes import parse_tokens
@@ -27,7 +27,6 @@ SUBJECTS = {
     "mlp": "a gated MLP, in one process",
     "loss": "output projection and cross entropy, in one process",
     "scan": "recurrences (gated delta rule, KDA, SSD, selective scan) and their convolution, in one process",
-    "transport": "messages between ranks, of this machine or of torchrun, and the rates that the scheme auto goes by",
 }
 WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
@@ -81,8 +80,6 @@ def run(args: argparse.Namespace) -> Outcome:
     """Prints a table for each workload once it is measured; status 1 if a ring moved other bytes than planned."""
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):
         raise ConfigError(f"--repeats is {args.repeats}, --threads {args.threads}; expected at least 1")
-    if args.subject == "transport":
-        return bench_transport.run(args)
     subject = importlib.import_module(f"ringtile.bench.{args.subject}")
     if args.plot:
         plot_roofline = importlib.import_module("ringtile.bench.roofline").plot_roofline

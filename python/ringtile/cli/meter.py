@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+from ringtile.attn.auto import known_scheme
 from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
-from ringtile.sequence.plan import Plan
-from ringtile.sequence.plan import plan as make_plan
-from ringtile.sequence.price import Shape
+from ringtile.sequence.plan import Plan, Shape, plan_of
 from ringtile.sequence.sharded import ShardedSequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # whose memory counts
@@ -36,6 +35,7 @@ class Meter(TrainerCallback):
         self.last_plan: Plan | None = None
         self.sequence: ShardedSequence | None = None  # of the last batch
         self.in_step = self.has_begun = False
+        self.batches: list[tuple[ShardedBatch, int]] = []  # of this step, with their rows
         model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
 
     def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
@@ -51,13 +51,15 @@ class Meter(TrainerCallback):
         self.step_seconds.append(time.perf_counter() - self.began)
         self.moved_bytes += self.sent_bytes()
         self.in_step = False
+        while self.batches:
+            self.add_plans(*self.batches.pop(0))
 
     def sent_bytes(self) -> int:
         """The transport's counter; 0 before the first batch."""
         return 0 if self.sequence is None else self.sequence.transport.bytes_sent
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Counts the tokens of this rank, and plans the rings of all layers."""
+        """Count the tokens of this rank, and note the batch."""
         sharded: ShardedBatch | None = kwargs.get(BATCH_ARGUMENT)
         if sharded is not None:
             self.sequence = sharded.sequence
@@ -67,7 +69,11 @@ class Meter(TrainerCallback):
         self.tokens += self.batch_tokens
         if sharded is None:
             return
-        batch_size, layers = kwargs["input_ids"].size(0), layer_masks(self.config)
+        self.batches.append((sharded, kwargs["input_ids"].size(0)))
+
+    def add_plans(self, sharded: ShardedBatch, batch_size: int) -> None:
+        """Add what the plans of all layers have this rank send for a batch; after the step, which resolves schemes."""
+        layers = layer_masks(self.config)
         plans = {layer: self.plan(sharded, layer, batch_size) for layer in {*layers}}
         for layer in layers:
             mine = plans[layer].ranks[sharded.sequence.rank]
@@ -80,17 +86,9 @@ class Meter(TrainerCallback):
         num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // num_heads
         shape = Shape(batch_size, num_heads, num_kv_heads, head_dim, head_dim, self.dtype)
-        whole = sharded.attention_kernel == "aten" or getattr(self.config, "attention_dropout", 0.0) > 0
-        return make_plan(
-            sequence.mask,
-            sequence.layout,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=self.dtype,
-            batch=batch_size,
-            scheme=sequence.settled(shape, DEVICE, whole=whole).scheme,
-        )
+        drops = getattr(self.config, "attention_dropout", 0.0) > 0
+        scheme = known_scheme(sequence, shape, DEVICE, sharded.attention_kernel, drops)
+        return plan_of(sequence.mask, sequence.layout, shape, scheme)
 
     def tokens_per_s(self) -> float:
         """Tokens per second of this rank in the median step, padding included."""

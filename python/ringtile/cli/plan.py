@@ -11,25 +11,24 @@ import functools
 import importlib
 import operator
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ringtile.attn.auto import usp_of_hosts
 from ringtile.cli import Outcome, plan_model
 from ringtile.cli.output import check_output, write_output
 from ringtile.errors import ConfigError, RingtileError
-from ringtile.planner.sizes import parse_tokens
+from ringtile.planner.advice import layer_seconds
+from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
 from ringtile.recurrent.plan import KINDS, scheme_costs
 from ringtile.recurrent.plan import table as recurrent_table
-from ringtile.scheme import EXPECTED, Scheme
+from ringtile.scheme import EXPECTED
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Plan
+from ringtile.sequence.plan import Shape, plan_of, sent_bytes
 from ringtile.sequence.plan import plan as make_plan
-from ringtile.sequence.price import Price, Prices, Shape, candidates, usp_of_hosts
-from ringtile.transport.rates import ASSUMED, cache_path, known_rates
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -72,9 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "C),KEY DIM,VALUE DIM, selective:CHANNELS,STATE DIM, or conv:CHANNELS,WIDTH; given again: another one",
     )
     parser.add_argument("--ranks-per-host", type=int, metavar="COUNT", help="neighbouring ranks that share a host (W)")
-    parser.add_argument("--device", choices=tuple(ASSUMED), help="whose rates count (cuda if there is one, else cpu)")
-    parser.add_argument("--rates", metavar="FILE", help="as `ringtile bench transport` writes (that of this machine)")
-    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draw the scheme's messages and kernels")
+    parser.add_argument(
+        "--rates",
+        metavar="FLOPS,WITHIN[,BETWEEN]",
+        help="flops per second of a device, bytes per second of a rank within a host and between hosts: for seconds",
+    )
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draw what each rank computes and sends")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences in a batch (1)")
 
 
@@ -89,50 +91,42 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.plot:
         check_output(args.plot, "--plot")
     layers = [parse_layer(text) for text in args.recurrent]
-    prices, said = _prices(args, mask, layout)
-    shape = Shape(
-        args.batch,
-        args.num_heads,
-        args.num_heads if args.num_kv_heads is None else args.num_kv_heads,
-        args.head_dim,
-        args.head_dim if args.v_head_dim is None else args.v_head_dim,
-        DTYPES[args.dtype],
-    )
-
-    def plan_of(scheme: str) -> Plan:
-        return make_plan(
-            mask,
-            layout,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
-            dtype=shape.dtype,
-            batch=shape.batch,
-            scheme=scheme,
-        )
-
+    hosts = plan_model.hosts_of(args, args.world_size)
+    rates = None if args.rates is None else parse_rates(args.rates)
     scheme = args.scheme
-    plan = plan_of("ring" if Scheme.parse(scheme).is_open else scheme)
-    if Scheme.parse(scheme).is_open:
-        scheme = usp_of_hosts(prices.hosts) if scheme == "usp" else prices.cheapest(shape, whole=False)
-        plan = plan_of(scheme)
+    if scheme == "usp":
+        scheme = usp_of_hosts(hosts)
+    if scheme == "auto":
+        raise ConfigError("--scheme is auto, which ranks measure when they run; expected one of those it prints")
+    plan = make_plan(
+        mask,
+        layout,
+        num_heads=args.num_heads,
+        num_kv_heads=args.num_heads if args.num_kv_heads is None else args.num_kv_heads,
+        head_dim=args.head_dim,
+        v_head_dim=args.v_head_dim,
+        dtype=DTYPES[args.dtype],
+        batch=args.batch,
+        scheme=scheme,
+    )
+    shape = plan.shape
     print(f"One attention layer, of no model (a whole training: --model):\n\n{plan}")
-    print(f"\nThis layer, forward and backward, by scheme; {said}:")
-    names = dict.fromkeys([*candidates(args.world_size, args.num_heads), scheme])
-    schemes = [_facts(prices.of(name, shape), prices.hosts) for name in names]
+    print("\nThis layer, forward and backward, by scheme:")
+    names = dict.fromkeys([*_candidates(args.world_size, args.num_heads), scheme])
+    schemes = [_facts(name, mask, layout, shape, hosts, rates) for name in names]
     print(_table(schemes, scheme))
     costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, shape.dtype, args.batch)]
     if costs:
         print(f"\nRecurrent layers, by scheme:\n{recurrent_table(costs)}")
     if args.plot:
         plot_plan = importlib.import_module("ringtile.cli.plan_plot").plot_plan
-        price = prices.of(scheme, shape, events=True)
-        write_output(args.plot, lambda file: plot_plan(file, price))
+        sent = sum(sent_bytes(mask, layout, shape, scheme))
+        write_output(args.plot, lambda file: plot_plan(file, plan, sent))
     totals = ("forward_bytes", "backward_bytes", "forward_flops", "backward_flops", "imbalance")
-    numbers = {name: getattr(plan, name) for name in totals}
+    numbers: dict[str, Any] = {name: getattr(plan, name) for name in totals}
     recurrent = [cost._asdict() for cost in costs]
-    return Outcome(0, dataclasses.asdict(plan) | numbers | {"schemes": schemes, "recurrent": recurrent})
+    numbers |= {"seq_len": plan.seq_len, "scheme": plan.scheme, "ranks": [*map(dataclasses.asdict, plan.ranks)]}
+    return Outcome(0, numbers | {"schemes": schemes, "recurrent": recurrent})
 
 
 def _check_layer(args: argparse.Namespace) -> None:
@@ -161,51 +155,45 @@ def parse_layer(text: str) -> tuple[str, list[int]]:
         ) from None
 
 
-def _prices(args: argparse.Namespace, mask: IntervalMask, layout: Layout) -> tuple[Prices, str]:
-    """And where their rates come from."""
-    per_host = args.world_size if args.ranks_per_host is None else args.ranks_per_host
-    if per_host < 1:
-        raise ConfigError(f"--ranks-per-host is {per_host}; expected at least 1")
-    hosts = tuple(rank // per_host for rank in range(args.world_size))
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rates = known_rates(device, args.rates, len(set(hosts)))
-    path = args.rates or (cache_path(device) if cache_path(device).exists() else "no file")
-    said = f"{per_host} ranks a host, rates of {path}"
-    return Prices(mask, layout, hosts, rates), "; ".join([said, *(str(each.message) for each in caught)])
+def _candidates(world_size: int, num_heads: int) -> list[str]:
+    """Return the schemes to compare."""
+    sizes = [size for size in range(2, world_size) if world_size % size == 0]
+    stages = [count for count in (2, 4) if count * world_size <= num_heads]
+    return ["ring", "all_gather", *(f"usp:{size}" for size in sizes), "ulysses", *(f"staged:{t}" for t in stages)]
 
 
-def _facts(price: Price, hosts: tuple[int, ...]) -> dict[str, Any]:
-    of = torch.tensor(hosts)
-    between = int(price.num_bytes[of[:, None] != of].sum())
-    return {
-        "scheme": price.scheme,
-        "bytes_within": int(price.num_bytes.sum()) - between,
+def _facts(
+    scheme: str, mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int, ...], rates: Rates | None
+) -> dict[str, Any]:
+    forward, backward = sent_bytes(mask, layout, shape, scheme)
+    sent, host = forward + backward, torch.tensor(hosts)
+    between = int(sent[host[:, None] != host].sum())
+    facts = {
+        "scheme": scheme,
+        "bytes_within": int(sent.sum()) - between,
         "bytes_between": between,
-        "steps": price.num_steps,
-        "imbalance": price.imbalance,
-        "memory_bytes": price.memory,
-        "seconds": price.seconds,
+        "imbalance": plan_of(mask, layout, shape, scheme).imbalance,
     }
+    if rates is None:
+        return facts
+    seconds = layer_seconds(mask, layout, shape, scheme, rates, hosts)
+    return facts | {"computing_s": seconds.computing, "sending_s": seconds.sending}
 
 
 def _table(schemes: list[dict[str, Any]], chosen: str) -> str:
-    header = ("", "scheme", "MB within hosts", "MB between", "steps", "busiest / mean", "MB held", "ms predicted")
+    header = ["", "scheme", "MB within hosts", "MB between", "busiest / mean"]
     rows = [
-        (
+        [
             "*" if facts["scheme"] == chosen else "",
             facts["scheme"],
             f"{facts['bytes_within'] / 1e6:.3f}",
             f"{facts['bytes_between'] / 1e6:.3f}",
-            str(facts["steps"]),
             f"{facts['imbalance']:.2f}",
-            f"{facts['memory_bytes'] / 1e6:.3f}",
-            f"{facts['seconds'] * 1e3:.3f}",
-        )
+            *(f"{facts[name] * 1e3:.3f}" for name in ("computing_s", "sending_s") if name in facts),
+        ]
         for facts in schemes
     ]
-    rows.insert(0, header)
+    rows.insert(0, [*header, "ms computing", "ms sending"][: len(rows[0])])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

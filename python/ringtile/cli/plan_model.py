@@ -8,7 +8,6 @@ import dataclasses
 import importlib
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,8 @@ from ringtile.cli import Outcome
 from ringtile.cli.output import check_output, write_output
 from ringtile.config import MAX_KEY, Config, nearest_key
 from ringtile.errors import ConfigError
-from ringtile.planner.sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
+from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme
-from ringtile.transport.rates import known_rates
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 OF_A_LAYER = ("world_size", "mask", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "recurrent")
@@ -40,13 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
     group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
-    group.add_argument("--product-rate", type=float, metavar="FLOPS", help="flops per second of matrix products")
     group.add_argument("--no-switches", action="store_true", help="leave out what each switch saves")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints the plan. Raises ConfigError, Refused."""
-    from ringtile.planner.advice import longest, step_time, switches
+    from ringtile.planner.advice import longest, step_seconds, switches
     from ringtile.planner.step import TrainingStep
 
     given = [name for name in OF_A_LAYER if getattr(args, name) not in (None, [])]
@@ -59,7 +56,7 @@ def run(args: argparse.Namespace) -> Outcome:
         check_output(args.plot, "--plot")
     setup, seq_len = setup_of(args), parse_tokens(args.seq_len)
     memory = None if args.memory is None else parse_bytes(args.memory)
-    hosts, rates, said = _rates(args, setup.devices)
+    hosts, rates = hosts_of(args, setup.devices), None if args.rates is None else parse_rates(args.rates)
     with _told_as_ours():
         with TrainingStep(setup) as step:
             num_parameters, at_peak = step.num_parameters, step.run(seq_len)
@@ -90,16 +87,14 @@ def run(args: argparse.Namespace) -> Outcome:
             if switch.total is not None:
                 told = f"{bytes_text(switch.total)}, saves {bytes_text(at_peak.total - switch.total)}"
             print(f"  {switch.key:28} {told}")
-    kernel = next(iter(rates.kernels.values())) if args.product_rate is None else None
-    product_rate = args.product_rate if kernel is None else kernel.forward_flops_per_s
-    time = step_time(setup, at_peak, rates, hosts, product_rate)
-    assumed = "" if args.product_rate is not None else ", taken from attention's kernels; give --product-rate"
-    print(
-        f"\nA step: {time.seconds:.3g} s: matrix products {time.products_s:.3g} s (at {product_rate:.3g} flops per "
-        f"second{assumed}), attention with its messages {time.attention_s:.3g} s ({said}). Not counted: what the "
-        f"engine sends, the optimizer, other kernels."
-    )
-    report["time"] = {**time._asdict(), "seconds": time.seconds, "product_rate": product_rate}
+    if rates is not None:
+        seconds = step_seconds(setup, at_peak, rates, hosts)
+        print(
+            f"\nA step of the busiest rank: {seconds.computing:.3g} s of matrix products and attention, "
+            f"{seconds.sending:.3g} s of attention's messages, which those may hide. Not counted: what the engine sends, "
+            f"the optimizer, other kernels."
+        )
+        report["seconds"] = seconds._asdict()
     if args.plot:
         plot_memory = importlib.import_module("ringtile.cli.plan_plot").plot_memory
         bars = {"this plan": at_peak.parts}
@@ -137,10 +132,8 @@ def setup_of(args: argparse.Namespace) -> Any:
         raise ConfigError(
             "--activation-offload moves only the inputs of checkpointed layers; set --gradient-checkpointing too"
         )
-    if args.product_rate is not None and not 0 < args.product_rate < 1e20:
-        raise ConfigError(f"--product-rate is {args.product_rate}; expected flops per second, above 0, as 4e14")
-    if Scheme.parse(args.scheme).is_open:
-        raise ConfigError(f"--scheme is {args.scheme}, which ranks settle when they run; expected one by name")
+    if not Scheme.parse(args.scheme).is_resolved:
+        raise ConfigError(f"--scheme is {args.scheme}, which ranks resolve when they run; expected one by name")
     keys: dict[str, Any] = {"context_parallel_size": size, "layout": args.layout}
     keys |= {"context_parallel_scheme": args.scheme, "tiled_mlp": args.tiled_mlp, "tiled_loss": args.tiled_loss}
     keys |= {"activation_offload": args.activation_offload}
@@ -191,17 +184,12 @@ def model_config(name: str) -> Any:
     return config
 
 
-def _rates(args: argparse.Namespace, devices: int) -> tuple[tuple[int, ...], Any, str]:
-    per_host = devices if args.ranks_per_host is None else args.ranks_per_host
+def hosts_of(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:
+    """Return the host of each rank. ConfigError."""
+    per_host = num_ranks if args.ranks_per_host is None else args.ranks_per_host
     if per_host < 1:
         raise ConfigError(f"--ranks-per-host is {per_host}; expected at least 1")
-    hosts = tuple(rank // per_host for rank in range(devices))
-    device = args.device or "cuda"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        rates = known_rates(device, args.rates, len(set(hosts)))
-    assumed = "assumed rates" if caught else "measured rates"
-    return hosts, rates, f"{assumed} of {'a GPU' if device == 'cuda' else 'a CPU'}"
+    return tuple(rank // per_host for rank in range(num_ranks))
 
 
 def _table(parts: dict[str, int], total: int) -> str:

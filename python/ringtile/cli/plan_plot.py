@@ -1,4 +1,4 @@
-"""The pictures of a plan: what each rank computes and receives when, and who sends what to whom; a rank's memory."""
+"""The pictures of a plan: what each rank computes, and who sends what to whom; a rank's memory."""
 
 from __future__ import annotations
 
@@ -8,34 +8,25 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ringtile.sequence.price import COST_KINDS, Price
-
-_COLORS = dict(zip(COST_KINDS, ("tab:gray", "tab:blue", "tab:orange", "tab:red", "tab:green"), strict=True))
+from ringtile.sequence.plan import Plan
 
 
-def plot_plan(path: pathlib.Path, price: Price) -> None:
-    """price: with events. Above, a line for each rank's kernels, and one below it for the messages that it receives."""
-    world_size = price.num_bytes.size(0)
+def plot_plan(path: pathlib.Path, plan: Plan, sent: Tensor) -> None:
+    """Left a bar of flops for each rank, right the bytes that each rank sends to each other: (W, W), from and to."""
+    world_size = len(plan.ranks)
     figure = Figure(figsize=(11, 3 + 0.5 * world_size), layout="constrained")
-    timeline, matrix = figure.subplots(1, 2, width_ratios=[3, 1])
-    begin = 0.0
-    for which, cost in (("forward", price.forward), ("backward", price.backward)):
-        _draw(timeline, cost.events, begin)
-        timeline.text(begin * 1e3, -0.6, which)
-        begin += float(cost.seconds.max())
-        timeline.axvline(begin * 1e3, color="black", linewidth=0.5)
-    timeline.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
-    timeline.invert_yaxis()
-    timeline.set_xlabel("ms")
-    timeline.set_title(f"{price.scheme}: {price.seconds * 1e3:.3g} ms predicted")
-    timeline.legend(
-        handles=[timeline.barh(-1, 0, color=color, label=kind) for kind, color in _COLORS.items()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.15),
-        ncols=len(_COLORS),
-    )
-    timeline.set_ylim(world_size - 0.4, -0.9)
-    megabytes = price.num_bytes / 1e6
+    work, matrix = figure.subplots(1, 2, width_ratios=[2, 1])
+    begins = [0.0] * world_size
+    for name in ("forward", "backward"):
+        gigaflops = [getattr(rank, f"{name}_flops") / 1e9 for rank in plan.ranks]
+        work.barh(range(world_size), gigaflops, left=begins, label=name)
+        begins = [begin + count for begin, count in zip(begins, gigaflops, strict=True)]
+    work.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
+    work.invert_yaxis()
+    work.set_xlabel("GFLOP")
+    work.set_title(plan.scheme)
+    work.legend()
+    megabytes = sent / 1e6
     matrix.imshow(megabytes, cmap="Blues")
     for source, to in megabytes.nonzero().tolist():
         if world_size <= 16:
@@ -44,14 +35,6 @@ def plot_plan(path: pathlib.Path, price: Price) -> None:
     matrix.set_ylabel("from rank")
     matrix.set_title("MB, forward and backward")
     figure.savefig(path)
-
-
-def _draw(timeline: object, events: Tensor, at: float) -> None:
-    for kind, _, to, _, begin, end in events.tolist():
-        name = COST_KINDS[int(kind)]
-        place = to if name == "kernel" else to + 0.3
-        height = 0.3 if name == "kernel" else 0.2
-        timeline.barh(place, (end - begin) * 1e3, height, left=(at + begin) * 1e3, color=_COLORS[name], alpha=0.8)  # type: ignore[attr-defined]
 
 
 def plot_memory(path: pathlib.Path, bars: Mapping[str, Mapping[str, int]], memory: int | None) -> None:

@@ -20,7 +20,6 @@ from ringtile.config import Config
 from ringtile.hf.mlp_search import find_mlps
 from ringtile.sequence.layout import PADDED_LIKE
 from ringtile.sequence.mask import IntervalMask
-from ringtile.transport.placement import use_rates
 
 MAX_TOKENS = 320  # in a check: enough for uneven shards and tiles; float64 scores of all pairs still fit
 MAX_VOCABULARY = 4096
@@ -80,8 +79,6 @@ def _ring(name: str, mask: IntervalMask, text: Any, config: Config, group: dist.
     q, k, v, gradient = (torch.randn(shape) for shape in shapes)
 
     sequence = ringtile.ShardedSequence(mask, layout, group, scheme=config.context_parallel_scheme)
-    if config.context_parallel_rates is not None:
-        use_rates(sequence.transport, config.context_parallel_rates)
     local = [sequence.shard(x, dim=1).requires_grad_() for x in (q, k, v)]
     out = ringtile.ring_attention(local[0], local[1], local[2], sequence)
     out.backward(sequence.shard(gradient, dim=1))

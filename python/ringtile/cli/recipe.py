@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
 from ringtile.cli.limits import check_model_config, check_training
 from ringtile.cli.redaction import without_secrets
-from ringtile.config import MAX_KEY, Config, beside, nearest_key
+from ringtile.config import MAX_KEY, Config, nearest_key
 from ringtile.errors import ConfigError, RingtileError, shown
 from ringtile.yaml_file import read_yaml
 
@@ -68,7 +68,7 @@ class Recipe:
                 model=load_model_keys(mapping.get("model"), folder),
                 data=load_data_config(mapping.get("data", default_data), folder),
                 training=load_training(mapping.get("training", {})),
-                ringtile=Config.load(beside(folder, {key: mapping[key] for key in mapping if key not in SECTIONS})),
+                ringtile=Config.load({key: mapping[key] for key in mapping if key not in SECTIONS}),
             )
             check_training(recipe.training, bool(recipe.data.eval_files))
             return recipe

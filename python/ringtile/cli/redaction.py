@@ -109,7 +109,7 @@ def _known(key: str, value: Any) -> Any:
 def _own_keys() -> frozenset[str]:
     from ringtile.config import Config  # which needs pydantic; the doctor does not
 
-    return frozenset(Config.model_fields.keys() - {"context_parallel_rates"})
+    return frozenset(Config.model_fields.keys())
 
 
 def _harmless(value: Any) -> Any:

@@ -253,7 +253,7 @@ class Choices(TorchFunctionMode):
         assert call is not None
         if call.sequence is None:
             return scores, chosen
-        places = call.sequence.positions_on(scores.device).clamp(max=call.seq_len - 1)
+        places = call.sequence.layout.positions(call.sequence.rank).to(scores.device).clamp(max=call.seq_len - 1)
         rows = call.shape[0]
         scores, chosen = (x.view(rows, -1, *x.shape[1:])[:, places].flatten(0, 1) for x in (scores, chosen))
         return scores, chosen

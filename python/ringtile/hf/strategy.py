@@ -35,8 +35,6 @@ from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
-from ringtile.transport.groups import transport_of
-from ringtile.transport.placement import use_rates
 
 
 class Strategy(abc.ABC):
@@ -93,8 +91,6 @@ class Strategy(abc.ABC):
         if not accelerate_knows_groups(accelerator):
             self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
-        if self.config.context_parallel_rates is not None:
-            use_rates(transport_of(self.group.process_group), self.config.context_parallel_rates)
         self.install_loss()
         self._count_groups(accelerator)
         self.dropout.install(self.base, self.entry, self.patches)

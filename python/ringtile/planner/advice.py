@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
+import torch
+
 from ringtile.errors import ConfigError, RingtileError
-from ringtile.planner.sizes import bytes_text, tokens_text
+from ringtile.planner.sizes import Rates, bytes_text, tokens_text
 from ringtile.planner.step import Setup, StepMemory, TrainingStep
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.price import Prices
-from ringtile.transport.rates import Rates
+from ringtile.sequence.plan import Shape, plan_of, sent_bytes
 
 _MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
@@ -32,15 +34,11 @@ class Switch(NamedTuple):
     refused: str = ""
 
 
-class StepTime(NamedTuple):
-    """Seconds of one step on the busiest rank. What engines send, loading data and the optimizer are not counted."""
+class Seconds(NamedTuple):
+    """Of the busiest rank. Messages travel behind kernels where they can: together between the larger and the sum."""
 
-    products_s: float  # matrix products, recomputed ones too
-    attention_s: float  # kernels and the messages that they wait for
-
-    @property
-    def seconds(self) -> float:
-        return self.products_s + self.attention_s
+    computing: float
+    sending: float
 
 
 def multiple_of(setup: Setup) -> int:
@@ -127,19 +125,38 @@ def _tried(key: str, setup: Setup, seq_len: int) -> Switch:
         return Switch(key, None, str(error))
 
 
-def step_time(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...], product_rate: float) -> StepTime:
-    """By the rates of links and of attention kernels, and product_rate flops per second of matrix products.
+def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...]) -> Seconds:
+    """Return what matrix products and attention of one step take, recomputed ones too. hosts: of each device.
 
-    hosts: of each device.
+    What engines send, loading data and the optimizer are not counted.
     """
     size, config = setup.ringtile.context_parallel_size, setup.ringtile
     unit = multiple_of(setup)
     layout = Layout.named(config.layout, -(-memory.seq_len // unit) * unit, size)
-    prices: dict[IntervalMask, Prices] = {}
-    seconds = 0.0
+    scheme = config.context_parallel_scheme if size > 1 else "ring"
     backwards = 0.5 if setup.gradient_checkpointing else 1.0  # half of the calls are recomputed ones
+    computing, sending = memory.product_flops / rates.flops, 0.0
     for shape, mask in memory.attention:
-        of_mask = prices.setdefault(mask, Prices(mask, layout, hosts[:size], rates))
-        price = of_mask.of(config.context_parallel_scheme if size > 1 else "ring", shape)
-        seconds += float(price.forward.seconds.max()) + backwards * float(price.backward.seconds.max())
-    return StepTime(memory.product_flops / product_rate, seconds)
+        layer = layer_seconds(mask, layout, shape, scheme, rates, hosts[:size], backwards)
+        computing, sending = computing + layer.computing, sending + layer.sending
+    return Seconds(computing, sending)
+
+
+@functools.cache
+def layer_seconds(
+    mask: IntervalMask,
+    layout: Layout,
+    shape: Shape,
+    scheme: str,
+    rates: Rates,
+    hosts: tuple[int, ...],
+    backwards: float = 1.0,
+) -> Seconds:
+    """Return what one attention layer takes by its plan, forward and so many backwards. hosts: of each rank."""
+    plan = plan_of(mask, layout, shape, scheme)
+    flops = max(rank.forward_flops + backwards * rank.backward_flops for rank in plan.ranks)
+    within = torch.tensor([[one == other for other in hosts] for one in hosts])
+    forward, backward = sent_bytes(mask, layout, shape, scheme)
+    sent = forward + backwards * backward
+    seconds = torch.where(within, sent / rates.within, sent / rates.between).sum(1)
+    return Seconds(flops / rates.flops, float(seconds.max()))

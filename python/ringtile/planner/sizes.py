@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from ringtile.errors import ConfigError
 
@@ -30,6 +31,28 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
     if found is None or found[2].lower() not in units or float(found[1]) == 0:
         raise ConfigError(f"{option} is {text!r:.100}; expected bytes with a unit: 80GiB, 512MiB, or 80GB (10**9)")
     return int(float(found[1]) * units[found[2].lower()])
+
+
+class Rates(NamedTuple):
+    """What a user says of the machines: flops per second of a device, and bytes per second of a rank."""
+
+    flops: float
+    within: float  # a host
+    between: float  # hosts
+
+
+def parse_rates(text: str, option: str = "--rates") -> Rates:
+    """FLOPS,WITHIN[,BETWEEN], as 4e14,2e11,2.5e10. ConfigError for other text."""
+    try:
+        numbers = [float(number) for number in text.split(",")]
+        if len(numbers) in (2, 3) and all(0 < number < 1e20 for number in numbers):
+            return Rates(*numbers, *numbers[1:2] * (3 - len(numbers)))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"{option} is {text!r:.100}; expected FLOPS,WITHIN[,BETWEEN]: flops per second of a device, and bytes per "
+        f"second that a rank sends within a host and between hosts, as 4e14,2e11,2.5e10"
+    )
 
 
 def tokens_text(tokens: int) -> str:

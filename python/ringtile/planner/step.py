@@ -27,7 +27,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ringtile.attn.attention import _RingAttention
+from ringtile.attn.attention import RingAttention
 from ringtile.attn.choose import AttentionCall
 from ringtile.config import Config
 from ringtile.errors import Refused
@@ -42,7 +42,7 @@ from ringtile.planner.engines import make_engine, silent_ranks
 from ringtile.planner.live import Live
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.price import Shape
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.offload import hooks_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
@@ -225,7 +225,7 @@ class TrainingStep:
             shape = Shape.of(q, k, v)
             self._calls.append((shape, sequence.mask))
             if sequence.world_size > 1:
-                _ = sequence.plan, sequence.digests
+                _ = sequence.ring, sequence.digests
         with self._live.making("attention"):
             if sequence.world_size == 1:
                 q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -233,7 +233,7 @@ class TrainingStep:
                 return sdpa_attention_forward(module, q, k, v, mask, **options)
             scale = options.get("scaling") or q.size(-1) ** -0.5
             sinks = options.get("s_aux")
-            call = AttentionCall(sequence, scale, options.get("softcap") or 0.0, "ringtile", sinks, None)
+            call = AttentionCall(sequence, scale, options.get("softcap") or 0.0, sinks=sinks, returns_lse=False)
             out, _ = _Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out, None
 
@@ -307,13 +307,13 @@ def _mask(**options: Any) -> Tensor | None:
     return sdpa_mask(**options)  # type: ignore[no-any-return]
 
 
-class _Attention(_RingAttention):
+class _Attention(RingAttention):
     """Counts the gradients as the attention's."""
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         with _steps[-1]._live.making("attention"):
-            return _RingAttention.backward(ctx, dout, dlse)
+            return RingAttention.backward(ctx, dout, dlse)
 
 
 class _SilentTransport(LoopbackTransport):

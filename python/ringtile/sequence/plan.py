@@ -1,19 +1,17 @@
 """The plan: which keys every rank needs of every other, in which round, and what that costs. Integers only.
 
-The ranks of a scheme's groups share heads: each works on the queries of its whole group. Round i: a rank of group a
-works on the keys of group (a - i) mod n, or, at once, on those of all ranks in one round. Only needed keys travel,
-straight from their owner; in the backward the partial dk, dv travel straight back. The ring has groups of one rank.
+Round i of the ring: rank r works on the keys of rank (r - i) mod W, or, at once, on those of all ranks in one round.
+Only needed keys travel, straight from their owner; in the backward the partial dk, dv travel straight back. Where ranks
+share heads (heads.py), the ring is one of groups: each has the tokens of its ranks.
 
-Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, Nq tokens of all ranks of a group,
-H query heads, G kv heads, D head dim, Dv value head dim, W ranks, R runs.
+Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, H query heads, G kv heads, D head dim,
+Dv value head dim, W ranks, R runs.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +20,9 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError
-from ringtile.scheme import Scheme, Share, share
-from ringtile.sequence.layout import Layout, Run, check_types
+from ringtile.scheme import Scheme, shares_of
+from ringtile.sequence.heads import join
+from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 
 
@@ -65,125 +64,51 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """All rounds of one rank, empty ones included. Each stage of the scheme runs all of them."""
+    """All rounds of one rank, empty ones included."""
 
     rank: int
-    world_size: int
-    seq_len: int
-    local_len: int
-    begin: Tensor  # int32 CPU (Bm, Nq): the mask of the queries that this rank works on
+    begin: Tensor  # int32 CPU (Bm, N): the mask of this rank's queries
     end: Tensor
     rounds: tuple[Round, ...]
-    scheme: Scheme
-    group: range  # the ranks whose queries those are, rank by rank
-    query_lens: tuple[int, ...]  # how many each of them has
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank works on all heads of its own queries, at once: then no query travels."""
-        return len(self.group) == self.scheme.num_stages == 1
 
     @functools.cached_property
     def busy_rounds(self) -> tuple[int, ...]:
         """All but idle ones, and the first in any case."""
         return tuple(i for i, round in enumerate(self.rounds) if i == 0 or not round.is_idle)
 
-    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
-        """By stage, then by a rank's place in its group: the heads that it works on."""
-        return shares_of(self.scheme.num_stages, len(self.group), num_heads, num_kv_heads)
 
+def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = False) -> RankPlan:
+    """Return the rounds of `rank`. mask and layout are of one length; at_once: there is one round."""
+    world_size = layout.world_size
+    needed, pairs = ops.plan(mask.begin, mask.end, layout.tensor, rank)
 
-def rank_plan(mask: IntervalMask, layout: Layout, rank: int, scheme: Scheme | None = None) -> RankPlan:
-    """The rounds of `rank`. mask and layout are of one length; no scheme is the ring."""
-    scheme = scheme or Scheme.parse("ring")
-    groups = scheme.groups(layout.world_size)
-    joined = joined_layout(layout, groups)
-    mine = rank // len(groups[0])
-    needed, pairs = ops.plan(mask.begin, mask.end, joined.tensor, mine)
-
-    def keys(query_group: int, key_rank: int) -> Tensor:
-        """int64 (R, 4): the runs of key_rank's tokens that a group attends."""
-        of_group = needed[(needed[:, 0] == query_group) & (needed[:, 1] == key_rank // len(groups[0])), 2:]
-        return _of_rank(of_group, layout, groups, key_rank)
+    def keys(query_rank: int, key_rank: int) -> Tensor:
+        """Return, int64 (R, 4), the runs of key_rank's tokens that query_rank attends."""
+        return needed[(needed[:, 0] == query_rank) & (needed[:, 1] == key_rank), 2:]
 
     rounds = []
-    for i, key_groups in enumerate(_key_groups(scheme, len(groups), mine)):
-        key_ranks = [key_rank for group in key_groups for key_rank in groups[group]]
-        runs = [keys(mine, key_rank) for key_rank in key_ranks]
+    for i in range(1 if at_once else world_size):
+        key_ranks = [*range(world_size)] if at_once else [(rank - i) % world_size]
+        query_ranks = [*range(world_size)] if at_once else [(rank + i) % world_size]
+        runs = [keys(rank, key_rank) for key_rank in key_ranks]
         lens = [int(each[:, 3].sum()) for each in runs]
-        k_runs = torch.cat(runs)
-        query_groups = range(len(groups)) if scheme.at_once else [(mine + i) % len(groups)]
-        outgoing = tuple(
-            _outgoing(query_rank, keys(group, rank)) for group in query_groups for query_rank in groups[group]
-        )
-        needs_own_alone = not any(length for key_rank, length in zip(key_ranks, lens, strict=True) if key_rank != rank)
-        is_needed = any(each.num_keys for each in outgoing if each.rank != rank)
-        in_place = len(groups[0]) == 1 and rank in key_ranks and needs_own_alone and not is_needed
+        outgoing = tuple(_outgoing(query_rank, keys(query_rank, rank)) for query_rank in query_ranks)
+        travels = any(length for key_rank, length in zip(key_ranks, lens, strict=True) if key_rank != rank)
+        travels = travels or any(each.num_keys for each in outgoing if each.rank != rank)
+        in_place = rank in key_ranks and not travels
+        incoming = map(Incoming, key_ranks, itertools.accumulate(lens, initial=0), lens)
         rounds.append(
             Round(
-                k_runs=k_runs.contiguous() if in_place else _packed(k_runs),
+                k_runs=torch.cat(runs).contiguous() if in_place else _packed(torch.cat(runs)),
                 num_keys=sum(lens),
-                num_pairs=int(pairs[mine, key_groups].sum()),
+                num_pairs=int(pairs[rank, key_ranks].sum()),
                 in_place=in_place,
-                incoming=()
-                if in_place
-                else tuple(map(Incoming, key_ranks, itertools.accumulate(lens, initial=0), lens)),
+                incoming=() if in_place else tuple(incoming),
                 outgoing=() if in_place else outgoing,
             )
         )
-    positions = joined.positions(mine)
-    return RankPlan(
-        rank=rank,
-        world_size=layout.world_size,
-        seq_len=layout.seq_len,
-        local_len=layout.local_len(rank),
-        begin=mask.begin[:, positions],
-        end=mask.end[:, positions],
-        rounds=tuple(rounds),
-        scheme=scheme,
-        group=groups[mine],
-        query_lens=tuple(map(layout.local_len, groups[mine])),
-    )
-
-
-def _key_groups(scheme: Scheme, num_groups: int, group: int) -> list[list[int]]:
-    """Whose keys a group works on, round by round."""
-    return [[*range(num_groups)]] if scheme.at_once else [[(group - i) % num_groups] for i in range(num_groups)]
-
-
-@functools.cache
-def shares_of(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
-    num_parts = num_stages * group_size
-    parts = [share(num_heads, num_kv_heads, num_parts, part) for part in range(num_parts)]
-    return tuple(tuple(parts[at : at + group_size]) for at in range(0, num_parts, group_size))
-
-
-def joined_layout(layout: Layout, groups: Sequence[range]) -> Layout:
-    """The layout of the groups: each holds the tokens of its ranks, rank by rank."""
-    if len(groups) == layout.world_size:
-        return layout
-    runs = []
-    for group in groups:
-        begins = row_begins(layout, group)
-        runs.append(
-            [run._replace(local_begin=run.local_begin + begins[rank]) for rank in group for run in layout.runs(rank)]
-        )
-    return Layout(layout.seq_len, tuple(map(tuple, runs)))
-
-
-def row_begins(layout: Layout, group: range) -> dict[int, int]:
-    """The first row of each rank of a group among the rows of all."""
-    return dict(zip(group, itertools.accumulate(map(layout.local_len, group), initial=0), strict=False))
-
-
-def _of_rank(runs: Tensor, layout: Layout, groups: Sequence[range], rank: int) -> Tensor:
-    """The part of a group's runs, int64 (R, 4), that lies in the rows of one of its ranks, counted from its first."""
-    group = groups[rank // len(groups[0])]
-    if len(group) == 1:
-        return runs
-    begin, length = row_begins(layout, group)[rank], layout.local_len(rank)
-    cut = (_cut(Run(*run), begin, length) for run in runs.tolist())
-    return ops.runs_tensor([run for run in cut if run.length > 0])
+    positions = layout.positions(rank)
+    return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], tuple(rounds))
 
 
 def _outgoing(rank: int, runs: Tensor) -> Outgoing:
@@ -193,7 +118,7 @@ def _outgoing(rank: int, runs: Tensor) -> Outgoing:
 
 
 def _packed(runs: Tensor) -> Tensor:
-    """The same runs in the rows of a buffer that holds them one after another."""
+    """Return the same runs in the rows of a buffer that holds them one after another."""
     begins = runs[:, 3].cumsum(0) - runs[:, 3]
     return torch.stack((runs[:, 0], runs[:, 1], begins, runs[:, 3]), dim=1)
 
@@ -201,12 +126,26 @@ def _packed(runs: Tensor) -> Tensor:
 # ---- what it costs ------------------------------------------------------------------------------
 
 
+class Shape(NamedTuple):
+    """Of q (B, N, H, D), k (B, N, G, D) and v (B, N, G, Dv), whatever N is."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
+        return cls(q.size(0), q.size(2), k.size(2), q.size(3), v.size(3), q.dtype)
+
+
 @dataclass(frozen=True)
 class RoundCost:
-    """What one rank computes with the keys of one rank."""
+    """What one rank computes in one round."""
 
-    key_rank: int
-    runs: tuple[Run, ...]  # the keys needed: global positions, and rows of key_rank's local tokens
+    key_rank: int  # whose keys; where ranks share heads, those of its whole group
     num_keys: int
     num_pairs: int  # unmasked (query, key) pairs of a head, summed over the batch
 
@@ -233,7 +172,8 @@ class Plan:
 
     seq_len: int
     ranks: tuple[RankCost, ...]
-    scheme: str = "ring"
+    scheme: str
+    shape: Shape
 
     @property
     def forward_bytes(self) -> int:
@@ -312,14 +252,15 @@ def plan(
     batch: int | None = None,
     scheme: str = "ring",
 ) -> Plan:
-    """What one attention layer moves and computes, exactly, before anything runs.
+    """Return what one attention layer moves and computes, exactly, before anything runs.
 
     num_heads H, num_kv_heads G, head_dim D, v_head_dim Dv (D if None); dtype of q, k, v; batch B (the rows of the
     mask if None); scheme as in ShardedSequence. n needed keys of another rank cost B n g (D + Dv) elements of dtype in
     the forward, for the g kv heads that the rank works on; in the backward the same again, and as many elements of dk,
-    dv in the state dtype the other way. Where ranks share heads, each query of another rank costs, for each head,
-    D elements there and Dv elements and a float64 back; in the backward D + Dv elements, a float64 and a number of the
-    state dtype there, and D elements back.
+    dv in the state dtype the other way. Where ranks share heads, each token costs, for each head that another rank
+    works on, D elements there (q) and Dv back (out), and D + Dv there for each kv head (k, v); in the backward Dv there
+    (dout) and D back (dq), and D + Dv back for each kv head (dk, dv; in the state dtype where several ranks add to
+    one). With return_lse each token and head costs a float64 more: lse back, its gradient there.
     Raises InputError when mask, layout and numbers do not fit each other.
     """
     check_types(mask, layout)
@@ -342,119 +283,87 @@ def plan(
     if dtype not in ops.FLOAT_DTYPES:
         raise InputError(f"dtype is {dtype}; expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
 
-    parsed = Scheme.parse(scheme)
-    costs = _Costs(mask, layout, parsed, num_heads, num_kv_heads)
-    world_size = layout.world_size
-    unit = UnitBytes.of(batch, head_dim, v_head_dim, dtype)
-    ranks = []
-    for rank in range(world_size):
-        others = [other for other in range(world_size) if other != rank]
-        # kv heads times keys of rank, and query heads times its queries, that others work on; and the other way.
-        keys_out, keys_in = (
-            sum(costs.num_keys(*pair) * costs.num_kv_heads(pair[0]) for pair in pairs)
-            for pairs in ([(other, rank) for other in others], [(rank, other) for other in others])
+    shape = Shape(batch, num_heads, num_kv_heads, head_dim, v_head_dim, dtype)
+    return plan_of(mask, layout, shape, scheme)
+
+
+def plan_of(mask: IntervalMask, layout: Layout, shape: Shape, scheme: str) -> Plan:
+    """`plan` of arguments that fit each other."""
+    counts = _Counts(mask, layout, shape, Scheme.parse(scheme))
+    forward, backward = counts.sent_bytes()
+    # By a rank for each head; a multiply-add is 2.
+    pairs = counts.pairs.sum(1).repeat_interleave(counts.size) * counts.heads
+    dim, v_dim = shape.head_dim, shape.v_head_dim
+    ranks = tuple(
+        RankCost(
+            rank=rank,
+            local_len=layout.local_len(rank),
+            num_heads=int(counts.heads[rank]),
+            rounds=counts.rounds(rank),
+            forward_bytes_sent=int(forward[rank].sum()),
+            forward_bytes_received=int(forward[:, rank].sum()),
+            backward_bytes_sent=int(backward[rank].sum()),
+            backward_bytes_received=int(backward[:, rank].sum()),
+            forward_flops=2 * int(pairs[rank]) * (dim + v_dim),
+            backward_flops=2 * int(pairs[rank]) * (3 * dim + 2 * v_dim),
         )
-        group = [other for other in costs.group(rank) if other != rank]
-        queries_out = layout.local_len(rank) * sum(map(costs.num_heads, group))
-        queries_in = sum(map(layout.local_len, group)) * costs.num_heads(rank)
-        rounds = costs.rounds(rank, batch // rows)
-        num_pairs = sum(cost.num_pairs for cost in rounds) * costs.num_heads(rank)
-        ranks.append(
-            RankCost(
-                rank=rank,
-                local_len=layout.local_len(rank),
-                num_heads=costs.num_heads(rank),
-                rounds=rounds,
-                forward_bytes_sent=keys_out * unit.key + queries_out * unit.query + queries_in * unit.result,
-                forward_bytes_received=keys_in * unit.key + queries_in * unit.query + queries_out * unit.result,
-                backward_bytes_sent=keys_out * unit.key
-                + keys_in * unit.gradient
-                + queries_out * unit.query_again
-                + queries_in * unit.result_again,
-                backward_bytes_received=keys_in * unit.key
-                + keys_out * unit.gradient
-                + queries_in * unit.query_again
-                + queries_out * unit.result_again,
-                forward_flops=2 * num_pairs * (head_dim + v_head_dim),
-                backward_flops=2 * num_pairs * (3 * head_dim + 2 * v_head_dim),
-            )
-        )
-    return Plan(layout.seq_len, tuple(ranks), parsed.text)
+        for rank in range(layout.world_size)
+    )
+    return Plan(layout.seq_len, ranks, scheme, shape)
 
 
-class UnitBytes(NamedTuple):
-    """What a token of one head takes in a message, over the batch."""
-
-    key: int  # and its value
-    gradient: int  # of both
-    query: int  # forward
-    result: int
-    query_again: int  # backward: with lse, delta and dout
-    result_again: int
-
-    @classmethod
-    def of(cls, batch: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> UnitBytes:
-        key, value = batch * head_dim, batch * v_head_dim  # elements of a head
-        element, state = dtype.itemsize, ops.state_dtype(dtype).itemsize
-        return cls(
-            key=(key + value) * element,
-            gradient=(key + value) * state,
-            query=key * element,
-            result=value * element + 8 * batch,
-            query_again=(key + value) * element + (8 + state) * batch,
-            result_again=key * element,
-        )
+def sent_bytes(mask: IntervalMask, layout: Layout, shape: Shape, scheme: str) -> tuple[Tensor, Tensor]:
+    """Return the bytes that each rank sends to each other, forward and backward: int64 (W, W), from and to."""
+    return _Counts(mask, layout, shape, Scheme.parse(scheme)).sent_bytes()
 
 
-class _Costs:
-    """Counts from which the costs of all ranks follow."""
+class _Counts:
+    """Keys, pairs and heads, from which the costs of all ranks follow. n groups of M ranks share heads."""
 
-    def __init__(self, mask: IntervalMask, layout: Layout, scheme: Scheme, num_heads: int, num_kv_heads: int) -> None:
-        self._groups = groups = scheme.groups(layout.world_size)
-        self._size = len(groups[0])
-        self._scheme = scheme
-        joined = joined_layout(layout, groups)
-        needed, self._pairs = ops.plan(mask.begin, mask.end, joined.tensor)
-        if joined is not layout:
-            self._pairs = ops.plan(mask.begin, mask.end, layout.tensor)[1]
-        self._runs: defaultdict[tuple[int, int], list[Run]] = defaultdict(list)  # by query group and key rank
-        begins = {rank: begin for group in groups for rank, begin in row_begins(layout, group).items()}
-        for query_group, key_group, *of_group in needed.tolist():
-            run = Run(*of_group)
-            for rank in groups[key_group]:
-                if (cut := _cut(run, begins[rank], layout.local_len(rank))).length > 0:
-                    self._runs[query_group, rank].append(cut)
-        self._shares = shares_of(scheme.num_stages, self._size, num_heads, num_kv_heads)
+    def __init__(self, mask: IntervalMask, layout: Layout, shape: Shape, scheme: Scheme) -> None:
+        self.shape, self.layout, self.scheme = shape, layout, scheme
+        self.size = size = scheme.ranks_per_group(layout.world_size)
+        num_groups = layout.world_size // size
+        needed, pairs = ops.plan(mask.begin, mask.end, join(layout, size)[0].tensor)
+        self.pairs = pairs * (shape.batch // mask.begin.size(0))  # (n, n)
+        # (n, n): of the keys of a group (second index), those that another (first) attends.
+        self.keys = torch.zeros(num_groups, num_groups, dtype=torch.int64)
+        self.keys.index_put_((needed[:, 0], needed[:, 1]), needed[:, 5], accumulate=True)
+        stages = shares_of(scheme.num_stages, size, shape.num_heads, shape.num_kv_heads)
+        shares = [[stage[place] for stage in stages] for place in range(size)]
 
-    def group(self, rank: int) -> range:
-        return self._groups[rank // self._size]
+        def by_rank(counts: list[list[int]]) -> Tensor:
+            return torch.tensor([*map(sum, counts)]).repeat(num_groups)
 
-    def num_heads(self, rank: int) -> int:
-        return sum(len(of_stage[rank % self._size].heads) for of_stage in self._shares)
+        self.heads = by_rank([[len(share.heads) for share in each] for each in shares])  # (W,)
+        self.kv_heads = by_rank([[len(share.kv_heads) for share in each] for each in shares])
+        self.ring_kv_heads = by_rank([[len(share.kv_of_heads or share.kv_heads) for share in each] for each in shares])
+        self.copies_kv_heads = int(self.kv_heads[:size].sum()) > shape.num_kv_heads
 
-    def num_kv_heads(self, rank: int) -> int:
-        """Each as often as it travels: in every stage that works on it."""
-        return sum(len(of_stage[rank % self._size].kv_heads) for of_stage in self._shares)
-
-    def num_keys(self, query_rank: int, key_rank: int) -> int:
-        return sum(run.length for run in self._runs[query_rank // self._size, key_rank])
-
-    def rounds(self, rank: int, rows: int) -> tuple[RoundCost, ...]:
-        """Of one rank, for a batch of that many rows for each of the mask's."""
-        key_groups = _key_groups(self._scheme, len(self._groups), rank // self._size)
+    def rounds(self, rank: int) -> tuple[RoundCost, ...]:
+        num_groups, (group, place) = len(self.keys), divmod(rank, self.size)
+        key_groups = [(group - i) % num_groups for i in range(num_groups)]
+        if self.scheme.at_once:
+            key_groups.sort()
         return tuple(
-            RoundCost(
-                key_rank,
-                tuple(self._runs[rank // self._size, key_rank]),
-                self.num_keys(rank, key_rank),
-                int(self._pairs[[*self.group(rank)], key_rank].sum()) * rows,
-            )
-            for group in itertools.chain(*key_groups)
-            for key_rank in self._groups[group]
+            RoundCost(other * self.size + place, int(self.keys[group, other]), int(self.pairs[group, other]))
+            for other in key_groups
         )
 
-
-def _cut(run: Run, begin: int, length: int) -> Run:
-    """The part of a run that lies in these rows, counted from the first of them; its length may be negative."""
-    low, high = max(run.local_begin, begin), min(run.local_begin + run.length, begin + length)
-    return Run(run.global_begin + (low - run.local_begin) * run.stride, run.stride, low - begin, high - low)
+    def sent_bytes(self) -> tuple[Tensor, Tensor]:
+        """Return those of the forward and of the backward: int64 (W, W), from and to."""
+        shape, size, ranks = self.shape, self.size, torch.arange(self.layout.world_size)
+        element, state = shape.dtype.itemsize, ops.state_dtype(shape.dtype).itemsize
+        key, value = shape.batch * shape.head_dim, shape.batch * shape.v_head_dim  # elements of a head
+        others = ranks[:, None] != ranks
+        in_ring = others & (ranks[:, None] % size == ranks % size)
+        keys = self.keys.repeat_interleave(size, 0).repeat_interleave(size, 1) * in_ring  # by worker and owner
+        keys = keys * self.ring_kv_heads[:, None] * (key + value)
+        forward, backward = keys.T * element, keys.T * element + keys * state
+        tokens = torch.tensor([self.layout.local_len(int(rank)) for rank in ranks])
+        shared = tokens[:, None] * (others & (ranks[:, None] // size == ranks // size))  # by owner and worker
+        of_heads, of_kv_heads = shared * self.heads, shared * self.kv_heads * (key + value)
+        gradient = state if self.copies_kv_heads else element
+        forward = forward + (of_heads * key + of_kv_heads) * element + (of_heads * value).T * element
+        backward = backward + of_heads * value * element
+        return forward, backward + (of_heads * key).T * element + of_kv_heads.T * gradient

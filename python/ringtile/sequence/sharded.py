@@ -20,20 +20,28 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.errors import InputError
-from ringtile.scheme import Scheme
+from ringtile.scheme import Scheme, Share, shares_of
 from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.fingerprint import found_on
+from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
-from ringtile.sequence.price import Prices, Shape, usp_of_hosts
 from ringtile.transport.groups import Group, group_name, transport_of
-from ringtile.transport.placement import hosts_of, rates_of
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
 # Of the sequences of a group, as many as have room in so many bytes, but the last few in any case.
 _MAX_BYTES, _MIN_REMEMBERED = 64 << 20, 4
+
+
+class Ring(NamedTuple):
+    """The ring that a rank is in: of all ranks, or, where ranks share heads, of those with the same shares."""
+
+    ranks: tuple[int, ...]
+    layout: Layout  # of the ring: where ranks share heads, each has the tokens of all of them
+    plan: RankPlan
+    heads: HeadGroup | None  # None: this rank works on all heads of its own queries, at once
 
 
 class ShardedSequence:
@@ -66,6 +74,7 @@ class ShardedSequence:
             )
         self._scheme = Scheme.parse(scheme)
         self._scheme.check(layout.world_size)
+        self.is_resolved = self._scheme.is_resolved  # calls of every shape have this scheme
         self.mask, self.layout, self.scheme = mask, layout, scheme
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -75,7 +84,7 @@ class ShardedSequence:
         self._narrowed: dict[IntervalMask, ShardedSequence] = {}
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
-        self._settled: dict[object, ShardedSequence] = {}  # by what a call with an open scheme is about, and by scheme
+        self._with_schemes: dict[str, ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
         self._versions = _version(self.begin), _version(self.end)
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
@@ -145,42 +154,31 @@ class ShardedSequence:
 
     # ---- the same sequence with a scheme of its own ---------------------------------------------
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether calls of every shape have the same scheme."""
-        return not self._scheme.is_open
-
-    def settled(self, shape: Shape, device_type: str, *, whole: bool = False) -> ShardedSequence:
-        """This sequence, or if its scheme is `auto` or `usp`, the same with the one that such a call has; remembered.
-
-        The same on every rank. A collective the first time in a group. whole: ranks cannot share heads.
-        """
-        if self.is_settled:
-            return self
-        key = (shape, device_type, whole)
-        if key not in self._settled:
-            name = self._choose(shape, device_type, whole)
-            if name not in self._settled:
-                self._settled[name] = ShardedSequence(self.mask, self.layout, self.group_name, scheme=name)
-                self._settled[name]._data = self._data
-            self._settled[key] = self._settled[name]
-        return self._settled[key]
-
-    def _choose(self, shape: Shape, device_type: str, whole: bool) -> str:
-        transport = self.transport
-        if transport.world_size == 1:
-            return "ring"
-        hosts = hosts_of(transport)
-        if self.scheme == "usp":
-            return usp_of_hosts(hosts)
-        return Prices(self.mask, self.layout, hosts, rates_of(transport, device_type)).cheapest(shape, whole=whole)
+    def with_scheme(self, scheme: str) -> ShardedSequence:
+        """Return the same sequence with another scheme; remembered."""
+        if scheme not in self._with_schemes:
+            found = ShardedSequence(self.mask, self.layout, self.group_name, scheme=scheme)
+            found._data = self._data
+            self._with_schemes[scheme] = found
+        return self._with_schemes[scheme]
 
     # ---- what follows from it -------------------------------------------------------------------
 
     @functools.cached_property
-    def plan(self) -> RankPlan:
-        """The rounds of this rank."""
-        return rank_plan(self.mask, self.layout, self.rank, self._scheme)
+    def ring(self) -> Ring:
+        """The ring of this rank. InputError: the scheme is not resolved."""
+        size = self._scheme.ranks_per_group(self.world_size)
+        (group, place), (layout, rows) = divmod(self.rank, size), join(self.layout, size)
+        plan = rank_plan(self.mask, layout, group, at_once=self._scheme.at_once)
+        shares_heads = size > 1 or self._scheme.num_stages > 1
+        heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows) if shares_heads else None
+        return Ring(tuple(range(place, self.world_size, size)), layout, plan, heads)
+
+    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
+        """Return, by stage, the heads that each of the ranks of this rank's group works on."""
+        return shares_of(
+            self._scheme.num_stages, self._scheme.ranks_per_group(self.world_size), num_heads, num_kv_heads
+        )
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:
@@ -198,17 +196,18 @@ class ShardedSequence:
         Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
         if device not in self._on_device:
-            self._on_device[device] = DeviceMask(device, self.plan.begin, self.plan.end)
+            self._on_device[device] = DeviceMask(device, self.ring.plan.begin, self.ring.plan.end)
         begin, end = self._on_device[device].read()
         return begin, end
 
     def positions_on(self, device: torch.device) -> Tensor:
-        """int64 (N,): the global position of each local token; on a GPU made anew, for which no stream waits."""
-        return self._positions if device.type == "cpu" else self.layout.positions(self.rank, device)
+        """int64: the global positions of those queries, in the same order; on a GPU made anew, for which no stream
+        waits."""
+        return self._positions if device.type == "cpu" else self.ring.layout.positions(self.ring.plan.rank, device)
 
     @functools.cached_property
     def _positions(self) -> Tensor:
-        return self.layout.positions(self.rank)
+        return self.ring.layout.positions(self.ring.plan.rank)
 
     # ---- found again ----------------------------------------------------------------------------
 

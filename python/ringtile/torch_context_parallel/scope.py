@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringtile import arguments
 from ringtile.attn.attention import is_plain, ring_attention
+from ringtile.attn.op import SequenceTensors, attend
 from ringtile.derivatives import check_once
 from ringtile.errors import Refused, RingtileError
 from ringtile.ops import state_dtype
@@ -92,9 +93,9 @@ class AttentionScope:
             with telling(self.group, "attention", q):
                 check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
-            bounds_and_layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
+            tensors = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale
-            out, lse = torch.ops.ringtile.ring_attention(q, k, v, *bounds_and_layout, scale, 0.0, self.group_name)
+            out, lse = attend(q, k, v, SequenceTensors(tensors, self.group_name), scale)
             return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
         if sequence is None:
             sequence = sequence_in_force(self.group_name, self.layout_name, q.size(1))

@@ -1,0 +1,112 @@
+"""Schemes that a call has yet to resolve: `usp` by the ranks' hosts, `auto` by measuring.
+
+The first call of a kind runs each candidate on its own tensors, forward and backward, and takes the one whose slowest
+rank is fastest. A kind is the shape, and about how many pairs the mask has and how many bytes a ring would send, since
+packed batches change from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ringtile.attn import ulysses
+from ringtile.attn.choose import AttentionCall
+from ringtile.sequence.plan import Shape, plan_of
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.placement import gathered, hosts_of
+from ringtile.transport.transport import Transport
+
+_RUNS = 2  # after one that warms up; the shortest counts
+
+_chosen: weakref.WeakKeyDictionary[Transport, dict[object, str]] = weakref.WeakKeyDictionary()  # by kind
+_kinds: weakref.WeakKeyDictionary[ShardedSequence, dict[object, object]] = weakref.WeakKeyDictionary()  # by call
+
+
+def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+    """Return the call with a scheme that names itself, alike on every rank. A collective the first time of a kind."""
+    sequence = call.sequence
+    if sequence.is_resolved:
+        return call
+    transport = sequence.transport
+    if transport.world_size == 1:
+        name = "ring"
+    elif sequence.scheme == "usp":
+        name = usp_of_hosts(hosts_of(transport))
+    else:
+        with transport.telling("ring_attention forward"):
+            ulysses.check(call, q, k, v)
+            kind = _kind(sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None)
+        known = _chosen.setdefault(transport, {})
+        if kind not in known:
+            known[kind] = _measured(call, q, k, v)
+        name = known[kind]
+    return replace(call, sequence=sequence.with_scheme(name))
+
+
+def candidates(hosts: tuple[int, ...]) -> list[str]:
+    """Return what `auto` tries. hosts: by rank, as in `hosts_of`."""
+    of_hosts = usp_of_hosts(hosts)
+    names = ["ring", "all_gather", "ulysses"]
+    return names if of_hosts in ("usp:1", f"usp:{len(hosts)}") else [*names, of_hosts]
+
+
+def usp_of_hosts(hosts: tuple[int, ...]) -> str:
+    """Return usp for the most neighbours that always share a host: ulysses within hosts, a ring between them."""
+    world_size = len(hosts)
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    within = [size for size in sizes if all(hosts[rank] == hosts[rank // size * size] for rank in range(world_size))]
+    return f"usp:{within[-1]}"
+
+
+def known_scheme(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> str:
+    """Return the scheme that such calls were resolved to; KeyError: there was none."""
+    if sequence.is_resolved:
+        return sequence.scheme
+    if sequence.scheme == "usp":
+        return usp_of_hosts(hosts_of(sequence.transport))
+    return _chosen[sequence.transport][_kind(sequence, shape, device_type, kernel, drops)]
+
+
+def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> object:
+    """What calls of which the same scheme is fastest have in common; the same on every rank."""
+    known = _kinds.setdefault(sequence, {})
+    key = shape, device_type, kernel, drops
+    if key not in known:
+        cost = plan_of(sequence.mask, sequence.layout, shape, "ring")
+        counts = sequence.seq_len, cost.forward_flops, cost.forward_bytes
+        known[key] = key, *(round(2 * math.log2(1 + count)) for count in counts)
+    return known[key]
+
+
+def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
+    transport = call.sequence.transport
+    names = candidates(hosts_of(transport))
+    sent = transport.bytes_sent
+    seconds = [_seconds(replace(call, sequence=call.sequence.with_scheme(name)), q, k, v) for name in names]
+    transport.bytes_sent = sent  # no payload of a plan
+    slowest = [max(of_ranks) for of_ranks in zip(*gathered(transport, "agree on a scheme", seconds), strict=True)]
+    return names[slowest.index(min(slowest))]
+
+
+def _seconds(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the shortest time of a forward and backward of this rank."""
+    times = []
+    for _ in range(1 + _RUNS):
+        _finish(q)
+        began = time.perf_counter()
+        out, _, stages = ulysses.forward(call, q, k, v)
+        ulysses.backward(call, stages, Shape.of(q, k, v), out, None)
+        _finish(q)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _finish(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

@@ -1,0 +1,118 @@
+"""All-to-all between tokens and heads (arXiv:2309.14509): M neighbours with their own tokens of all heads each become
+M ranks with all their tokens of a share of the heads each, and back.
+
+Shape letters: B batch, N local tokens, Nq tokens of all M ranks, H heads, h heads of a share, R runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ringtile import ops
+from ringtile.sequence.layout import Layout, Run
+from ringtile.transport.messages import Message
+from ringtile.transport.transport import Transport
+
+Rows = list[Run]  # global_begin: a row among the tokens of the group
+
+
+def join(layout: Layout, size: int) -> tuple[Layout, list[Rows]]:
+    """Return the layout of groups of `size` neighbours, and by rank where its tokens are among those of its group.
+
+    A group holds its tokens in global order, as far as that takes no more runs than its ranks have.
+    """
+    world_size = layout.world_size
+    if size == 1:
+        return layout, [[Run(0, 1, 0, layout.local_len(rank))] for rank in range(world_size)]
+    if size == world_size:
+        return Layout.contiguous(layout.seq_len, 1), [[*layout.runs(rank)] for rank in range(size)]
+    rows: list[Rows] = [[] for _ in range(world_size)]
+    groups = []
+    for first in range(0, world_size, size):
+        runs = sorted((run, rank) for rank in range(first, first + size) for run in layout.runs(rank))
+        joined: list[Run] = []
+        row = 0
+        for run, rank in runs:
+            rows[rank].append(Run(row, 1, run.local_begin, run.length))
+            last = joined[-1] if joined else None
+            if last and last.stride == run.stride and last.global_begin + last.stride * last.length == run.global_begin:
+                joined[-1] = last._replace(length=last.length + run.length)
+            else:
+                joined.append(run._replace(local_begin=row))
+            row += run.length
+        groups.append(tuple(joined))
+    return Layout(layout.seq_len, tuple(groups)), rows
+
+
+class HeadGroup:
+    """The ranks that share heads, this one among them."""
+
+    def __init__(self, ranks: range, rank: int, rows: Sequence[Rows]) -> None:
+        """rows: by rank of the whole group, as from `join`."""
+        self.ranks, self.place = ranks, rank - ranks.start
+        self._rows = [ops.runs_tensor(rows[rank]) for rank in ranks]
+        self._lens = [sum(run.length for run in rows[rank]) for rank in ranks]
+        self.num_tokens = sum(self._lens)
+
+    def to_heads(
+        self, transport: Transport, parts: Sequence[Sequence[Tensor]], what: str
+    ) -> Callable[[], list[Tensor]]:
+        """Start the way from tokens to heads; a collective of the ranks that share heads.
+
+        parts: for each of them, this rank's tokens (B, N, h, ...) of the heads that it works on. Returns a function
+        that waits and gives, of the heads that this rank works on, all their tokens: (B, Nq, h, ...).
+        """
+        own = parts[self.place]
+        sends, receives, arriving = {}, {}, []
+        for place, rank in enumerate(self.ranks):
+            if place == self.place:
+                arriving.append(tuple(own))
+                continue
+            message = Message.empty(own[0], [(_resized(x, self._lens[place]), x.dtype) for x in own])
+            sends[rank], receives[rank] = Message.holding(parts[place]).flat, message.flat
+            arriving.append(message.parts)
+        exchange = transport.start(sends, receives, what)
+
+        def wait() -> list[Tensor]:
+            whole = [x.new_empty(_resized(x, self.num_tokens)) for x in own]
+            exchange.wait()
+            for rows, of_rank in zip(self._rows, arriving, strict=True):
+                for x, part in zip(whole, of_rank, strict=True):
+                    ops.unshard_seq_(part, rows, 1, x)
+            return whole
+
+        return wait
+
+    def to_tokens(
+        self, transport: Transport, tensors: Sequence[Tensor], shapes: Sequence[Sequence[Sequence[int]]], what: str
+    ) -> Callable[[], list[tuple[Tensor, ...]]]:
+        """Start the way from heads to tokens; a collective of the ranks that share heads.
+
+        tensors: of the heads that this rank works on, all tokens (B, Nq, h, ...). shapes: for each rank, of this rank's
+        tokens and the heads that it works on, (B, N, h, ...). Returns a function that waits and gives these, by rank.
+        """
+        sends, receives, arriving = {}, {}, []
+        for place, rank in enumerate(self.ranks):
+            message = Message.empty(tensors[0], [(_resized(x, self._lens[place]), x.dtype) for x in tensors])
+            for part, x in zip(message.parts, tensors, strict=True):
+                ops.shard_seq_(x, self._rows[place], 1, part)
+            if place != self.place:
+                sends[rank] = message.flat
+                kinds = [(tuple(shape), x.dtype) for shape, x in zip(shapes[place], tensors, strict=True)]
+                message = Message.empty(tensors[0], kinds)
+                receives[rank] = message.flat
+            arriving.append(message.parts)
+        exchange = transport.start(sends, receives, what)
+
+        def wait() -> list[tuple[Tensor, ...]]:
+            exchange.wait()
+            return arriving
+
+        return wait
+
+
+def _resized(x: Tensor, num_tokens: int) -> tuple[int, ...]:
+    """Return the shape of x (B, tokens, ...) with another number of tokens."""
+    return (x.size(0), num_tokens, *x.shape[2:])
