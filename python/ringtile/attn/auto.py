@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ringtile.attn import ulysses
+from ringtile.attn import choose, ulysses
 from ringtile.attn.choose import AttentionCall
+from ringtile.errors import Refused
 from ringtile.sequence.plan import Shape, plan_of
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.placement import gathered, hosts_of
@@ -68,6 +69,8 @@ def known_scheme(sequence: ShardedSequence, shape: Shape, device_type: str, kern
     """Return the scheme that such calls were resolved to; KeyError: there was none."""
     if sequence.is_resolved:
         return sequence.scheme
+    if sequence.world_size == 1:
+        return "ring"
     if sequence.scheme == "usp":
         return usp_of_hosts(hosts_of(sequence.transport))
     return _chosen[sequence.transport][_kind(sequence, shape, device_type, kernel, drops)]
@@ -86,12 +89,24 @@ def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str
 
 def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     transport = call.sequence.transport
-    names = candidates(hosts_of(transport))
+    calls = [replace(call, sequence=call.sequence.with_scheme(name)) for name in candidates(hosts_of(transport))]
+    able = gathered(transport, "agree on candidates", [_is_able(each, q, k, v) for each in calls])
+    # The ring is among them in any case: where it is refused, the call is.
+    calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]
     sent = transport.bytes_sent
-    seconds = [_seconds(replace(call, sequence=call.sequence.with_scheme(name)), q, k, v) for name in names]
+    seconds = [_seconds(each, q, k, v) for each in calls]
     transport.bytes_sent = sent  # no payload of a plan
     slowest = [max(of_ranks) for of_ranks in zip(*gathered(transport, "agree on a scheme", seconds), strict=True)]
-    return names[slowest.index(min(slowest))]
+    return calls[slowest.index(min(slowest))].sequence.scheme
+
+
+def _is_able(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether a backend that may be used computes every round of this rank."""
+    try:
+        choose.check(call, q, k, v, Shape.of(q, k, v))
+    except Refused:
+        return False
+    return True
 
 
 def _seconds(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> float:

@@ -37,6 +37,7 @@ class _Arriving(NamedTuple):
     """The keys of several ranks on their way."""
 
     exchange: Exchange | None  # None: nothing travels
+    round: Round
     parts: Sequence[tuple[Tensor, ...]]  # k and v; by rank
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -44,8 +45,11 @@ class _Arriving(NamedTuple):
             self.exchange.wait()
         if len(self.parts) == 1:
             return self.parts[0]
-        ks, vs = zip(*self.parts, strict=True)
-        return torch.cat(ks, 1), torch.cat(vs, 1)
+        block = tuple(x.new_empty((x.size(0), self.round.num_keys, *x.shape[2:])) for x in self.parts[0])
+        for incoming, parts in zip(self.round.incoming, self.parts, strict=True):
+            for x, part in zip(block, parts, strict=True):
+                ops.unshard_seq_(part, incoming.runs, 1, x)
+        return block
 
 
 class ReturningKeys(NamedTuple):
@@ -93,7 +97,7 @@ class Keys:
         """Start the exchange of keys and values for a round."""
         round, me = self.ring.plan.rounds[i], self.ring.plan.rank
         if round.in_place:
-            return _Arriving(None, [(self.k, self.v)])
+            return _Arriving(None, round, [(self.k, self.v)])
         sends, receives, parts = {}, {}, []
         for outgoing in round.outgoing:
             if outgoing.rank == me and outgoing.is_head:
@@ -113,7 +117,7 @@ class Keys:
                 message = self.message(incoming.num_keys, self.k.dtype)
                 receives[self.ring.ranks[incoming.rank]] = message.flat
                 parts.append(message.parts)
-        return _Arriving(self.transport.start(sends, receives, f"round {i}"), parts)
+        return _Arriving(self.transport.start(sends, receives, f"round {i}"), round, parts)
 
     def give_back(self, block: KeyBlock, partial: Message) -> ReturningKeys:
         """Start the way home of a block's gradients, and of those for the keys of this rank that others work on."""
@@ -124,7 +128,7 @@ class Keys:
             if len(round.incoming) > 1:
                 message = self.message(incoming.num_keys, dtype)
                 for x, part in zip(partial.parts, message.parts, strict=True):
-                    part.copy_(x.narrow(1, incoming.begin, incoming.num_keys))
+                    ops.shard_seq_(x, incoming.runs, 1, part)
             if incoming.rank == me:
                 mine = message
             else:

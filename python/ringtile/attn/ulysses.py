@@ -46,8 +46,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Stage]]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64.
 
-    And what the backward takes, if it is to be kept. lse is uninitialized where ranks share heads and the call returns
-    none. The sequence's scheme is resolved.
+    And what the backward takes, if it is to be kept. lse is empty where ranks share heads and the call returns none.
+    The sequence's scheme is resolved.
     """
     shape = Shape.of(q, k, v)
     with _agreed("forward", call, (q, k, v), shape):
@@ -56,6 +56,7 @@ def forward(
             out, lse = ring.forward(call, q, k, v)
             return out, lse, [Stage(q, k, v, out, lse)]
         out, lse = ring.empty_outputs(q, v, q.dtype)
+        lse = lse if call.returns_lse else lse.new_empty(0)
         shares = call.sequence.shares(shape.num_heads, shape.num_kv_heads)
         stages: list[Stage] = []
         finish: Callable[[], None] | None = None
@@ -167,11 +168,11 @@ def _to_heads(
         ]
         return group.to_heads(transport, parts, f"the heads of stage {stage}")
 
-    wait = start(0)
+    waits = [start(0)]
     for stage, of_ranks in enumerate(shares):
-        tensors = wait()
+        tensors = waits.pop()()  # and nothing holds its messages
         if stage + 1 < len(shares):
-            wait = start(stage + 1)
+            waits.append(start(stage + 1))
         yield of_ranks[group.place], tensors
 
 

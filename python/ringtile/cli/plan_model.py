@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> Outcome:
         seconds = step_seconds(setup, at_peak, rates, hosts)
         print(
             f"\nA step of the busiest rank: {seconds.computing:.3g} s of matrix products and attention, "
-            f"{seconds.sending:.3g} s of attention's messages, which those may hide. Not counted: what the engine sends, "
-            f"the optimizer, other kernels."
+            f"{seconds.sending:.3g} s of attention's messages, which those may hide. Not counted: what the engine "
+            f"sends, the optimizer, other kernels."
         )
         report["seconds"] = seconds._asdict()
     if args.plot:

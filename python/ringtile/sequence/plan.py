@@ -11,7 +11,6 @@ Dv value head dim, W ranks, R runs.
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ class Incoming:
     """The keys of one rank in a round's block."""
 
     rank: int
-    begin: int  # their first row of the block
+    runs: Tensor  # int64 CPU (R, 4) for ops.unshard_seq_: row of the block, 1, row of the message, length
     num_keys: int
 
 
@@ -53,7 +52,7 @@ class Round:
     num_keys: int
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
     in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
-    incoming: tuple[Incoming, ...]  # one after another, these are the block
+    incoming: tuple[Incoming, ...]  # together the block, whose keys are in the order of their runs' positions
     outgoing: tuple[Outgoing, ...]
 
     @property
@@ -96,14 +95,14 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
         travels = any(length for key_rank, length in zip(key_ranks, lens, strict=True) if key_rank != rank)
         travels = travels or any(each.num_keys for each in outgoing if each.rank != rank)
         in_place = rank in key_ranks and not travels
-        incoming = map(Incoming, key_ranks, itertools.accumulate(lens, initial=0), lens)
+        block, rows = _merged(runs)
         rounds.append(
             Round(
-                k_runs=torch.cat(runs).contiguous() if in_place else _packed(torch.cat(runs)),
+                k_runs=torch.cat(runs).contiguous() if in_place else block,
                 num_keys=sum(lens),
                 num_pairs=int(pairs[rank, key_ranks].sum()),
                 in_place=in_place,
-                incoming=() if in_place else tuple(incoming),
+                incoming=() if in_place else tuple(map(Incoming, key_ranks, rows, lens)),
                 outgoing=() if in_place else outgoing,
             )
         )
@@ -115,6 +114,24 @@ def _outgoing(rank: int, runs: Tensor) -> Outgoing:
     packed = _packed(runs)
     send_runs = torch.stack((runs[:, 2], torch.ones_like(runs[:, 2]), packed[:, 2], runs[:, 3]), dim=1)
     return Outgoing(rank, send_runs, int(runs[:, 3].sum()), is_head=torch.equal(runs[:, 2], packed[:, 2]))
+
+
+def _merged(runs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the runs of all ranks in the rows of one block, in the order of their positions; and for each rank, its
+    rows of the block, as in Incoming."""
+    packed = [_packed(each) for each in runs]
+    if len(runs) == 1:
+        return packed[0], [_as_rows(packed[0], packed[0])]
+    every = torch.cat(packed)
+    order = every[:, 0].argsort()
+    block = torch.empty_like(every)
+    block[order] = _packed(every[order])
+    rows = [*map(_as_rows, block.split_with_sizes([*map(len, packed)]), packed)]
+    return block[order], rows
+
+
+def _as_rows(block: Tensor, message: Tensor) -> Tensor:
+    return torch.stack((block[:, 2], torch.ones_like(block[:, 2]), message[:, 2], message[:, 3]), dim=1)
 
 
 def _packed(runs: Tensor) -> Tensor:
