@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from ringtile.attn import aten
 from ringtile.attn import choose as block
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
-from ringtile.attn.backend import BlockMask
+from ringtile.attn.backend import Block, BlockMask, Final, Gradients
 from ringtile.attn.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
@@ -107,8 +108,9 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
             found = find_pieces(plan.begin, plan.end, round.k_runs)
             if found is None:
                 continue
-            num_rows = max([plan.local_len, round.num_keys])
-            nothing = torch.zeros(plan.local_len, num_rows, dtype=torch.int64)
+            num_queries = plan.begin.size(1)
+            num_rows = max([num_queries, round.num_keys])
+            nothing = torch.zeros(num_queries, num_rows, dtype=torch.int64)
             expected = []
             for begin, end, pieces in zip(plan.begin, plan.end, found, strict=True):
                 of_row = nothing.clone()
@@ -276,11 +278,11 @@ class OnGpu(Tensor):
 def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes whoever was chosen before for blocks of that size; else the first: ringtile's, where that may run."""
     p, plan = problem(v_head_dim=16), rank_plan(MASKS["causal"], Layout.contiguous(48, 1), 0)
-    of = OnGpu(p.q), p.k, BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
+    of = SimpleNamespace(q=OnGpu(p.q), k=p.k, mask=BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs))
     backends = [block.RINGTILE, *aten.ATEN["cuda"]]
     ran: list[str] = []
 
-    def fastest(of: tuple[Tensor, Tensor, BlockMask]) -> str:
+    def fastest(of: Any) -> str:
         return block._fastest(backends, lambda backend: ran.append(backend.name), of, ()).name
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -293,7 +295,7 @@ def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch
     assert fastest(of) == "aten's cuDNN attention"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert fastest(of) == "aten's cuDNN attention"
-    assert fastest((OnGpu(p.q[:, :5]), *of[1:])) == "ringtile's attention"
+    assert fastest(SimpleNamespace(q=OnGpu(p.q[:, :5]), k=of.k, mask=of.mask)) == "ringtile's attention"
 
 
 # ---- a kernel that is not what it was taken for -------------------------------------------------
@@ -348,9 +350,9 @@ def test_atens_flash_attention_is_what_it_is_taken_for(head_dim: int, dtype: tor
 class OffBy(type(block.RINGTILE)):  # type: ignore[misc]
     """ringtile's kernels, except that a dk is wrong."""
 
-    def backward_(self, *arguments: Any) -> None:
-        super().backward_(*arguments)
-        arguments[-2][:, 0] *= 1.001
+    def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        super().backward(block, final, grads)
+        grads.dk[:, 0] *= 1.001
 
 
 def test_the_next_provider_takes_over_from_a_wrong_kernel(

@@ -2,8 +2,8 @@
 
     python tests/campaigns/auto_choices.py [--rounds 5] [--settings 40] [--json FILE]
 
-For root, where `ip` and `tc` work (nodes.py). For each number of ranks and rate of the link, the rates are measured as
-`ringtile bench transport` does; then all schemes take turns, forward and backward; the median round of each counts.
+For root, where `ip` and `tc` work (nodes.py). First a call with `auto` resolves its scheme; then all schemes take
+turns, forward and backward; the median round of each counts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from ringtile import IntervalMask, Layout, ShardedSequence, ring_attention
-from ringtile.bench import transport as bench
-from ringtile.sequence.price import Prices, Shape, candidates
+from ringtile.attn.auto import candidates, known_scheme
+from ringtile.sequence.plan import Shape
 from ringtile.transport.groups import transport_of
 from ringtile.transport.placement import hosts_of
-from ringtile.transport.rates import Rates, rates_json, with_threads
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "transport")]
 from nodes import two_nodes
@@ -57,23 +56,14 @@ def settings(count: int) -> list[Setting]:
     return [found[i * len(found) // count] for i in range(count)] if count < len(found) else found
 
 
-def rates_here() -> dict[str, Any]:
-    torch.set_num_threads(1)
-    bench.SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)
-    return rates_json(bench._measure(5, "cpu").rates)
-
-
-def seconds_of_schemes(
-    setting: Setting, rates: dict[str, Any], rounds: int
-) -> tuple[dict[str, float], dict[str, float], str]:
-    """Measured, the median round of each, until the last rank is done; predicted; and what `auto` takes."""
+def seconds_of_schemes(setting: Setting, rounds: int) -> tuple[dict[str, float], str]:
+    """Return the median round of each, until the last rank is done, and the scheme that `auto` takes."""
     torch.set_num_threads(1)
     mask, layout_name = MASKS[setting.mask](setting.seq_len)
     layout, group = Layout.named(layout_name, setting.seq_len, setting.world_size), dist.group.WORLD
     num_heads, num_kv_heads = setting.heads
     shape = Shape(1, num_heads, num_kv_heads, HEAD_DIM, HEAD_DIM, torch.float32)
-    prices = Prices(mask, layout, hosts_of(transport_of(group)), with_threads(Rates.of(rates), 1))
-    names = candidates(setting.world_size, num_heads)
+    names = candidates(hosts_of(transport_of(group)))
     generator = torch.Generator().manual_seed(0)
     local_len = layout.local_len(dist.get_rank())
     sequences = {name: ShardedSequence(mask, layout, group, scheme=name) for name in names}
@@ -91,6 +81,8 @@ def seconds_of_schemes(
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)
 
+    auto = ShardedSequence(mask, layout, group, scheme="auto")
+    run(auto)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for i in range(rounds + 1):
         for name in names if i % 2 else names[::-1]:
@@ -98,7 +90,7 @@ def seconds_of_schemes(
             if i:  # the first warms up
                 seconds[name].append(took)
     measured = {name: statistics.median(of_name) for name, of_name in seconds.items()}
-    return measured, {name: prices.of(name, shape).seconds for name in names}, prices.cheapest(shape, whole=False)
+    return measured, known_scheme(auto, shape, "cpu", "ringtile", False)
 
 
 def main() -> None:
@@ -113,22 +105,17 @@ def main() -> None:
             enter = functools.partial(nodes.enter, ranks_per_node=RANKS_PER_NODE[world_size])
             pool = Pool(world_size, prepare=enter)
             try:
-                rates = pool.run(rates_here, timeout=300)[0]
-                print(f"{link}, {world_size} ranks, load {os.getloadavg()[0]:.1f}: {json.dumps(rates)}", flush=True)
+                print(f"{link}, {world_size} ranks, load {os.getloadavg()[0]:.1f}", flush=True)
                 for setting in group:
-                    measured, predicted, chosen = pool.run(
-                        seconds_of_schemes, setting, rates, args.rounds, timeout=600
-                    )[0]
+                    measured, chosen = pool.run(seconds_of_schemes, setting, args.rounds, timeout=600)[0]
                     best = min(measured, key=measured.__getitem__)
                     ratios.append(measured[chosen] / measured[best])
-                    numbers = "  ".join(
-                        f"{name} {measured[name] * 1e3:.1f} ({predicted[name] * 1e3:.1f})" for name in measured
-                    )
+                    numbers = "  ".join(f"{name} {measured[name] * 1e3:.1f}" for name in measured)
                     print(
                         f"{' '.join(map(str, setting))}: auto {chosen}, best {best}, {ratios[-1]:.2f} | {numbers}",
                         flush=True,
                     )
-                    rows.append({**setting._asdict(), "measured": measured, "predicted": predicted, "rates": rates})
+                    rows.append({**setting._asdict(), "measured": measured, "auto": chosen})
             finally:
                 pool.close()
         if args.json:

@@ -1,17 +1,11 @@
 """The op behind attention, for what sees ops only: torch.compile, selective checkpointing, function transforms.
 
-What tensors do not say travels in lists, in this order:
-
-    numbers   scale, softcap, probability of dropout
-    counters  seed, step and stream of dropout
-    names     JSON: the group's name, attention_kernel, the scheme
-
-The backward gets the local tensors; ranks that share heads exchange them again.
+Numbers travel in two lists: scale, softcap and the probability of dropout; seed, step and stream of dropout. The
+backward gets the local tensors; ranks that share heads exchange them again.
 """
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,10 +48,9 @@ def attend(
     """Return out and lse, through the op; arguments as in `ring_attention`."""
     drop = (0.0, 0, 0, 0) if dropout is None else (dropout.probability, dropout.seed, dropout.step, dropout.stream)
     rows = None if dropout is None else dropout.rows
-    names = json.dumps([sequence.group_name, attention_kernel, sequence.scheme])
-    out, lse = torch.ops.ringtile.ring_attention(
-        q, k, v, sinks, rows, [*sequence.tensors], [scale, softcap, drop[0]], [*drop[1:]], names
-    )
+    numbers, counters = [scale, softcap, drop[0]], [*drop[1:]]
+    names = sequence.group_name, attention_kernel, sequence.scheme
+    out, lse = torch.ops.ringtile.ring_attention(q, k, v, *sequence.tensors, sinks, rows, numbers, counters, *names)
     return out, lse
 
 
@@ -67,52 +60,57 @@ def _ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    layout: Tensor,
     sinks: Tensor | None,
     rows: Tensor | None,
-    sequence: list[Tensor],
     numbers: list[float],
     counters: list[int],
-    names: str,
+    group_name: str,
+    attention_kernel: str,
+    scheme: str,
 ) -> tuple[Tensor, Tensor]:
-    call = _call("forward", q, (sinks, rows), sequence, numbers, counters, names)
-    return ulysses.forward(resolved(call, q, k, v), q, k, v, keep=False)[:2]
+    given = begin, end, layout, sinks, rows, numbers, counters, group_name, attention_kernel, scheme
+    call = resolved(_call("forward", q, *given), q, k, v)
+    return ulysses.forward(call, q, k, v, keep=False)[:2]
 
 
 @torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _ring_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
-    saved: list[Tensor],  # q, k, v, out, lse
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    layout: Tensor,
     sinks: Tensor | None,
     rows: Tensor | None,
-    sequence: list[Tensor],
     numbers: list[float],
     counters: list[int],
-    names: str,
-) -> list[Tensor]:  # dq, dk, dv, and dsinks where there are sinks
-    q, k, v = saved[:3]
-    call = _call("backward", q, (sinks, rows), sequence, numbers, counters, names)
-    shape = Shape.of(q, k, v)
-    grads = ulysses.backward(resolved(call, q, k, v), ulysses.Stage(*saved), shape, dout, dlse, sinks)
-    return [x for x in grads if x is not None]
+    group_name: str,
+    attention_kernel: str,
+    scheme: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dsinks (empty without sinks)."""
+    given = begin, end, layout, sinks, rows, numbers, counters, group_name, attention_kernel, scheme
+    call = resolved(_call("backward", q, *given), q, k, v)
+    stage = ulysses.Stage(q, k, v, out, lse)
+    dq, dk, dv, dsinks = ulysses.backward(call, stage, Shape.of(q, k, v), dout, dlse, sinks)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(
-    direction: str,
-    q: Tensor,
-    optional: tuple[Tensor | None, Tensor | None],
-    sequence: list[Tensor],
-    numbers: list[float],
-    counters: list[int],
-    names: str,
-) -> AttentionCall:
-    (group, kernel, scheme), (sinks, rows) = json.loads(names), optional
-    with transport_of(group).telling(f"ring_attention {direction}"):
-        begin, end, layout = sequence
-        found = ShardedSequence.of_tensors(begin, end, layout, group, scheme)
-        dropout = None if rows is None else AttentionDropout(numbers[2], rows, *counters).checked(q)
+def _call(direction: str, q: Tensor, *given: Any) -> AttentionCall:
+    begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
+    with transport_of(group_name).telling(f"ring_attention {direction}"):
+        sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
+        dropout = None if rows is None else AttentionDropout(probability, rows, *counters).checked(q)
         of_heads = None if sinks is None else fixed_sinks(sinks, q)
-    return AttentionCall(found, numbers[0], numbers[1], kernel, of_heads, dropout)
+    return AttentionCall(sequence, scale, softcap, kernel, of_heads, dropout)
 
 
 def fixed_sinks(sinks: Tensor, q: Tensor) -> Tensor:
@@ -122,16 +120,8 @@ def fixed_sinks(sinks: Tensor, q: Tensor) -> Tensor:
 
 
 @_ring_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    rows: Tensor | None,
-    sequence: list[Tensor],
-    numbers: list[float],
-    *unused: Any,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    sinks, numbers = given[3], given[5]
     ops.check_attention(q, k, v, *numbers[:2])
     if sinks is not None:
         ops.check_sinks(sinks, q)
@@ -139,32 +129,32 @@ def _(
 
 
 @_ring_attention_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, saved: list[Tensor], sinks: Tensor | None, *unused: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (*saved[:3], *([] if sinks is None else [sinks]))]
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    sinks = given[5]
+    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *qkv, sinks, rows, sequence, ctx.numbers, ctx.counters, ctx.names = inputs
-    ctx.save_for_backward(*qkv, *output, sinks, rows, *sequence)
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
+    ctx.given = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    *saved, sinks, rows, begin, end, layout = ctx.saved_tensors
-    with telling(json.loads(ctx.names)[0], "ring_attention backward", saved[0]):
+    saved = ctx.saved_tensors
+    with telling(ctx.given[2], "ring_attention backward", saved[0]):
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
             dout = torch.zeros_like(saved[3])
-        given = [begin, end, layout], ctx.numbers, ctx.counters, ctx.names
-        dq, dk, dv, *dsinks = _ring_attention_backward(dout, dlse, saved, sinks, rows, *given)
-    return dq, dk, dv, dsinks[0] if dsinks else None, None, [None] * 3, None, None, None
+        dq, dk, dv, dsinks = _ring_attention_backward(dout, dlse, *saved, *ctx.given)
+    return dq, dk, dv, None, None, None, None if saved[8] is None else dsinks, *[None] * 6
 
 
-def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.group_name = json.loads(inputs[-1])[0]  # type: ignore[attr-defined]
+def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.group_name = inputs[14]  # type: ignore[attr-defined]
 
 
-def _refuse_backward(ctx: FunctionCtx, gradients: list[Tensor]) -> None:
+def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
     with telling(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
         raise derivatives.differentiated_again("ring_attention")
 

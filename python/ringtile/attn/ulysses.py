@@ -49,8 +49,7 @@ def forward(
     And what the backward takes, if it is to be kept. lse is empty where ranks share heads and the call returns none.
     The sequence's scheme is resolved.
     """
-    shape = Shape.of(q, k, v)
-    with _agreed("forward", call, (q, k, v), shape):
+    with _agreed("forward", call, (q, k, v)) as shape:
         heads = call.sequence.ring.heads
         if heads is None:
             out, lse = ring.forward(call, q, k, v)
@@ -250,20 +249,24 @@ def _agreed(
     direction: Literal["forward", "backward"],
     call: AttentionCall,
     qkv: tuple[Tensor, Tensor, Tensor],
-    shape: Shape,
+    shape: Shape | None = None,
     forward_call: int = 0,
     takes_dlse: bool = False,
-) -> Iterator[None]:
-    """Check the arguments of this rank, then agree with the others on all that must be the same."""
+) -> Iterator[Shape]:
+    """Check the arguments of this rank, then agree with the others on all that must be the same.
+
+    shape: of the local tokens; None in the forward, which has not checked yet that they have one.
+    """
     sequence, transport = call.sequence, call.sequence.transport
     op = f"ring_attention {direction}"
     with transport.telling(op):
-        if direction == "forward":  # whose arguments the backward has too
+        if shape is None:
             check(call, *qkv)
+            shape = Shape.of(*qkv)
         choose.check(call, *qkv, shape, takes_dlse)
         layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
     if transport.world_size == 1:
-        yield
+        yield shape
         return
     fields: dict[str, HeaderValue] = {
         "batch": shape.batch,
@@ -290,7 +293,7 @@ def _agreed(
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
     with transport.call(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step):
-        yield
+        yield shape
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
