@@ -1,5 +1,6 @@
-// The C API of ringtile's core: attention over a running softmax, recurrences and their convolution, sequence layouts, the
-// ring's plan, GLU, softmax cross entropy and dropout. It works on raw pointers, shapes and strides, and has no notion of PyTorch, Python or processes.
+// The C API of ringtile's core: attention over a running softmax, recurrences and their convolution, sequence layouts,
+// the ring's plan, GLU, softmax cross entropy and dropout. It works on raw pointers, shapes and strides, and has no
+// notion of PyTorch, Python or processes.
 //
 // Conventions
 //   Shape letters  B batch, S global tokens, N local queries, K keys of this block, H query heads,
@@ -26,42 +27,41 @@ extern "C" {
 
 // ---- status ------------------------------------------------------------------------------------
 
-#define RT_STATUS_LIST(X)                                                                                    \
-    X(RT_OK, "ok")                                                                                           \
-    X(RT_BAD_SHAPE, "a size is negative, or a size that must be at least 1 is 0")                            \
-    X(RT_TOO_LARGE, "sizes, strides and workers must not describe more than 2^60 bytes, nor so many "        \
-                    "pairs of a query and a key that int64 cannot count them")                               \
-    X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                          \
-    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..512")                                          \
-    X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                              \
-    X(RT_BAD_STRIDE, "an output must not overlap itself: it needs strides above 0 and rows that stay apart") \
-    X(RT_SHARED_MEMORY, "an output must not share memory with another array of the call")                    \
-    X(RT_BAD_SCALE, "scale and softcap must be finite in the arithmetic's dtype (float64 for float64 "       \
-                    "inputs, else float32), and so must 1 / softcap and z_loss; softcap and z_loss must "    \
-                    "not be negative, and label_smoothing must be in [0, 1]")                                \
-    X(RT_BAD_MASK, "the batch stride of a mask or of resets must be 0 or the number of tokens")              \
-    X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                          \
-    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "    \
-                  "tokens inside the local tensor; two runs of a rank must not share a position or a token") \
-    X(RT_BAD_FRESH, "with fresh dk and dv, the runs must hold every key; rounded_dk and rounded_dv need "    \
-                    "them fresh, and need each other")                                                       \
-    X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                   \
-    X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                       \
-    X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")            \
-    X(RT_BAD_RATE,                                                                                           \
-      "rates must be finite and above 0, latencies, seconds and flops of a pair finite and not "             \
-      "negative, and overlap in [0, 1]")                                                                     \
-    X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                          \
-    X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                    \
-    X(RT_BAD_WIDTH, "width must be in 1..8")                                                                 \
-    X(RT_BAD_PROBABILITY, "a probability must be in [0, 1]")                                                 \
-    X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                \
-    X(RT_CAPACITY, "the output array is too small")                                                          \
-    X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than its *_bytes function "      \
-                    "returns")                                                                               \
-    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                           \
-    X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")                   \
-    X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a on a GPU of compute capability 9.0")      \
+#define RT_STATUS_LIST(X)                                                                                              \
+    X(RT_OK, "ok")                                                                                                     \
+    X(RT_BAD_SHAPE, "a size is negative, or a size that must be at least 1 is 0")                                      \
+    X(RT_TOO_LARGE, "sizes, strides and workers must not describe more than 2^60 bytes, nor so many "                  \
+                    "pairs of a query and a key that int64 cannot count them")                                         \
+    X(RT_BAD_HEADS, "num_heads must be a multiple of num_kv_heads")                                                    \
+    X(RT_BAD_HEAD_DIM, "head_dim and v_head_dim must be in 1..512")                                                    \
+    X(RT_BAD_DTYPE, "dtype must be one of f64, f32, bf16, f16")                                                        \
+    X(RT_BAD_STRIDE, "an output must not overlap itself: it needs strides above 0 and rows that stay apart")           \
+    X(RT_SHARED_MEMORY, "an output must not share memory with another array of the call")                              \
+    X(RT_BAD_SCALE, "scale and softcap must be finite in the arithmetic's dtype (float64 for float64 "                 \
+                    "inputs, else float32), and so must 1 / softcap and z_loss; softcap and z_loss must "              \
+                    "not be negative, and label_smoothing must be in [0, 1]")                                          \
+    X(RT_BAD_MASK, "the batch stride of a mask or of resets must be 0 or the number of tokens")                        \
+    X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                                    \
+    X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "              \
+                  "tokens inside the local tensor; two runs of a rank must not share a position or a token")           \
+    X(RT_BAD_FRESH, "with fresh dk and dv, the runs must hold every key; rounded_dk and rounded_dv need "              \
+                    "them fresh, and need each other")                                                                 \
+    X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                             \
+    X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                                 \
+    X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")                      \
+    X(RT_BAD_RATE, "rates must be finite and above 0, latencies, seconds and flops of a pair finite and not "          \
+                   "negative, and overlap in [0, 1]")                                                                  \
+    X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                                    \
+    X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                              \
+    X(RT_BAD_WIDTH, "width must be in 1..8")                                                                           \
+    X(RT_BAD_PROBABILITY, "a probability must be in [0, 1]")                                                           \
+    X(RT_BAD_LABEL, "a label is neither ignore_index nor in [0, vocab_size)")                                          \
+    X(RT_CAPACITY, "the output array is too small")                                                                    \
+    X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than its *_bytes function "                \
+                    "returns")                                                                                         \
+    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                                     \
+    X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")                             \
+    X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a on a GPU of compute capability 9.0")                \
     X(RT_CUDA, "the CUDA runtime refused to start a kernel")
 
 typedef enum rt_status {
@@ -110,8 +110,8 @@ typedef struct rt_layout_place {
     int64_t position, run;
 } rt_layout_place;
 
-// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and fill each rank's local tokens. It takes
-// time for the runs and for pairs of runs that interleave, or for the positions of those where they are fewer.
+// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and fill each rank's local tokens. It
+// takes time for the runs and for pairs of runs that interleave, or for the positions of those where they are fewer.
 //   runs (R), rank after rank;  run_offsets (W + 1): rank r owns runs [run_offsets[r], run_offsets[r + 1])
 //   places (R) scratch
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT
@@ -162,16 +162,14 @@ rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *belo
 //   that rank in sequence order
 //   attended (keys + 1), the last one scratch
 // O(S) without below, else O(queries + keys).
-rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below,
-                           int64_t *attended);
+rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below, int64_t *attended);
 
 // The keys of key_rank that at least one query attends, as the fewest possible runs in local order, and the number of
 // unmasked (query, key) pairs, summed over the mask's rows.
 //   below, attended: the arguments of rt_plan_attended;  needed (capacity), may be NULL if capacity is 0
 //   *num_needed is the full count, even with RT_CAPACITY
-rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below,
-                         const int64_t *attended, rt_run *needed, int64_t capacity, int64_t *num_needed,
-                         int64_t *num_pairs);
+rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below, const int64_t *attended,
+                         rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs);
 
 // 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their masks and
 // layouts before they exchange keys.
@@ -185,20 +183,18 @@ typedef struct rt_link {
     double latency_s;        // of a message
     double bytes_per_s;      // each way, of a rank
     double host_bytes_per_s; // each way, of all ranks of a host together; within a host it does not count
-    double
-        overlap; // the share of a message's time in which kernels run: 0 if processors copy it, else up to 1
+    double overlap; // the share of a message's time in which kernels run: 0 if processors copy it, else up to 1
 } rt_link;
 
 // W ranks, of which each M neighbours share the heads of all their queries, in T stages; M divides W.
 typedef struct rt_cost_params {
     int64_t num_ranks, group_size, num_stages;
-    bool at_once; // the keys of all ranks in one round; else group a works in round i on those of group a - i
+    bool at_once;          // the keys of all ranks in one round; else group a works in round i on those of group a - i
     const int64_t *hosts;  // (W) in [0, W)
     const int64_t *tokens; // (W)
-    const int64_t *keys;  // (W, W) [query rank][key rank]: the keys of key rank that query rank's group needs
-    const int64_t *pairs; // (W, W) the same: unmasked (query, key) pairs of a head, over the batch
-    const int64_t
-        *shares; // (T, M, 3) query heads, kv heads and kernel calls of a stage and a place in a group
+    const int64_t *keys;   // (W, W) [query rank][key rank]: the keys of key rank that query rank's group needs
+    const int64_t *pairs;  // (W, W) the same: unmasked (query, key) pairs of a head, over the batch
+    const int64_t *shares; // (T, M, 3) query heads, kv heads and kernel calls of a stage and a place in a group
     int64_t key_bytes, gradient_bytes;  // of a key and a kv head, over the batch; and of their gradients
     int64_t query_bytes, result_bytes;  // of a query and a head, in this pass
     double flops_per_pair, flops_per_s; // of this pass
@@ -229,8 +225,8 @@ typedef struct rt_cost_event {
 //   RT_BAD_POINTER, RT_BAD_SHAPE, RT_BAD_RANK (of a host), RT_BAD_KIND (of a pass), RT_BAD_RATE, RT_TOO_LARGE,
 //   RT_CAPACITY, RT_WORKSPACE
 int64_t rt_cost_workspace_bytes(int64_t num_ranks);
-rt_status rt_cost(const rt_cost_params *p, rt_cost_pass pass, double *seconds, int64_t *bytes,
-                  rt_cost_event *events, int64_t capacity, int64_t *num_events, void *workspace);
+rt_status rt_cost(const rt_cost_params *p, rt_cost_pass pass, double *seconds, int64_t *bytes, rt_cost_event *events,
+                  int64_t capacity, int64_t *num_events, void *workspace);
 
 // ---- attention ---------------------------------------------------------------------------------
 
@@ -266,10 +262,9 @@ typedef struct rt_attn_params {
     bool fresh;
 
     // Forward: read and written (fresh: only written). Backward: lse is read.
-    void *out; // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
-    void *lse; // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first block
-    bool
-        lse_f64; // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
+    void *out;    // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
+    void *lse;    // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first block
+    bool lse_f64; // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
     int64_t out_stride[3];
 
     // Contiguous, or NULL. In the call that finishes a result, what out, or dk and dv, would hold is written here,
@@ -327,12 +322,12 @@ rt_status rt_attn_bwd_reference(const rt_attn_params *p);
 //   S = S + k_t u_t^T,          out_t = scale S^T q_t + skip v_t.
 // With beta: the gated delta rule (arXiv:2412.06464), and with a decay of each channel KDA (arXiv:2510.26692). Without:
 // SSD (Mamba-2, arXiv:2405.21060), with q, k, v, step, decay for its C, B, x, dt, dt A.
-// Bits of resets: the state is 0 before a token with RT_DOCUMENT_BEGIN; a token with RT_PADDING is skipped: nothing of it
-// is read, and its outputs and gradients are 0.
+// Bits of resets: the state is 0 before a token with RT_DOCUMENT_BEGIN; a token with RT_PADDING is skipped: nothing of
+// it is read, and its outputs and gradients are 0.
 enum { RT_DOCUMENT_BEGIN = 1, RT_PADDING = 2 };
 
-// Forward and backward share the struct. Letters as in attention, with G the heads of q and k. Arrays without a stride are
-// contiguous; those of the state dtype are f32, or f64 if dtype is RT_F64.
+// Forward and backward share the struct. Letters as in attention, with G the heads of q and k. Arrays without a stride
+// are contiguous; those of the state dtype are f32, or f64 if dtype is RT_F64.
 typedef struct rt_scan_params {
     rt_dtype dtype; // of q, k, v, out, dout
     int64_t batch, num_tokens, num_heads, num_kv_heads, head_dim, v_head_dim;
@@ -349,8 +344,7 @@ typedef struct rt_scan_params {
     const uint8_t *resets;                         // (B or 1, N)
     int64_t resets_batch_stride;                   // N, or 0 if one row serves every batch
     const void *initial_state;                     // (B, H, D, Dv) state dtype; NULL: 0
-    void *
-        states; // (B, H, rt_scan_num_states(N), D, Dv) state dtype. Forward: written, NULL if no backward will follow
+    void *states; // (B, H, rt_scan_num_states(N), D, Dv) state dtype. Forward: written, NULL if no backward will follow
 
     // Forward only: written.
     void *out;         // (B, N, H, Dv) dtype
@@ -397,8 +391,7 @@ typedef struct rt_selective_params {
     const uint8_t *resets;                         // (B or 1, N)
     int64_t resets_batch_stride;                   // N, or 0 if one row serves every batch
     const void *initial_state;                     // (B, K, C) state dtype; NULL: 0
-    void *
-        states; // (B, rt_scan_num_states(N), K, C) state dtype. Forward: written, NULL if no backward will follow
+    void *states; // (B, rt_scan_num_states(N), K, C) state dtype. Forward: written, NULL if no backward will follow
 
     // Forward only: written.
     void *out;         // (B, N, C) dtype
@@ -470,8 +463,7 @@ typedef struct rt_glu_params {
 //   RT_BAD_DTYPE, RT_BAD_KIND, RT_BAD_SHAPE, RT_BAD_STRIDE
 
 // prod = act(gate) * up                                (SwiGLU, GeGLU: arXiv:2002.05202)
-rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
-                     rt_parallel parallel);
+rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, rt_parallel parallel);
 // In place, one pass: gate <- dprod * up * act'(gate), up <- dprod * act(gate), dprod <- act(gate) * up. The weight
 // gradient of the down projection needs that product next.
 rt_status rt_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel);
@@ -493,14 +485,14 @@ typedef struct rt_cross_entropy_params {
 //   logits (T, V)  replaced by d loss[t] / d logits[t, :] (unit weight per token) if want_grad
 //   labels (T)     loss, lse (T)
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_STRIDE, RT_BAD_SCALE, RT_BAD_LABEL; nothing is written then
-rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
-                                   void *loss, void *lse, rt_parallel parallel);
+rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
+                                   void *lse, rt_parallel parallel);
 
 // ---- dropout -----------------------------------------------------------------------------------
 
 // Dropout whose random numbers are a function of what is dropped, in whatever order, array and process it is computed.
-// Word feature % 4 of Philox4x32-10 with the key (seed, step) and the counter (feature / 4, position, row, stream) decides
-// about a feature of a token; places beyond 32 bits count modulo 2^32.
+// Word feature % 4 of Philox4x32-10 with the key (seed, step) and the counter (feature / 4, position, row, stream)
+// decides about a feature of a token; places beyond 32 bits count modulo 2^32.
 typedef struct rt_dropout_params {
     rt_dtype dtype;
     int64_t num_tokens, num_features, x_stride; // elements between tokens
@@ -512,8 +504,7 @@ typedef struct rt_dropout_params {
 // function of dy. Computes in f32 (f64 if dtype is RT_F64) and rounds to dtype once.
 //   x (T, F)    places (T, 2): the row and the position of each token    y (T, F), contiguous
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_PROBABILITY
-rt_status rt_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
-                     rt_parallel parallel);
+rt_status rt_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, rt_parallel parallel);
 
 #ifdef __cplusplus
 }

@@ -18,8 +18,7 @@ typedef int32_t real_bits;
 enum { LANES = RT_VECTOR_BYTES / sizeof(real) };
 
 typedef real vec __attribute__((vector_size(RT_VECTOR_BYTES)));
-typedef real_bits vec_bits
-    __attribute__((vector_size(RT_VECTOR_BYTES))); // a comparison gives 0 or -1 per lane
+typedef real_bits vec_bits __attribute__((vector_size(RT_VECTOR_BYTES))); // a comparison gives 0 or -1 per lane
 
 static inline vec vec_set(real x) { return x - (vec){0}; }
 
@@ -79,8 +78,7 @@ static inline vec vec_tanh(vec x) {
 static inline vec vec_exp_split(vec x, int offset, vec_bits *power) {
     const vec shift = vec_set(0x1.8p23f + (float)offset); // adding it rounds to an integer, in the low bits
     const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
-    const vec r =
-        (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts; the first product is exact
+    const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts; the first product is exact
     vec p = vec_set(1.39269266e-3f);
     p = p * r + 8.36377387e-3f;
     p = p * r + 4.16665501e-2f;

@@ -21,9 +21,7 @@ enum {
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t round_up(int64_t n, int64_t multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // All query tiles of a call. Tasks go from the last tokens to the first, because causal work grows with the position
 // and the longest tasks should start first.
@@ -43,8 +41,7 @@ static grid grid_of(const rt_attn_params *p) {
     const int64_t most_tokens = most_rows / g.heads_per_tile;
     const int64_t fewest_tiles = (p->num_queries + most_tokens - 1) / most_tokens;
     const int64_t panel_tokens = max64(1, PANEL / g.heads_per_tile);
-    g.tokens_per_tile =
-        min64(round_up((p->num_queries + fewest_tiles - 1) / fewest_tiles, panel_tokens), most_tokens);
+    g.tokens_per_tile = min64(round_up((p->num_queries + fewest_tiles - 1) / fewest_tiles, panel_tokens), most_tokens);
     g.head_tiles = (group + g.heads_per_tile - 1) / g.heads_per_tile;
     g.token_tiles = (p->num_queries + g.tokens_per_tile - 1) / g.tokens_per_tile;
     g.num_tasks = p->batch * p->num_kv_heads * g.head_tiles * g.token_tiles;

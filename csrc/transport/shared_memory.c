@@ -52,9 +52,7 @@ void *rt_shm_map(int file, int64_t num_ranks) {
     return memory;
 }
 
-void rt_shm_unmap(void *memory, int64_t num_ranks) {
-    munmap(memory, (size_t)rt_shm_segment_bytes(num_ranks));
-}
+void rt_shm_unmap(void *memory, int64_t num_ranks) { munmap(memory, (size_t)rt_shm_segment_bytes(num_ranks)); }
 
 // ---- one rank's end ----------------------------------------------------------------------------------------
 
@@ -82,8 +80,7 @@ struct rt_shm {
     pthread_t helper;
     bool has_helper;
     int wake_helper[2]; // a pipe
-    peer
-        peers[]; // by rank; after them, num_ranks + 1 struct pollfd for the caller and as many for the helper
+    peer peers[];       // by rank; after them, num_ranks + 1 struct pollfd for the caller and as many for the helper
 };
 
 int64_t rt_shm_bytes(int64_t num_ranks) {
@@ -96,8 +93,7 @@ static struct pollfd *poll_set(rt_shm *shm, bool of_helper) {
     return of_helper ? sets + shm->num_ranks + 1 : sets;
 }
 
-rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments,
-                      const int *sockets) {
+rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments, const int *sockets) {
     if (shm == NULL || segments == NULL || sockets == NULL) return RT_BAD_POINTER;
     if (rank < 0 || rank >= num_ranks) return RT_BAD_SHAPE;
     if (segments[rank] == NULL) return RT_BAD_POINTER;
@@ -174,8 +170,7 @@ static bool is_broken(peer *p, bool broken) {
 static bool push(rt_shm *shm, peer *p) {
     rt_shm_message *m = p->sends.first;
     if (m == NULL) return false;
-    const uint64_t num_used =
-        p->num_filled - atomic_load_explicit(&p->out->num_emptied, memory_order_acquire);
+    const uint64_t num_used = p->num_filled - atomic_load_explicit(&p->out->num_emptied, memory_order_acquire);
     if (is_broken(p, num_used > NUM_CHUNKS) || num_used == NUM_CHUNKS) return false;
     const uint64_t place = p->num_filled % NUM_CHUNKS;
     const int64_t left = m->num_bytes - m->moved, num_bytes = left < CHUNK ? left : CHUNK;
@@ -198,9 +193,8 @@ static bool pull(rt_shm *shm, peer *p) {
     const uint64_t place = p->num_emptied % NUM_CHUNKS;
     const uint64_t tag = atomic_load_explicit(&p->in->headers[place].tag, memory_order_relaxed);
     const int64_t num_bytes = atomic_load_explicit(&p->in->headers[place].num_bytes, memory_order_relaxed);
-    if (tag > m->tag)
-        return false;    // of a later call: ours is one on which the ranks disagreed, and will be dropped
-    if (tag == m->tag) { // else: of an earlier call, on which they disagreed
+    if (tag > m->tag) return false; // of a later call: ours is one on which the ranks disagreed, and will be dropped
+    if (tag == m->tag) {            // else: of an earlier call, on which they disagreed
         const bool fits = num_bytes > 0 && num_bytes <= CHUNK && num_bytes <= m->num_bytes - m->moved;
         if (is_broken(p, !fits)) return false;
         memcpy((char *)m->data + m->moved, p->in->chunks[place], (size_t)num_bytes);
@@ -232,8 +226,8 @@ static void hear(rt_shm *shm, const struct pollfd *set) {
     }
 }
 
-// Returns when something may have changed or the time is over; false: when a signal has arrived. The helper also returns
-// when it is woken. Releases the lock meanwhile.
+// Returns when something may have changed or the time is over; false: when a signal has arrived. The helper also
+// returns when it is woken. Releases the lock meanwhile.
 static bool rest(rt_shm *shm, bool is_helper, bool watch_peers, int milliseconds) {
     struct pollfd *set = poll_set(shm, is_helper);
     for (int64_t r = 0; r < shm->num_ranks; r++)
@@ -247,8 +241,8 @@ static bool rest(rt_shm *shm, bool is_helper, bool watch_peers, int milliseconds
     const int num_ready = poll(set, (nfds_t)shm->num_ranks + 1, milliseconds);
     const bool interrupted = num_ready < 0 && errno == EINTR;
     pthread_mutex_lock(&shm->lock);
-    // While both threads sleep, a byte wakes both, and it is the caller's: if the helper read it, the caller would sleep
-    // on. A caller that leaves wakes the helper.
+    // While both threads sleep, a byte wakes both, and it is the caller's: if the helper read it, the caller would
+    // sleep on. A caller that leaves wakes the helper.
     if (watch_peers && (!is_helper || atomic_load(&shm->num_waiting) == 0)) {
         atomic_store(&shm->own->is_asleep, 0);
         if (num_ready > 0) hear(shm, set);
@@ -307,8 +301,7 @@ void rt_shm_post(rt_shm *shm, rt_shm_message *m) {
         q->last = m;
         if (m->outgoing)
             while (push(shm, p)) continue;
-        m->is_helped =
-            m->state == RT_SHM_PENDING && (m->outgoing || m->num_bytes > (int64_t)NUM_CHUNKS * CHUNK);
+        m->is_helped = m->state == RT_SHM_PENDING && (m->outgoing || m->num_bytes > (int64_t)NUM_CHUNKS * CHUNK);
         if (m->is_helped) {
             shm->num_helped++;
             if (!shm->has_helper) start_helper(shm);
@@ -332,8 +325,7 @@ rt_shm_state rt_shm_wait(rt_shm *shm, rt_shm_message *m, int64_t milliseconds) {
     for (int num_idle = 0; m->state == RT_SHM_PENDING;) {
         if (move(shm) || lose(shm)) {
             num_idle = 0;
-        } else if (num_idle <
-                   NUM_SPINS) { // a peer that is about to answer does so before this thread could wake up
+        } else if (num_idle < NUM_SPINS) { // a peer that is about to answer does so before this thread could wake up
             num_idle++;
             sched_yield();
         } else {

@@ -57,8 +57,7 @@ int64_t rt_shm_bytes(int64_t num_ranks);
 //   segments (num_ranks) mapped; sockets (num_ranks) stream sockets, not blocking. NULL and -1 for ranks that share no
 //   memory with this one; of the rank itself, the segment alone.
 //   RT_BAD_POINTER, RT_BAD_SHAPE; RT_CAPACITY: no file descriptors are left
-rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments,
-                      const int *sockets);
+rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments, const int *sockets);
 
 // Queues a message and returns at once. Messages between two ranks arrive in the order in which they were posted.
 void rt_shm_post(rt_shm *shm, rt_shm_message *message);

@@ -1,5 +1,5 @@
-// Messages through shared memory, between ranks that are threads: the segments lie in this process's own memory, so that
-// the sanitizers see both sides. `test_shared_memory [ROUNDS [SEED]]`
+// Messages through shared memory, between ranks that are threads: the segments lie in this process's own memory, so
+// that the sanitizers see both sides. `test_shared_memory [ROUNDS [SEED]]`
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -64,8 +64,7 @@ static uint8_t byte_of(uint64_t seed, int64_t i) {
 static rt_shm_message message(bool outgoing, int64_t peer, uint64_t tag, int64_t num_bytes, uint64_t seed) {
     uint8_t *data = must_alloc((size_t)num_bytes);
     for (int64_t i = 0; i < num_bytes; i++) data[i] = outgoing ? byte_of(seed, i) : 0;
-    return (rt_shm_message){
-        .data = data, .num_bytes = num_bytes, .tag = tag, .peer = peer, .outgoing = outgoing};
+    return (rt_shm_message){.data = data, .num_bytes = num_bytes, .tag = tag, .peer = peer, .outgoing = outgoing};
 }
 
 static bool holds(const rt_shm_message *m, uint64_t seed) {
@@ -118,8 +117,7 @@ static void talk(void *arg, int64_t rank) {
         for (int i = 0; i < count; i++) {
             const int which = (first + i) % count;
             rt_shm_message *m = &messages[which];
-            if (rt_shm_wait(t->w->ends[rank], m, LONG) != RT_SHM_DONE ||
-                (!m->outgoing && !holds(m, seeds[which])))
+            if (rt_shm_wait(t->w->ends[rank], m, LONG) != RT_SHM_DONE || (!m->outgoing && !holds(m, seeds[which])))
                 t->num_wrong[rank]++;
             free(m->data);
         }
@@ -140,8 +138,7 @@ static void test_traffic(uint64_t seed, int64_t num_ranks, int64_t rounds) {
 static void test_long_messages_move_while_one_side_computes(void) {
     for (int waits = 0; waits < 2; waits++) {
         world w = new_world(2);
-        rt_shm_message sent = message(true, 1, 5, 3 * CAPACITY + 1, 9),
-                       got = message(false, 0, 5, 3 * CAPACITY + 1, 0);
+        rt_shm_message sent = message(true, 1, 5, 3 * CAPACITY + 1, 9), got = message(false, 0, 5, 3 * CAPACITY + 1, 0);
         rt_shm_post(w.ends[0], &sent);
         rt_shm_post(w.ends[1], &got);
         CHECK_INT(rt_shm_wait(w.ends[waits], waits == 0 ? &sent : &got, LONG), RT_SHM_DONE);
@@ -157,8 +154,7 @@ static void test_a_caller_that_leaves_wakes_the_helper(void) {
     world w = new_world(2);
     rt_shm_message never = message(false, 1, 5, 8, 0);
     for (int i = 0; i < 5; i++) {
-        rt_shm_message sent = message(true, 1, 5, 2 * CAPACITY, 9),
-                       got = message(false, 0, 5, 2 * CAPACITY, 0);
+        rt_shm_message sent = message(true, 1, 5, 2 * CAPACITY, 9), got = message(false, 0, 5, 2 * CAPACITY, 0);
         rt_shm_post(w.ends[0], &sent);
         CHECK_INT(post_and_wait(w.ends[0], &never, 20), RT_SHM_PENDING);
         rt_shm_drop(w.ends[0], &never);
@@ -179,8 +175,7 @@ static void ask_and_answer(void *arg, int64_t rank) {
     for (int i = 0; i < NUM_ANSWERS; i++) {
         for (int step = 0; step < 2; step++) {
             rt_shm_message m = message(step == rank, 1 - rank, 7, 8, 1);
-            for (int late = 0; rank == 1 && step == 1 && late < 200; late++)
-                sched_yield(); // rank 0 sleeps by then
+            for (int late = 0; rank == 1 && step == 1 && late < 200; late++) sched_yield(); // rank 0 sleeps by then
             t->num_wrong[rank] += post_and_wait(t->w->ends[rank], &m, LONG) != RT_SHM_DONE;
             free(m.data);
         }
@@ -310,8 +305,7 @@ static void test_a_silent_peer_times_out(void) {
 
 // A peer writes nonsense into the ring from rank 0 to rank 1: its counts, or the header of its first chunk.
 static void test_a_broken_ring_is_lost(void) {
-    const int64_t begin = rt_shm_segment_bytes(0), header = begin + 128,
-                  sizes[] = {begin, header + 8, header + 8};
+    const int64_t begin = rt_shm_segment_bytes(0), header = begin + 128, sizes[] = {begin, header + 8, header + 8};
     const int64_t nonsense[] = {-1, -5, RT_SHM_CHUNK_BYTES + 1};
     for (int i = 0; i < 3; i++) {
         world w = new_world(2);
