@@ -81,12 +81,12 @@ rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const in
 
     // Pass 1: attended[j] = how many more queries attend key j than key j - 1. Pass 2: running sums.
     memset(attended, 0, (size_t)(num_keys + 1) * sizeof(*attended));
+    const int32_t *begin = p->begin, *end = p->end;
     for (int64_t b = 0; b < p->mask_batch; b++) {
-        const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
         for (int64_t r = 0; r < queries.num_runs; r++) {
             const rt_run run = queries.runs[r];
             for (int64_t j = 0; j < run.length; j++) {
-                const int64_t i = run.global_begin + j * run.stride;
+                const int64_t i = b * seq_len + run.global_begin + j * run.stride;
                 if (begin[i] >= end[i]) continue;
                 const int64_t first = place_of(below, clamp(begin[i], seq_len), num_keys),
                               last = place_of(below, clamp(end[i], seq_len), num_keys);
