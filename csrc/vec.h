@@ -36,10 +36,17 @@ static inline vec vec_select(vec_bits mask, vec yes, vec no) {
 
 // Lane l is a[l + offset] where l lacks the bit `half`, else b[l - half + offset].
 static inline __attribute__((always_inline)) vec vec_weave(vec a, vec b, int half, int offset) {
+#if defined(__clang__) // which makes one shuffle of the loop; GCC would not
+    vec woven;
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; l++) woven[l] = l & half ? b[l - half + offset] : a[l + offset];
+    return woven;
+#else
     vec_bits from;
 #pragma GCC unroll 16
     for (int l = 0; l < LANES; l++) from[l] = (l & half ? LANES + l - half : l) + offset;
     return __builtin_shuffle(a, b, from);
+#endif
 }
 
 static inline vec vec_abs(vec x) { return (vec)((vec_bits)x & ~(vec_bits)(vec_set((real)-0.0))); }
