@@ -117,8 +117,7 @@ PyObject *post(PyObject *, PyObject *args) {
     End *end = unwrap<End>(capsule, END_NAME);
     if (end == nullptr) return nullptr;
     auto message = std::make_unique<Message>();
-    message->message = {
-        reinterpret_cast<void *>(address), num_bytes, tag, peer, outgoing != 0, RT_SHM_LOST, 0, false, nullptr};
+    message->message = {reinterpret_cast<void *>(address), num_bytes, tag, peer, outgoing != 0, RT_SHM_LOST, {}};
     message->shm = end->shm.get(), message->end = capsule, message->tensor = tensor;
     Py_INCREF(capsule), Py_INCREF(tensor);
     without_gil([&] {

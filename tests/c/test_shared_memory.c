@@ -134,7 +134,7 @@ static void test_traffic(uint64_t seed, int64_t num_ranks, int64_t rounds) {
 
 // ---- one case at a time ------------------------------------------------------------------------------------
 
-// The other side never waits: its helper copies.
+// The other side never waits: its progress thread copies.
 static void test_long_messages_move_while_one_side_computes(void) {
     for (int waits = 0; waits < 2; waits++) {
         world w = new_world(2);
@@ -149,8 +149,8 @@ static void test_long_messages_move_while_one_side_computes(void) {
     }
 }
 
-// The caller of rank 0 waits in vain, and its helper stands back; then rank 1 needs the helper.
-static void test_a_caller_that_leaves_wakes_the_helper(void) {
+// The caller of rank 0 waits in vain, and its progress thread stands back; then rank 1 needs the progress thread.
+static void test_a_caller_that_leaves_wakes_the_progress_thread(void) {
     world w = new_world(2);
     rt_shm_message never = message(false, 1, 5, 8, 0);
     for (int i = 0; i < 5; i++) {
@@ -161,7 +161,7 @@ static void test_a_caller_that_leaves_wakes_the_helper(void) {
         CHECK_INT(post_and_wait(w.ends[1], &got, LONG), RT_SHM_DONE);
         CHECK(holds(&got, 9));
         CHECK_INT(rt_shm_wait(w.ends[0], &sent, LONG),
-                  RT_SHM_DONE); // a message is the helper's until it is waited for
+                  RT_SHM_DONE); // a message is the progress thread's until it is waited for
         free(sent.data), free(got.data);
     }
     free(never.data);
@@ -182,8 +182,9 @@ static void ask_and_answer(void *arg, int64_t rank) {
     }
 }
 
-// The helper of rank 0 sleeps, since a long message to rank 2 finds no room. The byte that wakes it is the caller's.
-static void test_the_helper_leaves_the_caller_its_byte(void) {
+// The progress thread of rank 0 sleeps, since a long message to rank 2 finds no room. The byte that wakes it is the
+// caller's.
+static void test_the_progress_thread_leaves_the_caller_its_byte(void) {
     world w = new_world(3);
     rt_shm_message sent = message(true, 2, 5, 3 * CAPACITY, 9);
     rt_shm_post(w.ends[0], &sent);
@@ -313,7 +314,7 @@ static void test_a_broken_ring_is_lost(void) {
         CHECK_INT(post_and_wait(w.ends[0], &sent, 0), RT_SHM_DONE);
         memcpy((char *)w.segments[1] + sizes[i], &nonsense[i], sizeof(nonsense[i]));
         CHECK_INT(post_and_wait(w.ends[1], &got, LONG), RT_SHM_LOST);
-        CHECK_INT(got.moved, 0);
+        CHECK_INT(got.internal.moved, 0);
         free(sent.data), free(got.data);
         free_world(&w);
     }
@@ -327,7 +328,7 @@ static void receive_or_change(void *arg, int64_t worker) {
     if (worker == 1) {
         c->state = post_and_wait(c->w->ends[1], &got, 20);
         rt_shm_drop(c->w->ends[1], &got);
-        c->moved = got.moved;
+        c->moved = got.internal.moved;
     } else {
         for (int i = 0; i < 2000; i++) atomic_store(num_bytes, i % 2 ? 1000 : INT64_MAX);
     }
@@ -378,8 +379,8 @@ int main(int argc, char **argv) {
     test_traffic(seed, 2, rounds);
     test_traffic(seed + 100, 3, rounds);
     test_long_messages_move_while_one_side_computes();
-    test_a_caller_that_leaves_wakes_the_helper();
-    test_the_helper_leaves_the_caller_its_byte();
+    test_a_caller_that_leaves_wakes_the_progress_thread();
+    test_the_progress_thread_leaves_the_caller_its_byte();
     test_a_short_message_needs_no_receiver();
     test_messages_of_another_tag_are_skipped();
     test_messages_of_a_later_call_are_left();
