@@ -51,19 +51,19 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = (backward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q = take(&workspace, TILE_ROWS * d);
-    s->q_panels = take(&workspace, TILE_ROWS * d_words);
-    s->dq = take(&workspace, TILE_ROWS * d);
-    s->dout = take(&workspace, TILE_ROWS * dv);
-    s->dout_panels = take(&workspace, TILE_ROWS * dv_words);
-    s->k = take(&workspace, TILE_KEYS * d);
-    s->k_words = kind == REALS ? s->k : take(&workspace, TILE_KEYS * d_words);
-    s->dk = take(&workspace, TILE_KEYS * d);
-    s->v_words = take(&workspace, TILE_KEYS * dv_words);
-    s->dv = take(&workspace, TILE_KEYS * dv);
-    s->weights = take(&workspace, TILE_KEYS * PANEL);
-    s->dscores = take(&workspace, TILE_KEYS * PANEL);
-    s->factors = take(&workspace, num_factors(p));
+    s->q = attn_take(&workspace, TILE_ROWS * d);
+    s->q_panels = attn_take(&workspace, TILE_ROWS * d_words);
+    s->dq = attn_take(&workspace, TILE_ROWS * d);
+    s->dout = attn_take(&workspace, TILE_ROWS * dv);
+    s->dout_panels = attn_take(&workspace, TILE_ROWS * dv_words);
+    s->k = attn_take(&workspace, TILE_KEYS * d);
+    s->k_words = kind == REALS ? s->k : attn_take(&workspace, TILE_KEYS * d_words);
+    s->dk = attn_take(&workspace, TILE_KEYS * d);
+    s->v_words = attn_take(&workspace, TILE_KEYS * dv_words);
+    s->dv = attn_take(&workspace, TILE_KEYS * dv);
+    s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
+    s->dscores = attn_take(&workspace, TILE_KEYS * PANEL);
+    s->factors = attn_take(&workspace, num_factors(p));
     return s;
 }
 
@@ -112,7 +112,8 @@ static void add_attended_gradients(const rt_attn_params *p, const panel_part *pa
 }
 
 // The last three products of a span: dv += P^T dout, dk += dS^T (scale q), dq += dS k.
-static void add_span_gradients(const rt_attn_params *p, const panel_part *part, const span *at, backward_scratch *s) {
+static void add_span_gradients(const rt_attn_params *p, const panel_part *part, const attn_span *at,
+                               backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t row = part->panel * PANEL + at->row;
     const real *weights = s->weights + at->key * PANEL + at->row, *dscores = s->dscores + at->key * PANEL + at->row;
@@ -159,10 +160,10 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
 
-    span spans[MAX_SPANS];
+    attn_span spans[MAX_SPANS];
     const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
     for (int64_t i = 0; i < num_spans; i++) {
-        const span at = spans[i];
+        const attn_span at = spans[i];
         score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
         gemm_inputs((product){.kind = kind,
                               .factor = 1,
@@ -206,18 +207,18 @@ static void add_key_rows(const query_tile *queries, const int64_t stride[3], int
 // ---- turns -------------------------------------------------------------------------------------
 
 // The keys of a call are counted over its runs in order; progress[task] says how many of them a task has passed.
-typedef struct turn {
+typedef struct attn_turn {
     _Atomic int64_t *progress; // (num_tasks)
     int64_t task;
     int64_t num_pairs; // (batch, kv head) pairs: tasks of one pair are this far apart
-} turn;
+} attn_turn;
 
-static inline void pass_keys(const turn *t, int64_t num_keys) {
+static inline void pass_keys(const attn_turn *t, int64_t num_keys) {
     atomic_store_explicit(&t->progress[t->task], num_keys, memory_order_release);
 }
 
 // Waits until every earlier task of the same (batch, kv head) has passed num_keys keys.
-static void wait_for_turn(const turn *t, int64_t num_keys) {
+static void wait_for_turn(const attn_turn *t, int64_t num_keys) {
     for (int64_t before = t->task - t->num_pairs; before >= 0; before -= t->num_pairs)
         while (atomic_load_explicit(&t->progress[before], memory_order_acquire) < num_keys) sched_yield();
 }
@@ -226,7 +227,7 @@ static void wait_for_turn(const turn *t, int64_t num_keys) {
 
 // The query tile against keys [tile_begin, tile_end) of the run. keys_before: of the call's earlier runs.
 static void backward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run, int64_t keys_before,
-                          int64_t tile_begin, int64_t tile_end, const turn *t, backward_scratch *s) {
+                          int64_t tile_begin, int64_t tile_end, const attn_turn *t, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
     const word_kind kind = input_kind(p);
@@ -263,9 +264,9 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
 }
 
 static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace) {
-    const grid g = grid_of(p);
+    const attn_grid g = grid_of(p);
     const query_tile queries = query_tile_of(p, &g, task);
-    const turn t = {progress, task, p->batch * p->num_kv_heads};
+    const attn_turn t = {progress, task, p->batch * p->num_kv_heads};
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);

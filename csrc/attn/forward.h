@@ -27,12 +27,12 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = (forward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q_panels = take(&workspace, TILE_ROWS * d);
-    s->out = take(&workspace, TILE_ROWS * dv);
-    s->k = take(&workspace, TILE_KEYS * d);
-    s->v = take(&workspace, TILE_KEYS * dv);
-    s->weights = take(&workspace, TILE_KEYS * PANEL);
-    s->factors = take(&workspace, num_factors(p));
+    s->q_panels = attn_take(&workspace, TILE_ROWS * d);
+    s->out = attn_take(&workspace, TILE_ROWS * dv);
+    s->k = attn_take(&workspace, TILE_KEYS * d);
+    s->v = attn_take(&workspace, TILE_KEYS * dv);
+    s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
+    s->factors = attn_take(&workspace, num_factors(p));
     return s;
 }
 
@@ -112,7 +112,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
         const int64_t n = end - begin, rows = panel * PANEL;
-        span spans[MAX_SPANS];
+        attn_span spans[MAX_SPANS];
         const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
         for (int64_t i = 0; i < num_spans; i++) score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
@@ -128,7 +128,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
             continue;
         }
         for (int64_t i = 0; i < num_spans; i++) { // out += weights v
-            const span at = spans[i];
+            const attn_span at = spans[i];
             gemm((product){.m = at.num_rows,
                            .n = dv,
                            .depth = at.num_keys,
@@ -185,7 +185,7 @@ static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_
 }
 
 static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace) {
-    const grid g = grid_of(p);
+    const attn_grid g = grid_of(p);
     const query_tile queries = query_tile_of(p, &g, task);
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);

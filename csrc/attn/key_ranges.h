@@ -86,14 +86,14 @@ static inline bool panel_is_full(const key_ranges *ranges, int64_t panel, int64_
 }
 
 // Keys that only some row vectors of a panel attend. The matrix products run per span, and so skip most masked pairs.
-typedef struct span {
+typedef struct attn_span {
     int64_t key, num_keys; // counted from the panel's first key
     int64_t row, num_rows; // of the panel; whole vectors, except at the tile's last rows
-} span;
+} attn_span;
 
 // Splits the panel's keys [begin, end) into spans, in order, and returns how many; pairs outside all spans are masked.
 static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, int64_t panel, int64_t begin,
-                          int64_t end, span spans[MAX_SPANS]) {
+                          int64_t end, attn_span spans[MAX_SPANS]) {
     int64_t count = 0;
     for (int64_t key = begin, next = end; key < end; key = next, next = end) {
         int64_t first = PANEL_VECS, last = -1;
@@ -112,7 +112,7 @@ static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, i
         if (last < 0) continue;
         const int64_t row = first * LANES;
         const int64_t num_rows = min64((last + 1) * LANES, panel_rows(queries, panel)) - row;
-        spans[count++] = (span){key - begin, next - key, row, num_rows};
+        spans[count++] = (attn_span){key - begin, next - key, row, num_rows};
     }
     return count;
 }
