@@ -103,7 +103,10 @@ def check_toolchain() -> None:
     )
     for variable, compiler, suffix, text, standard, what in probes:
         if shutil.which(compiler[0]) is None:
-            refuse(f"{what} is missing: {compiler[0]} is not on PATH. Install one (gcc, g++) or name it in {variable}.")
+            refuse(
+                f"{what} is missing: {compiler[0]} is not on PATH. Install one (gcc and g++, or clang) or name it in "
+                f"{variable}."
+            )
         with tempfile.TemporaryDirectory() as folder:
             source = pathlib.Path(folder, "probe" + suffix)
             source.write_text(text)

@@ -26,8 +26,7 @@ static inline int64_t rt_round_up_64(int64_t bytes) { return (bytes + 63) / 64 *
 // Whether the elements of an array take at most RT_MAX_BYTES, and so does the way from one element to any other, by
 // any sum of steps. A size of 0 counts as 1, so that products of some sizes of an empty array fit as well.
 //   sizes (ndim) >= 0;  strides (ndim) elements, of any sign, or NULL if the array is contiguous
-static inline bool rt_array_fits(int64_t ndim, const int64_t *sizes, const int64_t *strides,
-                                 int64_t element_bytes) {
+static inline bool rt_array_fits(int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t element_bytes) {
     if (element_bytes > RT_MAX_BYTES) return false;
     int64_t num_bytes = element_bytes, reach = element_bytes;
     for (int64_t d = 0; d < ndim; d++) {
@@ -69,8 +68,8 @@ typedef struct rt_bytes {
 } rt_bytes;
 
 // Of an array that fits; strides as in rt_array_fits.
-static inline rt_bytes rt_bytes_of(const void *array, int64_t ndim, const int64_t *sizes,
-                                   const int64_t *strides, int64_t element_bytes) {
+static inline rt_bytes rt_bytes_of(const void *array, int64_t ndim, const int64_t *sizes, const int64_t *strides,
+                                   int64_t element_bytes) {
     int64_t num_bytes = element_bytes, before = 0, beyond = element_bytes;
     for (int64_t d = 0; d < ndim; d++) {
         const int64_t way = strides == NULL || sizes[d] < 2 ? 0 : (sizes[d] - 1) * strides[d] * element_bytes;
@@ -80,8 +79,7 @@ static inline rt_bytes rt_bytes_of(const void *array, int64_t ndim, const int64_
     }
     if (strides == NULL) beyond = num_bytes;
     const uintptr_t first = (uintptr_t)array;
-    rt_bytes bytes = {first, first - (uintptr_t)before, first + (uintptr_t)beyond,
-                      num_bytes == before + beyond};
+    rt_bytes bytes = {first, first - (uintptr_t)before, first + (uintptr_t)beyond, num_bytes == before + beyond};
     if (num_bytes == 0) bytes.end = bytes.begin;
     return bytes;
 }

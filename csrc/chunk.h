@@ -9,8 +9,7 @@
 enum { CHUNK = 512 }; // elements; three chunks of f32 are 6 KiB, a fraction of any L1 cache
 
 // Widens elements first .. first + num_elements - 1 of an array into `to`, then adds zeros up to a whole vec.
-static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, int64_t num_elements,
-                              real *to) {
+static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, int64_t num_elements, real *to) {
     for (int64_t i = num_elements; i % LANES != 0; i++) to[i] = 0;
     const uint16_t *bf16 = array;
     const half *f16 = array;
@@ -26,8 +25,7 @@ static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, 
     }
 }
 
-static inline void store_chunk(rt_dtype dtype, void *array, int64_t first, int64_t num_elements,
-                               const real *from) {
+static inline void store_chunk(rt_dtype dtype, void *array, int64_t first, int64_t num_elements, const real *from) {
     uint16_t *bf16 = array;
     half *f16 = array;
     switch (dtype) {

@@ -10,17 +10,13 @@ static inline bool rt_is_dtype(rt_dtype dtype) {
     return dtype == RT_F64 || dtype == RT_F32 || dtype == RT_BF16 || dtype == RT_F16;
 }
 
-static inline int64_t rt_element_bytes(rt_dtype dtype) {
-    return dtype == RT_F64 ? 8 : dtype == RT_F32 ? 4 : 2;
-}
+static inline int64_t rt_element_bytes(rt_dtype dtype) { return dtype == RT_F64 ? 8 : dtype == RT_F32 ? 4 : 2; }
 
 // Of state and gradients, and of loss and lse.
 static inline int64_t rt_state_bytes(rt_dtype dtype) { return dtype == RT_F64 ? 8 : 4; }
 
 // Whether x is finite in the math type, which is f32 unless dtype is RT_F64.
-static inline bool rt_is_finite(rt_dtype dtype, double x) {
-    return dtype == RT_F64 ? isfinite(x) : isfinite((float)x);
-}
+static inline bool rt_is_finite(rt_dtype dtype, double x) { return dtype == RT_F64 ? isfinite(x) : isfinite((float)x); }
 
 // 0, or a positive number that is finite in the math type, and so is its inverse.
 static inline bool rt_is_softcap(rt_dtype dtype, double x) {

@@ -18,8 +18,7 @@ typedef int32_t real_bits;
 enum { LANES = RT_VECTOR_BYTES / sizeof(real) };
 
 typedef real vec __attribute__((vector_size(RT_VECTOR_BYTES)));
-typedef real_bits vec_bits
-    __attribute__((vector_size(RT_VECTOR_BYTES))); // a comparison gives 0 or -1 per lane
+typedef real_bits vec_bits __attribute__((vector_size(RT_VECTOR_BYTES))); // a comparison gives 0 or -1 per lane
 
 static inline vec vec_set(real x) { return x - (vec){0}; }
 
@@ -37,10 +36,17 @@ static inline vec vec_select(vec_bits mask, vec yes, vec no) {
 
 // Lane l is a[l + offset] where l lacks the bit `half`, else b[l - half + offset].
 static inline __attribute__((always_inline)) vec vec_weave(vec a, vec b, int half, int offset) {
+#if defined(__clang__) // which makes one shuffle of the loop; GCC would not
+    vec woven;
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; l++) woven[l] = l & half ? b[l - half + offset] : a[l + offset];
+    return woven;
+#else
     vec_bits from;
 #pragma GCC unroll 16
     for (int l = 0; l < LANES; l++) from[l] = (l & half ? LANES + l - half : l) + offset;
     return __builtin_shuffle(a, b, from);
+#endif
 }
 
 static inline vec vec_abs(vec x) { return (vec)((vec_bits)x & ~(vec_bits)(vec_set((real)-0.0))); }
@@ -79,8 +85,7 @@ static inline vec vec_tanh(vec x) {
 static inline vec vec_exp_split(vec x, int offset, vec_bits *power) {
     const vec shift = vec_set(0x1.8p23f + (float)offset); // adding it rounds to an integer, in the low bits
     const vec shifted = x * 0x1.715476p+0f + shift, n = shifted - shift;
-    const vec r =
-        (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts; the first product is exact
+    const vec r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f; // ln 2 in two parts; the first product is exact
     vec p = vec_set(1.39269266e-3f);
     p = p * r + 8.36377387e-3f;
     p = p * r + 4.16665501e-2f;

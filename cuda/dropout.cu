@@ -40,8 +40,7 @@ template <class T> RT_KERNEL(THREADS) dropout(RT_PARAMS dropout_params p) {
 
 } // namespace
 
-rt_status rt_cuda_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
-                          void *stream) {
+rt_status rt_cuda_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, void *stream) {
     const rt_status status = rt_dropout_check(p, x, places, y);
     if (status != RT_OK || p->num_tokens == 0 || p->num_features == 0) return status;
     const rt_dropout_rule rule = rt_dropout_rule_of(p->probability);
@@ -59,7 +58,6 @@ rt_status rt_cuda_dropout(const rt_dropout_params *p, const void *x, const int64
                                    rule.last_kept,
                                    rule.scale};
     return for_dtype(p->dtype, [&](auto element) {
-        return launch(dropout<decltype(element)>, grid_for(params.num_items, THREADS), THREADS, 0, stream,
-                      params);
+        return launch(dropout<decltype(element)>, grid_for(params.num_items, THREADS), THREADS, 0, stream, params);
     });
 }

@@ -110,8 +110,7 @@ rt_status run_glu(const rt_glu_params *p, const void *gate, const void *up, glu_
 
 } // namespace
 
-rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
-                          void *stream) {
+rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, void *stream) {
     glu_params arrays = {};
     arrays.prod = prod;
     return run_glu<false>(p, gate, up, arrays, stream);

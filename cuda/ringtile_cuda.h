@@ -23,8 +23,7 @@ rt_status rt_cuda_unshard(const rt_shard_params *p, const void *local, void *glo
 rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, void *stream);
 rt_status rt_cuda_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, void *stream);
 
-rt_status rt_cuda_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
-                          void *stream);
+rt_status rt_cuda_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, void *stream);
 
 // Labels are on the device, so a bad one is not RT_BAD_LABEL: the loss, lse and gradient of its token are NaN.
 rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
@@ -41,8 +40,8 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream);
 int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p); // 0 also if p is malformed
 
 // batch is at most 65535.
-rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
-                             const double *dlse, void *delta, void *stream);
+rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                             void *delta, void *stream);
 
 #ifdef __cplusplus
 }

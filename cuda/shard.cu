@@ -7,8 +7,7 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int MAX_LOOPS =
-    RT_MAX_DIMS + 1; // the last is over the words of an element, or of contiguous elements
+constexpr int MAX_LOOPS = RT_MAX_DIMS + 1; // the last is over the words of an element, or of contiguous elements
 
 struct copy_params {
     int num_loops;

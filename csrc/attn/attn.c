@@ -17,8 +17,7 @@ typedef struct job {
 } job;
 
 // Bytes of `front`, then scratch for each worker; RT_TOO_LARGE if that is more than any array may have.
-static rt_status workspace_bytes(int64_t front, int64_t scratch_bytes, int64_t num_workers,
-                                 int64_t *num_bytes) {
+static rt_status workspace_bytes(int64_t front, int64_t scratch_bytes, int64_t num_workers, int64_t *num_bytes) {
     *num_bytes = scratch_bytes;
     if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - front) return RT_TOO_LARGE;
     *num_bytes += front;
@@ -33,8 +32,7 @@ static bool holds_workspace(const rt_attn_params *p, int64_t num_bytes) {
 
 int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
     const rt_kernels *kernels;
-    if (num_workers < 1 || rt_attn_check_fwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
-        return 0;
+    if (num_workers < 1 || rt_attn_check_fwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
     int64_t num_bytes;
     const int64_t scratch_bytes = rt_round_up_64(kernels->attn_forward_scratch_bytes(p));
     return workspace_bytes(0, scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
@@ -69,13 +67,10 @@ static int64_t progress_bytes(const rt_attn_params *p, const rt_kernels *kernels
 
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
     const rt_kernels *kernels;
-    if (num_workers < 1 || rt_attn_check_bwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
-        return 0;
+    if (num_workers < 1 || rt_attn_check_bwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
     int64_t num_bytes;
     const int64_t scratch_bytes = rt_round_up_64(kernels->attn_backward_scratch_bytes(p));
-    return workspace_bytes(progress_bytes(p, kernels), scratch_bytes, num_workers, &num_bytes) == RT_OK
-               ? num_bytes
-               : 0;
+    return workspace_bytes(progress_bytes(p, kernels), scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
 }
 
 // Before and after the tasks: zeroes fresh dk and dv; rounds them. A task has some rows of k, counted over all batches.
@@ -90,8 +85,8 @@ static int64_t last_row(const key_job *j, int64_t task) {
     return last < j->num_rows ? last : j->num_rows;
 }
 
-static void clear_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim,
-                       int64_t first, int64_t last) {
+static void clear_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim, int64_t first,
+                       int64_t last) {
     const int64_t bytes = p->dtype == RT_F64 ? 8 : 4;
     for (int64_t i = first; i < last; i++)
         for (int64_t head = 0; head < p->num_kv_heads; head++) {
@@ -115,8 +110,7 @@ static void round_task(void *ctx, int64_t task, int64_t worker) {
     j->kernels->attn_round_keys(j->p, task * j->rows_per_task, last_row(j, task));
 }
 
-static void for_keys(const job *of, rt_parallel parallel,
-                     void (*work)(void *ctx, int64_t task, int64_t worker)) {
+static void for_keys(const job *of, rt_parallel parallel, void (*work)(void *ctx, int64_t task, int64_t worker)) {
     const rt_attn_params *p = of->p;
     key_job j = {p, of->kernels, p->batch * p->num_keys,
                  rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim))};
@@ -136,8 +130,7 @@ rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
     const int64_t num_tasks = j.kernels->attn_num_tasks(p);
     j.scratch_bytes = rt_round_up_64(j.kernels->attn_backward_scratch_bytes(p));
     int64_t needed;
-    status =
-        workspace_bytes(progress_bytes(p, j.kernels), j.scratch_bytes, rt_num_workers(parallel), &needed);
+    status = workspace_bytes(progress_bytes(p, j.kernels), j.scratch_bytes, rt_num_workers(parallel), &needed);
     if (status != RT_OK) return status;
     if (!holds_workspace(p, needed)) return RT_WORKSPACE;
     j.progress = p->workspace;

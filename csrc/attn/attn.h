@@ -14,8 +14,8 @@ rt_status rt_attn_check_fwd(const rt_attn_params *p);
 rt_status rt_attn_check_bwd(const rt_attn_params *p);
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM, RT_TOO_LARGE, RT_BAD_POINTER,
 //   RT_SHARED_MEMORY
-rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
-                              const double *dlse, const void *delta);
+rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                              const void *delta);
 
 #ifdef __cplusplus
 }

@@ -51,31 +51,30 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = (backward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q = take(&workspace, TILE_ROWS * d);
-    s->q_panels = take(&workspace, TILE_ROWS * d_words);
-    s->dq = take(&workspace, TILE_ROWS * d);
-    s->dout = take(&workspace, TILE_ROWS * dv);
-    s->dout_panels = take(&workspace, TILE_ROWS * dv_words);
-    s->k = take(&workspace, TILE_KEYS * d);
-    s->k_words = kind == REALS ? s->k : take(&workspace, TILE_KEYS * d_words);
-    s->dk = take(&workspace, TILE_KEYS * d);
-    s->v_words = take(&workspace, TILE_KEYS * dv_words);
-    s->dv = take(&workspace, TILE_KEYS * dv);
-    s->weights = take(&workspace, TILE_KEYS * PANEL);
-    s->dscores = take(&workspace, TILE_KEYS * PANEL);
-    s->factors = take(&workspace, num_factors(p));
+    s->q = attn_take(&workspace, TILE_ROWS * d);
+    s->q_panels = attn_take(&workspace, TILE_ROWS * d_words);
+    s->dq = attn_take(&workspace, TILE_ROWS * d);
+    s->dout = attn_take(&workspace, TILE_ROWS * dv);
+    s->dout_panels = attn_take(&workspace, TILE_ROWS * dv_words);
+    s->k = attn_take(&workspace, TILE_KEYS * d);
+    s->k_words = kind == REALS ? s->k : attn_take(&workspace, TILE_KEYS * d_words);
+    s->dk = attn_take(&workspace, TILE_KEYS * d);
+    s->v_words = attn_take(&workspace, TILE_KEYS * dv_words);
+    s->dv = attn_take(&workspace, TILE_KEYS * dv);
+    s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
+    s->dscores = attn_take(&workspace, TILE_KEYS * PANEL);
+    s->factors = attn_take(&workspace, num_factors(p));
     return s;
 }
 
 // ---- one panel ---------------------------------------------------------------------------------
 
 // For n keys of a panel: weights, S, becomes P; dscores, dP, becomes dS.
-static void softmax_gradient(real softcap, const real *lse, const real *lse_rest, const real *delta,
-                             int64_t n, real *weights, real *dscores) {
+static void softmax_gradient(real softcap, const real *lse, const real *lse_rest, const real *delta, int64_t n,
+                             real *weights, real *dscores) {
     const vec inverse_cap = vec_set(softcap > 0 ? 1 / softcap : 0);
     for (int64_t j = 0; j < PANEL; j += LANES) {
-        const vec lse_vec = vec_load(lse + j), rest_vec = vec_load(lse_rest + j),
-                  delta_vec = vec_load(delta + j);
+        const vec lse_vec = vec_load(lse + j), rest_vec = vec_load(lse_rest + j), delta_vec = vec_load(delta + j);
         for (int64_t i = j; i < n * PANEL; i += PANEL) {
             const vec score = vec_load(weights + i), weight = weight_exp((score - lse_vec) - rest_vec),
                       tanh_vec = score * inverse_cap;
@@ -113,12 +112,11 @@ static void add_attended_gradients(const rt_attn_params *p, const panel_part *pa
 }
 
 // The last three products of a span: dv += P^T dout, dk += dS^T (scale q), dq += dS k.
-static void add_span_gradients(const rt_attn_params *p, const panel_part *part, const span *at,
+static void add_span_gradients(const rt_attn_params *p, const panel_part *part, const attn_span *at,
                                backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t row = part->panel * PANEL + at->row;
-    const real *weights = s->weights + at->key * PANEL + at->row,
-               *dscores = s->dscores + at->key * PANEL + at->row;
+    const real *weights = s->weights + at->key * PANEL + at->row, *dscores = s->dscores + at->key * PANEL + at->row;
     gemm((product){.m = at->num_keys,
                    .n = dv,
                    .depth = at->num_rows,
@@ -154,18 +152,18 @@ static void add_span_gradients(const rt_attn_params *p, const panel_part *part, 
                    .add = true});
 }
 
-static void backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part,
-                           bool keys_finite, backward_scratch *s) {
+static void backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part, bool keys_finite,
+                           backward_scratch *s) {
     const int64_t panel = part->panel, begin = part->begin, end = part->end;
     const int64_t n = end - begin, rows = panel * PANEL;
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
 
-    span spans[MAX_SPANS];
+    attn_span spans[MAX_SPANS];
     const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
     for (int64_t i = 0; i < num_spans; i++) {
-        const span at = spans[i];
+        const attn_span at = spans[i];
         score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
         gemm_inputs((product){.kind = kind,
                               .factor = 1,
@@ -183,8 +181,7 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
         dropout_panel(p, &s->dropout, part->run, panel, begin, end, s->factors);
         multiply_panel(n, s->factors, s->dscores);
     }
-    softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
-                     s->dscores);
+    softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights, s->dscores);
     if (drops(p)) multiply_panel(n, s->factors, s->weights);
     if (!full) {
         // Masked weights again: exp(-inf - lse) is NaN where lse is -inf or NaN.
@@ -199,11 +196,10 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
 }
 
 // Adds n packed rows to the gradient of one kv head, at rows first_row ...
-static void add_key_rows(const query_tile *queries, const int64_t stride[3], int64_t dim, int64_t first_row,
-                         int64_t n, const real *rows, void *gradient) {
+static void add_key_rows(const query_tile *queries, const int64_t stride[3], int64_t dim, int64_t first_row, int64_t n,
+                         const real *rows, void *gradient) {
     const int64_t padded = round_up(dim, LANES);
-    real *to =
-        (real *)gradient + queries->batch * stride[0] + queries->kv_head * stride[2] + first_row * stride[1];
+    real *to = (real *)gradient + queries->batch * stride[0] + queries->kv_head * stride[2] + first_row * stride[1];
     for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < dim; j++) to[i * stride[1] + j] += rows[i * padded + j];
 }
@@ -211,18 +207,18 @@ static void add_key_rows(const query_tile *queries, const int64_t stride[3], int
 // ---- turns -------------------------------------------------------------------------------------
 
 // The keys of a call are counted over its runs in order; progress[task] says how many of them a task has passed.
-typedef struct turn {
+typedef struct attn_turn {
     _Atomic int64_t *progress; // (num_tasks)
     int64_t task;
     int64_t num_pairs; // (batch, kv head) pairs: tasks of one pair are this far apart
-} turn;
+} attn_turn;
 
-static inline void pass_keys(const turn *t, int64_t num_keys) {
+static inline void pass_keys(const attn_turn *t, int64_t num_keys) {
     atomic_store_explicit(&t->progress[t->task], num_keys, memory_order_release);
 }
 
 // Waits until every earlier task of the same (batch, kv head) has passed num_keys keys.
-static void wait_for_turn(const turn *t, int64_t num_keys) {
+static void wait_for_turn(const attn_turn *t, int64_t num_keys) {
     for (int64_t before = t->task - t->num_pairs; before >= 0; before -= t->num_pairs)
         while (atomic_load_explicit(&t->progress[before], memory_order_acquire) < num_keys) sched_yield();
 }
@@ -230,9 +226,8 @@ static void wait_for_turn(const turn *t, int64_t num_keys) {
 // ---- the task ----------------------------------------------------------------------------------
 
 // The query tile against keys [tile_begin, tile_end) of the run. keys_before: of the call's earlier runs.
-static void backward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run,
-                          int64_t keys_before, int64_t tile_begin, int64_t tile_end, const turn *t,
-                          backward_scratch *s) {
+static void backward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run, int64_t keys_before,
+                          int64_t tile_begin, int64_t tile_end, const attn_turn *t, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
     const word_kind kind = input_kind(p);
@@ -269,9 +264,9 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
 }
 
 static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace) {
-    const grid g = grid_of(p);
+    const attn_grid g = grid_of(p);
     const query_tile queries = query_tile_of(p, &g, task);
-    const turn t = {progress, task, p->batch * p->num_kv_heads};
+    const attn_turn t = {progress, task, p->batch * p->num_kv_heads};
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
@@ -291,8 +286,8 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     }
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++) {
-        const int64_t at = (queries.batch * p->num_heads + row_head(&queries, row)) * p->num_queries +
-                           row_token(&queries, row);
+        const int64_t at =
+            (queries.batch * p->num_heads + row_head(&queries, row)) * p->num_queries + row_token(&queries, row);
         const double lse = row < queries.num_rows ? load_lse(p, at) : INFINITY;
         s->lse[row] = (real)lse;
         s->lse_rest[row] = isfinite(lse) ? (real)(lse - (double)s->lse[row]) : 0;
@@ -305,15 +300,14 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
         const rt_run *run = &p->k_runs[i];
         find_ranges(p, &queries, run, &s->ranges);
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
-            backward_tile(p, &queries, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t,
-                          s);
+            backward_tile(p, &queries, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t, s);
         keys_before += run->length;
     }
     pass_keys(&t, INT64_MAX);
 
     for (int64_t row = 0; row < queries.num_rows; row++) {
-        real *dq = (real *)p->dq + queries.batch * p->dq_stride[0] +
-                   row_token(&queries, row) * p->dq_stride[1] + row_head(&queries, row) * p->dq_stride[2];
+        real *dq = (real *)p->dq + queries.batch * p->dq_stride[0] + row_token(&queries, row) * p->dq_stride[1] +
+                   row_head(&queries, row) * p->dq_stride[2];
         for (int64_t j = 0; j < p->head_dim; j++) dq[j] += (real)p->scale * s->dq[row * d + j];
     }
 }
@@ -324,11 +318,9 @@ static void attn_round_keys(const rt_attn_params *p, int64_t first, int64_t last
         const int64_t token = i / p->num_kv_heads, head = i % p->num_kv_heads;
         const int64_t batch = token / p->num_keys, key = token % p->num_keys;
         store_chunk(p->dtype, p->rounded_dk, i * p->head_dim, p->head_dim,
-                    (const real *)p->dk + batch * p->dk_stride[0] + key * p->dk_stride[1] +
-                        head * p->dk_stride[2]);
+                    (const real *)p->dk + batch * p->dk_stride[0] + key * p->dk_stride[1] + head * p->dk_stride[2]);
         store_chunk(p->dtype, p->rounded_dv, i * p->v_head_dim, p->v_head_dim,
-                    (const real *)p->dv + batch * p->dv_stride[0] + key * p->dv_stride[1] +
-                        head * p->dv_stride[2]);
+                    (const real *)p->dv + batch * p->dv_stride[0] + key * p->dv_stride[1] + head * p->dv_stride[2]);
     }
 }
 

@@ -35,21 +35,19 @@ static rows key_rows(const rt_attn_params *p, const void *array, int64_t element
 }
 
 // A contiguous (B, tokens, heads, dim) of the dtype; an array of no bytes if it is NULL, which asks for none.
-static rows rounded_rows(const rt_attn_params *p, const void *array, int64_t num_tokens, int64_t num_heads,
-                         int64_t dim, int64_t stride[3]) {
+static rows rounded_rows(const rt_attn_params *p, const void *array, int64_t num_tokens, int64_t num_heads, int64_t dim,
+                         int64_t stride[3]) {
     // Wraps only if the array that is rounded is too large, which is found first.
     stride[2] = dim, stride[1] = (int64_t)((uint64_t)num_heads * (uint64_t)dim);
     stride[0] = (int64_t)((uint64_t)num_tokens * (uint64_t)stride[1]);
-    return (rows){array, rt_element_bytes(p->dtype), array != NULL ? p->batch : 0, num_tokens, num_heads, dim,
-                  stride};
+    return (rows){array, rt_element_bytes(p->dtype), array != NULL ? p->batch : 0, num_tokens, num_heads, dim, stride};
 }
 
 // A contiguous (B, H, N): one number for each row of q.
-static rows row_numbers(const void *array, int64_t element_bytes, int64_t batch, int64_t num_queries,
-                        int64_t num_heads, int64_t stride[3]) {
+static rows row_numbers(const void *array, int64_t element_bytes, int64_t batch, int64_t num_queries, int64_t num_heads,
+                        int64_t stride[3]) {
     // Wraps only if the number of elements is too large by itself.
-    stride[0] = (int64_t)((uint64_t)num_heads * (uint64_t)num_queries), stride[1] = 1,
-    stride[2] = num_queries;
+    stride[0] = (int64_t)((uint64_t)num_heads * (uint64_t)num_queries), stride[1] = 1, stride[2] = num_queries;
     return (rows){array, element_bytes, batch, num_queries, num_heads, 1, stride};
 }
 
@@ -72,8 +70,7 @@ static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_keys < 0 || p->num_k_runs < 0) return RT_BAD_SHAPE;
     if (p->num_kv_heads < 1 || p->num_heads < 1 || p->num_heads % p->num_kv_heads != 0) return RT_BAD_HEADS;
-    if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->v_head_dim < 1 ||
-        p->v_head_dim > RT_MAX_HEAD_DIM)
+    if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM)
         return RT_BAD_HEAD_DIM;
     if (!rt_is_finite(p->dtype, p->scale) || !rt_is_softcap(p->dtype, p->softcap)) return RT_BAD_SCALE;
     if (!(p->dropout >= 0 && p->dropout <= 1)) return RT_BAD_PROBABILITY;
@@ -147,8 +144,8 @@ rt_status rt_attn_check_bwd(const rt_attn_params *p) {
     return rt_outputs_share_memory(bytes, OUTPUTS, ALL) ? RT_SHARED_MEMORY : RT_OK;
 }
 
-rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
-                              const double *dlse, const void *delta) {
+rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                              const void *delta) {
     enum { OUTPUTS = 1, ALL = 4 };
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;

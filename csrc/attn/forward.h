@@ -27,12 +27,12 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = (forward_scratch *)(void *)workspace;
     workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q_panels = take(&workspace, TILE_ROWS * d);
-    s->out = take(&workspace, TILE_ROWS * dv);
-    s->k = take(&workspace, TILE_KEYS * d);
-    s->v = take(&workspace, TILE_KEYS * dv);
-    s->weights = take(&workspace, TILE_KEYS * PANEL);
-    s->factors = take(&workspace, num_factors(p));
+    s->q_panels = attn_take(&workspace, TILE_ROWS * d);
+    s->out = attn_take(&workspace, TILE_ROWS * dv);
+    s->k = attn_take(&workspace, TILE_KEYS * d);
+    s->v = attn_take(&workspace, TILE_KEYS * dv);
+    s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
+    s->factors = attn_take(&workspace, num_factors(p));
     return s;
 }
 
@@ -59,8 +59,7 @@ static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *r
     for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_load(max + j * LANES);
     for (int64_t k = 0; k < n; k++)
 #pragma GCC unroll 4
-        for (int j = 0; j < PANEL_VECS; j++)
-            top[j] = vec_max(top[j], vec_load(weights + k * PANEL + j * LANES));
+        for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_max(top[j], vec_load(weights + k * PANEL + j * LANES));
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) {
         // A row without a key so far, or with scores of -inf only: any finite reference makes its weights 0.
@@ -70,8 +69,7 @@ static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *r
         vec_store(sum + j * LANES, vec_load(sum + j * LANES) * factor);
         vec_store(rescale + j * LANES, factor);
     }
-    for (int64_t k = 0; k < n; k += SUM_LEN)
-        exponentiate(min64(n - k, SUM_LEN), reference, weights + k * PANEL, sum);
+    for (int64_t k = 0; k < n; k += SUM_LEN) exponentiate(min64(n - k, SUM_LEN), reference, weights + k * PANEL, sum);
 }
 
 static void scale_rows(const real *factors, int64_t num_rows, int64_t width, real *rows) {
@@ -96,8 +94,8 @@ static void add_attended_values(const key_ranges *ranges, int64_t panel, int64_t
 }
 
 // The query tile against keys [tile_begin, tile_end) of the run.
-static void forward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run,
-                         int64_t tile_begin, int64_t tile_end, forward_scratch *s) {
+static void forward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run, int64_t tile_begin,
+                         int64_t tile_end, forward_scratch *s) {
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
     bool packed = false, v_finite = true;
@@ -114,10 +112,9 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
         const int64_t n = end - begin, rows = panel * PANEL;
-        span spans[MAX_SPANS];
+        attn_span spans[MAX_SPANS];
         const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
-        for (int64_t i = 0; i < num_spans; i++)
-            score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
+        for (int64_t i = 0; i < num_spans; i++) score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
         softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
@@ -131,7 +128,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
             continue;
         }
         for (int64_t i = 0; i < num_spans; i++) { // out += weights v
-            const span at = spans[i];
+            const attn_span at = spans[i];
             gemm((product){.m = at.num_rows,
                            .n = dv,
                            .depth = at.num_keys,
@@ -161,12 +158,10 @@ static void round_row(const rt_attn_params *p, const query_tile *queries, int64_
 
 // Merges the block's (out, lse) into the caller's: out -= sigmoid(lse_block - lse) (out - out_block). In f64, because
 // rounding an lse above 4 to f32 would put a relative error of 2^-22 into every weight.
-static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_t row,
-                      const forward_scratch *s) {
+static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_t row, const forward_scratch *s) {
     const real sum = s->sum[row];
     if (sum == 0 && !p->fresh) return; // attended no key
-    const int64_t head = row_head(queries, row), token = row_token(queries, row),
-                  dv = round_up(p->v_head_dim, LANES);
+    const int64_t head = row_head(queries, row), token = row_token(queries, row), dv = round_up(p->v_head_dim, LANES);
     const int64_t at = (queries->batch * p->num_heads + head) * p->num_queries + token;
     real *out = out_row(p, queries, row);
     const real *out_block = s->out + row * dv;
@@ -190,7 +185,7 @@ static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_
 }
 
 static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace) {
-    const grid g = grid_of(p);
+    const attn_grid g = grid_of(p);
     const query_tile queries = query_tile_of(p, &g, task);
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
@@ -199,13 +194,11 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
         // s->k is free until the first tile of keys.
         pack_queries(p, &queries, kind, input_q(p), panel, s->k);
         if (kind == REALS)
-            for (int64_t i = 0; i < PANEL * d; i += LANES)
-                vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
+            for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
         transpose_panel(s->k, d, s->q_panels + panel * PANEL * d);
     }
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
-    for (int64_t row = 0; row < queries.num_panels * PANEL; row++)
-        s->max[row] = -(real)INFINITY, s->sum[row] = 0;
+    for (int64_t row = 0; row < queries.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(queries.num_panels * PANEL * dv) * sizeof(real));
     for (int64_t i = 0; i < p->num_k_runs; i++) {
         const rt_run *run = &p->k_runs[i];

@@ -26,8 +26,7 @@ static inline int64_t first_key_from(const rt_run *run, int64_t bound) {
     return min64(run->stride == 1 ? distance : (distance - 1) / run->stride + 1, run->length);
 }
 
-static void find_ranges(const rt_attn_params *p, const query_tile *queries, const rt_run *run,
-                        key_ranges *ranges) {
+static void find_ranges(const rt_attn_params *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
     const int64_t num_heads = queries->num_heads;
     const int64_t mask_row = queries->batch * p->mask_batch_stride + queries->first_token;
     for (int64_t token = 0; token < queries->num_tokens; token++) {
@@ -70,8 +69,8 @@ static void find_ranges(const rt_attn_params *p, const query_tile *queries, cons
 }
 
 // Narrows the tile's keys to the part [*begin, *end) that a panel has to look at; false if its rows attend none.
-static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end,
-                       int64_t *begin, int64_t *end) {
+static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end, int64_t *begin,
+                       int64_t *end) {
     *begin = max64(tile_begin, ranges->begin[panel]);
     *end = min64(tile_end, ranges->end[panel]);
     if (*begin >= *end) return false;
@@ -87,14 +86,14 @@ static inline bool panel_is_full(const key_ranges *ranges, int64_t panel, int64_
 }
 
 // Keys that only some row vectors of a panel attend. The matrix products run per span, and so skip most masked pairs.
-typedef struct span {
+typedef struct attn_span {
     int64_t key, num_keys; // counted from the panel's first key
     int64_t row, num_rows; // of the panel; whole vectors, except at the tile's last rows
-} span;
+} attn_span;
 
 // Splits the panel's keys [begin, end) into spans, in order, and returns how many; pairs outside all spans are masked.
 static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, int64_t panel, int64_t begin,
-                          int64_t end, span spans[MAX_SPANS]) {
+                          int64_t end, attn_span spans[MAX_SPANS]) {
     int64_t count = 0;
     for (int64_t key = begin, next = end; key < end; key = next, next = end) {
         int64_t first = PANEL_VECS, last = -1;
@@ -113,14 +112,13 @@ static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, i
         if (last < 0) continue;
         const int64_t row = first * LANES;
         const int64_t num_rows = min64((last + 1) * LANES, panel_rows(queries, panel)) - row;
-        spans[count++] = (span){key - begin, next - key, row, num_rows};
+        spans[count++] = (attn_span){key - begin, next - key, row, num_rows};
     }
     return count;
 }
 
 // Overwrites x (key, row) with `masked` where the row does not attend the key; keys [begin, end).
-static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end, real masked,
-                       real *x) {
+static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end, real masked, real *x) {
     for (int64_t j = 0; j < PANEL; j += LANES) {
         vec_bits lo, hi;
         memcpy(&lo, ranges->lo + panel * PANEL + j, sizeof(lo));

@@ -7,17 +7,17 @@
 #include "query_tile.h"
 
 // An input tensor (B, tokens, heads, dim).
-typedef struct input {
+typedef struct attn_input {
     const void *array;
     const int64_t *stride; // batch, token, head
     int64_t dim;
-} input;
+} attn_input;
 
-static inline input input_q(const rt_attn_params *p) { return (input){p->q, p->q_stride, p->head_dim}; }
-static inline input input_k(const rt_attn_params *p) { return (input){p->k, p->k_stride, p->head_dim}; }
-static inline input input_v(const rt_attn_params *p) { return (input){p->v, p->v_stride, p->v_head_dim}; }
-static inline input input_dout(const rt_attn_params *p) {
-    return (input){p->dout, p->dout_stride, p->v_head_dim};
+static inline attn_input input_q(const rt_attn_params *p) { return (attn_input){p->q, p->q_stride, p->head_dim}; }
+static inline attn_input input_k(const rt_attn_params *p) { return (attn_input){p->k, p->k_stride, p->head_dim}; }
+static inline attn_input input_v(const rt_attn_params *p) { return (attn_input){p->v, p->v_stride, p->v_head_dim}; }
+static inline attn_input input_dout(const rt_attn_params *p) {
+    return (attn_input){p->dout, p->dout_stride, p->v_head_dim};
 }
 
 // The words in which k q^T and v dout^T, the products of two inputs, read them: pairs of bf16 as they are where the CPU
@@ -66,17 +66,15 @@ static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
 
 // Packs rows first_row .. first_row + n - 1 of the tile's kv head of k or v as (n, padded). Returns whether all numbers
 // are finite. Rows often begin a new page, which the hardware does not prefetch across.
-static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_kind kind, input x,
+static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_kind kind, attn_input x,
                       int64_t first_row, int64_t n, real *to) {
     enum { ROWS_AHEAD = 6 };
     const int64_t element_bytes = p->dtype == RT_F64 ? 8 : p->dtype == RT_F32 ? 4 : 2;
     const int64_t padded = row_words(kind, x.dim);
-    const int64_t base =
-        queries->batch * x.stride[0] + queries->kv_head * x.stride[2] + first_row * x.stride[1];
+    const int64_t base = queries->batch * x.stride[0] + queries->kv_head * x.stride[2] + first_row * x.stride[1];
     vec check = vec_set(0);
     for (int64_t i = 0; i < n; i++) {
-        const char *ahead =
-            (const char *)x.array + (base + min64(i + ROWS_AHEAD, n - 1) * x.stride[1]) * element_bytes;
+        const char *ahead = (const char *)x.array + (base + min64(i + ROWS_AHEAD, n - 1) * x.stride[1]) * element_bytes;
         for (int64_t byte = 0; byte < x.dim * element_bytes; byte += 64) __builtin_prefetch(ahead + byte);
         pack_row(kind, p->dtype, x.array, base + i * x.stride[1], x.dim, padded, to + i * padded, &check);
     }
@@ -84,14 +82,14 @@ static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_k
 }
 
 // Packs a panel of q or dout as (PANEL, padded), with zeros after the last row. Returns whether all numbers are finite.
-static bool pack_queries(const rt_attn_params *p, const query_tile *queries, word_kind kind, input x,
+static bool pack_queries(const rt_attn_params *p, const query_tile *queries, word_kind kind, attn_input x,
                          int64_t panel, real *to) {
     const int64_t padded = row_words(kind, x.dim), num_rows = panel_rows(queries, panel);
     vec check = vec_set(0);
     for (int64_t i = 0; i < num_rows; i++) {
         const int64_t row = panel * PANEL + i;
-        const int64_t offset = queries->batch * x.stride[0] + row_token(queries, row) * x.stride[1] +
-                               row_head(queries, row) * x.stride[2];
+        const int64_t offset =
+            queries->batch * x.stride[0] + row_token(queries, row) * x.stride[1] + row_head(queries, row) * x.stride[2];
         pack_row(kind, p->dtype, x.array, offset, x.dim, padded, to + i * padded, &check);
     }
     memset(to + num_rows * padded, 0, (size_t)((PANEL - num_rows) * padded) * sizeof(real));
@@ -125,7 +123,7 @@ static void transpose_panel(const real *rows, int64_t padded, real *to) {
 }
 
 // Takes n numbers off a worker's workspace; n is a multiple of TILE_ROWS or TILE_KEYS, so arrays start on cache lines.
-static inline real *take(char **workspace, int64_t n) {
+static inline real *attn_take(char **workspace, int64_t n) {
     _Static_assert(TILE_ROWS * sizeof(real) % 64 == 0 && TILE_KEYS * sizeof(real) % 64 == 0, "cache lines");
     real *array = (real *)(void *)*workspace;
     *workspace += n * (int64_t)sizeof(real);

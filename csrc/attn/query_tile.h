@@ -21,20 +21,18 @@ enum {
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t round_up(int64_t n, int64_t multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // All query tiles of a call. Tasks go from the last tokens to the first, because causal work grows with the position
 // and the longest tasks should start first.
-typedef struct grid {
+typedef struct attn_grid {
     int64_t heads_per_tile, tokens_per_tile; // heads * tokens <= TILE_ROWS
     int64_t head_tiles, token_tiles;         // per kv head
     int64_t num_tasks;                       // batch * num_kv_heads * head_tiles * token_tiles
-} grid;
+} attn_grid;
 
-static grid grid_of(const rt_attn_params *p) {
-    grid g = {0};
+static attn_grid grid_of(const rt_attn_params *p) {
+    attn_grid g = {0};
     if (p->batch == 0 || p->num_queries == 0) return g;
     const int64_t group = p->num_heads / p->num_kv_heads, all_rows = p->batch * p->num_heads * p->num_queries;
     const int64_t most_rows = min64(TILE_ROWS, round_up(all_rows / ENOUGH_TASKS + 1, PANEL));
@@ -43,8 +41,7 @@ static grid grid_of(const rt_attn_params *p) {
     const int64_t most_tokens = most_rows / g.heads_per_tile;
     const int64_t fewest_tiles = (p->num_queries + most_tokens - 1) / most_tokens;
     const int64_t panel_tokens = max64(1, PANEL / g.heads_per_tile);
-    g.tokens_per_tile =
-        min64(round_up((p->num_queries + fewest_tiles - 1) / fewest_tiles, panel_tokens), most_tokens);
+    g.tokens_per_tile = min64(round_up((p->num_queries + fewest_tiles - 1) / fewest_tiles, panel_tokens), most_tokens);
     g.head_tiles = (group + g.heads_per_tile - 1) / g.heads_per_tile;
     g.token_tiles = (p->num_queries + g.tokens_per_tile - 1) / g.tokens_per_tile;
     g.num_tasks = p->batch * p->num_kv_heads * g.head_tiles * g.token_tiles;
@@ -57,7 +54,7 @@ typedef struct query_tile {
     int64_t num_rows, num_panels;
 } query_tile;
 
-static query_tile query_tile_of(const rt_attn_params *p, const grid *g, int64_t task) {
+static query_tile query_tile_of(const rt_attn_params *p, const attn_grid *g, int64_t task) {
     const int64_t group = p->num_heads / p->num_kv_heads, num_pairs = p->batch * p->num_kv_heads;
     const int64_t pair = task % num_pairs, tile = task / num_pairs; // (batch, kv head), tile within it
     const int64_t head_tile = tile % g->head_tiles;

@@ -33,9 +33,7 @@ static void store_state(const rt_attn_params *p, void *array, int64_t i, double 
         ((float *)array)[i] = (float)x;
 }
 
-static rt_dtype lse_dtype(const rt_attn_params *p) {
-    return p->lse_f64 || p->dtype == RT_F64 ? RT_F64 : RT_F32;
-}
+static rt_dtype lse_dtype(const rt_attn_params *p) { return p->lse_f64 || p->dtype == RT_F64 ? RT_F64 : RT_F32; }
 
 static void store_lse(const rt_attn_params *p, int64_t i, double lse) {
     if (lse_dtype(p) == RT_F64)
@@ -53,8 +51,7 @@ typedef struct query {
 } query;
 
 static bool attends(const rt_attn_params *p, const query *i, const rt_run *run, int64_t j) {
-    const int64_t at = i->batch * p->mask_batch_stride + i->token,
-                  position = run->global_begin + j * run->stride;
+    const int64_t at = i->batch * p->mask_batch_stride + i->token, position = run->global_begin + j * run->stride;
     return position >= p->begin[at] && position < p->end[at];
 }
 
@@ -63,8 +60,7 @@ static double score(const rt_attn_params *p, const query *i, int64_t row) {
     const int64_t q = offset(p->q_stride, i->batch, i->token, i->head);
     const int64_t k = offset(p->k_stride, i->batch, row, i->kv_head);
     double dot = 0;
-    for (int64_t d = 0; d < p->head_dim; d++)
-        dot += load(p->dtype, p->q, q + d) * load(p->dtype, p->k, k + d);
+    for (int64_t d = 0; d < p->head_dim; d++) dot += load(p->dtype, p->q, q + d) * load(p->dtype, p->k, k + d);
     const double scaled = p->scale * dot;
     return p->softcap > 0 ? p->softcap * tanh(scaled / p->softcap) : scaled;
 }
@@ -141,8 +137,7 @@ static void forward_query(const rt_attn_params *p, const query *i) {
     const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
     for (int64_t d = 0; d < p->v_head_dim; d++) {
         const double kept = exp(before - lse) * load_state(p, p->out, out + d);
-        store_state(p, p->out, out + d,
-                    (before == -INFINITY ? 0 : kept) + exp(block - lse) * s.values[d] / s.sum);
+        store_state(p, p->out, out + d, (before == -INFINITY ? 0 : kept) + exp(block - lse) * s.values[d] / s.sum);
     }
     store_lse(p, state_row(p, i), lse);
 }
@@ -193,17 +188,14 @@ static void backward_pair(const rt_attn_params *p, const query *i, key j, void *
     }
 }
 
-static void backward_query(const rt_attn_params *p, const query *i) {
-    for_attended_keys(p, i, backward_pair, NULL);
-}
+static void backward_query(const rt_attn_params *p, const query *i) { for_attended_keys(p, i, backward_pair, NULL); }
 
 static void clear_key_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim) {
     if (p->num_keys == 0) return;
     for (int64_t batch = 0; batch < p->batch; batch++)
         for (int64_t row = 0; row < p->num_keys; row++)
             for (int64_t head = 0; head < p->num_kv_heads; head++)
-                for (int64_t d = 0; d < dim; d++)
-                    store_state(p, array, offset(stride, batch, row, head) + d, 0);
+                for (int64_t d = 0; d < dim; d++) store_state(p, array, offset(stride, batch, row, head) + d, 0);
 }
 
 rt_status rt_attn_bwd_reference(const rt_attn_params *p) {

@@ -8,7 +8,7 @@
 
 // scores (keys, PANEL) = scale k q^T, within a span of a packed panel. Packed numbers of q include the scale; pairs
 // cannot, so the product applies it.
-static void score_span(const rt_attn_params *p, const span *at, const real *k, const real *q, real *scores) {
+static void score_span(const rt_attn_params *p, const attn_span *at, const real *k, const real *q, real *scores) {
     const word_kind kind = input_kind(p);
     const int64_t k_row = row_words(kind, p->head_dim);
     gemm_inputs((product){.kind = kind,

@@ -43,13 +43,11 @@ rt_status rt_dropout_check(const rt_dropout_params *p, const void *x, const int6
     const bool empty = p->num_tokens == 0 || p->num_features == 0;
     if (!empty && (!rt_points_to(x, element_bytes) || !rt_points_to(y, element_bytes))) return RT_BAD_POINTER;
     const rt_bytes bytes[] = {rt_bytes_of(y, 2, sizes, NULL, element_bytes),
-                              rt_bytes_of(x, 2, sizes, strides, element_bytes),
-                              rt_bytes_of(places, 2, pairs, NULL, 8)};
+                              rt_bytes_of(x, 2, sizes, strides, element_bytes), rt_bytes_of(places, 2, pairs, NULL, 8)};
     return rt_outputs_share_memory(bytes, 1, 3) ? RT_SHARED_MEMORY : RT_OK;
 }
 
-rt_status rt_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
-                     rt_parallel parallel) {
+rt_status rt_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, rt_parallel parallel) {
     const rt_kernels *kernels;
     rt_status status = rt_dropout_check(p, x, places, y);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);

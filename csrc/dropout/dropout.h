@@ -11,7 +11,8 @@ extern "C" {
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_PROBABILITY, RT_BAD_POINTER
 rt_status rt_dropout_check(const rt_dropout_params *p, const void *x, const int64_t *places, const void *y);
 
-// A feature is kept if its random number is at most last_kept, and then multiplied by scale. If none is kept, scale is 0.
+// A feature is kept if its random number is at most last_kept, and then multiplied by scale; scale is 0 if none is
+// kept.
 typedef struct rt_dropout_rule {
     uint32_t last_kept;
     double scale;

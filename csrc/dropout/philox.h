@@ -1,5 +1,5 @@
-// Philox4x32-10, the random numbers that are a function of a counter (Salmon et al., Parallel random numbers: as easy as
-// 1, 2, 3, SC11). CUDA kernels include it after device/ptx.cuh, which defines RT_HOST_DEVICE.
+// Philox4x32-10, the random numbers that are a function of a counter (Salmon et al., Parallel random numbers: as easy
+// as 1, 2, 3, SC11). CUDA kernels include it after device/ptx.cuh, which defines RT_HOST_DEVICE.
 #ifndef RINGTILE_DROPOUT_PHILOX_H
 #define RINGTILE_DROPOUT_PHILOX_H
 
@@ -38,8 +38,6 @@ RT_HOST_DEVICE rt_philox rt_philox4x32(rt_philox x, uint32_t key_0, uint32_t key
 }
 
 // The row in a counter of attention, where every head of a row draws for itself.
-RT_HOST_DEVICE uint32_t rt_dropout_row(int64_t row, int64_t head) {
-    return (uint32_t)row + ((uint32_t)head << 20);
-}
+RT_HOST_DEVICE uint32_t rt_dropout_row(int64_t row, int64_t head) { return (uint32_t)row + ((uint32_t)head << 20); }
 
 #endif // RINGTILE_DROPOUT_PHILOX_H

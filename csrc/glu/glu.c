@@ -31,8 +31,7 @@ static rt_status check_rows(const rt_glu_params *p, const void *array, int64_t s
     return empty || rt_points_to(array, element_bytes) ? RT_OK : RT_BAD_POINTER;
 }
 
-rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up, const void *prod,
-                       bool backward) {
+rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up, const void *prod, bool backward) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     switch (p->kind) {
@@ -53,8 +52,7 @@ rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up,
     return rt_outputs_share_memory(bytes, backward ? 3 : 1, 3) ? RT_SHARED_MEMORY : RT_OK;
 }
 
-static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, bool backward,
-                         rt_parallel parallel) {
+static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, bool backward, rt_parallel parallel) {
     const rt_kernels *kernels;
     rt_status status = rt_glu_check(p, arrays->gate, arrays->up, arrays->prod, backward);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);
@@ -65,14 +63,12 @@ static rt_status run_glu(const rt_glu_params *p, const rt_glu_arrays *arrays, bo
     return RT_OK;
 }
 
-rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
-                     rt_parallel parallel) {
+rt_status rt_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, rt_parallel parallel) {
     const rt_glu_arrays arrays = {.gate = gate, .up = up, .prod = prod};
     return run_glu(p, &arrays, false, parallel);
 }
 
 rt_status rt_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel) {
-    const rt_glu_arrays arrays = {
-        .gate = gate, .up = up, .dprod = dprod, .dgate = gate, .dup = up, .prod = dprod};
+    const rt_glu_arrays arrays = {.gate = gate, .up = up, .dprod = dprod, .dgate = gate, .dup = up, .prod = dprod};
     return run_glu(p, &arrays, true, parallel);
 }

@@ -42,8 +42,7 @@ static inline activation gelu(vec x) {
 // sigmoid is 0 or 1 to the last bit, so z is clamped there and x^3 cannot overflow.
 static inline activation gelu_tanh(vec x) {
     const real c = (real)1.5957691216057307117, cubic = (real)(0.044715 * 1.5957691216057307117);
-    const vec near = vec_select(x > 22, vec_set(22), vec_select(x < -22, vec_set(-22), x)),
-              square = near * near;
+    const vec near = vec_select(x > 22, vec_set(22), vec_select(x < -22, vec_set(-22), x)), square = near * near;
     return sigmoid_gate(x, near * (c + cubic * square), c + 3 * cubic * square);
 }
 
@@ -66,8 +65,8 @@ static inline __attribute__((always_inline)) activation activate(rt_glu_kind kin
 
 // prod = act(gate) * up, and with dprod also
 // dgate = dprod * up * act'(gate), dup = dprod * act(gate), written over gate and up.
-static inline __attribute__((always_inline)) void glu_loop(rt_glu_kind kind, int64_t num_elements, real *gate,
-                                                           real *up, const real *dprod, real *prod) {
+static inline __attribute__((always_inline)) void glu_loop(rt_glu_kind kind, int64_t num_elements, real *gate, real *up,
+                                                           const real *dprod, real *prod) {
     for (int64_t i = 0; i < num_elements; i += LANES) {
         const activation act = activate(kind, vec_load(gate + i));
         const vec u = vec_load(up + i);
@@ -81,14 +80,13 @@ static inline __attribute__((always_inline)) void glu_loop(rt_glu_kind kind, int
 }
 
 // A loop of its own for each kind and direction, so that no loop branches inside.
-static void glu_chunk(rt_glu_kind kind, int64_t num_elements, real *gate, real *up, const real *dprod,
-                      real *prod) {
-#define RT_GLU_CASE(name)                                                                                    \
-    case name:                                                                                               \
-        if (dprod == NULL)                                                                                   \
-            glu_loop(name, num_elements, gate, up, NULL, prod);                                              \
-        else                                                                                                 \
-            glu_loop(name, num_elements, gate, up, dprod, prod);                                             \
+static void glu_chunk(rt_glu_kind kind, int64_t num_elements, real *gate, real *up, const real *dprod, real *prod) {
+#define RT_GLU_CASE(name)                                                                                              \
+    case name:                                                                                                         \
+        if (dprod == NULL)                                                                                             \
+            glu_loop(name, num_elements, gate, up, NULL, prod);                                                        \
+        else                                                                                                           \
+            glu_loop(name, num_elements, gate, up, dprod, prod);                                                       \
         break;
     switch (kind) {
         RT_GLU_CASE(RT_GLU_SILU)

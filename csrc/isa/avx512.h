@@ -1,5 +1,6 @@
 // AVX-512: vectors of 64 bytes, 32 registers.
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
+#include "target.h"
+#define RT_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"
 #define RT_VECTOR_BYTES 64
 #define RT_PANEL_VECS 4
 #define RT_REAL_BITS 32

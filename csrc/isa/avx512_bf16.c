@@ -1,10 +1,11 @@
 // AVX-512 with vdpbf16ps, the dot product of bf16 pairs. Attention uses it where both operands are bf16.
 #if defined(__x86_64__)
 #include "avx512.h"
-#pragma GCC target("avx512bf16")
+RT_TARGET(RT_AVX512 ",avx512bf16")
 #define RT_BF16_PAIRS
 #define RT_KERNELS rt_kernels_avx512_bf16
 #include "kernel_table.h"
+RT_TARGET_END
 #else
 typedef int rt_no_avx512_bf16; // ISO C forbids an empty translation unit
 #endif

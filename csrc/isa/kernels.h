@@ -15,8 +15,8 @@ typedef struct rt_kernels {
     // Rows [first, last) of rt_glu_fwd or rt_glu_bwd.
     void (*glu)(const rt_glu_params *p, const rt_glu_arrays *arrays, int64_t first, int64_t last);
     // Tokens [first, last) of rt_cross_entropy_fwd_bwd; the caller has checked every label.
-    void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
-                          void *lse, int64_t first, int64_t last);
+    void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss, void *lse,
+                          int64_t first, int64_t last);
     // Tokens [first, last) of rt_dropout.
     void (*dropout)(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, int64_t first,
                     int64_t last);
@@ -43,10 +43,10 @@ typedef struct rt_kernels {
     // Channels [first, last), at most RT_SELECTIVE_CHANNELS, of rt_selective_fwd or rt_selective_bwd. turn: of the
     // channels before.
     int64_t (*selective_scratch_bytes)(const rt_selective_params *p, bool backward);
-    void (*selective_forward)(const rt_selective_params *p, const rt_chunk_rows *rows, int64_t first,
-                              int64_t last, char *workspace);
-    void (*selective_backward)(const rt_selective_params *p, const rt_chunk_rows *rows, int64_t first,
-                               int64_t last, const rt_scan_turn *turn, char *workspace);
+    void (*selective_forward)(const rt_selective_params *p, const rt_chunk_rows *rows, int64_t first, int64_t last,
+                              char *workspace);
+    void (*selective_backward)(const rt_selective_params *p, const rt_chunk_rows *rows, int64_t first, int64_t last,
+                               const rt_scan_turn *turn, char *workspace);
     // Channels [first, last) of rt_conv_fwd or rt_conv_bwd.
     void (*conv_forward)(const rt_conv_params *p, int64_t first, int64_t last);
     void (*conv_backward)(const rt_conv_params *p, int64_t first, int64_t last);

@@ -39,22 +39,20 @@ rt_status rt_cross_entropy_check(const rt_cross_entropy_params *p, const void *l
     const bool all_there = rt_points_to(logits, element_bytes) && rt_points_to(labels, sizeof(int64_t)) &&
                            rt_points_to(loss, state_bytes) && rt_points_to(lse, state_bytes);
     if (p->num_tokens > 0 && !all_there) return RT_BAD_POINTER;
-    const rt_bytes bytes[] = {rt_bytes_of(loss, 1, sizes, NULL, state_bytes),
-                              rt_bytes_of(lse, 1, sizes, NULL, state_bytes),
-                              rt_bytes_of(logits, 2, sizes, strides, element_bytes),
-                              rt_bytes_of(labels, 1, sizes, NULL, sizeof(int64_t))};
+    const rt_bytes bytes[] = {
+        rt_bytes_of(loss, 1, sizes, NULL, state_bytes), rt_bytes_of(lse, 1, sizes, NULL, state_bytes),
+        rt_bytes_of(logits, 2, sizes, strides, element_bytes), rt_bytes_of(labels, 1, sizes, NULL, sizeof(int64_t))};
     return rt_outputs_share_memory(bytes, p->want_grad ? 3 : 2, 4) ? RT_SHARED_MEMORY : RT_OK;
 }
 
-rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
-                                   void *loss, void *lse, rt_parallel parallel) {
+rt_status rt_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
+                                   void *lse, rt_parallel parallel) {
     const rt_kernels *kernels;
     rt_status status = rt_cross_entropy_check(p, logits, labels, loss, lse);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &kernels);
     if (status != RT_OK || p->num_tokens == 0) return status;
     for (int64_t t = 0; t < p->num_tokens; t++)
-        if (labels[t] != p->ignore_index && (labels[t] < 0 || labels[t] >= p->vocab_size))
-            return RT_BAD_LABEL;
+        if (labels[t] != p->ignore_index && (labels[t] < 0 || labels[t] >= p->vocab_size)) return RT_BAD_LABEL;
 
     loss_job job = {p, kernels, logits, loss, lse, labels, rt_rows_per_task(p->vocab_size)};
     rt_for_each(parallel, rt_num_tasks(p->num_tokens, job.tokens_per_task), run_task, &job);

@@ -12,8 +12,8 @@ typedef struct softmax_state {
 } softmax_state;
 
 // Loads one chunk of x', with `tail` in the unused lanes of its last vec. slope: dx'/dx = 1 - tanh^2, or NULL.
-static void load_logits(const rt_cross_entropy_params *p, const void *logits, int64_t first, int64_t count,
-                        real tail, real *x, real *slope) {
+static void load_logits(const rt_cross_entropy_params *p, const void *logits, int64_t first, int64_t count, real tail,
+                        real *x, real *slope) {
     load_chunk(p->dtype, logits, first, count, x);
     if (p->softcap > 0) {
         const real softcap = (real)p->softcap, inverse = (real)(1 / p->softcap);
@@ -85,8 +85,7 @@ static void cross_entropy_token(const rt_cross_entropy_params *p, void *logits, 
     for (int64_t col = 0; col < V; col += CHUNK) {
         const int64_t count = V - col < CHUNK ? V - col : CHUNK;
         load_logits(p, logits, row + col, count, 0, x, slope);
-        for (int64_t i = 0; i < count; i += LANES)
-            vec_store(x + i, vec_exp(vec_load(x + i) - shift) * scale - uniform);
+        for (int64_t i = 0; i < count; i += LANES) vec_store(x + i, vec_exp(vec_load(x + i) - shift) * scale - uniform);
         if (label >= col && label < col + count) x[label - col] -= (real)(1 - smoothing);
         for (int64_t i = 0; p->softcap > 0 && i < count; i += LANES)
             vec_store(x + i, vec_load(x + i) * vec_load(slope + i));
@@ -94,8 +93,7 @@ static void cross_entropy_token(const rt_cross_entropy_params *p, void *logits, 
     }
 }
 
-static void ignore_token(const rt_cross_entropy_params *p, void *logits, int64_t token, void *loss,
-                         void *lse) {
+static void ignore_token(const rt_cross_entropy_params *p, void *logits, int64_t token, void *loss, void *lse) {
     const real zeros[CHUNK] = {0};
     store_state(p->dtype, loss, token, 0);
     store_state(p->dtype, lse, token, 0);
@@ -105,8 +103,8 @@ static void ignore_token(const rt_cross_entropy_params *p, void *logits, int64_t
     }
 }
 
-static void cross_entropy(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss,
-                          void *lse, int64_t first_token, int64_t last_token) {
+static void cross_entropy(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss, void *lse,
+                          int64_t first_token, int64_t last_token) {
     for (int64_t token = first_token; token < last_token; token++) {
         if (labels[token] == p->ignore_index)
             ignore_token(p, logits, token, loss, lse);

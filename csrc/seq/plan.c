@@ -12,15 +12,13 @@ typedef struct rank_runs {
 
 static rt_status check_plan(const rt_plan_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
-    if (p->num_ranks < 1 || p->seq_len < 0 || p->seq_len > INT32_MAX || p->mask_batch < 0)
-        return RT_BAD_SHAPE;
+    if (p->num_ranks < 1 || p->seq_len < 0 || p->seq_len > INT32_MAX || p->mask_batch < 0) return RT_BAD_SHAPE;
     if (!rt_points_to(p->run_offsets, sizeof(int64_t))) return RT_BAD_POINTER;
     const int64_t sizes[] = {p->mask_batch, p->seq_len};
     if (!rt_array_fits(2, sizes, NULL, sizeof(*p->begin))) return RT_TOO_LARGE;
     const int64_t num_intervals = p->mask_batch * p->seq_len;
     if (num_intervals == 0) return RT_OK;
-    if (num_intervals > INT64_MAX / p->seq_len)
-        return RT_TOO_LARGE; // pairs, if every query attends every key
+    if (num_intervals > INT64_MAX / p->seq_len) return RT_TOO_LARGE; // pairs, if every query attends every key
     const bool mask = rt_points_to(p->begin, sizeof(*p->begin)) && rt_points_to(p->end, sizeof(*p->end));
     return mask ? RT_OK : RT_BAD_POINTER;
 }
@@ -72,25 +70,23 @@ static int64_t place_of(const int32_t *below, int64_t g, int64_t num_keys) {
     return below[g] < 0 || below[g] > num_keys ? -1 : below[g];
 }
 
-rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below,
-                           int64_t *attended) {
+rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below, int64_t *attended) {
     rank_runs queries;
     rt_status status = check_plan(p);
     if (status == RT_OK) status = runs_of_rank(p, query_rank, &queries);
     if (status != RT_OK) return status;
-    if (!rt_points_to(attended, sizeof(*attended)) || (uintptr_t)below % sizeof(*below) != 0)
-        return RT_BAD_POINTER;
+    if (!rt_points_to(attended, sizeof(*attended)) || (uintptr_t)below % sizeof(*below) != 0) return RT_BAD_POINTER;
     const int64_t seq_len = p->seq_len, num_keys = num_counted(p, below);
     if (num_keys < 0) return RT_BAD_PLAN;
 
     // Pass 1: attended[j] = how many more queries attend key j than key j - 1. Pass 2: running sums.
     memset(attended, 0, (size_t)(num_keys + 1) * sizeof(*attended));
+    const int32_t *begin = p->begin, *end = p->end;
     for (int64_t b = 0; b < p->mask_batch; b++) {
-        const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
         for (int64_t r = 0; r < queries.num_runs; r++) {
             const rt_run run = queries.runs[r];
             for (int64_t j = 0; j < run.length; j++) {
-                const int64_t i = run.global_begin + j * run.stride;
+                const int64_t i = b * seq_len + run.global_begin + j * run.stride;
                 if (begin[i] >= end[i]) continue;
                 const int64_t first = place_of(below, clamp(begin[i], seq_len), num_keys),
                               last = place_of(below, clamp(end[i], seq_len), num_keys);
@@ -111,9 +107,8 @@ static const rt_run *run_at(const rank_runs *keys, int64_t local_begin, int64_t 
     return &keys->runs[guess];
 }
 
-rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below,
-                         const int64_t *attended, rt_run *needed, int64_t capacity, int64_t *num_needed,
-                         int64_t *num_pairs) {
+rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below, const int64_t *attended,
+                         rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs) {
     rank_runs keys;
     rt_status status = check_plan(p);
     if (status == RT_OK) status = runs_of_rank(p, key_rank, &keys);

@@ -13,16 +13,13 @@ static bool share_local_tokens(const rt_run *runs, int64_t num_runs) {
     for (int64_t r = 0; r < num_runs; r++) {
         const int64_t begin = runs[r].local_begin, end = begin + runs[r].length;
         for (int64_t other = 0; begin < filled_until && other < r; other++)
-            if (begin < runs[other].local_begin + runs[other].length && runs[other].local_begin < end)
-                return true;
+            if (begin < runs[other].local_begin + runs[other].length && runs[other].local_begin < end) return true;
         if (end > filled_until) filled_until = end;
     }
     return false;
 }
 
-static int64_t last_position(const rt_run *run) {
-    return run->global_begin + (run->length - 1) * run->stride;
-}
+static int64_t last_position(const rt_run *run) { return run->global_begin + (run->length - 1) * run->stride; }
 
 // The greatest common divisor of a and b, both at least 1, and *inverse: a / gcd times it is 1 modulo b / gcd.
 static int64_t euclid(int64_t a, int64_t b, int64_t *inverse) {
@@ -134,8 +131,8 @@ static void sort_descending(rt_layout_place *places, int64_t count) {
     }
 }
 
-// Whether runs that hold `length` positions from `begin` on, with repetitions, hold each of so many: by pairs of runs, or
-// position by position where those are fewer.
+// Whether runs that hold `length` positions from `begin` on, with repetitions, hold each of so many: by pairs of runs,
+// or position by position where those are fewer.
 static bool fill(const rt_run *runs, rt_layout_place *places, int64_t count, int64_t begin, int64_t length) {
     if ((count - 1) / 2 <= length / count) {
         for (int64_t i = 1; i < count; i++)
@@ -189,8 +186,7 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
             if (last_position(run) > last) last = last_position(run);
             held += run->length;
         }
-        if (held != last - begin + 1 || !fill(runs, places + first, after - first, begin, held))
-            return RT_BAD_LAYOUT;
+        if (held != last - begin + 1 || !fill(runs, places + first, after - first, begin, held)) return RT_BAD_LAYOUT;
     }
     return RT_OK;
 }

@@ -45,7 +45,7 @@ rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, cons
 }
 
 // A memcpy of a constant size is one load and one store.
-#define RT_COPY_ELEMENTS(bytes)                                                                              \
+#define RT_COPY_ELEMENTS(bytes)                                                                                        \
     for (int64_t i = 0; i < num_elements; i++) memcpy(to + i * to_step, from + i * from_step, (size_t)(bytes))
 
 static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t num_elements,
@@ -106,8 +106,7 @@ static void run_task(void *ctx, int64_t task, int64_t worker) {
     (void)worker;
     const shard_job *job = ctx;
     for (int64_t r = 0; r < job->p->num_runs; r++) {
-        const rt_strided_copy copy =
-            rt_copy_of_run(job->p, &job->p->runs[r], job->from, job->to, job->to_global);
+        const rt_strided_copy copy = rt_copy_of_run(job->p, &job->p->runs[r], job->from, job->to, job->to_global);
         copy_range(&copy, share(copy.num_elements, task, job->num_tasks),
                    share(copy.num_elements, task + 1, job->num_tasks));
     }
@@ -141,14 +140,12 @@ rt_status rt_shard_check(const rt_shard_params *p, const void *from, const void 
     if (*num_bytes == 0) return RT_OK;
     if (from == NULL || to == NULL) return RT_BAD_POINTER;
     const void *const global = to_global ? to : from, *const local = to_global ? from : to;
-    const bool shared =
-        rt_share_memory(rt_bytes_of(global, p->ndim, global_sizes, p->global_strides, p->element_bytes),
-                        rt_bytes_of(local, p->ndim, p->sizes, p->local_strides, p->element_bytes));
+    const bool shared = rt_share_memory(rt_bytes_of(global, p->ndim, global_sizes, p->global_strides, p->element_bytes),
+                                        rt_bytes_of(local, p->ndim, p->sizes, p->local_strides, p->element_bytes));
     return shared ? RT_SHARED_MEMORY : RT_OK;
 }
 
-static rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool to_global,
-                           rt_parallel parallel) {
+static rt_status copy_runs(const rt_shard_params *p, const void *from, void *to, bool to_global, rt_parallel parallel) {
     int64_t num_bytes;
     const rt_status status = rt_shard_check(p, from, to, to_global, &num_bytes);
     if (status != RT_OK || num_bytes == 0) return status;

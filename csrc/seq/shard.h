@@ -24,8 +24,7 @@ typedef struct rt_strided_copy {
 
 // The copy of one run, with as few loops as possible: dims of size 1 are dropped, and neighbouring dims that are
 // contiguous in both tensors are merged. At least one loop remains.
-rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, const void *from, void *to,
-                               bool to_global);
+rt_strided_copy rt_copy_of_run(const rt_shard_params *p, const rt_run *run, const void *from, void *to, bool to_global);
 
 #ifdef __cplusplus
 }

@@ -97,21 +97,20 @@ struct Arg {
         return ScalarType::Float; // not reached
     }
     const Arg &dim(int64_t expected) const {
-        require(x.dim() == expected, op, name, " has shape ", Shape{x}, ", expected ", expected,
-                " dimensions");
+        require(x.dim() == expected, op, name, " has shape ", Shape{x}, ", expected ", expected, " dimensions");
         return *this;
     }
     const Arg &sizes(const std::vector<int64_t> &expected) const {
         dim(static_cast<int64_t>(expected.size()));
         for (size_t i = 0; i < expected.size(); ++i)
-            require(x.size(i) == expected[i], op, name, " has shape ", Shape{x}, ", expected size ",
-                    expected[i], " in dim ", i);
+            require(x.size(i) == expected[i], op, name, " has shape ", Shape{x}, ", expected size ", expected[i],
+                    " in dim ", i);
         return *this;
     }
     const Arg &unit_last_stride() const {
         const int64_t last = x.dim() - 1;
-        require(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, op, name, " has stride ",
-                x.stride(last), " in its last dim, expected 1; call .contiguous()");
+        require(x.size(last) <= 1 || x.stride(last) == 1 || x.numel() == 0, op, name, " has stride ", x.stride(last),
+                " in its last dim, expected 1; call .contiguous()");
         return *this;
     }
     const Arg &contiguous() const {
@@ -143,14 +142,11 @@ inline rt_dtype dtype_of(const Tensor &x, const char *op) {
     default:
         break;
     }
-    require(false, op, "dtype ", x.scalar_type(),
-            " is not supported, expected float64, float32, bfloat16 or float16");
+    require(false, op, "dtype ", x.scalar_type(), " is not supported, expected float64, float32, bfloat16 or float16");
     return RT_F32; // not reached
 }
 
-inline ScalarType state_dtype(rt_dtype dtype) {
-    return dtype == RT_F64 ? ScalarType::Double : ScalarType::Float;
-}
+inline ScalarType state_dtype(rt_dtype dtype) { return dtype == RT_F64 ? ScalarType::Double : ScalarType::Float; }
 
 // A (R, 4) tensor of runs, read in place.
 inline std::pair<const rt_run *, int64_t> runs_of(const Tensor &runs, const char *op, const char *name) {

@@ -13,9 +13,9 @@
 #define RT_MODULE "_cuda"
 #define RT_MODULE_INIT PyInit__cuda
 #define RT_METHODS nullptr
-// Weak: a torch without CUDA lacks it, and the object, which binds all its symbols at once, must load there for the tests.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void **stream);
+// Weak: a torch without CUDA lacks it, and the object, which binds all its symbols at once, must load there for the
+// tests.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
 #else
 #define RT_CORE(name) rt_##name
 #define RT_DISPATCH_KEY CPU
@@ -64,9 +64,7 @@ struct Place {
 #endif
 
     // Scratch from torch's allocator, which aligns to 64 bytes.
-    Tensor bytes(int64_t count) const {
-        return torch::stable::empty({count}, ScalarType::Byte, std::nullopt, device);
-    }
+    Tensor bytes(int64_t count) const { return torch::stable::empty({count}, ScalarType::Byte, std::nullopt, device); }
 };
 
 // ---- attention ---------------------------------------------------------------------------------
@@ -144,43 +142,36 @@ rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &
 // lse (B, H, N) has the state dtype or, so that it is not rounded between calls, float64.
 void set_lse(rt_attn_params &p, const char *op, const Place &place, const Tensor &lse) {
     p.lse_f64 = Arg{op, "lse", lse}.scalar_type() == ScalarType::Double;
-    Arg{op, "lse", lse}
-        .on(place.device)
-        .dtype(p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype))
-        .contiguous();
+    Arg{op, "lse", lse}.on(place.device).dtype(p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype)).contiguous();
     Arg{op, "lse", lse}.sizes({p.batch, p.num_heads, p.num_queries});
     p.lse = Arg{op, "lse", lse}.data();
 }
 
 // A result that the call finishes, contiguous and of q's dtype; NULL if there is none.
-void *rounded_result(const char *op, const char *name, const Place &place,
-                     const std::optional<Tensor> &rounded, const Tensor &q,
-                     const std::vector<int64_t> &sizes) {
+void *rounded_result(const char *op, const char *name, const Place &place, const std::optional<Tensor> &rounded,
+                     const Tensor &q, const std::vector<int64_t> &sizes) {
     if (!rounded.has_value()) return nullptr;
     Arg{op, name, *rounded}.on(place.device).dtype(Arg{op, "q", q}.scalar_type()).contiguous().sizes(sizes);
     return Arg{op, name, *rounded}.data();
 }
 
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
-               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh,
-               double dropout, int64_t seed, int64_t step, int64_t stream, std::optional<Tensor> rows,
-               std::optional<Tensor> positions, std::optional<Tensor> rounded_out) {
+               const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh, double dropout,
+               int64_t seed, int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
+               std::optional<Tensor> rounded_out) {
     const char *op = "attn_fwd_";
     const Place place(op, q);
     rt_attn_params p = attn_params(
         op, place,
         {q, k, v, begin, end, k_runs, scale, softcap, fresh, {dropout, seed, step, stream, rows, positions}});
     const ScalarType state = state_dtype(p.dtype);
-    Arg{op, "out", out}
-        .on(place.device)
-        .dtype(state)
-        .sizes({p.batch, p.num_queries, p.num_heads, p.v_head_dim});
+    Arg{op, "out", out}.on(place.device).dtype(state).sizes({p.batch, p.num_queries, p.num_heads, p.v_head_dim});
     Arg{op, "out", out}.unit_last_stride();
     set_lse(p, op, place, lse);
     p.out = Arg{op, "out", out}.data();
     set_strides(p.out_stride, out);
-    p.rounded_out = rounded_result(op, "rounded_out", place, rounded_out, q,
-                                   {p.batch, p.num_queries, p.num_heads, p.v_head_dim});
+    p.rounded_out =
+        rounded_result(op, "rounded_out", place, rounded_out, q, {p.batch, p.num_queries, p.num_heads, p.v_head_dim});
 
     p.workspace_bytes = place.attn_fwd_bytes(&p);
     const Tensor workspace = place.bytes(p.workspace_bytes);
@@ -189,9 +180,9 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
 }
 
 void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
-               const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq,
-               Tensor dk, Tensor dv, double scale, double softcap, bool fresh, double dropout, int64_t seed,
-               int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
+               const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq, Tensor dk,
+               Tensor dv, double scale, double softcap, bool fresh, double dropout, int64_t seed, int64_t step,
+               int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
                std::optional<Tensor> rounded_dk, std::optional<Tensor> rounded_dv) {
     const char *op = "attn_bwd_";
     const Place place(op, q);
@@ -228,10 +219,7 @@ Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
     const Place place(op, dout);
     Arg{op, "dout", dout}.dim(4).unit_last_stride();
     const int64_t B = dout.size(0), N = dout.size(1), H = dout.size(2);
-    Arg{op, "out", out}
-        .on(place.device)
-        .dtype(Arg{op, "dout", dout}.scalar_type())
-        .sizes({B, N, H, dout.size(3)});
+    Arg{op, "out", out}.on(place.device).dtype(Arg{op, "dout", dout}.scalar_type()).sizes({B, N, H, dout.size(3)});
     Arg{op, "out", out}.unit_last_stride();
     Arg{op, "dlse", dlse}.on(place.device).dtype(ScalarType::Double).contiguous().sizes({B, H, N});
 
@@ -252,15 +240,14 @@ struct ShardArgs {
     std::vector<int64_t> sizes, global_strides, local_strides;
     rt_shard_params p = {};
 
-    ShardArgs(const char *op, const Place &place, const Tensor &global, const Tensor &local,
-              const Tensor &runs, int64_t dim) {
+    ShardArgs(const char *op, const Place &place, const Tensor &global, const Tensor &local, const Tensor &runs,
+              int64_t dim) {
         Arg{op, "global tensor", global}.on(place.device);
         Arg{op, "local tensor", local}
             .on(place.device)
             .dtype(Arg{op, "global", global}.scalar_type())
             .dim(global.dim());
-        require(dim >= 0 && dim < global.dim(), op, "dim ", dim, " is not a dimension of shape ",
-                Shape{global});
+        require(dim >= 0 && dim < global.dim(), op, "dim ", dim, " is not a dimension of shape ", Shape{global});
         for (int64_t i = 0; i < global.dim(); ++i) {
             require(i == dim || global.size(i) == local.size(i), op, "global shape ", Shape{global},
                     " and local shape ", Shape{local}, " may differ in dim ", dim, " only");
@@ -291,24 +278,19 @@ void unshard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
 
 // ---- MLP and loss ------------------------------------------------------------------------------
 
-rt_glu_params glu_params(const char *op, const Place &place, const Tensor &gate, const Tensor &up,
-                         const Tensor &prod, int64_t kind) {
+rt_glu_params glu_params(const char *op, const Place &place, const Tensor &gate, const Tensor &up, const Tensor &prod,
+                         int64_t kind) {
     Arg{op, "gate", gate}.dim(2).unit_last_stride();
     const std::vector<int64_t> expected = {gate.size(0), gate.size(1)};
-    Arg{op, "up", up}
-        .on(place.device)
-        .dtype(Arg{op, "gate", gate}.scalar_type())
-        .sizes(expected)
-        .unit_last_stride();
+    Arg{op, "up", up}.on(place.device).dtype(Arg{op, "gate", gate}.scalar_type()).sizes(expected).unit_last_stride();
     Arg{op, "dprod", prod}
         .on(place.device)
         .dtype(Arg{op, "gate", gate}.scalar_type())
         .sizes(expected)
         .unit_last_stride();
-    return {dtype_of(gate, op), static_cast<rt_glu_kind>(kind),
-            gate.size(0),       gate.size(1),
-            gate.stride(0),     up.stride(0),
-            prod.stride(0)};
+    return {
+        dtype_of(gate, op), static_cast<rt_glu_kind>(kind), gate.size(0), gate.size(1), gate.stride(0), up.stride(0),
+        prod.stride(0)};
 }
 
 Tensor glu_fwd(const Tensor &gate, const Tensor &up, int64_t kind) {
@@ -325,14 +307,13 @@ void glu_bwd_(Tensor gate, Tensor up, Tensor dprod, int64_t kind) {
     const Place place("glu_bwd_", gate);
     const char *op = "glu_bwd_";
     const rt_glu_params p = glu_params(op, place, gate, up, dprod, kind);
-    check(RT_CORE(glu_bwd)(&p, Arg{op, "gate", gate}.data(), Arg{op, "up", up}.data(),
-                           Arg{op, "dprod", dprod}.data(), place.queue()),
+    check(RT_CORE(glu_bwd)(&p, Arg{op, "gate", gate}.data(), Arg{op, "up", up}.data(), Arg{op, "dprod", dprod}.data(),
+                           place.queue()),
           op);
 }
 
-void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Tensor lse,
-                            int64_t ignore_index, double label_smoothing, double softcap, double z_loss,
-                            bool want_grad) {
+void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Tensor lse, int64_t ignore_index,
+                            double label_smoothing, double softcap, double z_loss, bool want_grad) {
     const char *op = "cross_entropy_fwd_bwd_";
     const Place place(op, logits);
     Arg{op, "logits", logits}.dim(2).unit_last_stride();
@@ -341,12 +322,11 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
     Arg{op, "labels", labels}.on(place.device).dtype(ScalarType::Long).contiguous().sizes({T});
     Arg{op, "loss", loss}.on(place.device).dtype(state_dtype(dtype)).contiguous().sizes({T});
     Arg{op, "lse", lse}.on(place.device).dtype(state_dtype(dtype)).contiguous().sizes({T});
-    const rt_cross_entropy_params p = {
-        dtype,           T,       logits.size(1), logits.stride(0), ignore_index,
-        label_smoothing, softcap, z_loss,         want_grad};
-    check(RT_CORE(cross_entropy_fwd_bwd)(
-              &p, Arg{op, "logits", logits}.data(), Arg{op, "labels", labels}.data<const int64_t>(),
-              Arg{op, "loss", loss}.data(), Arg{op, "lse", lse}.data(), place.queue()),
+    const rt_cross_entropy_params p = {dtype,           T,       logits.size(1), logits.stride(0), ignore_index,
+                                       label_smoothing, softcap, z_loss,         want_grad};
+    check(RT_CORE(cross_entropy_fwd_bwd)(&p, Arg{op, "logits", logits}.data(),
+                                         Arg{op, "labels", labels}.data<const int64_t>(), Arg{op, "loss", loss}.data(),
+                                         Arg{op, "lse", lse}.data(), place.queue()),
           op);
 }
 

@@ -18,8 +18,8 @@ struct LayoutArg {
         const auto *row = arg.data<const int64_t>();
         for (int64_t i = 0; i < layout.size(0); ++i, row += 5) {
             const auto last = static_cast<int64_t>(offsets.size()) - 1;
-            require(row[0] == last || row[0] == last + 1, op,
-                    "layout rows must go rank after rank from 0, but row ", i, " is of rank ", row[0]);
+            require(row[0] == last || row[0] == last + 1, op, "layout rows must go rank after rank from 0, but row ", i,
+                    " is of rank ", row[0]);
             if (row[0] == last + 1) offsets.push_back(i);
             runs.push_back({row[1], row[2], row[3], row[4]});
         }
@@ -31,8 +31,8 @@ struct LayoutArg {
 void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
     const char *op = "layout_check";
     const LayoutArg arg(layout, op);
-    require(arg.num_ranks() == world_size, op, "layout has runs for ", arg.num_ranks(),
-            " ranks, expected world_size ", world_size);
+    require(arg.num_ranks() == world_size, op, "layout has runs for ", arg.num_ranks(), " ranks, expected world_size ",
+            world_size);
     require(seq_len >= 0, op, "seq_len is ", seq_len, ", expected at least 0");
     std::vector<rt_layout_place> places(arg.runs.size());
     check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, places.data()), op);
@@ -65,8 +65,8 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
     std::vector<int64_t> rows; // (M, 6) flat
     const auto add = [&](int64_t query_rank, int64_t key_rank, const int32_t *below) {
         const auto fill = [&](int64_t *count) {
-            return rt_plan_needed(&p, key_rank, below, attended.data(), runs.data(),
-                                  static_cast<int64_t>(runs.size()), count, &pair[query_rank * W + key_rank]);
+            return rt_plan_needed(&p, key_rank, below, attended.data(), runs.data(), static_cast<int64_t>(runs.size()),
+                                  count, &pair[query_rank * W + key_rank]);
         };
         int64_t count = 0;
         rt_status status = fill(&count);
@@ -76,8 +76,8 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
         }
         check(status, op);
         for (int64_t i = 0; i < count; ++i)
-            rows.insert(rows.end(), {query_rank, key_rank, runs[i].global_begin, runs[i].stride,
-                                     runs[i].local_begin, runs[i].length});
+            rows.insert(rows.end(), {query_rank, key_rank, runs[i].global_begin, runs[i].stride, runs[i].local_begin,
+                                     runs[i].length});
     };
     // Against the queries of another rank, counts only the rank's own keys: all S positions for each of W ranks would
     // take O(W S).
@@ -110,63 +110,6 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     return result;
 }
 
-// One pass of attention by a scheme, played on a model (rt_cost): seconds (W), bytes (W, W), events (E, 6) in float64 if
-// they are wanted: kind, from, to, bytes, begin, end.
-//   sizes (4): key, gradient, query, result bytes;  rates (12): flops of a pair, flops per second, seconds of a call and
-//   of an exchange, copied bytes per second, and latency, bytes per second of a rank and of a host, and overlap, within a host and between hosts
-std::tuple<Tensor, Tensor, Tensor> scheme_cost(const Tensor &hosts, const Tensor &tokens, const Tensor &keys,
-                                               const Tensor &pairs, const Tensor &shares, const Tensor &sizes,
-                                               const Tensor &rates, bool at_once, bool backward,
-                                               bool want_events) {
-    const char *op = "scheme_cost";
-    const auto counts = [&](const char *name, const Tensor &x, const std::vector<int64_t> &expected) {
-        const Arg arg = {op, name, x};
-        return arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes(expected).data<const int64_t>();
-    };
-    Arg{op, "hosts", hosts}.dim(1);
-    Arg{op, "shares", shares}.dim(3);
-    const int64_t W = hosts.size(0);
-    const int64_t *bytes_of = counts("sizes", sizes, {4});
-    Arg{op, "rates", rates}.on_cpu().dtype(ScalarType::Double).contiguous().sizes({12});
-    const auto *rate = Arg{op, "rates", rates}.data<const double>();
-    rt_cost_params p = {};
-    p.num_ranks = W, p.group_size = shares.size(1), p.num_stages = shares.size(0), p.at_once = at_once;
-    p.hosts = counts("hosts", hosts, {W}), p.tokens = counts("tokens", tokens, {W});
-    p.keys = counts("keys", keys, {W, W}), p.pairs = counts("pairs", pairs, {W, W});
-    p.shares = counts("shares", shares, {p.num_stages, p.group_size, 3});
-    p.key_bytes = bytes_of[0], p.gradient_bytes = bytes_of[1];
-    p.query_bytes = bytes_of[2], p.result_bytes = bytes_of[3];
-    p.flops_per_pair = rate[0], p.flops_per_s = rate[1], p.call_s = rate[2];
-    p.message_s = rate[3], p.copy_bytes_per_s = rate[4];
-    p.within = {rate[5], rate[6], rate[6], rate[7]};
-    p.between = {rate[8], rate[9], rate[10], rate[11]};
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    Tensor seconds = torch::stable::empty({W}, ScalarType::Double, std::nullopt, cpu);
-    Tensor bytes = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);
-    std::vector<double> workspace(static_cast<size_t>(rt_cost_workspace_bytes(W)) / sizeof(double));
-    std::vector<rt_cost_event> events;
-    int64_t num_events = 0;
-    const auto play = [&] {
-        return rt_cost(&p, backward ? RT_COST_BACKWARD : RT_COST_FORWARD,
-                       static_cast<double *>(seconds.data_ptr()), static_cast<int64_t *>(bytes.data_ptr()),
-                       events.data(), static_cast<int64_t>(events.size()), &num_events, workspace.data());
-    };
-    check(play(), op);
-    if (want_events) {
-        events.resize(static_cast<size_t>(num_events));
-        check(play(), op);
-    }
-    Tensor rows =
-        torch::stable::empty({static_cast<int64_t>(events.size()), 6}, ScalarType::Double, std::nullopt, cpu);
-    auto *at = static_cast<double *>(rows.data_ptr());
-    for (const rt_cost_event &event : events)
-        for (const double value :
-             {static_cast<double>(event.kind), static_cast<double>(event.from), static_cast<double>(event.to),
-              static_cast<double>(event.num_bytes), event.begin, event.end})
-            *at++ = value;
-    return {seconds, bytes, rows};
-}
-
 // ---- instruction set ---------------------------------------------------------------------------
 
 int64_t cpu_isa() {
@@ -194,8 +137,6 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
-    m.def("scheme_cost(Tensor hosts, Tensor tokens, Tensor keys, Tensor pairs, Tensor shares, Tensor sizes, "
-          "Tensor rates, bool at_once, bool backward, bool want_events) -> (Tensor, Tensor, Tensor)");
     m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
     m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
@@ -208,9 +149,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
           "Tensor? beta, "
           "Tensor? step, Tensor? skip, Tensor resets, Tensor? initial_state, Tensor states, float scale) -> "
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def(
-        "selective_scan(Tensor x, Tensor step, Tensor rate, Tensor k, Tensor q, Tensor? skip, Tensor resets, "
-        "Tensor? initial_state, bool keep) -> (Tensor, Tensor, Tensor)");
+    m.def("selective_scan(Tensor x, Tensor step, Tensor rate, Tensor k, Tensor q, Tensor? skip, Tensor resets, "
+          "Tensor? initial_state, bool keep) -> (Tensor, Tensor, Tensor)");
     m.def("selective_scan_backward(Tensor dout, Tensor? dfinal_state, Tensor x, Tensor step, Tensor rate, "
           "Tensor k, "
           "Tensor q, Tensor? skip, Tensor resets, Tensor? initial_state, Tensor states) -> "
@@ -227,7 +167,6 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("layout_check", TORCH_BOX(&layout_check));
     m.impl("plan", TORCH_BOX(&plan));
-    m.impl("scheme_cost", TORCH_BOX(&scheme_cost));
     m.impl("digest", TORCH_BOX(&digest));
 }
 

@@ -53,8 +53,8 @@ template <class T> T *unwrap(PyObject *capsule, const char *name) {
 
 // Takes over the object; nullptr, with Python's error, if there is no memory for its handle.
 template <class T> PyObject *wrap(std::unique_ptr<T> object, const char *name) {
-    PyObject *capsule = PyCapsule_New(
-        object.get(), name, [](PyObject *self) { delete unwrap<T>(self, PyCapsule_GetName(self)); });
+    PyObject *capsule =
+        PyCapsule_New(object.get(), name, [](PyObject *self) { delete unwrap<T>(self, PyCapsule_GetName(self)); });
     if (capsule != nullptr) (void)object.release();
     return capsule;
 }
@@ -83,8 +83,7 @@ PyObject *open_end(PyObject *, PyObject *args) {
     long long rank = 0;
     PyObject *file_tuple = nullptr, *socket_tuple = nullptr;
     std::vector<int> files, sockets;
-    if (!PyArg_ParseTuple(args, "LO!O!:shm_open", &rank, &PyTuple_Type, &file_tuple, &PyTuple_Type,
-                          &socket_tuple) ||
+    if (!PyArg_ParseTuple(args, "LO!O!:shm_open", &rank, &PyTuple_Type, &file_tuple, &PyTuple_Type, &socket_tuple) ||
         !to_ints(file_tuple, files) || !to_ints(socket_tuple, sockets))
         return nullptr;
     const auto num_ranks = static_cast<int64_t>(files.size());
@@ -113,21 +112,12 @@ PyObject *post(PyObject *, PyObject *args) {
     long long peer = 0, num_bytes = 0;
     unsigned long long tag = 0, address = 0;
     int outgoing = 0;
-    if (!PyArg_ParseTuple(args, "OLpKKLO:shm_post", &capsule, &peer, &outgoing, &tag, &address, &num_bytes,
-                          &tensor))
+    if (!PyArg_ParseTuple(args, "OLpKKLO:shm_post", &capsule, &peer, &outgoing, &tag, &address, &num_bytes, &tensor))
         return nullptr;
     End *end = unwrap<End>(capsule, END_NAME);
     if (end == nullptr) return nullptr;
     auto message = std::make_unique<Message>();
-    message->message = {reinterpret_cast<void *>(address),
-                        num_bytes,
-                        tag,
-                        peer,
-                        outgoing != 0,
-                        RT_SHM_LOST,
-                        0,
-                        false,
-                        nullptr};
+    message->message = {reinterpret_cast<void *>(address), num_bytes, tag, peer, outgoing != 0, RT_SHM_LOST, {}};
     message->shm = end->shm.get(), message->end = capsule, message->tensor = tensor;
     Py_INCREF(capsule), Py_INCREF(tensor);
     without_gil([&] {
@@ -179,8 +169,7 @@ PyObject *close_end(PyObject *, PyObject *args) {
 } // namespace
 
 PyMethodDef shared_memory_methods[] = {
-    {"shm_segment_bytes", segment_bytes, METH_VARARGS,
-     "shm_segment_bytes(num_ranks) -> size of a rank's segment"},
+    {"shm_segment_bytes", segment_bytes, METH_VARARGS, "shm_segment_bytes(num_ranks) -> size of a rank's segment"},
     {"shm_open", open_end, METH_VARARGS,
      "shm_open(rank, files, sockets) -> end; tuples by rank, -1 for ranks that share no memory. OSError"},
     {"shm_post", post, METH_VARARGS,

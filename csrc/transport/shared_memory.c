@@ -2,13 +2,13 @@
 #include "shared_memory.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -52,9 +52,7 @@ void *rt_shm_map(int file, int64_t num_ranks) {
     return memory;
 }
 
-void rt_shm_unmap(void *memory, int64_t num_ranks) {
-    munmap(memory, (size_t)rt_shm_segment_bytes(num_ranks));
-}
+void rt_shm_unmap(void *memory, int64_t num_ranks) { munmap(memory, (size_t)rt_shm_segment_bytes(num_ranks)); }
 
 // ---- one rank's end ----------------------------------------------------------------------------------------
 
@@ -76,14 +74,14 @@ struct rt_shm {
     segment *own;
     pid_t process;
     bool is_closed;
-    pthread_mutex_t lock;    // of all that is not shared; held while copying, not while sleeping
-    _Atomic int num_waiting; // callers in rt_shm_wait
-    int64_t num_helped;      // pending messages that the helper moves
-    pthread_t helper;
-    bool has_helper;
-    int wake_helper[2]; // a pipe
-    peer
-        peers[]; // by rank; after them, num_ranks + 1 struct pollfd for the caller and as many for the helper
+    pthread_mutex_t lock;      // of all that is not shared; held while copying, not while sleeping
+    _Atomic int num_waiting;   // callers in rt_shm_wait
+    int64_t num_in_background; // pending messages that the progress thread moves
+    pthread_t progress_thread;
+    bool has_progress_thread;
+    int wake_event; // an eventfd of the progress thread
+    // By rank; after them, num_ranks + 1 struct pollfd for the caller, and as many for the progress thread.
+    peer peers[];
 };
 
 int64_t rt_shm_bytes(int64_t num_ranks) {
@@ -91,13 +89,12 @@ int64_t rt_shm_bytes(int64_t num_ranks) {
                      2 * (size_t)(num_ranks + 1) * sizeof(struct pollfd));
 }
 
-static struct pollfd *poll_set(rt_shm *shm, bool of_helper) {
+static struct pollfd *poll_set(rt_shm *shm, bool of_progress_thread) {
     struct pollfd *sets = (struct pollfd *)&shm->peers[shm->num_ranks];
-    return of_helper ? sets + shm->num_ranks + 1 : sets;
+    return of_progress_thread ? sets + shm->num_ranks + 1 : sets;
 }
 
-rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments,
-                      const int *sockets) {
+rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments, const int *sockets) {
     if (shm == NULL || segments == NULL || sockets == NULL) return RT_BAD_POINTER;
     if (rank < 0 || rank >= num_ranks) return RT_BAD_SHAPE;
     if (segments[rank] == NULL) return RT_BAD_POINTER;
@@ -110,11 +107,8 @@ rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const 
         p->segment = segments[r];
         p->out = &p->segment->rings[rank], p->in = &shm->own->rings[r];
     }
-    if (pipe(shm->wake_helper) != 0) return RT_CAPACITY;
-    for (int i = 0; i < 2; i++) {
-        fcntl(shm->wake_helper[i], F_SETFL, O_NONBLOCK);
-        fcntl(shm->wake_helper[i], F_SETFD, FD_CLOEXEC);
-    }
+    shm->wake_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (shm->wake_event < 0) return RT_CAPACITY;
     pthread_mutex_init(&shm->lock, NULL);
     return RT_OK;
 }
@@ -129,13 +123,13 @@ static queue *queue_of(rt_shm *shm, const rt_shm_message *m) {
 static void finish(rt_shm *shm, rt_shm_message *m, rt_shm_state state) {
     queue *q = queue_of(shm, m);
     rt_shm_message *previous = NULL, *each = q->first;
-    while (each != m) previous = each, each = each->next;
+    while (each != m) previous = each, each = each->internal.next;
     if (previous == NULL)
-        q->first = m->next;
+        q->first = m->internal.next;
     else
-        previous->next = m->next;
+        previous->internal.next = m->internal.next;
     if (q->last == m) q->last = previous;
-    shm->num_helped -= m->is_helped;
+    shm->num_in_background -= m->internal.in_background;
     m->state = state;
 }
 
@@ -145,7 +139,7 @@ static void drop_all(rt_shm *shm, peer *p) {
 }
 
 // Drops the messages of closed peers, whose rings are empty; true: there were some.
-static bool lose(rt_shm *shm) {
+static bool fail_closed_peers(rt_shm *shm) {
     bool lost = false;
     for (peer *p = shm->peers; p < shm->peers + shm->num_ranks; p++) {
         if (p->segment == NULL || p->socket >= 0) continue;
@@ -174,18 +168,17 @@ static bool is_broken(peer *p, bool broken) {
 static bool push(rt_shm *shm, peer *p) {
     rt_shm_message *m = p->sends.first;
     if (m == NULL) return false;
-    const uint64_t num_used =
-        p->num_filled - atomic_load_explicit(&p->out->num_emptied, memory_order_acquire);
+    const uint64_t num_used = p->num_filled - atomic_load_explicit(&p->out->num_emptied, memory_order_acquire);
     if (is_broken(p, num_used > NUM_CHUNKS) || num_used == NUM_CHUNKS) return false;
     const uint64_t place = p->num_filled % NUM_CHUNKS;
-    const int64_t left = m->num_bytes - m->moved, num_bytes = left < CHUNK ? left : CHUNK;
+    const int64_t left = m->num_bytes - m->internal.moved, num_bytes = left < CHUNK ? left : CHUNK;
     atomic_store_explicit(&p->out->headers[place].tag, m->tag, memory_order_relaxed);
     atomic_store_explicit(&p->out->headers[place].num_bytes, num_bytes, memory_order_relaxed);
-    memcpy(p->out->chunks[place], (const char *)m->data + m->moved, (size_t)num_bytes);
+    memcpy(p->out->chunks[place], (const char *)m->data + m->internal.moved, (size_t)num_bytes);
     atomic_store(&p->out->num_filled, ++p->num_filled);
     wake(p);
-    m->moved += num_bytes;
-    if (m->moved == m->num_bytes) finish(shm, m, RT_SHM_DONE);
+    m->internal.moved += num_bytes;
+    if (m->internal.moved == m->num_bytes) finish(shm, m, RT_SHM_DONE);
     return true;
 }
 
@@ -198,31 +191,33 @@ static bool pull(rt_shm *shm, peer *p) {
     const uint64_t place = p->num_emptied % NUM_CHUNKS;
     const uint64_t tag = atomic_load_explicit(&p->in->headers[place].tag, memory_order_relaxed);
     const int64_t num_bytes = atomic_load_explicit(&p->in->headers[place].num_bytes, memory_order_relaxed);
-    if (tag > m->tag)
-        return false;    // of a later call: ours is one on which the ranks disagreed, and will be dropped
-    if (tag == m->tag) { // else: of an earlier call, on which they disagreed
-        const bool fits = num_bytes > 0 && num_bytes <= CHUNK && num_bytes <= m->num_bytes - m->moved;
+    if (tag > m->tag) return false; // of a later call: ours is one on which the ranks disagreed, and will be dropped
+    if (tag == m->tag) {            // else: of an earlier call, on which they disagreed
+        const bool fits = num_bytes > 0 && num_bytes <= CHUNK && num_bytes <= m->num_bytes - m->internal.moved;
         if (is_broken(p, !fits)) return false;
-        memcpy((char *)m->data + m->moved, p->in->chunks[place], (size_t)num_bytes);
-        m->moved += num_bytes;
-        if (m->moved == m->num_bytes) finish(shm, m, RT_SHM_DONE);
+        memcpy((char *)m->data + m->internal.moved, p->in->chunks[place], (size_t)num_bytes);
+        m->internal.moved += num_bytes;
+        if (m->internal.moved == m->num_bytes) finish(shm, m, RT_SHM_DONE);
     }
     atomic_store(&p->in->num_emptied, ++p->num_emptied);
     wake(p);
     return true;
 }
 
-static bool move(rt_shm *shm) {
+static bool make_progress(rt_shm *shm) {
     bool moved = false;
-    for (peer *p = shm->peers; p < shm->peers + shm->num_ranks; p++)
-        if (p->segment != NULL) moved |= push(shm, p) | pull(shm, p);
+    for (peer *p = shm->peers; p < shm->peers + shm->num_ranks; p++) {
+        if (p->segment == NULL) continue;
+        moved |= push(shm, p);
+        moved |= pull(shm, p);
+    }
     return moved;
 }
 
 // ---- sleeping ----------------------------------------------------------------------------------------------
 
 // Reads what peers wrote to wake this rank. One that has closed is lost once its ring is empty.
-static void hear(rt_shm *shm, const struct pollfd *set) {
+static void drain_wakeups(rt_shm *shm, const struct pollfd *set) {
     char bytes[256];
     for (int64_t r = 0; r < shm->num_ranks; r++) {
         peer *p = &shm->peers[r];
@@ -232,46 +227,46 @@ static void hear(rt_shm *shm, const struct pollfd *set) {
     }
 }
 
-// Returns when something may have changed or the time is over; false: when a signal has arrived. The helper also returns
-// when it is woken. Releases the lock meanwhile.
-static bool rest(rt_shm *shm, bool is_helper, bool watch_peers, int milliseconds) {
-    struct pollfd *set = poll_set(shm, is_helper);
+// Returns when something may have changed or the time is over; false: when a signal has arrived. The progress thread
+// also returns when it is woken. Releases the lock meanwhile.
+static bool wait_for_event(rt_shm *shm, bool is_progress_thread, bool watch_peers, int milliseconds) {
+    struct pollfd *set = poll_set(shm, is_progress_thread);
     for (int64_t r = 0; r < shm->num_ranks; r++)
         set[r] = (struct pollfd){watch_peers ? shm->peers[r].socket : -1, POLLIN, 0};
-    set[shm->num_ranks] = (struct pollfd){is_helper ? shm->wake_helper[0] : -1, POLLIN, 0};
+    set[shm->num_ranks] = (struct pollfd){is_progress_thread ? shm->wake_event : -1, POLLIN, 0};
     if (watch_peers) {
         atomic_store(&shm->own->is_asleep, 1);
-        if (move(shm) || lose(shm)) return true;
+        if (make_progress(shm) || fail_closed_peers(shm)) return true;
     }
     pthread_mutex_unlock(&shm->lock);
     const int num_ready = poll(set, (nfds_t)shm->num_ranks + 1, milliseconds);
     const bool interrupted = num_ready < 0 && errno == EINTR;
     pthread_mutex_lock(&shm->lock);
-    // While both threads sleep, a byte wakes both, and it is the caller's: if the helper read it, the caller would sleep
-    // on. A caller that leaves wakes the helper.
-    if (watch_peers && (!is_helper || atomic_load(&shm->num_waiting) == 0)) {
+    // While both threads sleep, a byte wakes both, and it is the caller's: if the progress thread read it, the
+    // caller would sleep on. A caller that leaves wakes the progress thread.
+    if (watch_peers && (!is_progress_thread || atomic_load(&shm->num_waiting) == 0)) {
         atomic_store(&shm->own->is_asleep, 0);
-        if (num_ready > 0) hear(shm, set);
+        if (num_ready > 0) drain_wakeups(shm, set);
     }
-    char bytes[256];
-    if (is_helper && num_ready > 0 && set[shm->num_ranks].revents != 0)
-        (void)!read(shm->wake_helper[0], bytes, sizeof(bytes));
+    eventfd_t count;
+    if (is_progress_thread && num_ready > 0 && set[shm->num_ranks].revents != 0)
+        (void)eventfd_read(shm->wake_event, &count);
     return !interrupted;
 }
 
-// ---- the helper --------------------------------------------------------------------------------------------
+// ---- the progress thread -------------------------------------------------------------------------------------
 
-static void wake_helper(rt_shm *shm) {
-    if (shm->has_helper) (void)!write(shm->wake_helper[1], "", 1);
+static void wake_progress_thread(rt_shm *shm) {
+    if (shm->has_progress_thread) (void)eventfd_write(shm->wake_event, 1);
 }
 
-static void *help(void *arg) {
+static void *run_progress_thread(void *arg) {
     rt_shm *shm = arg;
     pthread_mutex_lock(&shm->lock);
     while (!shm->is_closed) {
-        const bool works = shm->num_helped > 0 && atomic_load(&shm->num_waiting) == 0;
-        if (!works || !move(shm)) {
-            rest(shm, true, works, -1);
+        const bool works = shm->num_in_background > 0 && atomic_load(&shm->num_waiting) == 0;
+        if (!works || !make_progress(shm)) {
+            wait_for_event(shm, true, works, -1);
         } else { // a caller may want the lock between two chunks
             pthread_mutex_unlock(&shm->lock);
             pthread_mutex_lock(&shm->lock);
@@ -281,19 +276,19 @@ static void *help(void *arg) {
     return NULL;
 }
 
-// Without a helper, all messages move only while the caller waits.
-static void start_helper(rt_shm *shm) {
+// Without it, all messages move only while the caller waits.
+static void start_progress_thread(rt_shm *shm) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); // signals are for the caller's threads
-    shm->has_helper = pthread_create(&shm->helper, NULL, help, shm) == 0;
+    shm->has_progress_thread = pthread_create(&shm->progress_thread, NULL, run_progress_thread, shm) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 // ---- callers -----------------------------------------------------------------------------------------------
 
 void rt_shm_post(rt_shm *shm, rt_shm_message *m) {
-    m->next = NULL, m->moved = 0, m->is_helped = false, m->state = RT_SHM_LOST;
+    m->internal.next = NULL, m->internal.moved = 0, m->internal.in_background = false, m->state = RT_SHM_LOST;
     if (getpid() != shm->process) return;
     pthread_mutex_lock(&shm->lock);
     peer *p = &shm->peers[m->peer];
@@ -303,16 +298,16 @@ void rt_shm_post(rt_shm *shm, rt_shm_message *m) {
         if (q->first == NULL)
             q->first = m;
         else
-            q->last->next = m;
+            q->last->internal.next = m;
         q->last = m;
         if (m->outgoing)
             while (push(shm, p)) continue;
-        m->is_helped =
+        m->internal.in_background =
             m->state == RT_SHM_PENDING && (m->outgoing || m->num_bytes > (int64_t)NUM_CHUNKS * CHUNK);
-        if (m->is_helped) {
-            shm->num_helped++;
-            if (!shm->has_helper) start_helper(shm);
-            wake_helper(shm);
+        if (m->internal.in_background) {
+            shm->num_in_background++;
+            if (!shm->has_progress_thread) start_progress_thread(shm);
+            wake_progress_thread(shm);
         }
     }
     pthread_mutex_unlock(&shm->lock);
@@ -330,19 +325,18 @@ rt_shm_state rt_shm_wait(rt_shm *shm, rt_shm_message *m, int64_t milliseconds) {
     atomic_fetch_add(&shm->num_waiting, 1);
     pthread_mutex_lock(&shm->lock);
     for (int num_idle = 0; m->state == RT_SHM_PENDING;) {
-        if (move(shm) || lose(shm)) {
+        if (make_progress(shm) || fail_closed_peers(shm)) {
             num_idle = 0;
-        } else if (num_idle <
-                   NUM_SPINS) { // a peer that is about to answer does so before this thread could wake up
+        } else if (num_idle < NUM_SPINS) { // a peer that is about to answer does so before this thread could wake up
             num_idle++;
             sched_yield();
         } else {
             const int64_t left = end - now_in_milliseconds();
-            if (left <= 0 || !rest(shm, false, true, left < 1 << 30 ? (int)left : 1 << 30)) break;
+            if (left <= 0 || !wait_for_event(shm, false, true, left < 1 << 30 ? (int)left : 1 << 30)) break;
         }
     }
     atomic_fetch_sub(&shm->num_waiting, 1);
-    if (shm->num_helped > 0) wake_helper(shm);
+    if (shm->num_in_background > 0) wake_progress_thread(shm);
     const rt_shm_state state = m->state;
     pthread_mutex_unlock(&shm->lock);
     return state;
@@ -357,13 +351,14 @@ void rt_shm_drop(rt_shm *shm, rt_shm_message *m) {
 }
 
 void rt_shm_close(rt_shm *shm) {
-    if (getpid() != shm->process || shm->is_closed) return;
-    rt_shm_drop(shm, NULL);
+    if (getpid() != shm->process) return;
     pthread_mutex_lock(&shm->lock);
+    const bool was_closed = shm->is_closed;
     shm->is_closed = true;
-    wake_helper(shm);
+    for (int64_t r = 0; r < shm->num_ranks; r++) drop_all(shm, &shm->peers[r]);
+    wake_progress_thread(shm);
     pthread_mutex_unlock(&shm->lock);
-    if (shm->has_helper) pthread_join(shm->helper, NULL);
-    close(shm->wake_helper[0]);
-    close(shm->wake_helper[1]);
+    if (was_closed) return;
+    if (shm->has_progress_thread) pthread_join(shm->progress_thread, NULL); // no later message starts one
+    close(shm->wake_event);
 }

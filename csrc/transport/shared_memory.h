@@ -5,11 +5,11 @@
 // finds nothing to copy sleeps until a byte arrives on one of its sockets, which are connected to the same peers. A
 // socket shows at once that the peer has died, and nothing of a segment outlives the processes that map it.
 //
-//     sender   post: copies what fits             wait, or the helper: copies the rest as chunks become free
-//     receiver post                               wait, or the helper: copies out
+//     sender   post: copies what fits     wait, or the progress thread: copies the rest as chunks become free
+//     receiver post                       wait, or the progress thread: copies out
 //
-// A message that finds room in the ring is copied by the two callers alone. For others a helper thread, started by the
-// first of them, copies while the caller computes; it stands back while the caller waits.
+// A message that finds room in the ring is copied by the two callers alone. For others a progress thread, started by
+// the first of them, copies while the caller computes; it stands back while the caller waits.
 #ifndef RINGTILE_TRANSPORT_SHARED_MEMORY_H
 #define RINGTILE_TRANSPORT_SHARED_MEMORY_H
 
@@ -42,11 +42,12 @@ typedef struct rt_shm_message {
     uint64_t tag;      // a receive skips messages with a smaller tag, and leaves those with a larger one
     int64_t peer;
     bool outgoing;
-    // Below: written by the functions here.
-    rt_shm_state state;
-    int64_t moved; // bytes
-    bool is_helped;
-    struct rt_shm_message *next;
+    rt_shm_state state; // written by the functions here
+    struct {
+        int64_t moved; // bytes
+        bool in_background;
+        struct rt_shm_message *next;
+    } internal; // neither read nor written by the caller
 } rt_shm_message;
 
 typedef struct rt_shm rt_shm; // one rank's end
@@ -57,8 +58,7 @@ int64_t rt_shm_bytes(int64_t num_ranks);
 //   segments (num_ranks) mapped; sockets (num_ranks) stream sockets, not blocking. NULL and -1 for ranks that share no
 //   memory with this one; of the rank itself, the segment alone.
 //   RT_BAD_POINTER, RT_BAD_SHAPE; RT_CAPACITY: no file descriptors are left
-rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments,
-                      const int *sockets);
+rt_status rt_shm_open(rt_shm *shm, int64_t rank, int64_t num_ranks, void *const *segments, const int *sockets);
 
 // Queues a message and returns at once. Messages between two ranks arrive in the order in which they were posted.
 void rt_shm_post(rt_shm *shm, rt_shm_message *message);
@@ -70,8 +70,8 @@ rt_shm_state rt_shm_wait(rt_shm *shm, rt_shm_message *message, int64_t milliseco
 // Drops all messages that are pending, or one. Whatever has been sent of it, its receiver skips.
 void rt_shm_drop(rt_shm *shm, rt_shm_message *message_or_null);
 
-// Ends the helper and drops all messages. Neither segments nor sockets are touched any more, and all later messages are
-// lost. Does nothing in a forked process.
+// Ends the progress thread and drops all messages. Neither segments nor sockets are touched any more, and all later
+// messages are lost. Does nothing in a forked process.
 void rt_shm_close(rt_shm *shm);
 
 #ifdef __cplusplus

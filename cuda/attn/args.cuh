@@ -35,16 +35,15 @@ struct attn_args {
     float scale_log2, cap;
     float inverse_softcap; // 0: off
     rt_dropout_rule dropout;
-    bool aligned; // rows of q, k, v, dout are whole chunks of 16 bytes and begin at multiples of 16 bytes
-    bool
-        in_pairs; // the same for out, dq, dk, dv and rounded results, which are read and written in pairs of numbers
+    bool aligned;  // rows of q, k, v, dout are whole chunks of 16 bytes and begin at multiples of 16 bytes
+    bool in_pairs; // the same for out, dq, dk, dv and rounded results, which are read and written in pairs of numbers
     bool out_is_fresh; // p.fresh, in the first launch of a forward
     bool rounds_out;   // the last launch of a forward with p.rounded_out
 };
 
 inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int64_t element_bytes) {
-    return (uintptr_t)array % 16 == 0 && stride[0] * element_bytes % 16 == 0 &&
-           stride[1] * element_bytes % 16 == 0 && stride[2] * element_bytes % 16 == 0;
+    return (uintptr_t)array % 16 == 0 && stride[0] * element_bytes % 16 == 0 && stride[1] * element_bytes % 16 == 0 &&
+           stride[2] * element_bytes % 16 == 0;
 }
 
 // Calls start(args) for every max_runs runs of p until one fails; if p is fresh or rounds out at least once, even
@@ -59,17 +58,15 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
     args.inverse_softcap = p.softcap > 0 ? (float)(1 / p.softcap) : 0;
     args.dropout = rt_dropout_rule_of(p.dropout);
     const bool in_chunks = p.head_dim % 8 == 0 && p.v_head_dim % 8 == 0;
-    args.aligned = in_chunks && rows_are_aligned(p.q, p.q_stride, 2) &&
-                   rows_are_aligned(p.k, p.k_stride, 2) && rows_are_aligned(p.v, p.v_stride, 2) &&
-                   rows_are_aligned(p.dout, p.dout_stride, 2);
-    args.in_pairs = in_chunks && rows_are_aligned(p.out, p.out_stride, 4) &&
-                    rows_are_aligned(p.dq, p.dq_stride, 4) && rows_are_aligned(p.dk, p.dk_stride, 4) &&
-                    rows_are_aligned(p.dv, p.dv_stride, 4) && (uintptr_t)p.rounded_out % 16 == 0 &&
-                    (uintptr_t)p.rounded_dk % 16 == 0 && (uintptr_t)p.rounded_dv % 16 == 0;
+    args.aligned = in_chunks && rows_are_aligned(p.q, p.q_stride, 2) && rows_are_aligned(p.k, p.k_stride, 2) &&
+                   rows_are_aligned(p.v, p.v_stride, 2) && rows_are_aligned(p.dout, p.dout_stride, 2);
+    args.in_pairs = in_chunks && rows_are_aligned(p.out, p.out_stride, 4) && rows_are_aligned(p.dq, p.dq_stride, 4) &&
+                    rows_are_aligned(p.dk, p.dk_stride, 4) && rows_are_aligned(p.dv, p.dv_stride, 4) &&
+                    (uintptr_t)p.rounded_out % 16 == 0 && (uintptr_t)p.rounded_dk % 16 == 0 &&
+                    (uintptr_t)p.rounded_dv % 16 == 0;
     const bool always = p.fresh || p.rounded_out != NULL;
     rt_status status = RT_OK;
-    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && always));
-         first += max_runs) {
+    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && always)); first += max_runs) {
         const int64_t rest = p.num_k_runs - first;
         args.rounds_out = p.rounded_out != NULL && rest <= max_runs;
         args.num_runs = (int)(rest < max_runs ? rest : max_runs);
@@ -109,15 +106,9 @@ template <class T> RT_HOST_DEVICE token_rows<const T> dout_of(const rt_attn_para
 RT_HOST_DEVICE token_rows<float> out_of(const rt_attn_params &p) {
     return {(float *)p.out, p.out_stride, p.v_head_dim};
 }
-RT_HOST_DEVICE token_rows<float> dq_of(const rt_attn_params &p) {
-    return {(float *)p.dq, p.dq_stride, p.head_dim};
-}
-RT_HOST_DEVICE token_rows<float> dk_of(const rt_attn_params &p) {
-    return {(float *)p.dk, p.dk_stride, p.head_dim};
-}
-RT_HOST_DEVICE token_rows<float> dv_of(const rt_attn_params &p) {
-    return {(float *)p.dv, p.dv_stride, p.v_head_dim};
-}
+RT_HOST_DEVICE token_rows<float> dq_of(const rt_attn_params &p) { return {(float *)p.dq, p.dq_stride, p.head_dim}; }
+RT_HOST_DEVICE token_rows<float> dk_of(const rt_attn_params &p) { return {(float *)p.dk, p.dk_stride, p.head_dim}; }
+RT_HOST_DEVICE token_rows<float> dv_of(const rt_attn_params &p) { return {(float *)p.dv, p.dv_stride, p.v_head_dim}; }
 
 // Rows of a rounded result, which is contiguous: (batch, tokens, heads, dim).
 template <class T>
@@ -130,8 +121,8 @@ RT_HOST_DEVICE T *rounded_out_at(const rt_attn_params &p, int64_t batch, int64_t
     return rounded_row<T>(p.rounded_out, p.num_queries, p.num_heads, p.v_head_dim, batch, token, head);
 }
 template <class T>
-RT_HOST_DEVICE T *rounded_key_at(const rt_attn_params &p, void *array, int64_t dim, int64_t batch,
-                                 int64_t token, int64_t head) {
+RT_HOST_DEVICE T *rounded_key_at(const rt_attn_params &p, void *array, int64_t dim, int64_t batch, int64_t token,
+                                 int64_t head) {
     return rounded_row<T>(array, p.num_keys, p.num_kv_heads, dim, batch, token, head);
 }
 
@@ -140,7 +131,8 @@ RT_HOST_DEVICE void rounded_out_strides(const rt_attn_params &p, int64_t (&strid
     stride[2] = p.v_head_dim, stride[1] = p.num_heads * stride[2], stride[0] = p.num_queries * stride[1];
 }
 
-// Writes number(row, col) to num_rows rows of `dim` numbers, row_stride apart; all threads of the thread block take part.
+// Writes number(row, col) to num_rows rows of `dim` numbers, row_stride apart; all threads of the thread block take
+// part.
 template <class T, class Number>
 RT_DEVICE void fill_rows(T *row, int64_t row_stride, int num_rows, int dim, Number number) {
     for (int i = thread_index(); i < num_rows * dim; i += num_threads())
@@ -167,8 +159,7 @@ struct merged_lse {
 };
 RT_DEVICE merged_lse merge_lse(double before, double block) {
     const float distance = (float)(before - block);
-    return {(before > block ? before : block) + (double)log1pf(expf(-fabsf(distance))),
-            1 / (1 + expf(distance))};
+    return {(before > block ? before : block) + (double)log1pf(expf(-fabsf(distance))), 1 / (1 + expf(distance))};
 }
 
 #endif // RINGTILE_CUDA_ATTN_ARGS_CUH

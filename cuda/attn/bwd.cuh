@@ -4,7 +4,8 @@
 // has one order, without atomics.
 //
 // With S = scale q k^T (then the softcap), P = exp(S - lse) and out = P v:
-//   dv += P^T dout,   dP = dout v^T,   dS = P (dP - delta) (1 - (S / softcap)^2),   dq += scale dS k,   dk += scale dS^T q.
+//   dv += P^T dout,   dP = dout v^T,   dS = P (dP - delta) (1 - (S / softcap)^2),
+//   dq += scale dS k,   dk += scale dS^T q.
 //
 // Rows are keys, 16 per warp: a warp computes its rows of S^T = k q^T and dP^T = v dout^T, and they become left
 // factors of dv and dk in registers. dq sums over all keys: dS^T goes through shared memory, and each warp computes
@@ -50,13 +51,12 @@ template <int D, int DV> struct backward_shape {
 // P and dS of queries 16 k .. 16 k + 15. Where P is 0, so is dS, whatever dP is.
 template <class Numbers, int N>
 RT_DEVICE void weigh(const Numbers &numbers, float scale_log2, const accumulator<1, N> &scores,
-                     const accumulator<1, N> &dweights, int k, accumulator<1, 2> &weights,
-                     accumulator<1, 2> &dscores) {
+                     const accumulator<1, N> &dweights, int k, accumulator<1, 2> &weights, accumulator<1, 2> &dscores) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int n = i / 4, j = i % 4;
-        const float weight = ex2_approx_ftz(
-            fmaf(scores[0][2 * k + n][j], scale_log2, -numbers.lse_of_lane(2 * k + n).of[j % 2]));
+        const float weight =
+            ex2_approx_ftz(fmaf(scores[0][2 * k + n][j], scale_log2, -numbers.lse_of_lane(2 * k + n).of[j % 2]));
         weights[0][n][j] = weight;
         dscores[0][n][j] = weight == 0 ? 0 : weight * dweights[0][2 * k + n][j];
     }
@@ -64,8 +64,7 @@ RT_DEVICE void weigh(const Numbers &numbers, float scale_log2, const accumulator
 
 // dq += dS k, for this warp's queries and columns.
 template <class T, class Shape, int N, int KEYS, int D>
-RT_DEVICE void multiply_dscores(accumulator<1, N> &dq, typename Shape::dscore_tile dscores,
-                                tile<KEYS, D> k_tile) {
+RT_DEVICE void multiply_dscores(accumulator<1, N> &dq, typename Shape::dscore_tile dscores, tile<KEYS, D> k_tile) {
     const int lane = lane_index();
     const auto chunks = dscores.chunks_from(lane / 16 * 8 + lane % 8, 2 * Shape::query_part() + lane / 8 % 2);
 #pragma unroll
@@ -108,8 +107,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     const typename shape::dscore_tile dscore_tile{RT_SHARED(smem, dscores)};
 
     const typename shape::walk walk{args, RT_SHARED(smem, keys)};
-    if (thread_index() == 0)
-        walk.choose_keys_of_ticket(p.num_queries > 0 ? walk.take_ticket() : cta_index_x());
+    if (thread_index() == 0) walk.choose_keys_of_ticket(p.num_queries > 0 ? walk.take_ticket() : cta_index_x());
     syncthreads();
     const query_numbers<shape> numbers{walk, RT_SHARED(smem, numbers)};
     const auto load_rows = [&](auto to, auto rows, auto at) {
@@ -189,8 +187,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
             clear<1, D / 8 / shape::COLUMN_PARTS>(dq);
             multiply_dscores<T, shape>(dq, dscore_tile, k_tile);
             if (thread_index() == 0) {
-                next_to_add =
-                    walk.next_to_add(at); // before the wait: other thread blocks wait until the release
+                next_to_add = walk.next_to_add(at); // before the wait: other thread blocks wait until the release
                 walk.wait_for_dq(walk.dq_semaphore(at));
             }
             syncthreads();

@@ -42,9 +42,7 @@ template <class Shape> struct query_numbers {
         st_shared(RT_SHARED(at, lse)[query], of.lse);
         st_shared(RT_SHARED(at, delta)[query], of.delta);
     }
-    RT_DEVICE tile_bounds interval(int query) const {
-        return ld_shared(RT_SHARED(at, intervals)[first + query]);
-    }
+    RT_DEVICE tile_bounds interval(int query) const { return ld_shared(RT_SHARED(at, intervals)[first + query]); }
 
     // Whether any query attends any key of the warp; whether all attend all.
     struct attendance {
@@ -89,8 +87,7 @@ template <class Shape> struct query_numbers {
 // ---- dS ----------------------------------------------------------------------------------------
 
 // With a softcap, multiplies dP - delta by the slope of tanh. `scores` are tanh(..).
-template <int M, int N>
-RT_DEVICE void multiply_slopes(accumulator<M, N> &dweights, const accumulator<M, N> &scores) {
+template <int M, int N> RT_DEVICE void multiply_slopes(accumulator<M, N> &dweights, const accumulator<M, N> &scores) {
 #pragma unroll
     for (int i = 0; i < M * N * 4; i++) {
         const float tanh_x = scores[i / (N * 4)][i / 4 % N][i % 4];
@@ -110,8 +107,7 @@ template <class Tile> RT_DEVICE void store_dscores(Tile to, const uint32_t (&dsc
 // ---- dk and dv ---------------------------------------------------------------------------------
 
 // Calls add() when it is the part's turn. All threads that add call it, thread 0 among them; `barrier` is theirs.
-template <class Walk, class Barrier, class Add>
-RT_DEVICE void add_in_turn(const Walk &walk, Barrier barrier, Add add) {
+template <class Walk, class Barrier, class Add> RT_DEVICE void add_in_turn(const Walk &walk, Barrier barrier, Add add) {
     const bool divided = walk.args.num_parts > 1;
     if (divided) {
         if (thread_index() == 0) walk.wait_for_keys();
@@ -137,8 +133,8 @@ RT_DEVICE void add_key_rows(const Walk &walk, token_rows<float> rows, void *roun
         if (key >= walk.run().length) continue;
         float *const row = rows.at(keys.batch, token, keys.kv_head);
         if (rounded != nullptr && walk.is_last_part())
-            update_row(row, rounded_key_at<T>(walk.args.p, rounded, dim, keys.batch, token, keys.kv_head),
-                       dim, in_pairs, read, sum, r, add);
+            update_row(row, rounded_key_at<T>(walk.args.p, rounded, dim, keys.batch, token, keys.kv_head), dim,
+                       in_pairs, read, sum, r, add);
         else
             update_row(row, row, dim, in_pairs, read, sum, r, add);
     }

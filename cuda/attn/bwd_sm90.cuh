@@ -3,13 +3,13 @@
 //
 //   copier      one warp: K and V once, then Q and dout of each attended tile of queries, into a ring of stages
 //   numbers     two warps: intervals, lse and delta of the tile, into the same stage
-//   consumers   two groups of 64 keys each:   S^T = K Q^T,   dP^T = V dout^T,   dv += P^T dout,   dk += dS^T Q   with P and dS
-//               from registers. They write dS^T to shared memory, compute 64 x 64 numbers of dq = dS K each, and write those
-//               to shared memory too
+//   consumers   two groups of 64 keys each:   S^T = K Q^T,   dP^T = V dout^T,   dv += P^T dout,   dk += dS^T Q
+//               with P and dS from registers. They write dS^T to shared memory, compute 64 x 64 numbers of dq = dS K
+//               each, and write those to shared memory too
 //   adder       one warp: waits for the semaphore, and has bulk copies add dq to global memory
 //
-//   consumer, a tile:   start S^T;  start dP^T;  P from S^T;  start dv;  dS from dP^T;  store dS;  barrier;  start dq;  start dk;
-//                       store dq while dk runs
+//   consumer, a tile:   start S^T;  start dP^T;  P from S^T;  start dv;  dS from dP^T;  store dS;  barrier;
+//                       start dq;  start dk;  store dq while dk runs
 //
 // A stage is full when bytes and numbers are there, and empty when the consumers and the adder have read them. dS^T
 // alternates between two places, so one barrier of the consumers per tile is enough. So does dq at D = 128; at D = 64
@@ -64,7 +64,8 @@ template <int D> struct backward_sm90_shape {
     using shared = shared_ref<shared_memory>;
 };
 
-// The n-th tile of queries is in stage n % 2, its dq in place n % DQ_PLACES; the phases of the mbarriers have this parity.
+// The n-th tile of queries is in stage n % 2, its dq in place n % DQ_PLACES; the phases of the mbarriers have this
+// parity.
 template <int PLACES = 2> RT_DEVICE int parity_of(int n) { return n / PLACES % 2; }
 
 template <int D> RT_DEVICE void init_mbarriers(typename backward_sm90_shape<D>::shared smem) {
@@ -93,10 +94,8 @@ RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm
         const key_tile keys = walk.keys();
         const auto full = RT_SHARED(smem, keys_full);
         mbarrier_arrive_expect_tx(full, 2 * sizeof(panels<KEYS, D>));
-        copy_tile<KEYS, D>(RT_SHARED(smem, k), full, args.k[keys.run], keys.first_key, keys.kv_head,
-                           keys.batch);
-        copy_tile<KEYS, D>(RT_SHARED(smem, v), full, args.v[keys.run], keys.first_key, keys.kv_head,
-                           keys.batch);
+        copy_tile<KEYS, D>(RT_SHARED(smem, k), full, args.k[keys.run], keys.first_key, keys.kv_head, keys.batch);
+        copy_tile<KEYS, D>(RT_SHARED(smem, v), full, args.v[keys.run], keys.first_key, keys.kv_head, keys.batch);
     }
     auto at = walk.first();
     for (int n = 0;; n++) {
@@ -162,8 +161,7 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
 #pragma unroll 1
             for (int i = 0; i < shape::BOXES; i++) // two from each group
                 cp_reduce_async_bulk_tensor_4d(args.dq, dq[i], shape::BOX_COLS * (i % (D / shape::BOX_COLS)),
-                                               at.tile * shape::TILE +
-                                                   i / (D / shape::BOX_COLS) * shape::BOX_ROWS,
+                                               at.tile * shape::TILE + i / (D / shape::BOX_COLS) * shape::BOX_ROWS,
                                                walk.head_of(at), walk.keys().batch);
             cp_async_bulk_commit_group();
             cp_async_bulk_wait_group_read<0>();
@@ -197,8 +195,7 @@ RT_DEVICE void store_dq(shared_ref<chunk[backward_sm90_shape<D>::BOXES][64][8]> 
             const tile<64, 64> box{boxes[warp / 4 * 2 + n / 4]}; // swizzled alike: 128 bytes a row
             const float x = odd ? dq[0][n ^ 2][2 * r] : dq[0][n][2 * r];
             const float y = odd ? dq[0][n ^ 2][2 * r + 1] : dq[0][n][2 * r + 1];
-            st_shared(box.chunk_at(row, (n % 4 * 2 ^ (odd ? 4 : 0)) + lane % 4 / 2) +
-                          (shared_address)(lane % 2 * 8),
+            st_shared(box.chunk_at(row, (n % 4 * 2 ^ (odd ? 4 : 0)) + lane % 4 / 2) + (shared_address)(lane % 2 * 8),
                       pair{factor * x, factor * y});
         }
     }
@@ -218,40 +215,35 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
 
     // d (64 keys x 64 queries) = the group's rows of keys times a part's rows of queries
     const auto start_rows = [&](accumulator<1, 8> &d, shared_address keys, shared_address queries) {
-        const uint64_t a = make_smem_desc(keys + (shared_address)(group * 64 * 128), 0),
-                       b = make_smem_desc(queries, 0);
+        const uint64_t a = make_smem_desc(keys + (shared_address)(group * 64 * 128), 0), b = make_smem_desc(queries, 0);
         warpgroup_fence_operand(d[0]);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; i++)
             wgmma_mma_async_ss<T, major::K>(d[0], advance_smem_desc(a, i / 4 * shape::KEY_PANEL + i % 4 * 32),
-                                            advance_smem_desc(b, i / 4 * shape::QUERY_PANEL + i % 4 * 32),
-                                            i > 0);
+                                            advance_smem_desc(b, i / 4 * shape::QUERY_PANEL + i % 4 * 32), i > 0);
         wgmma_commit_group();
     };
     // d (64 keys x D) += left (64 keys x 64 queries) times a part's rows of queries
-    const auto start_columns = [&](accumulator<1, D / 8> &d, uint32_t (&left)[4][1][4],
-                                   shared_address queries) {
+    const auto start_columns = [&](accumulator<1, D / 8> &d, uint32_t (&left)[4][1][4], shared_address queries) {
         const uint64_t b = make_smem_desc(queries, shape::QUERY_PANEL);
         warpgroup_fence_operand(d[0]);
 #pragma unroll
         for (int i = 0; i < 4; i++) warpgroup_fence_operand(left[i]);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            wgmma_mma_async_rs<T>(d[0], left[i][0], advance_smem_desc(b, i * 16 * 128));
+        for (int i = 0; i < 4; i++) wgmma_mma_async_rs<T>(d[0], left[i][0], advance_smem_desc(b, i * 16 * 128));
         wgmma_commit_group();
     };
     // dq of the group's queries and columns = dS times rows of keys
     const auto start_dq = [&](shared_address dscores_at) {
         const uint64_t a = make_smem_desc(
-                           dscores_at +
-                               (shared_address)(D == 64 ? group * (int)sizeof(
-                                                                      typename shape::dscore_tile::storage)
-                                                        : 0),
+                           dscores_at + (shared_address)(D == 64
+                                                             ? group * (int)sizeof(typename shape::dscore_tile::storage)
+                                                             : 0),
                            0),
-                       b = make_smem_desc(
-                           RT_SHARED(smem, k) + (shared_address)(D == 64 ? 0 : group * shape::KEY_PANEL), 0);
+                       b = make_smem_desc(RT_SHARED(smem, k) + (shared_address)(D == 64 ? 0 : group * shape::KEY_PANEL),
+                                          0);
         warpgroup_fence_operand(dq[0]);
         wgmma_fence();
 #pragma unroll
@@ -272,10 +264,8 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
 #pragma unroll
         for (int part = 0; part < shape::PARTS; part++) {
             const query_numbers<shape> numbers{walk, RT_SHARED(stage, numbers), part * shape::QUERIES};
-            const shared_address q = RT_SHARED(smem, q)[n % 2] +
-                                     (shared_address)(part * shape::QUERIES * 128),
-                                 dout = RT_SHARED(smem, dout)[n % 2] +
-                                        (shared_address)(part * shape::QUERIES * 128);
+            const shared_address q = RT_SHARED(smem, q)[n % 2] + (shared_address)(part * shape::QUERIES * 128),
+                                 dout = RT_SHARED(smem, dout)[n % 2] + (shared_address)(part * shape::QUERIES * 128);
             start_rows(scores, RT_SHARED(smem, k), q);      // S^T
             start_rows(dweights, RT_SHARED(smem, v), dout); // dP^T
             const bool attends_all = numbers.attended().all;
@@ -317,8 +307,7 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
             1, 32 * shape::CONSUMERS); // dS of both groups is stored, and both are done with the previous one
         start_dq(RT_SHARED(smem, dscores)[n % 2]);
         start_columns(dk, dscores,
-                      RT_SHARED(smem, q)[n % 2] +
-                          (shared_address)((shape::PARTS - 1) * shape::QUERIES * 128));
+                      RT_SHARED(smem, q)[n % 2] + (shared_address)((shape::PARTS - 1) * shape::QUERIES * 128));
         wgmma_wait_group<1>(dq[0]);
         const auto dq_ring = RT_SHARED(smem, dq_ring)[n % shape::DQ_PLACES];
         mbarrier_wait_parity(RT_SHARED(dq_ring, empty), parity_of<shape::DQ_PLACES>(n) ^ 1);
@@ -385,9 +374,8 @@ template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void 
             const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(args.attn, stream);
             return status != RT_OK
                        ? status
-                       : launch(attn_bwd_sm90_kernel<T, D>,
-                                num_key_units<shape::KEYS>(attn) * args.attn.num_parts, shape::THREADS,
-                                sizeof(typename shape::shared_memory), stream, args);
+                       : launch(attn_bwd_sm90_kernel<T, D>, num_key_units<shape::KEYS>(attn) * args.attn.num_parts,
+                                shape::THREADS, sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);
 }

@@ -24,8 +24,8 @@ template <class T, int count> RT_KERNEL(THREADS) attn_delta(RT_PARAMS delta_para
     const int lane = thread_index() % ROW_LANES;
     real<T> sum = 0;
     if (token < p.num_queries) {
-        const T *const dout = (const T *)job.dout + batch * p.dout_stride[0] + token * p.dout_stride[1] +
-                              head * p.dout_stride[2];
+        const T *const dout =
+            (const T *)job.dout + batch * p.dout_stride[0] + token * p.dout_stride[1] + head * p.dout_stride[2];
         const T *const out =
             (const T *)job.out + batch * p.out_stride[0] + token * p.out_stride[1] + head * p.out_stride[2];
 #pragma unroll 1 // keeps to 32 registers, at which a multiprocessor holds its full number of threads
@@ -42,8 +42,8 @@ template <class T, int count> RT_KERNEL(THREADS) attn_delta(RT_PARAMS delta_para
 
 } // namespace
 
-rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
-                             const double *dlse, void *delta, void *stream) {
+rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                             void *delta, void *stream) {
     const rt_status status = rt_attn_check_delta(p, dout, out, dlse, delta);
     if (status != RT_OK) return status;
     const delta_params job = {*p, dout, out, dlse, delta};

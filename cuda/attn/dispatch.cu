@@ -8,11 +8,11 @@
 #include <stdlib.h>
 
 // Calls pass<T, D, DV>() with the smallest compiled head dims that hold the problem's.
-#define CHOOSE_DIMS(pass, T, p, ...)                                                                         \
-    ((p).head_dim <= 64 && (p).v_head_dim <= 64     ? pass<T, 64, 64>(p, __VA_ARGS__)                        \
-     : (p).head_dim <= 96 && (p).v_head_dim <= 96   ? pass<T, 96, 96>(p, __VA_ARGS__)                        \
-     : (p).head_dim <= 128 && (p).v_head_dim <= 128 ? pass<T, 128, 128>(p, __VA_ARGS__)                      \
-     : (p).head_dim <= 192 && (p).v_head_dim <= 128 ? pass<T, 192, 128>(p, __VA_ARGS__)                      \
+#define CHOOSE_DIMS(pass, T, p, ...)                                                                                   \
+    ((p).head_dim <= 64 && (p).v_head_dim <= 64     ? pass<T, 64, 64>(p, __VA_ARGS__)                                  \
+     : (p).head_dim <= 96 && (p).v_head_dim <= 96   ? pass<T, 96, 96>(p, __VA_ARGS__)                                  \
+     : (p).head_dim <= 128 && (p).v_head_dim <= 128 ? pass<T, 128, 128>(p, __VA_ARGS__)                                \
+     : (p).head_dim <= 192 && (p).v_head_dim <= 128 ? pass<T, 192, 128>(p, __VA_ARGS__)                                \
                                                     : pass<T, 256, 256>(p, __VA_ARGS__))
 
 // Kernels count tokens in int, up to a tile beyond the last.
@@ -103,8 +103,7 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
     const int64_t needed = backward_workspace_bytes(*p);
-    if (needed > 0 &&
-        (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
+    if (needed > 0 && (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;
     if (runs_plain(*p)) return attn_bwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);

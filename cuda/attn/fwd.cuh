@@ -46,9 +46,7 @@ RT_DEVICE void add_values(accumulator<M, KEYS / 8> &scores, float scale_log2, co
     }
 }
 
-template <class T, int D, int DV>
-RT_KERNEL((forward_shape<D, DV>::THREADS))
-attn_fwd_kernel(RT_PARAMS attn_args args) {
+template <class T, int D, int DV> RT_KERNEL((forward_shape<D, DV>::THREADS)) attn_fwd_kernel(RT_PARAMS attn_args args) {
     using shape = forward_shape<D, DV>;
     constexpr int M = shape::M, N = shape::KEYS / 8, THREADS = shape::THREADS;
     const rt_attn_params &p = args.p;
@@ -103,9 +101,8 @@ attn_fwd_kernel(RT_PARAMS attn_args args) {
     const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
     merge_rows(args, tile, rows, [&](int r, int token, bool read, auto combine) {
         if (!args.rounds_out) return update_out(args, tile, o, r, token, read, combine);
-        update_row(out_of(p).at(tile.batch, token, tile.head),
-                   rounded_out_at<T>(p, tile.batch, token, tile.head), (int)p.v_head_dim, args.in_pairs, read,
-                   o, r, combine);
+        update_row(out_of(p).at(tile.batch, token, tile.head), rounded_out_at<T>(p, tile.batch, token, tile.head),
+                   (int)p.v_head_dim, args.in_pairs, read, o, r, combine);
     });
 }
 

@@ -5,9 +5,10 @@
 //   producer    copies Q once, then K and V of each attended tile into a ring of stages
 //   consumers   two groups of 64 queries each: S in registers, softmax, P as left factor from registers
 //
-//   consumer, tile j:   start S_j = Q K_j^T;  start O += P V_{j-1};  softmax of S_j while the latter runs;  rescale O;  P
-//   ping-pong:          a group starts its products when the other has started its own, so that one multiplies while the
-//                       other exponentiates
+//   consumer, tile j:   start S_j = Q K_j^T;  start O += P V_{j-1};  softmax of S_j while the latter runs;
+//                       rescale O;  P
+//   ping-pong:          a group starts its products when the other has started its own, so that one multiplies
+//                       while the other exponentiates
 //
 // Each stage has two mbarriers for K and two for V: `full` completes when the bytes have arrived, `empty` when all
 // consumer warps have read them. The producer group releases registers for the consumers: 24 and 240 per thread.
@@ -80,22 +81,20 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
         const query_tile queries = query_tile_of_cta<ROWS>(args.attn);
         const auto full = RT_SHARED(smem, q_full);
         mbarrier_arrive_expect_tx(full, sizeof(panels<ROWS, D>));
-        copy_tile<ROWS, D>(RT_SHARED(smem, q), full, args.q, queries.first_token, queries.head,
-                           queries.batch);
+        copy_tile<ROWS, D>(RT_SHARED(smem, q), full, args.q, queries.first_token, queries.head, queries.batch);
     }
     for (ring_place<shape::STAGES> next; !walk.ended(at); at = walk.after(at), next.step()) {
         if (copies) {
             const key_tile keys = walk.keys(at);
-            const auto k_full = RT_SHARED(smem, k_full)[next.stage],
-                       v_full = RT_SHARED(smem, v_full)[next.stage];
+            const auto k_full = RT_SHARED(smem, k_full)[next.stage], v_full = RT_SHARED(smem, v_full)[next.stage];
             mbarrier_wait_parity(RT_SHARED(smem, k_empty)[next.stage], next.parity ^ 1);
             mbarrier_arrive_expect_tx(k_full, sizeof(panels<KEYS, D>));
-            copy_tile<KEYS, D>(RT_SHARED(smem, k)[next.stage], k_full, args.k[keys.run], keys.first_key,
-                               keys.kv_head, keys.batch);
+            copy_tile<KEYS, D>(RT_SHARED(smem, k)[next.stage], k_full, args.k[keys.run], keys.first_key, keys.kv_head,
+                               keys.batch);
             mbarrier_wait_parity(RT_SHARED(smem, v_empty)[next.stage], next.parity ^ 1);
             mbarrier_arrive_expect_tx(v_full, sizeof(panels<KEYS, DV>));
-            copy_tile<KEYS, DV>(RT_SHARED(smem, v)[next.stage], v_full, args.v[keys.run], keys.first_key,
-                                keys.kv_head, keys.batch);
+            copy_tile<KEYS, DV>(RT_SHARED(smem, v)[next.stage], v_full, args.v[keys.run], keys.first_key, keys.kv_head,
+                                keys.batch);
         }
         syncwarp();
     }
@@ -136,8 +135,7 @@ RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_s
     if (lane_index() != 0) return;
     const int row = shape::OUT_ROWS * warp_index();
     for (int panel = 0; panel < DV / 64; panel++)
-        cp_async_bulk_tensor_4d(args.out,
-                                RT_SHARED(smem, q) + (shared_address)(panel * shape::QUERY_PANEL + row * 128),
+        cp_async_bulk_tensor_4d(args.out, RT_SHARED(smem, q) + (shared_address)(panel * shape::QUERY_PANEL + row * 128),
                                 64 * panel, at.first_token + row, at.head, at.batch);
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group_read<0>(); // the thread block's shared memory ends with it
@@ -168,9 +166,8 @@ RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D,
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
-            wgmma_mma_async_ss<T, major::K>(
-                scores[0], advance_smem_desc(q, i / 4 * shape::QUERY_PANEL + i % 4 * 32),
-                advance_smem_desc(k, i / 4 * shape::KEY_PANEL + i % 4 * 32), i > 0);
+            wgmma_mma_async_ss<T, major::K>(scores[0], advance_smem_desc(q, i / 4 * shape::QUERY_PANEL + i % 4 * 32),
+                                            advance_smem_desc(k, i / 4 * shape::KEY_PANEL + i % 4 * 32), i > 0);
         }
         wgmma_commit_group();
     };
@@ -234,9 +231,8 @@ RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D,
     wgmma_wait_group<0>(o[0]);
     if (args.rounds_out) return store_rounded<T, D, DV>(all, smem, rows, o);
     const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
-    merge_rows(args, tile, rows, [&](int r, int token, bool read, auto combine) {
-        update_out(args, tile, o, r, token, read, combine);
-    });
+    merge_rows(args, tile, rows,
+               [&](int r, int token, bool read, auto combine) { update_out(args, tile, o, r, token, read, combine); });
 }
 
 template <class T, int D, int DV>

@@ -43,8 +43,8 @@ RT_DEVICE void gemm_ss(accumulator<M, N> &d, tile<A_ROWS, COLS> a, int a_row, ti
 // d (16 M, COLS) += left (16 M, 16), in registers, times rows 16 k .. 16 k + 15 of b, in shared memory. With PARTS
 // (1, 2 or 4) the columns of b are dealt out in groups of 16, and d holds every PARTS-th group from `part` on.
 template <class T, int M, int PARTS = 1, int ROWS, int COLS>
-RT_DEVICE void gemm_rs(accumulator<M, COLS / 8 / PARTS> &d, const uint32_t (&left)[M][4], tile<ROWS, COLS> b,
-                       int k, int part = 0) {
+RT_DEVICE void gemm_rs(accumulator<M, COLS / 8 / PARTS> &d, const uint32_t (&left)[M][4], tile<ROWS, COLS> b, int k,
+                       int part = 0) {
     const int lane = lane_index();
     const auto b_chunks = b.chunks_from(lane % 16, 2 * part + lane / 16);
 #pragma unroll
@@ -70,9 +70,7 @@ RT_DEVICE void round_to_factor(uint32_t (&left)[M][4], const float (&x)[M][N][4]
 }
 
 // Absolute error about 2^-23, no more than a score of that size has anyway.
-RT_DEVICE float tanh_approx(float x) {
-    return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz((float)(2 * LOG2_E) * x));
-}
+RT_DEVICE float tanh_approx(float x) { return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz((float)(2 * LOG2_E) * x)); }
 
 // Products q.k become tanh(cap * q.k).
 template <int M, int N> RT_DEVICE void cap_scores(accumulator<M, N> &scores, float cap) {
@@ -99,8 +97,8 @@ template <class T> RT_DEVICE void st_global_pair(T *to, float x, float y) {
 // columns are all inside `dim` or all outside. If `read` is false, combine gets 0 for row. Loads precede stores so that
 // their latencies overlap.
 template <int PARTS = 1, class T, int M, int N, class Combine>
-RT_DEVICE void update_row(const float *row, T *result, int dim, bool in_pairs, bool read,
-                          const float (&d)[M][N][4], int r, Combine combine, int part = 0) {
+RT_DEVICE void update_row(const float *row, T *result, int dim, bool in_pairs, bool read, const float (&d)[M][N][4],
+                          int r, Combine combine, int part = 0) {
     constexpr int BATCH = N % 8 == 0 ? 8 : 4;
     const int lane_col = lane_index() % 4 * 2, first_col = 16 * part + lane_col; // columns count from there
     const float *const from = row + first_col;
@@ -115,14 +113,12 @@ RT_DEVICE void update_row(const float *row, T *result, int dim, bool in_pairs, b
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 x[i] = {0, 0};
-                if (read && col(first + i) < dim)
-                    x[i] = ld_global((const float_pair *)(from + col(first + i)));
+                if (read && col(first + i) < dim) x[i] = ld_global((const float_pair *)(from + col(first + i)));
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 const int n = first + i;
-                if (col(n) < dim)
-                    st_global_pair(to + col(n), combined(x[i].x[0], n, 0), combined(x[i].x[1], n, 1));
+                if (col(n) < dim) st_global_pair(to + col(n), combined(x[i].x[0], n, 0), combined(x[i].x[1], n, 1));
             }
         }
     } else {

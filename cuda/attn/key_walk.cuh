@@ -63,18 +63,14 @@ template <class T, int ROWS> RT_DEVICE void finish_without_keys(const attn_args 
     const query_tile at = query_tile_of_cta<ROWS>(args);
     const int num_rows = least(ROWS, (int)p.num_queries - at.first_token), dim = (int)p.v_head_dim;
     float *const out = out_of(p).at(at.batch, at.first_token, at.head);
-    const auto number = [&](int row, int col) {
-        return fresh ? 0 : ld_global(out + row * p.out_stride[1] + col);
-    };
+    const auto number = [&](int row, int col) { return fresh ? 0 : ld_global(out + row * p.out_stride[1] + col); };
     if (args.rounds_out)
-        fill_rows(rounded_out_at<T>(p, at.batch, at.first_token, at.head), p.num_heads * dim, num_rows, dim,
-                  number);
+        fill_rows(rounded_out_at<T>(p, at.batch, at.first_token, at.head), p.num_heads * dim, num_rows, dim, number);
     else if (fresh)
         fill_rows(out, p.out_stride[1], num_rows, dim, number);
     if (!fresh) return;
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries + at.first_token;
-    for (int row = thread_index(); row < num_rows; row += num_threads())
-        store_lse(p, lse_row + row, -INFINITY);
+    for (int row = thread_index(); row < num_rows; row += num_threads()) store_lse(p, lse_row + row, -INFINITY);
 }
 
 // ---- the walk ----------------------------------------------------------------------------------
@@ -107,9 +103,7 @@ template <int ROWS, int KEYS> struct key_walk {
 
     RT_DEVICE bool ended(place at) const { return at.run >= args.num_runs; }
     RT_DEVICE key_range range(int slot, int row) const { return ld_shared(ranges[slot * ROWS + row]); }
-    RT_DEVICE key_tile keys(place at) const {
-        return {at.run, at.tile * KEYS, kv_head_of_cta(args), cta_index_z()};
-    }
+    RT_DEVICE key_tile keys(place at) const { return {at.run, at.tile * KEYS, kv_head_of_cta(args), cta_index_z()}; }
 
     RT_DEVICE place first() const { return seek({-1, 0, 1, 0}); }
     RT_DEVICE place after(place at) const {
@@ -147,8 +141,7 @@ template <int ROWS, int KEYS> struct key_walk {
         const int slot = 1 - at.slot;
         for (int run = at.run + 1; run < args.num_runs; run++) {
             syncthreads();
-            for (int row = thread_index(); row < ROWS; row += num_threads())
-                store_range(slot, row, args.runs[run]);
+            for (int row = thread_index(); row < ROWS; row += num_threads()) store_range(slot, row, args.runs[run]);
             syncthreads();
             const place next = find(run, slot, 0);
             if (next.tile != INT32_MAX) return next;
@@ -162,8 +155,7 @@ template <int ROWS, int KEYS> struct key_walk {
         const int token = queries.first_token + row;
         if (token < args.p.num_queries) {
             const int64_t at = queries.batch * args.p.mask_batch_stride + token;
-            keys = {first_key_from(run, ld_global(args.p.begin + at)),
-                    first_key_from(run, ld_global(args.p.end + at))};
+            keys = {first_key_from(run, ld_global(args.p.begin + at)), first_key_from(run, ld_global(args.p.end + at))};
             if (keys.hi <= keys.lo) keys = {0, 0};
         }
         st_shared(ranges[slot * ROWS + row], keys);
@@ -179,8 +171,7 @@ template <int ROWS, int KEYS> struct key_walk {
             all = {most(all.lo, keys.lo), least(all.hi, keys.hi)};
         }
         tile = reduce_min_sync(tile);
-        const int full_begin = num_tiles(reduce_max_sync(all.lo), KEYS),
-                  full_end = reduce_min_sync(all.hi) / KEYS;
+        const int full_begin = num_tiles(reduce_max_sync(all.lo), KEYS), full_end = reduce_min_sync(all.hi) / KEYS;
         return {run, tile, slot, full_begin <= tile ? full_end : 0};
     }
 };

@@ -1,7 +1,8 @@
 // Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks, for models trained in
-// f32, for head dims above 256 in any dtype, and for dropout, which no other kernel has. The structure is that of fwd.cuh and
-// bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256), eight lanes per row, and visits
-// tiles of as many columns; a lane computes two weights of its row (one), and every eighth number of its sums.
+// f32, for head dims above 256 in any dtype, and for dropout, which no other kernel has. The structure is that of
+// fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256), eight lanes per row,
+// and visits tiles of as many columns; a lane computes two weights of its row (one), and every eighth number of its
+// sums.
 #ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
 #define RINGTILE_CUDA_ATTN_PLAIN_CUH
 
@@ -80,8 +81,8 @@ RT_DEVICE void load_plain(plain_tile<ROWS> to, const T *from, int64_t row_stride
         st_shared(to.at(row, col), row < num_rows ? widen(ld_global(from + row * row_stride + col)) : 0.0f);
 }
 template <int ROWS, class T>
-RT_DEVICE void load_plain_queries(plain_tile<ROWS> to, token_rows<const T> rows, const rt_attn_params &p,
-                                  int head, int token) {
+RT_DEVICE void load_plain_queries(plain_tile<ROWS> to, token_rows<const T> rows, const rt_attn_params &p, int head,
+                                  int token) {
     load_plain(to, rows.at(cta_index_z(), token, head), rows.stride[1], (int)p.num_queries - token, rows.dim);
 }
 template <int ROWS, class T>
@@ -90,11 +91,9 @@ RT_DEVICE void load_plain_keys(plain_tile<ROWS> to, token_rows<const T> rows, co
                (int)run.length - first, rows.dim);
 }
 
-template <int ROWS>
-RT_DEVICE float dot(plain_tile<ROWS> a, int a_row, plain_tile<ROWS> b, int b_row, int64_t dim) {
+template <int ROWS> RT_DEVICE float dot(plain_tile<ROWS> a, int a_row, plain_tile<ROWS> b, int b_row, int64_t dim) {
     float sum = 0;
-    for (int d = 0; d < dim; d++)
-        sum = fmaf(ld_shared<float>(a.at(a_row, d)), ld_shared<float>(b.at(b_row, d)), sum);
+    for (int d = 0; d < dim; d++) sum = fmaf(ld_shared<float>(a.at(a_row, d)), ld_shared<float>(b.at(b_row, d)), sum);
     return sum;
 }
 
@@ -122,11 +121,9 @@ RT_DEVICE float dropout_factor(const attn_args &args, int head, int token, int64
     const rt_attn_params &p = args.p;
     if (!(p.dropout > 0)) return 1;
     const uint32_t row = rt_dropout_row(ld_global(p.dropout_rows + cta_index_z()), head);
-    const rt_philox counter = {
-        {(uint32_t)(position / 4), (uint32_t)ld_global(p.q_positions + token), row, p.stream}};
+    const rt_philox counter = {{(uint32_t)(position / 4), (uint32_t)ld_global(p.q_positions + token), row, p.stream}};
     const rt_philox random = rt_philox4x32(counter, p.seed, p.step);
-    const int which =
-        (int)(position % 4); // chosen without an index, for which the words would have to be in memory
+    const int which = (int)(position % 4); // chosen without an index, for which the words would have to be in memory
     const uint32_t low = which % 2 == 0 ? random.word[0] : random.word[1];
     const uint32_t high = which % 2 == 0 ? random.word[2] : random.word[3];
     return (which < 2 ? low : high) <= args.dropout.last_kept ? (float)args.dropout.scale : 0;
@@ -159,12 +156,10 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
         for (int i = 0; i < WEIGHTS; i++) {
             const int col = row_lane + ROW_LANES * i;
             attended[i] = keys.lo <= first_key + col && first_key + col < keys.hi;
-            scores[i] =
-                attended[i] ? plain_score(args, dot(smem.q, row, smem.k, col, p.head_dim)) : -INFINITY;
+            scores[i] = attended[i] ? plain_score(args, dot(smem.q, row, smem.k, col, p.head_dim)) : -INFINITY;
             new_top = fmaxf(new_top, scores[i]);
         }
-        for (int mask = 1; mask < ROW_LANES; mask *= 2)
-            new_top = fmaxf(new_top, shfl_xor_sync(new_top, mask));
+        for (int mask = 1; mask < ROW_LANES; mask *= 2) new_top = fmaxf(new_top, shfl_xor_sync(new_top, mask));
         const float reference = new_top == -INFINITY ? 0 : new_top, rescale = expf(top - reference);
         top = new_top;
         sum *= rescale;
@@ -175,8 +170,8 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
                 sum += weight = expf(scores[i] - reference); // of all keys
                 const rt_run &run = args.runs[at.run];
                 const int64_t key = first_key + row_lane + ROW_LANES * i;
-                weight *= dropout_factor(args, queries.head, queries.first_token + row,
-                                         run.global_begin + key * run.stride);
+                weight *=
+                    dropout_factor(args, queries.head, queries.first_token + row, run.global_begin + key * run.stride);
             }
             st_shared(smem.weights.at(row, row_lane + ROW_LANES * i), weight);
         }
@@ -206,9 +201,7 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
         if (col >= p.v_head_dim) continue;
         const float kept = unchanged || before != -INFINITY ? ld_global(to + col) : 0;
         const float value = out[j] * inverse;
-        const float result = sum == 0              ? kept
-                             : before == -INFINITY ? value
-                                                   : kept - merged.share * (kept - value);
+        const float result = sum == 0 ? kept : before == -INFINITY ? value : kept - merged.share * (kept - value);
         if (args.rounds_out)
             st_global(rounded_out_at<T>(p, queries.batch, token, queries.head) + col, narrow<T>(result));
         else
@@ -225,8 +218,7 @@ struct plain_sums {
 RT_DEVICE plain_sums load_plain_sums(const rt_attn_params &p, int head, int token) {
     const int64_t at = (cta_index_z() * p.num_heads + head) * p.num_queries + token;
     const double lse = load_lse(p, at);
-    return {(float)lse, isfinite(lse) ? (float)(lse - (double)(float)lse) : 0,
-            ld_global((const float *)p.delta + at)};
+    return {(float)lse, isfinite(lse) ? (float)(lse - (double)(float)lse) : 0, ld_global((const float *)p.delta + at)};
 }
 
 // P (without what is dropped) and dS of an attended pair.
@@ -248,15 +240,12 @@ RT_DEVICE void add_plain_row(const float *row, R *result, int64_t dim, bool fres
 #pragma unroll
     for (int j = 0; j < SUMS; j++) {
         const int col = thread_index() % ROW_LANES + ROW_LANES * j;
-        if (col < dim)
-            st_global(result + col, narrow<R>((fresh ? 0 : ld_global(row + col)) + factor * sum[j]));
+        if (col < dim) st_global(result + col, narrow<R>((fresh ? 0 : ld_global(row + col)) + factor * sum[j]));
     }
 }
 
 // dq: rows are queries.
-template <class T, int DIM>
-RT_KERNEL(PLAIN_THREADS<DIM>, 4)
-attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
@@ -265,8 +254,7 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
     const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
     const int token = queries.first_token + row;
-    const plain_sums own =
-        token < p.num_queries ? load_plain_sums(p, queries.head, token) : plain_sums{0, 0, 0};
+    const plain_sums own = token < p.num_queries ? load_plain_sums(p, queries.head, token) : plain_sums{0, 0, 0};
     float dq[LANE_SUMS<DIM>] = {};
     load_plain_queries(smem.q, q_of<T>(p), p, queries.head, queries.first_token);
     load_plain_queries(smem.dout, dout_of<T>(p), p, queries.head, queries.first_token);
@@ -282,10 +270,9 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
             plain_gradients pair = {NOT_ATTENDED, 0};
             const rt_run &run = args.runs[at.run];
             if (keys.lo <= first_key + col && first_key + col < keys.hi)
-                pair = differentiate(args, dot(smem.q, row, smem.k, col, p.head_dim),
-                                     dot(smem.dout, row, smem.v, col, p.v_head_dim), own,
-                                     dropout_factor(args, queries.head, token,
-                                                    run.global_begin + (first_key + col) * run.stride));
+                pair = differentiate(
+                    args, dot(smem.q, row, smem.k, col, p.head_dim), dot(smem.dout, row, smem.v, col, p.v_head_dim),
+                    own, dropout_factor(args, queries.head, token, run.global_begin + (first_key + col) * run.stride));
             st_shared(smem.weights.at(row, col), pair.weight);
             st_shared(smem.dscores.at(row, col), pair.dscore);
         }
@@ -301,16 +288,13 @@ attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
 }
 
 // dk and dv: rows are keys.
-template <class T, int DIM>
-RT_KERNEL(PLAIN_THREADS<DIM>, 4)
-attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
     const rt_attn_params &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
     const plain_backward_memory<DIM> smem(shared_base(), p);
     const plain_query_walk<DIM> walk{args, {smem.walk()}};
-    if (thread_index() == 0)
-        walk.choose_keys(key_tile_at<TILE>(args, cta_index_x(), cta_index_y(), cta_index_z()));
+    if (thread_index() == 0) walk.choose_keys(key_tile_at<TILE>(args, cta_index_x(), cta_index_y(), cta_index_z()));
     syncthreads();
 
     const rt_run &run = walk.run();
@@ -334,8 +318,7 @@ attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
             if (token < p.num_queries && ld_global(p.begin + mask_at) <= position &&
                 position < ld_global(p.end + mask_at))
                 pair = differentiate(args, dot(smem.k, row, smem.q, col, p.head_dim),
-                                     dot(smem.v, row, smem.dout, col, p.v_head_dim),
-                                     load_plain_sums(p, head, token),
+                                     dot(smem.v, row, smem.dout, col, p.v_head_dim), load_plain_sums(p, head, token),
                                      dropout_factor(args, head, token, position));
             st_shared(smem.weights.at(row, col), pair.weight);
             st_shared(smem.dscores.at(row, col), pair.dscore);
@@ -354,8 +337,8 @@ attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
     const auto add = [&](token_rows<float> rows, void *rounded, float factor, const auto &sum) {
         float *const to = rows.at(cta_index_z(), token, cta_index_y());
         if (rounded != nullptr)
-            add_plain_row(to, rounded_key_at<T>(p, rounded, rows.dim, cta_index_z(), token, cta_index_y()),
-                          rows.dim, p.fresh, factor, sum);
+            add_plain_row(to, rounded_key_at<T>(p, rounded, rows.dim, cta_index_z(), token, cta_index_y()), rows.dim,
+                          p.fresh, factor, sum);
         else
             add_plain_row(to, to, rows.dim, p.fresh, factor, sum);
     };

@@ -40,8 +40,7 @@ struct alignas(8) key_positions {
     int first, last;
 };
 template <int KEYS> RT_DEVICE key_positions positions_of_keys(const rt_run &run, int first_key) {
-    return {position_of_key(run, first_key),
-            position_of_key(run, least(first_key + KEYS, (int)run.length) - 1)};
+    return {position_of_key(run, first_key), position_of_key(run, least(first_key + KEYS, (int)run.length) - 1)};
 }
 
 // Whether a tile of queries may attend a tile of keys.
@@ -51,8 +50,7 @@ RT_DEVICE bool attends(tile_bounds queries, key_positions keys) {
 
 // The first tile of keys that a tile of queries attends, from key `first` of a run on, named by its first row in k;
 // INT32_MAX if there is none. (The tile ends behind queries.begin, so only its begin is compared.)
-template <int KEYS>
-RT_DEVICE int next_key_tile(const attn_args &args, tile_bounds queries, int run, int first) {
+template <int KEYS> RT_DEVICE int next_key_tile(const attn_args &args, tile_bounds queries, int run, int first) {
 #pragma unroll 1
     for (; run < args.num_runs; run++, first = 0) {
         const rt_run &keys = args.runs[run];
@@ -77,8 +75,7 @@ template <int KEYS> attn_args divide_heads(const attn_args &of, int most_on_mult
     const int64_t group = args.p.num_heads / args.p.num_kv_heads, units = num_key_units<KEYS>(args);
     if (units == 0) return args;
     const int64_t places = most_on_multiprocessor * num_multiprocessors(), wanted = 2 * places - places / 8;
-    const int64_t parts = (wanted + units - 1) / units,
-                  heads = parts < group ? (group + parts - 1) / parts : 1;
+    const int64_t parts = (wanted + units - 1) / units, heads = parts < group ? (group + parts - 1) / parts : 1;
     args.num_parts = (int)((group + heads - 1) / heads);
     return args;
 }
@@ -103,9 +100,7 @@ struct backward_workspace {
     int *next_ticket;
     int *next_part; // (tiles of keys, batch, kv heads): the part that adds next, if there are several
 };
-RT_HOST_DEVICE int64_t num_mask_rows(const rt_attn_params &p) {
-    return p.mask_batch_stride > 0 ? p.batch : 1;
-}
+RT_HOST_DEVICE int64_t num_mask_rows(const rt_attn_params &p) { return p.mask_batch_stride > 0 ? p.batch : 1; }
 RT_HOST_DEVICE backward_workspace workspace_of(const rt_attn_params &p, int num_query_tiles) {
     tile_bounds *const bounds = (tile_bounds *)p.workspace;
     int *const semaphores = (int *)(bounds + num_mask_rows(p) * num_query_tiles);
@@ -116,8 +111,7 @@ RT_HOST_DEVICE backward_workspace workspace_of(const rt_attn_params &p, int num_
 inline int64_t backward_workspace_bytes(const rt_attn_params &p) {
     const int64_t tiles = num_tiles((int)p.num_queries, has_large_heads(p) || p.dropout > 0 ? 8 : 16);
     if (tiles == 0) return 0;
-    return tiles * (num_mask_rows(p) * (int64_t)sizeof(tile_bounds) +
-                    p.batch * p.num_heads * (int64_t)sizeof(int)) +
+    return tiles * (num_mask_rows(p) * (int64_t)sizeof(tile_bounds) + p.batch * p.num_heads * (int64_t)sizeof(int)) +
            (1 + num_key_tiles(p.k_runs, p.num_k_runs, 64) * p.num_kv_heads * p.batch) * (int64_t)sizeof(int);
 }
 
@@ -137,22 +131,20 @@ template <int TILE, int KEYS> RT_KERNEL(32) attn_workspace_kernel(RT_PARAMS attn
     bounds = {reduce_min_sync(bounds.begin), reduce_max_sync(bounds.end)};
     if (lane_index() == 0) st_global(workspace.bounds + (int64_t)mask_row * num_ctas_x() + tile, bounds);
     if constexpr (KEYS > 0) {
-        const int64_t num_rows =
-            p.batch * p.num_heads / num_mask_rows(p); // of semaphores, per row of the mask
+        const int64_t num_rows = p.batch * p.num_heads / num_mask_rows(p); // of semaphores, per row of the mask
         const int first = next_key_tile<KEYS>(args, bounds, 0, 0);
         for (int64_t i = lane_index(); i < num_rows; i += 32)
             st_global(workspace.semaphores + (mask_row * num_rows + i) * num_ctas_x() + tile, first);
         if (tile == 0 && mask_row == 0 && lane_index() == 0) st_global(workspace.next_ticket, 0);
         const int64_t num_units = args.num_parts > 1 ? num_key_units<KEYS>(args) : 0;
-        for (int64_t i = (int64_t)tile * 32 + lane_index(); i < num_units && mask_row == 0;
-             i += 32 * num_ctas_x())
+        for (int64_t i = (int64_t)tile * 32 + lane_index(); i < num_units && mask_row == 0; i += 32 * num_ctas_x())
             st_global(workspace.next_part + i, 0);
     }
 }
 
 template <int TILE, int KEYS> rt_status fill_workspace(const attn_args &args, void *stream) {
-    return launch(attn_workspace_kernel<TILE, KEYS>,
-                  {num_tiles((int)args.p.num_queries, TILE), num_mask_rows(args.p)}, 32, 0, stream, args);
+    return launch(attn_workspace_kernel<TILE, KEYS>, {num_tiles((int)args.p.num_queries, TILE), num_mask_rows(args.p)},
+                  32, 0, stream, args);
 }
 
 // ---- the walk ----------------------------------------------------------------------------------
@@ -188,9 +180,7 @@ template <int KEYS, int TILE> struct query_walk {
     const attn_args &args;
     shared_ref<storage> at_keys;
 
-    RT_DEVICE int take_ticket() const {
-        return atom_add(workspace_of(args.p, num_query_tiles()).next_ticket, 1);
-    }
+    RT_DEVICE int take_ticket() const { return atom_add(workspace_of(args.p, num_query_tiles()).next_ticket, 1); }
     // The tile of a ticket: all kv heads of all batches have the first tile of keys, each part after part, then all the
     // next.
     RT_DEVICE void choose_keys_of_ticket(int ticket) const {
@@ -205,8 +195,7 @@ template <int KEYS, int TILE> struct query_walk {
         const rt_run &run = args.runs[keys.run];
         const backward_workspace workspace = workspace_of(p, num_query_tiles());
         const int64_t mask_row = p.mask_batch_stride > 0 ? keys.batch : 0;
-        const int group = (int)p.num_heads / (int)p.num_kv_heads,
-                  most_heads = num_tiles(group, args.num_parts);
+        const int group = (int)p.num_heads / (int)p.num_kv_heads, most_heads = num_tiles(group, args.num_parts);
         const int first_head = keys.kv_head * group + part * most_heads;
         const int64_t row = keys.batch * p.num_heads + first_head;
         st_shared(RT_SHARED(at_keys, keys), keys);
@@ -237,14 +226,12 @@ template <int KEYS, int TILE> struct query_walk {
     RT_DEVICE bool ended(place at) const { return at.tile == -1; }
     RT_DEVICE place first() const { return {last_tile(num_query_tiles() - 1), 0}; }
     RT_DEVICE place after(place at) const {
-        return at.head + 1 < part().num_heads ? place{at.tile, at.head + 1}
-                                              : place{last_tile(at.tile - 1), 0};
+        return at.head + 1 < part().num_heads ? place{at.tile, at.head + 1} : place{last_tile(at.tile - 1), 0};
     }
 
     // The semaphore of the queries' dq. One thread waits before the thread block adds, and releases after it.
     RT_DEVICE int *dq_semaphore(place at) const {
-        return ld_shared(RT_SHARED(at_keys, rows)).semaphores + (int64_t)at.head * num_query_tiles() +
-               at.tile;
+        return ld_shared(RT_SHARED(at_keys, rows)).semaphores + (int64_t)at.head * num_query_tiles() + at.tile;
     }
     RT_DEVICE void wait_for_dq(const int *semaphore) const {
         wait_eq(semaphore, ld_shared(RT_SHARED(facts(), first_row)));

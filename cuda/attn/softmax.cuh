@@ -53,8 +53,7 @@ RT_DEVICE void update_max(const accumulator<M, N> &scores, float scale_log2, sof
 }
 
 // Most tiles of a long row leave its max as it is: the warp's vote skips them.
-template <int M, int O_COLS>
-RT_DEVICE void rescale_rows(accumulator<M, O_COLS> &o, const float (&rescale)[2 * M]) {
+template <int M, int O_COLS> RT_DEVICE void rescale_rows(accumulator<M, O_COLS> &o, const float (&rescale)[2 * M]) {
     bool changes = false;
 #pragma unroll
     for (int r = 0; r < 2 * M; r++) changes |= rescale[r] != 1;
@@ -68,8 +67,8 @@ RT_DEVICE void rescale_rows(accumulator<M, O_COLS> &o, const float (&rescale)[2 
 
 // Turns the scores of keys 16 k .. 16 k + 15 into weights and adds them to the running sum.
 template <int M, int N>
-RT_DEVICE void exponentiate(accumulator<M, N> &scores, int k, float scale_log2,
-                            const float (&reference)[2 * M], softmax_rows<M> &rows) {
+RT_DEVICE void exponentiate(accumulator<M, N> &scores, int k, float scale_log2, const float (&reference)[2 * M],
+                            softmax_rows<M> &rows) {
 #pragma unroll
     for (int i = 0; i < M * 8; i++) {
         const int m = i / 8, j = i % 4, r = 2 * m + j / 2;
@@ -107,15 +106,14 @@ RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_ro
 
         const float inverse = 1 / sum;
         // Where lse is -inf before, out is uninitialized, and the share is 1.
-        write(r, token, unchanged || before[r] != -INFINITY, [&](float kept, float x) {
-            return sum == 0 ? kept : kept - merged.share * (kept - x * inverse);
-        });
+        write(r, token, unchanged || before[r] != -INFINITY,
+              [&](float kept, float x) { return sum == 0 ? kept : kept - merged.share * (kept - x * inverse); });
     }
 }
 // What `write` is to do where out is not rounded.
 template <int M, int O_COLS, class Combine>
-RT_DEVICE void update_out(const attn_args &args, query_tile at, const accumulator<M, O_COLS> &o, int r,
-                          int token, bool read, Combine combine) {
+RT_DEVICE void update_out(const attn_args &args, query_tile at, const accumulator<M, O_COLS> &o, int r, int token,
+                          bool read, Combine combine) {
     float *const out = out_of(args.p).at(at.batch, token, at.head);
     update_row(out, out, (int)args.p.v_head_dim, args.in_pairs, read, o, r, combine);
 }

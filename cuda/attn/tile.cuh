@@ -58,8 +58,7 @@ template <int THREADS, int ROWS, int COLS> struct thread_chunks {
 // Starts to load num_rows rows of `dim` numbers, row_stride apart, and zeros the rest of the tile. All threads of
 // the thread block take part; the caller commits.
 template <class T, int THREADS, int ROWS, int COLS>
-RT_DEVICE void load_tile(tile<ROWS, COLS> to, const T *from, int64_t row_stride, int num_rows, int dim,
-                         bool aligned) {
+RT_DEVICE void load_tile(tile<ROWS, COLS> to, const T *from, int64_t row_stride, int num_rows, int dim, bool aligned) {
     using own = thread_chunks<THREADS, ROWS, COLS>;
     const int row = own::row(), chunk = own::chunk();
     const auto chunks = to.chunks_from(row, chunk);
@@ -76,8 +75,8 @@ RT_DEVICE void load_tile(tile<ROWS, COLS> to, const T *from, int64_t row_stride,
         for (int r = 0; r < ROWS; r += own::ROW_STEP)
 #pragma unroll 1
             for (int c = 0; c < to.ROW_CHUNKS; c += own::LANES)
-                st_shared(chunks.at(r, c), gather_chunk(begin + r * row_stride + c * 8,
-                                                        row + r < num_rows ? dim - (chunk + c) * 8 : 0));
+                st_shared(chunks.at(r, c),
+                          gather_chunk(begin + r * row_stride + c * 8, row + r < num_rows ? dim - (chunk + c) * 8 : 0));
     }
 }
 

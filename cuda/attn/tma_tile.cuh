@@ -18,20 +18,16 @@ template <int ROWS, int COLS> using panels = chunk[COLS / 64][ROWS][8];
 struct map_extent {
     int64_t batch, first, num_tokens, num_heads;
 };
-template <class T>
-bool map_rows(tensor_map &map, token_rows<T> rows, const map_extent &extent, int box_rows) {
+template <class T> bool map_rows(tensor_map &map, token_rows<T> rows, const map_extent &extent, int box_rows) {
     using element = std::remove_const_t<T>;
     const int64_t size[4] = {rows.dim, extent.num_tokens, extent.num_heads, extent.batch};
-    const int64_t bytes[3] = {(int64_t)sizeof(element) * rows.stride[1],
-                              (int64_t)sizeof(element) * rows.stride[2],
+    const int64_t bytes[3] = {(int64_t)sizeof(element) * rows.stride[1], (int64_t)sizeof(element) * rows.stride[2],
                               (int64_t)sizeof(element) * rows.stride[0]};
-    return make_tensor_map<element>(map, (const char *)rows.data + extent.first * bytes[0], size, bytes,
-                                    box_rows);
+    return make_tensor_map<element>(map, (const char *)rows.data + extent.first * bytes[0], size, bytes, box_rows);
 }
 
 // Maps q, dout or dq.
-template <class T>
-bool map_queries(tensor_map &map, const rt_attn_params &p, token_rows<T> rows, int box_rows) {
+template <class T> bool map_queries(tensor_map &map, const rt_attn_params &p, token_rows<T> rows, int box_rows) {
     return map_rows(map, rows, {p.batch, 0, p.num_queries, p.num_heads}, box_rows);
 }
 // Maps k or v, run by run.
@@ -40,8 +36,7 @@ bool map_keys(tensor_map (&maps)[MAX_RUNS_SM90], const attn_args &args, token_ro
     bool mapped = true;
     for (int i = 0; i < args.num_runs && mapped; i++) {
         const rt_run &run = args.runs[i];
-        mapped = map_rows(maps[i], rows, {args.p.batch, run.local_begin, run.length, args.p.num_kv_heads},
-                          box_rows);
+        mapped = map_rows(maps[i], rows, {args.p.batch, run.local_begin, run.length, args.p.num_kv_heads}, box_rows);
     }
     return mapped;
 }
@@ -58,11 +53,9 @@ RT_DEVICE void prefetch_key_maps(const tensor_map (&k)[MAX_RUNS_SM90], const ten
 
 // Starts to copy a tile, from `row` of a head on; the caller has announced its bytes. One thread calls it.
 template <int ROWS, int COLS>
-RT_DEVICE void copy_tile(shared_address to, shared_address full, const tensor_map &map, int row, int head,
-                         int batch) {
+RT_DEVICE void copy_tile(shared_address to, shared_address full, const tensor_map &map, int row, int head, int batch) {
     for (int panel = 0; panel < COLS / 64; panel++)
-        cp_async_bulk_tensor_4d(to + (shared_address)(panel * ROWS * 128), map, full, 64 * panel, row, head,
-                                batch);
+        cp_async_bulk_tensor_4d(to + (shared_address)(panel * ROWS * 128), map, full, 64 * panel, row, head, batch);
 }
 
 // Arrives once for the calling warp.

@@ -50,9 +50,7 @@ inline int64_t grid_for(int64_t num_items, int threads) {
 }
 
 // Item `thread` of thread block `cta`. In int64: 2^31 blocks of any size have more items than an int counts.
-RT_HOST_DEVICE int64_t item_index(int cta, int threads, int thread) {
-    return (int64_t)cta * threads + thread;
-}
+RT_HOST_DEVICE int64_t item_index(int cta, int threads, int thread) { return (int64_t)cta * threads + thread; }
 // The first item of the calling thread, and the distance to its next one.
 RT_DEVICE int64_t first_item(int threads) { return item_index(cta_index_x(), threads, thread_index()); }
 RT_DEVICE int64_t items_per_grid(int threads) { return item_index(num_ctas_x(), threads, 0); }

@@ -22,19 +22,18 @@ rt_status launch_failed(const failed_launch &failed) {
     char where[64] = "no device";
     int device, driver = 0, runtime = 0; // versions are 1000 major + 10 minor
     if (cudaGetDevice(&device) == cudaSuccess)
-        snprintf(where, sizeof(where), "device %d of compute capability %d.%d", device,
-                 compute_capability() / 10, compute_capability() % 10);
+        snprintf(where, sizeof(where), "device %d of compute capability %d.%d", device, compute_capability() / 10,
+                 compute_capability() % 10);
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
     cudaGetLastError(); // clears it
     char text[sizeof(last_error)];
-    snprintf(
-        text, sizeof(text),
-        "%s (%s); kernel %s%sat %s:%d, grid (%lld, %lld, %lld), %d threads, %d bytes of shared memory, %s, "
-        "driver for CUDA %d.%d, runtime %d.%d",
-        cudaGetErrorString(error), cudaGetErrorName(error), kernel, *kernel ? " " : "", file, failed.line,
-        (long long)failed.grid.x, (long long)failed.grid.y, (long long)failed.grid.z, failed.num_threads,
-        failed.shared_bytes, where, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    snprintf(text, sizeof(text),
+             "%s (%s); kernel %s%sat %s:%d, grid (%lld, %lld, %lld), %d threads, %d bytes of shared memory, %s, "
+             "driver for CUDA %d.%d, runtime %d.%d",
+             cudaGetErrorString(error), cudaGetErrorName(error), kernel, *kernel ? " " : "", file, failed.line,
+             (long long)failed.grid.x, (long long)failed.grid.y, (long long)failed.grid.z, failed.num_threads,
+             failed.shared_bytes, where, driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     set_last_error(text);
     return RT_CUDA;
 }

@@ -58,10 +58,9 @@ void set_last_error(const char *text);
 // Of the current device, as 10 major + minor: 90 is sm_90. 0 if the CUDA runtime refuses.
 inline int compute_capability() {
     int device, major, minor;
-    const bool known =
-        cudaGetDevice(&device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+    const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
     return known ? 10 * major + minor : 0;
 }
 
@@ -144,24 +143,29 @@ RT_DEVICE int num_ctas_x() { return (int)gridDim.x; }
 // ---- barriers, shuffles and votes --------------------------------------------------------------
 
 // Orders shared memory between all threads of the thread block.
-// PTX bar: https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
+// PTX bar:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 RT_DEVICE void syncthreads() { __syncthreads(); }
 // Orders shared memory between the lanes of the warp.
-// PTX bar.warp.sync: https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar-warp-sync
+// PTX bar.warp.sync:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar-warp-sync
 RT_DEVICE void syncwarp() { __syncwarp(); }
 
 // The value of lane (lane ^ mask); the value of lane `from`.
-// PTX shfl.sync: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
+// PTX shfl.sync:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
 RT_DEVICE float shfl_xor_sync(float x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 RT_DEVICE double shfl_xor_sync(double x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 RT_DEVICE int shfl_xor_sync(int x, int mask) { return __shfl_xor_sync(0xffffffff, x, mask); }
 RT_DEVICE float shfl_sync(float x, int from) { return __shfl_sync(0xffffffff, x, from); }
 RT_DEVICE int shfl_sync(int x, int from) { return __shfl_sync(0xffffffff, x, from); }
 
-// PTX vote.sync: https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-vote-sync
+// PTX vote.sync:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-vote-sync
 RT_DEVICE bool any_sync(bool condition) { return __any_sync(0xffffffff, condition); }
 RT_DEVICE bool all_sync(bool condition) { return __all_sync(0xffffffff, condition); }
-// PTX redux.sync: https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-redux-sync
+// PTX redux.sync:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-redux-sync
 RT_DEVICE int reduce_min_sync(int x) { return __reduce_min_sync(0xffffffff, x); }
 RT_DEVICE int reduce_max_sync(int x) { return __reduce_max_sync(0xffffffff, x); }
 
@@ -217,8 +221,7 @@ template <class T> RT_DEVICE void st_shared(shared_address to, const T &value) {
     } else {
         uint4 x;
         memcpy(&x, &value, 16);
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
-                     "r"(x.w)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                      : "memory");
     }
 }
@@ -235,7 +238,8 @@ template <class T> RT_DEVICE void st_global(T *to, const T &value) { *to = value
 // words.
 
 // Returns the old value.
-// PTX atom: https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-atom
+// PTX atom:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-atom
 RT_DEVICE int atom_add(int *counter, int x) { return atomicAdd(counter, x); }
 // Spins until *word == value (CUTLASS's GenericBarrier::wait_eq). The calling thread then sees whatever the releasing
 // thread had done or seen; the rest of its thread block does after a barrier. Polls with ld.relaxed, because each
@@ -258,16 +262,19 @@ RT_DEVICE void st_release(int *word, int value) {
 
 // Starts a copy of 16 bytes: the first num_bytes from global memory, the rest zeros. Both addresses are multiples
 // of 16; with num_bytes 0, `from` is not read.
-// PTX cp.async: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
+// PTX cp.async:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 RT_DEVICE void cp_async(shared_address to, const void *from, int num_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(num_bytes)
                  : "memory");
 }
 // Closes the group of copies that this thread has started since its last commit.
-// PTX cp.async.commit_group: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
+// PTX cp.async.commit_group:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-commit-group
 RT_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all of this thread's groups but the last `pending`. Other threads' bytes also take a barrier.
-// PTX cp.async.wait_group: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
+// PTX cp.async.wait_group:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-wait-group
 template <int pending> RT_DEVICE void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
@@ -296,17 +303,14 @@ RT_DEVICE void ldmatrix_x4_trans(uint32_t (&word)[4], shared_address row) {
 //   b0: (t, g), (t + 1, g)     b1: (t + 8, g), (t + 9, g)
 //   d[0], d[1]: (g, t), (g, t + 1)                   d[2], d[3]: (g + 8, t), (g + 8, t + 1)
 // PTX mma: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-fragment-mma-16816-float
-template <class T>
-RT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-RT_DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class T> RT_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <> RT_DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
                  "{%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-template <>
-RT_DEVICE void mma_m16n8k16<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <> RT_DEVICE void mma_m16n8k16<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
                  "{%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -22,15 +22,13 @@ template <class T, int N> struct shared_ref<T[N]> {
     shared_address address;
 
     RT_DEVICE operator shared_address() const { return address; }
-    RT_DEVICE shared_ref<T> operator[](int i) const {
-        return {address + (shared_address)(i * (int)sizeof(T))};
-    }
+    RT_DEVICE shared_ref<T> operator[](int i) const { return {address + (shared_address)(i * (int)sizeof(T))}; }
 };
 
 // The member of the struct that a shared_ref addresses.
-#define RT_SHARED(ref, member)                                                                               \
-    shared_ref<decltype(decltype(ref)::type::member)> {                                                      \
-        (ref).address + (shared_address)offsetof(typename decltype(ref)::type, member)                       \
+#define RT_SHARED(ref, member)                                                                                         \
+    shared_ref<decltype(decltype(ref)::type::member)> {                                                                \
+        (ref).address + (shared_address)offsetof(typename decltype(ref)::type, member)                                 \
     }
 
 template <class T> RT_DEVICE T ld_shared(shared_ref<T> from) { return ld_shared<T>(from.address); }

@@ -89,11 +89,6 @@ OPCHECK_CASES = {
     "unshard_seq": lambda: (torch.randn(2, 4, 3), [6, 1, 0, 2, 0, 1, 2, 2], 1, 8),
     "layout_check": lambda: (TWO_HALVES, 8, 2),
     "plan": lambda: (*causal(8), TWO_HALVES, 0),
-    "scheme_cost": lambda: (
-        *(torch.tensor(x) for x in ([0, 1], [4, 4], [[4, 4], [0, 4]], [[10, 16], [0, 10]])),
-        *(torch.ones(1, 1, 3, dtype=torch.int64), torch.tensor([8, 8, 4, 4]), torch.ones(12, dtype=torch.float64)),
-        *(False, True, True),
-    ),
     "digest": lambda: (*causal(8), TWO_HALVES),
     "glu_fwd": lambda: (torch.randn(3, 5), torch.randn(3, 5), 0),
     "glu_bwd_": lambda: (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), 0),

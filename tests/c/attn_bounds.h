@@ -31,8 +31,7 @@ typedef struct pair_score {
 // of them exact, and the sum times scale. Either way (D + 2) u sum |scale q k|. With a softcap it rounds the softcap
 // and its inverse, x = score / softcap twice, tanh, and the product; |x tanh'(x)| <= |tanh x|, so that adds
 // 9 u |score|.
-static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64_t token, int64_t head,
-                                  int64_t row) {
+static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64_t token, int64_t head, int64_t row) {
     const rt_attn_params *p = &c->p;
     const int64_t kv_head = head / (p->num_heads / p->num_kv_heads);
     double dot = 0, magnitude = 0;
@@ -65,8 +64,7 @@ typedef struct attended_query {
 //   d lse    = sum of weight relative + (terms of a sum) u + 2 u (|top| + |lse|)
 // A merge with the earlier state is a convex combination: it keeps the errors of both and adds those of its share,
 // (d lse + 20 u) max |v|, and those of the larger lse.
-static inline void query_bounds(const attn_case *c, double u, int64_t num_calls, attended_query at,
-                                attn_case *bounds) {
+static inline void query_bounds(const attn_case *c, double u, int64_t num_calls, attended_query at, attn_case *bounds) {
     const int64_t b = at.b, token = at.token, head = at.head, n = at.num_rows, *rows = at.rows;
     const int64_t kv_head = head / (c->p.num_heads / c->p.num_kv_heads), steps = max_tiles(&c->p);
     pair_score *scores = must_alloc((size_t)n * sizeof(*scores));
@@ -89,8 +87,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
         if (weight > 0)
             dlse += weight * (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1)));
     }
-    const double lse = top + log(sum), before = get(&c->x[LSE], b, token, head, 0),
-                 num_terms = (double)(n + steps + 4);
+    const double lse = top + log(sum), before = get(&c->x[LSE], b, token, head, 0), num_terms = (double)(n + steps + 4);
     const double largest = fmax(fabs(lse), isfinite(before) ? fabs(before) : 0), calls = (double)num_calls;
     dlse += u * (num_terms + 2 * (fabs(top) + fabs(lse)));
     set(&bounds->x[LSE], b, token, head, 0, dlse + calls * 4 * u * (1 + largest));
@@ -102,15 +99,13 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
             const double weight = exp(scores[j].score - top) / sum;
             const double v = factors[j] * fabs(get(&c->x[V], b, rows[j], kv_head, d));
             if (weight == 0) continue;
-            error += weight *
-                     (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1))) *
+            error += weight * (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1))) *
                      (v + fabs(out));
             error += weight * v * roundings;
             absolute += weight * v;
             max_value = fmax(max_value, v);
         }
-        error +=
-            2 * num_terms * u * absolute + calls * (dlse + 20 * u) * max_value + (double)n * TINY * max_value;
+        error += 2 * num_terms * u * absolute + calls * (dlse + 20 * u) * max_value + (double)n * TINY * max_value;
         set(&bounds->x[OUT], b, token, head, d, error);
     }
     free(factors);
@@ -137,8 +132,8 @@ static inline void forward_bounds(const attn_case *before, double u, int64_t num
 //   d P / P = d score + u |score - lse| + 4 u       d g = (Dv + 2) u (sum |dout v| + |delta|)
 // With dropout, dP and dv are multiplied by a factor, which costs two more roundings.
 //   d c     = 2 |score| d score / softcap^2 + 3 u   dS = P g c, and each of dv, dq, dk is one sum of pairs
-static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t token, int64_t head,
-                               int64_t row, int64_t num_keys, attn_case *bounds) {
+static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t token, int64_t head, int64_t row,
+                               int64_t num_keys, attn_case *bounds) {
     const rt_attn_params *p = &c->p;
     const int64_t group = p->num_heads / p->num_kv_heads, kv_head = head / group;
     const double key_terms = (double)(num_keys + max_tiles(p) + 6);
@@ -173,11 +168,9 @@ static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t 
 // Bounds of dq, dk and dv. Their earlier values take part in a rounding per tile or task.
 static inline void backward_bounds(const attn_case *before, double u, int64_t num_calls, attn_case *bounds) {
     const rt_attn_params *p = &before->p;
-    const double num_terms =
-        (double)(num_calls * (max_tiles(p) + p->num_heads / p->num_kv_heads * p->num_queries));
+    const double num_terms = (double)(num_calls * (max_tiles(p) + p->num_heads / p->num_kv_heads * p->num_queries));
     for (int i = DQ; i <= DV; i++) FOR_EACH_ELEMENT(&bounds->x[i], b, token, head, d)
-    set(&bounds->x[i], b, token, head, d,
-        num_terms * (u * fabs(get(&before->x[i], b, token, head, d)) + TINY));
+    set(&bounds->x[i], b, token, head, d, num_terms * (u * fabs(get(&before->x[i], b, token, head, d)) + TINY));
     int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t token = 0; token < p->num_queries; token++) {

@@ -57,10 +57,10 @@ static inline void add(tensor *t, int64_t b, int64_t token, int64_t head, int64_
     set(t, b, token, head, d, get(t, b, token, head, d) + value);
 }
 
-#define FOR_EACH_ELEMENT(t, b, token, head, d)                                                               \
-    for (int64_t b = 0; b < (t)->size[0]; b++)                                                               \
-        for (int64_t token = 0; token < (t)->size[1]; token++)                                               \
-            for (int64_t head = 0; head < (t)->size[2]; head++)                                              \
+#define FOR_EACH_ELEMENT(t, b, token, head, d)                                                                         \
+    for (int64_t b = 0; b < (t)->size[0]; b++)                                                                         \
+        for (int64_t token = 0; token < (t)->size[1]; token++)                                                         \
+            for (int64_t head = 0; head < (t)->size[2]; head++)                                                        \
                 for (int64_t d = 0; d < (t)->size[3]; d++)
 
 static inline void fill(tensor *t, double value) {
@@ -83,8 +83,7 @@ static inline bool gaps_are_intact(const tensor *t) {
     if (used == NULL) exit(1);
     FOR_EACH_ELEMENT(t, b, token, head, d) used[row_of(t, b, token, head) + d] = 1;
     bool intact = true;
-    for (int64_t i = 0; i < t->num_elements; i++)
-        intact &= used[i] || load_element(t->dtype, t->data, i) == GAP;
+    for (int64_t i = 0; i < t->num_elements; i++) intact &= used[i] || load_element(t->dtype, t->data, i) == GAP;
     free(used);
     return intact;
 }
@@ -123,8 +122,7 @@ static inline void bind(attn_case *c) {
 }
 
 // lse or delta: (B, H, N) contiguous.
-static inline tensor new_row_numbers(rt_dtype dtype, int64_t num_batches, int64_t num_tokens,
-                                     int64_t num_heads) {
+static inline tensor new_row_numbers(rt_dtype dtype, int64_t num_batches, int64_t num_tokens, int64_t num_heads) {
     const int64_t num_elements = num_batches * num_tokens * num_heads;
     tensor t = {.dtype = dtype,
                 .size = {num_batches, num_tokens, num_heads, 1},
@@ -231,14 +229,13 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
         draw_runs(state, s.seq_len, &c);
     }
 
-    const int64_t mask_rows = random_int(state, 0, 1) ? s.batch : 1,
-                  num_intervals = mask_rows * s.num_queries;
+    const int64_t mask_rows = random_int(state, 0, 1) ? s.batch : 1, num_intervals = mask_rows * s.num_queries;
     p->mask_batch_stride = mask_rows > 1 ? s.num_queries : 0;
     c.begin = must_alloc((size_t)num_intervals * sizeof(*c.begin));
     c.end = must_alloc((size_t)num_intervals * sizeof(*c.end));
     for (int64_t i = 0; i < num_intervals; i++)
-        draw_interval(state, mask, s.seq_len, s.seq_len > 0 ? random_int(state, 0, s.seq_len - 1) : 0,
-                      &c.begin[i], &c.end[i]);
+        draw_interval(state, mask, s.seq_len, s.seq_len > 0 ? random_int(state, 0, s.seq_len - 1) : 0, &c.begin[i],
+                      &c.end[i]);
 
     const rt_dtype sum = state_dtype(s.dtype);
     const int64_t B = s.batch, N = s.num_queries, H = p->num_heads, G = s.num_kv_heads;
@@ -283,8 +280,7 @@ static inline double dropout_factor(const attn_case *c, int64_t b, int64_t token
         if (j < 0 || j >= run->length) continue;
         const uint64_t position = (uint64_t)(run->global_begin + j * run->stride);
         const uint32_t of_head = (uint32_t)p->dropout_rows[b] + ((uint32_t)head << 20);
-        const rt_philox counter = {
-            {(uint32_t)(position / 4), (uint32_t)p->q_positions[token], of_head, p->stream}};
+        const rt_philox counter = {{(uint32_t)(position / 4), (uint32_t)p->q_positions[token], of_head, p->stream}};
         const uint32_t word = rt_philox4x32(counter, p->seed, p->step).word[position % 4];
         return word < nearbyint((1 - p->dropout) * 0x1p32) ? 1 / (1 - p->dropout) : 0;
     }

@@ -7,8 +7,7 @@
 typedef enum pass { FORWARD, BACKWARD } pass;
 
 static inline int64_t workspace_bytes(pass pass, const rt_attn_params *p, int64_t num_workers) {
-    return pass == FORWARD ? rt_attn_fwd_workspace_bytes(p, num_workers)
-                           : rt_attn_bwd_workspace_bytes(p, num_workers);
+    return pass == FORWARD ? rt_attn_fwd_workspace_bytes(p, num_workers) : rt_attn_bwd_workspace_bytes(p, num_workers);
 }
 
 static inline rt_status run(pass pass, const rt_attn_params *p, rt_parallel parallel) {
@@ -33,8 +32,7 @@ static inline void run_in_exact_workspace(pass pass, rt_attn_params p, rt_parall
 // The runs of the case in num_calls calls.
 static inline void run_in_calls(pass pass, const attn_case *c, int64_t num_calls, rt_parallel parallel) {
     for (int64_t call = 0; call < num_calls; call++) {
-        const int64_t first = c->p.num_k_runs * call / num_calls,
-                      last = c->p.num_k_runs * (call + 1) / num_calls;
+        const int64_t first = c->p.num_k_runs * call / num_calls, last = c->p.num_k_runs * (call + 1) / num_calls;
         rt_attn_params p = c->p;
         p.k_runs = c->runs + first;
         p.num_k_runs = last - first;
@@ -50,16 +48,13 @@ static inline bool agrees(array_name name, double got, double want, double allow
     return !isfinite(got) && (name != LSE || (got == -INFINITY) == (want == -INFINITY));
 }
 
-static inline void check_array(array_name name, const attn_case *got, const attn_case *want,
-                               const attn_case *bounds) {
-    static const char *const names[NUM_ARRAYS] = {
-        [OUT] = "out", [LSE] = "lse", [DQ] = "dq", [DK] = "dk", [DV] = "dv"};
+static inline void check_array(array_name name, const attn_case *got, const attn_case *want, const attn_case *bounds) {
+    static const char *const names[NUM_ARRAYS] = {[OUT] = "out", [LSE] = "lse", [DQ] = "dq", [DK] = "dk", [DV] = "dv"};
     FOR_EACH_ELEMENT(&want->x[name], b, token, head, d) {
         const double x = get(&got->x[name], b, token, head, d), y = get(&want->x[name], b, token, head, d);
         const double allowed = 2 * get(&bounds->x[name], b, token, head, d);
         if (check_failed(agrees(name, x, y, allowed)))
-            printf("%s[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
-                   "]: got %.17g, expected %.17g +- %.3g\n",
+            printf("%s[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]: got %.17g, expected %.17g +- %.3g\n",
                    names[name], b, token, head, d, x, y, allowed);
     }
     CHECK(gaps_are_intact(&got->x[name]));
@@ -104,13 +99,9 @@ static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, 
 // ---- rounded results ---------------------------------------------------------------------------------------
 
 static inline size_t bytes_of(const tensor *x) { return (size_t)x->num_elements * dtype_bytes(x->dtype); }
-static inline void *copy_bytes(const tensor *x) {
-    return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x));
-}
+static inline void *copy_bytes(const tensor *x) { return memcpy(must_alloc(bytes_of(x)), x->data, bytes_of(x)); }
 
-static inline int64_t num_numbers(const tensor *x) {
-    return x->size[0] * x->size[1] * x->size[2] * x->size[3];
-}
+static inline int64_t num_numbers(const tensor *x) { return x->size[0] * x->size[1] * x->size[2] * x->size[3]; }
 
 // What a call rounds is what it leaves unrounded without, rounded once; all else has the same bits. run: the case in
 // num_calls calls.
@@ -138,13 +129,11 @@ static inline void check_rounding(pass pass, attn_case *c, int64_t num_calls,
             int64_t at = 0;
             FOR_EACH_ELEMENT(x, b, token, head, d) {
                 double once;
-                store_element(c->p.dtype, &once, 0,
-                              load_element(x->dtype, want[i], row_of(x, b, token, head) + d));
+                store_element(c->p.dtype, &once, 0, load_element(x->dtype, want[i], row_of(x, b, token, head) + d));
                 const double expected = load_element(c->p.dtype, &once, 0),
                              got = load_element(c->p.dtype, rounded[i], at++);
                 if (check_failed(got == expected || (isnan(got) && isnan(expected))))
-                    printf("rounded[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64
-                           "]: got %.17g, expected %.17g\n",
+                    printf("rounded[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]: got %.17g, expected %.17g\n",
                            b, token, head, d, got, expected);
             }
         }

@@ -23,25 +23,25 @@ static inline bool check_failed(bool ok) {
     return !ok;
 }
 
-#define CHECK(condition)                                                                                     \
-    do {                                                                                                     \
-        if (check_failed(condition)) printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);                  \
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (check_failed(condition)) printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);                            \
     } while (0)
 
-#define CHECK_INT(got, want)                                                                                 \
-    do {                                                                                                     \
-        const int64_t got_ = (got), want_ = (want);                                                          \
-        if (check_failed(got_ == want_))                                                                     \
-            printf("%s:%d: %s: got %" PRId64 ", expected %s = %" PRId64 "\n", __FILE__, __LINE__, #got,      \
-                   got_, #want, want_);                                                                      \
+#define CHECK_INT(got, want)                                                                                           \
+    do {                                                                                                               \
+        const int64_t got_ = (got), want_ = (want);                                                                    \
+        if (check_failed(got_ == want_))                                                                               \
+            printf("%s:%d: %s: got %" PRId64 ", expected %s = %" PRId64 "\n", __FILE__, __LINE__, #got, got_, #want,   \
+                   want_);                                                                                             \
     } while (0)
 
-#define CHECK_STATUS(got, want)                                                                              \
-    do {                                                                                                     \
-        const rt_status got_ = (got), want_ = (want);                                                        \
-        if (check_failed(got_ == want_))                                                                     \
-            printf("%s:%d: %s: got \"%s\", expected \"%s\"\n", __FILE__, __LINE__, #got,                     \
-                   rt_status_message(got_), rt_status_message(want_));                                       \
+#define CHECK_STATUS(got, want)                                                                                        \
+    do {                                                                                                               \
+        const rt_status got_ = (got), want_ = (want);                                                                  \
+        if (check_failed(got_ == want_))                                                                               \
+            printf("%s:%d: %s: got \"%s\", expected \"%s\"\n", __FILE__, __LINE__, #got, rt_status_message(got_),      \
+                   rt_status_message(want_));                                                                          \
     } while (0)
 
 // |got - want| <= bound; equal infinities pass, and NaN passes only against NaN.
@@ -50,12 +50,11 @@ static inline bool is_close(double got, double want, double bound) {
     return got == want || fabs(got - want) <= bound;
 }
 
-#define CHECK_CLOSE(got, want, bound)                                                                        \
-    do {                                                                                                     \
-        const double got_ = (got), want_ = (want), bound_ = (bound);                                         \
-        if (check_failed(is_close(got_, want_, bound_)))                                                     \
-            printf("%s:%d: %s: got %.17g, expected %.17g +- %.3g\n", __FILE__, __LINE__, #got, got_, want_,  \
-                   bound_);                                                                                  \
+#define CHECK_CLOSE(got, want, bound)                                                                                  \
+    do {                                                                                                               \
+        const double got_ = (got), want_ = (want), bound_ = (bound);                                                   \
+        if (check_failed(is_close(got_, want_, bound_)))                                                               \
+            printf("%s:%d: %s: got %.17g, expected %.17g +- %.3g\n", __FILE__, __LINE__, #got, got_, want_, bound_);   \
     } while (0)
 
 static inline int check_finish(void) {

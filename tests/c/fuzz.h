@@ -98,9 +98,7 @@ static inline double hostile_real(uint64_t *state) {
 }
 
 // Finite in the arithmetic of the kernels.
-static inline bool is_real(rt_dtype dtype, double x) {
-    return dtype == RT_F64 ? isfinite(x) : isfinite((float)x);
-}
+static inline bool is_real(rt_dtype dtype, double x) { return dtype == RT_F64 ? isfinite(x) : isfinite((float)x); }
 
 static inline bool is_softcap(rt_dtype dtype, double x) {
     return x == 0 || (x > 0 && is_real(dtype, x) && is_real(dtype, 1 / x));
@@ -178,9 +176,7 @@ static inline void random_strides(uint64_t *state, int64_t ndim, const int64_t *
     int64_t step = 1 + random_int(state, 0, 1) * random_int(state, 0, 3);
     for (int64_t left = ndim; left > 0; left--) {
         int64_t d = ndim - 1;
-        for (int64_t skip = random_int(state, 0, 3) ? 0 : random_int(state, 0, left - 1);
-             done[d] || skip-- > 0;)
-            d--;
+        for (int64_t skip = random_int(state, 0, 3) ? 0 : random_int(state, 0, left - 1); done[d] || skip-- > 0;) d--;
         done[d] = true;
         strides[d] = step;
         step = step * (sizes[d] > 0 ? sizes[d] : 1) + random_int(state, 0, 3) / 3;
@@ -240,8 +236,7 @@ static inline void compare(const char *function, rt_dtype dtype, const block *go
 
 // Whether the runs are well formed, in 0..global_len-1 and in 0..local_len-1, and disjoint; UNKNOWN if that is too much
 // to list.
-static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t local_len,
-                                 int64_t global_len) {
+static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
     int64_t total = 0;
     for (int64_t r = 0; r < num_runs; r++) {
         const rt_run run = runs[r];
@@ -256,8 +251,7 @@ static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t l
             for (int64_t i = 0; i < runs[r].length; i++)
                 for (int64_t j = 0; j < runs[s].length; j++)
                     if (runs[r].local_begin + i == runs[s].local_begin + j ||
-                        runs[r].global_begin + i * runs[r].stride ==
-                            runs[s].global_begin + j * runs[s].stride)
+                        runs[r].global_begin + i * runs[r].stride == runs[s].global_begin + j * runs[s].stride)
                         return FORBIDDEN;
     return VALID;
 }
@@ -295,8 +289,8 @@ static inline int fuzz_main(int argc, char **argv, int64_t default_trials, int64
         state = random_bits(&state);
         trial(&state, trial_number < 0 ? -trial_number - 1 : -1);
     }
-    printf("%" PRId64 " right, %" PRId64 " refused, %" PRId64 " wrong, %" PRId64 " skipped\n", num_right,
-           num_refused, num_failed, num_skipped);
+    printf("%" PRId64 " right, %" PRId64 " refused, %" PRId64 " wrong, %" PRId64 " skipped\n", num_right, num_refused,
+           num_failed, num_skipped);
     return num_failed > 0;
 }
 

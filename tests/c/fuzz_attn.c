@@ -97,8 +97,7 @@ static void draw_valid(problem *c, uint64_t *state) {
     p->num_kv_heads = random_int(state, 1, 2);
     p->num_heads = p->num_kv_heads * random_int(state, 1, 3);
     p->head_dim = random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, RT_MAX_HEAD_DIM);
-    p->v_head_dim =
-        random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, RT_MAX_HEAD_DIM);
+    p->v_head_dim = random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, RT_MAX_HEAD_DIM);
     p->scale = random_unit(state) / sqrt((double)p->head_dim);
     p->softcap = random_int(state, 0, 2) ? 0 : 3;
     p->fresh = random_int(state, 0, 1);
@@ -116,22 +115,20 @@ static void draw_valid(problem *c, uint64_t *state) {
     }
     if (!p->fresh && random_int(state, 0, 3) == 0) p->num_keys += random_int(state, 0, 2);
     p->mask_batch_stride = random_int(state, 0, 1) ? p->num_queries : 0;
-    c->parallel = (rt_parallel){.run = random_int(state, 0, 1) ? run_in_turn : NULL,
-                                .num_workers = random_int(state, 0, 3)};
+    c->parallel =
+        (rt_parallel){.run = random_int(state, 0, 1) ? run_in_turn : NULL, .num_workers = random_int(state, 0, 3)};
     const int64_t q[] = {p->batch, p->num_queries, p->num_heads, p->head_dim},
                   k[] = {p->batch, p->num_keys, p->num_kv_heads, p->head_dim};
     for (int i = 0; i < BEGIN; i++) {
         if (i == LSE || i == DELTA) continue;
-        const bool of_keys = i == K || i == V || i == DK || i == DV,
-                   of_values = i != Q && i != K && i != DQ && i != DK;
+        const bool of_keys = i == K || i == V || i == DK || i == DV, of_values = i != Q && i != K && i != DQ && i != DK;
         int64_t sizes[4], strides[4];
         memcpy(sizes, of_keys ? k : q, sizeof(sizes));
         if (of_values) sizes[3] = p->v_head_dim;
         // The last dim has stride 1: the rows' steps are those of an array of rows, times the length of one.
         random_strides(state, 3, sizes, strides);
         for (int d = 0; d < 3; d++) strides_of(p, i)[d] = strides[d] * sizes[3];
-        if (i < OUT && random_int(state, 0, 9) == 0)
-            strides_of(p, i)[random_int(state, 0, 2)] = 0; // expanded
+        if (i < OUT && random_int(state, 0, 9) == 0) strides_of(p, i)[random_int(state, 0, 2)] = 0; // expanded
     }
 }
 
@@ -169,8 +166,7 @@ static void draw_blocks(problem *c) {
         x->element_bytes = i < OUT ? bytes : state_bytes;
         x->is_output = i == OUT || i >= DQ;
         x->strides[3] = 1;
-        if (i == LSE || i == DELTA ||
-            i >= BEGIN) { // the judge refuses strides that wrap here by the number alone
+        if (i == LSE || i == DELTA || i >= BEGIN) { // the judge refuses strides that wrap here by the number alone
             const bool number = i < BEGIN;
             x->sizes[3] = 1, x->sizes[2] = number ? p->num_heads : 1;
             x->strides[0] =
@@ -239,12 +235,10 @@ static void bind(rt_attn_params *p, const block *x, const rt_run *runs) {
     p->q = x[Q].data, p->k = x[K].data, p->v = x[V].data, p->dout = x[DOUT].data, p->out = x[OUT].data;
     p->lse = x[LSE].data, p->delta = x[DELTA].data;
     p->dq = x[DQ].data, p->dk = x[DK].data, p->dv = x[DV].data;
-    p->begin = (const int32_t *)(const void *)x[BEGIN].data,
-    p->end = (const int32_t *)(const void *)x[END].data;
+    p->begin = (const int32_t *)(const void *)x[BEGIN].data, p->end = (const int32_t *)(const void *)x[END].data;
     p->q_positions = (const int64_t *)(const void *)x[POSITIONS].data,
     p->dropout_rows = (const int64_t *)(const void *)x[ROWS].data;
-    p->rounded_out = x[ROUNDED].data, p->rounded_dk = x[ROUNDED + 1].data,
-    p->rounded_dv = x[ROUNDED + 2].data;
+    p->rounded_out = x[ROUNDED].data, p->rounded_dk = x[ROUNDED + 1].data, p->rounded_dv = x[ROUNDED + 2].data;
     p->k_runs = runs;
 }
 
@@ -266,9 +260,8 @@ static void check_delta(const problem *c) {
                 double want = -((const double *)(const void *)c->x[LSE].data)[at];
                 for (int64_t d = 0; d < p->v_head_dim; d++) {
                     const int64_t *s = p->dout_stride, *t = p->out_stride;
-                    want +=
-                        load_element(p->dtype, c->x[DOUT].data, b * s[0] + token * s[1] + head * s[2] + d) *
-                        load_element(p->dtype, c->x[OUT].data, b * t[0] + token * t[1] + head * t[2] + d);
+                    want += load_element(p->dtype, c->x[DOUT].data, b * s[0] + token * s[1] + head * s[2] + d) *
+                            load_element(p->dtype, c->x[OUT].data, b * t[0] + token * t[1] + head * t[2] + d);
                 }
                 const double got = load_element(of_delta, c->x[DELTA].data, at);
                 if (!is_close(got, want, 1e-4 * (1 + fabs(want)))) {
@@ -291,8 +284,7 @@ static rt_status call(problem *c, verdict *expected) {
         return rt_attn_delta(c->no_params ? NULL : &delta, c->x[DOUT].data, c->x[OUT].data,
                              (const double *)(const void *)c->x[LSE].data, c->x[DELTA].data, c->parallel);
     }
-    const int64_t num_workers =
-        c->parallel.run == NULL || c->parallel.num_workers < 1 ? 1 : c->parallel.num_workers;
+    const int64_t num_workers = c->parallel.run == NULL || c->parallel.num_workers < 1 ? 1 : c->parallel.num_workers;
     p->workspace_bytes = c->pass == FORWARD ? rt_attn_fwd_workspace_bytes(given, num_workers)
                                             : rt_attn_bwd_workspace_bytes(given, num_workers);
     p->workspace = workspace;

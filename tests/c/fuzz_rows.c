@@ -156,17 +156,15 @@ static void loss_reference(const rt_cross_entropy_params *p, const int64_t *labe
             if (v == labels[t]) label_logit = z;
         }
         const double lse = log(sum), smoothing = p->label_smoothing;
-        const double loss =
-            (1 - smoothing) * (lse - label_logit) + smoothing * (lse - mean) + p->z_loss * lse * lse;
+        const double loss = (1 - smoothing) * (lse - label_logit) + smoothing * (lse - mean) + p->z_loss * lse * lse;
         store_element(sums, x[LOSS].data, t, ignored ? 0 : loss);
         store_element(sums, x[LSE].data, t, ignored ? 0 : lse);
         for (int64_t v = 0; p->want_grad && v < p->vocab_size; v++) {
             const int64_t at = t * p->logits_stride + v;
             double z = load_element(p->dtype, x[LOGITS].data, at), slope = 1;
-            if (p->softcap > 0)
-                z = p->softcap * tanh(z / p->softcap), slope = 1 - z / p->softcap * (z / p->softcap);
-            const double grad = exp(z - lse) * (1 + 2 * p->z_loss * lse) -
-                                (v == labels[t] ? 1 - smoothing : 0) - smoothing / (double)p->vocab_size;
+            if (p->softcap > 0) z = p->softcap * tanh(z / p->softcap), slope = 1 - z / p->softcap * (z / p->softcap);
+            const double grad = exp(z - lse) * (1 + 2 * p->z_loss * lse) - (v == labels[t] ? 1 - smoothing : 0) -
+                                smoothing / (double)p->vocab_size;
             store_element(p->dtype, x[LOGITS].data, at, ignored ? 0 : grad * slope);
         }
     }
@@ -219,10 +217,7 @@ static void try_loss(uint64_t *state, int64_t entry) {
     }
     for (int i = 0; i < NUM_LOSS; i++) {
         x[i].ndim = i == LOGITS ? 2 : 1;
-        x[i].element_bytes = i == LABELS         ? 8
-                             : i == LOGITS       ? (int64_t)dtype_bytes(p.dtype)
-                             : p.dtype == RT_F64 ? 8
-                                                 : 4;
+        x[i].element_bytes = i == LABELS ? 8 : i == LOGITS ? (int64_t)dtype_bytes(p.dtype) : p.dtype == RT_F64 ? 8 : 4;
         x[i].sizes[0] = p.num_tokens, x[i].sizes[1] = p.vocab_size;
         x[i].strides[0] = i == LOGITS ? p.logits_stride : 1, x[i].strides[1] = 1;
         x[i].is_output = i == LOSS || i == LSE || (i == LOGITS && p.want_grad);
@@ -241,8 +236,8 @@ static void try_loss(uint64_t *state, int64_t entry) {
     memcpy(copies[LOGITS].memory, x[LOGITS].memory, x[LOGITS].num_bytes);
     int64_t *labels = (int64_t *)(void *)x[LABELS].memory;
     for (int64_t t = 0; t < (int64_t)x[LABELS].num_bytes / 8; t++) {
-        labels[t] = p.vocab_size > 0 && random_int(state, 0, 3) ? random_int(state, 0, p.vocab_size - 1)
-                                                                : p.ignore_index;
+        labels[t] =
+            p.vocab_size > 0 && random_int(state, 0, 3) ? random_int(state, 0, p.vocab_size - 1) : p.ignore_index;
         if (spoil_label && random_int(state, 0, 1)) labels[t] = hostile(state, labels[t]);
         const bool inside = labels[t] >= 0 && labels[t] < p.vocab_size;
         if (!inside && labels[t] != p.ignore_index) expected = FORBIDDEN;
@@ -250,9 +245,9 @@ static void try_loss(uint64_t *state, int64_t entry) {
     if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN &&
         alias(x, random_int(state, LOSS, LSE), random_int(state, 0, 3)))
         expected = FORBIDDEN;
-    const rt_status status = rt_cross_entropy_fwd_bwd(no_params ? NULL : &p, x[LOGITS].data,
-                                                      (const int64_t *)(void *)x[LABELS].data, x[LOSS].data,
-                                                      x[LSE].data, parallel);
+    const rt_status status =
+        rt_cross_entropy_fwd_bwd(no_params ? NULL : &p, x[LOGITS].data, (const int64_t *)(void *)x[LABELS].data,
+                                 x[LOSS].data, x[LSE].data, parallel);
     const bool ordinary = fair && (p.softcap == 0 || p.softcap >= 1) && p.z_loss <= 2;
     if (judge("rt_cross_entropy_fwd_bwd", expected, status) && ordinary && x[LOGITS].num_bytes > 0) {
         const rt_dtype sums = p.dtype == RT_F64 ? RT_F64 : RT_F32;
@@ -291,8 +286,8 @@ static void dropout_reference(const rt_dropout_params *p, block *x) {
     const int64_t *places = (const int64_t *)(void *)x[PLACES].data;
     for (int64_t token = 0; token < p->num_tokens; token++)
         for (int64_t feature = 0; feature < p->num_features; feature++) {
-            const rt_philox counter = {{(uint32_t)(feature / 4), (uint32_t)places[2 * token + 1],
-                                        (uint32_t)places[2 * token], p->stream}};
+            const rt_philox counter = {
+                {(uint32_t)(feature / 4), (uint32_t)places[2 * token + 1], (uint32_t)places[2 * token], p->stream}};
             const uint32_t word = rt_philox4x32(counter, p->seed, p->step).word[feature % 4];
             const double kept = 1 - p->probability;
             const double value = load_element(p->dtype, x[X].data, token * p->x_stride + feature);
@@ -344,8 +339,8 @@ static void try_dropout(uint64_t *state) {
     memcpy(copies[X].memory, x[X].memory, x[X].num_bytes);
     if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN && alias(x, Y, random_int(state, X, PLACES)))
         expected = FORBIDDEN;
-    const rt_status status = rt_dropout(no_params ? NULL : &p, x[X].data,
-                                        (const int64_t *)(void *)x[PLACES].data, x[Y].data, parallel);
+    const rt_status status =
+        rt_dropout(no_params ? NULL : &p, x[X].data, (const int64_t *)(void *)x[PLACES].data, x[Y].data, parallel);
     if (judge("rt_dropout", expected, status) && x[Y].num_bytes > 0) {
         dropout_reference(&p, copies);
         compare("rt_dropout", p.dtype, &x[Y], &copies[Y], 4 * unit_roundoff(p.dtype) + 1e-6);

@@ -1,4 +1,4 @@
-// Runs, layouts, shard, plans, costs and the digest.
+// Runs, layouts, shard, plans and the digest.
 #include "fuzz.h"
 #include "layouts.h"
 
@@ -41,8 +41,7 @@ enum { RUN_CORPUS = sizeof(run_corpus) / sizeof(run_corpus[0]) };
 
 static void try_runs(uint64_t *state, int64_t entry) {
     rt_run runs[MAX_RUNS];
-    int64_t local_len, positions[128],
-        num_runs = draw_runs(state, random_int(state, 0, 60), runs, &local_len);
+    int64_t local_len, positions[128], num_runs = draw_runs(state, random_int(state, 0, 60), runs, &local_len);
     verdict expected = VALID;
     const int64_t existing = num_runs;
     bool no_runs = false, no_positions = false;
@@ -125,8 +124,7 @@ static void try_layout(uint64_t *state) {
             if (!forbidden) local_len += l.runs[r].length;
         }
         total += local_len;
-        if (!forbidden && judge_runs(l.runs + first, count, local_len, seq_len) == FORBIDDEN)
-            forbidden = true;
+        if (!forbidden && judge_runs(l.runs + first, count, local_len, seq_len) == FORBIDDEN) forbidden = true;
         for (int64_t r = first; !forbidden && r < first + count; r++)
             for (int64_t j = 0; !forbidden && j < l.runs[r].length; j++) {
                 const int64_t g = l.runs[r].global_begin + j * l.runs[r].stride;
@@ -212,8 +210,7 @@ static void try_shard(uint64_t *state, int64_t entry) {
     }
     if (p.num_runs > existing) p.num_runs = existing;
     const bool dims = p.ndim >= 1 && p.ndim <= 16 && p.dim >= 0 && p.dim < p.ndim;
-    bool forbidden =
-        no_params || !dims || missing[0] || missing[1] || missing[2] || p.num_runs < 0 || p.global_len < 0;
+    bool forbidden = no_params || !dims || missing[0] || missing[1] || missing[2] || p.num_runs < 0 || p.global_len < 0;
     for (int i = 0; i < 2 && dims; i++) {
         x[i].ndim = p.ndim, x[i].element_bytes = p.element_bytes;
         memcpy(x[i].sizes, sizes, sizeof(sizes));
@@ -225,8 +222,7 @@ static void try_shard(uint64_t *state, int64_t entry) {
         const verdict of_block = judge_block(&as_bytes);
         expected = worse(expected, of_block == UNKNOWN ? expected : of_block);
     }
-    if (dims && p.num_runs >= 0)
-        expected = worse(expected, judge_runs(runs, p.num_runs, sizes[p.dim], p.global_len));
+    if (dims && p.num_runs >= 0) expected = worse(expected, judge_runs(runs, p.num_runs, sizes[p.dim], p.global_len));
     if (forbidden) expected = FORBIDDEN;
     if (expected == IMPOSSIBLE) {
         num_skipped++;
@@ -250,16 +246,14 @@ static void try_shard(uint64_t *state, int64_t entry) {
     p.local_strides = missing[2] ? NULL : strides[1], p.runs = list;
     const rt_status status = to_global ? rt_unshard(no_params ? NULL : &p, x[1].data, x[0].data, parallel)
                                        : rt_shard(no_params ? NULL : &p, x[0].data, x[1].data, parallel);
-    if (judge(to_global ? "rt_unshard" : "rt_shard", expected, status) && !is_empty(&x[1]) &&
-        p.num_runs > 0) {
+    if (judge(to_global ? "rt_unshard" : "rt_shard", expected, status) && !is_empty(&x[1]) && p.num_runs > 0) {
         for (int64_t r = 0; r < p.num_runs; r++) { // each element of local, run by run
             int64_t index[16] = {0}, d = 0;
             while (d >= 0) {
                 int64_t at[2] = {0, 0};
                 for (d = 0; d < p.ndim; d++) {
                     const bool sharded = d == p.dim;
-                    at[0] += (sharded ? runs[r].global_begin + index[d] * runs[r].stride : index[d]) *
-                             strides[0][d];
+                    at[0] += (sharded ? runs[r].global_begin + index[d] * runs[r].stride : index[d]) * strides[0][d];
                     at[1] += (sharded ? runs[r].local_begin + index[d] : index[d]) * strides[1][d];
                 }
                 char *global = copies[0].data + at[0] * p.element_bytes,
@@ -270,8 +264,7 @@ static void try_shard(uint64_t *state, int64_t entry) {
             }
         }
         for (int i = 0; i < 2; i++)
-            if (memcmp(copies[i].memory, x[i].memory, x[i].num_bytes) != 0)
-                wrong("rt_shard", "gave a wrong result");
+            if (memcmp(copies[i].memory, x[i].memory, x[i].num_bytes) != 0) wrong("rt_shard", "gave a wrong result");
     }
     for (int i = 0; i < 2; i++) free(x[i].memory), free(copies[i].memory);
     free(list);
@@ -288,8 +281,7 @@ static void try_plan(uint64_t *state) {
         end[i] = (int32_t)(random_int(state, 0, 9) ? random_int(state, -2, S + 2) : hostile(state, 0));
     }
     rt_plan_params p = {l.num_ranks, S, rows, NULL, NULL, begin, end};
-    int64_t query_rank = random_int(state, 0, l.num_ranks - 1),
-            key_rank = random_int(state, 0, l.num_ranks - 1);
+    int64_t query_rank = random_int(state, 0, l.num_ranks - 1), key_rank = random_int(state, 0, l.num_ranks - 1);
     int64_t capacity = random_int(state, 0, S);
     bool valid = true, lie_below = false, lie_attended = false, no_params = false;
     rt_run *runs = exactly(l.runs, (size_t)num_runs * sizeof(*runs));
@@ -300,8 +292,7 @@ static void try_plan(uint64_t *state) {
         const int64_t kind = random_int(state, 0, 14), rank = random_int(state, 0, l.num_ranks);
         if (kind == 0) p.num_ranks = random_int(state, -2, l.num_ranks);
         if (kind == 1) p.seq_len = random_int(state, 0, 1) ? random_int(state, -2, S) : hostile(state, S);
-        if (kind == 2)
-            p.mask_batch = random_int(state, 0, 1) ? random_int(state, -2, rows) : hostile(state, rows);
+        if (kind == 2) p.mask_batch = random_int(state, 0, 1) ? random_int(state, -2, rows) : hostile(state, rows);
         if (kind == 3) query_rank = hostile(state, query_rank);
         if (kind == 4) key_rank = hostile(state, key_rank);
         if (kind == 5) capacity = random_int(state, -2, S);
@@ -316,8 +307,8 @@ static void try_plan(uint64_t *state) {
     }
     for (int64_t r = 0; r <= l.num_ranks; r++)
         if (offsets[r] > num_runs && (r == 0 || offsets[r - 1] >= 0)) offsets[r] = num_runs;
-    bool forbidden = no_params || p.num_ranks < 1 || p.seq_len < 0 || p.seq_len > INT32_MAX ||
-                     p.mask_batch < 0 || p.run_offsets == NULL;
+    bool forbidden = no_params || p.num_ranks < 1 || p.seq_len < 0 || p.seq_len > INT32_MAX || p.mask_batch < 0 ||
+                     p.run_offsets == NULL;
     const wide intervals = forbidden ? 0 : (wide)p.mask_batch * p.seq_len;
     const bool more = p.seq_len > S || p.mask_batch > rows;
     if (intervals * 4 > MOST_BYTES || intervals * p.seq_len > INT64_MAX) forbidden = true;
@@ -338,15 +329,14 @@ static void try_plan(uint64_t *state) {
             if (random_int(state, 0, 3) == 0) below[i] = (int32_t)hostile(state, below[i]);
         // attended has room for S + 1 numbers: below may not promise more keys.
         const int32_t *places = random_int(state, 0, 1) && counted && p.seq_len <= S ? below : NULL;
-        const bool right =
-            judge("rt_plan_attended", expected, rt_plan_attended(given, query_rank, places, attended));
+        const bool right = judge("rt_plan_attended", expected, rt_plan_attended(given, query_rank, places, attended));
         for (size_t i = 0; lie_attended && i < most; i++)
             if (random_int(state, 0, 3) == 0) attended[i] = hostile(state, attended[i]);
         const rt_status status =
             rt_plan_needed(given, key_rank, places, attended, needed, capacity, &num_needed, &num_pairs);
         const bool enough = status != RT_CAPACITY;
-        const bool compared = judge("rt_plan_needed", enough ? expected : UNKNOWN, status) && right &&
-                              !lie_below && !lie_attended && valid;
+        const bool compared = judge("rt_plan_needed", enough ? expected : UNKNOWN, status) && right && !lie_below &&
+                              !lie_attended && valid;
         int64_t want_pairs = 0;
         const int64_t of_queries = compared ? query_rank : 0;
         for (int64_t r = l.run_offsets[of_queries]; compared && r < l.run_offsets[of_queries + 1]; r++)
@@ -364,82 +354,6 @@ static void try_plan(uint64_t *state) {
     free(begin), free(end), free(runs), free(offsets);
 }
 
-// ---- cost --------------------------------------------------------------------------------------------------
-
-static double hostile_rate(uint64_t *state, double good) {
-    const double values[] = {NAN, INFINITY, -INFINITY, -1, -0.0, 0, 5e-324, 1e-300, 1, 1e300, good};
-    return values[random_int(state, 0, (int64_t)(sizeof(values) / sizeof(values[0])) - 1)];
-}
-
-static void try_cost(uint64_t *state) {
-    const int64_t M = random_int(state, 1, 3), W = M * random_int(state, 1, 3), T = random_int(state, 1, 3);
-    int64_t sizes[] = {W, W, W * W, W * W, T * M * 3}, *counts[5];
-    for (int i = 0; i < 5; i++) {
-        counts[i] = must_alloc((size_t)sizes[i] * sizeof(int64_t));
-        for (int64_t j = 0; j < sizes[i]; j++) counts[i][j] = random_int(state, 0, i == 0 ? W - 1 : 50);
-    }
-    const rt_link link = {1e-5, 1e9, 1e9, 0.5};
-    rt_cost_params p = {.num_ranks = W,
-                        .group_size = M,
-                        .num_stages = T,
-                        .at_once = M == 1 && random_int(state, 0, 1),
-                        .hosts = counts[0],
-                        .tokens = counts[1],
-                        .keys = counts[2],
-                        .pairs = counts[3],
-                        .shares = counts[4],
-                        .key_bytes = 8,
-                        .gradient_bytes = 8,
-                        .query_bytes = 8,
-                        .result_bytes = 8,
-                        .flops_per_pair = 4,
-                        .flops_per_s = 1e9,
-                        .call_s = 1e-5,
-                        .message_s = 1e-5,
-                        .copy_bytes_per_s = 1e9,
-                        .within = link,
-                        .between = link};
-    rt_cost_pass pass = random_int(state, 0, 1) ? RT_COST_FORWARD : RT_COST_BACKWARD;
-    int64_t capacity = random_int(state, 0, 1) ? 1000 : random_int(state, 0, 9);
-    bool valid = true, no_params = false, no_workspace = false;
-    for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
-        valid = false;
-        const int64_t kind = random_int(state, 0, 14), which = random_int(state, 0, 4);
-        // Fewer ranks and stages than there are numbers for, or too many to exist.
-        const int64_t lie =
-            random_int(state, 0, 1) ? random_int(state, -2, 1) : INT64_MAX - random_int(state, 0, 3);
-        if (kind == 0) p.num_ranks = lie;
-        if (kind == 1) p.group_size = lie;
-        if (kind == 2) p.num_stages = lie;
-        if (kind == 3 || kind == 4) counts[which][random_int(state, 0, sizes[which] - 1)] = hostile(state, 1);
-        if (kind == 5) p.key_bytes = hostile(state, 8);
-        if (kind == 6) p.result_bytes = hostile(state, 8);
-        if (kind == 7) p.flops_per_s = hostile_rate(state, 1);
-        if (kind == 8) p.within.overlap = hostile_rate(state, 1);
-        if (kind == 9) p.between.host_bytes_per_s = hostile_rate(state, 1);
-        if (kind == 10) p.call_s = hostile_rate(state, 1);
-        if (kind == 11) p.pairs = NULL;
-        if (kind == 12) no_params = true;
-        if (kind == 13) no_workspace = true;
-        if (kind == 14) pass = (rt_cost_pass)random_int(state, 2, 9);
-    }
-    double seconds[9], workspace[9 * 15];
-    int64_t bytes[81], num_events = 0;
-    rt_cost_event *events = must_alloc((size_t)capacity * sizeof(*events));
-    const rt_status status = rt_cost(no_params ? NULL : &p, pass, seconds, bytes, events, capacity,
-                                     &num_events, no_workspace ? NULL : workspace);
-    const bool forbidden = no_params || no_workspace || p.num_ranks < 1 || p.group_size < 1 ||
-                           p.num_stages < 1 || p.pairs == NULL || p.key_bytes < 0 || p.result_bytes < 0 ||
-                           (unsigned)pass > 1;
-    if (rt_cost_workspace_bytes(9) > (int64_t)sizeof(workspace)) wrong("rt_cost_workspace_bytes", "grew");
-    const verdict expected = forbidden ? FORBIDDEN : valid && status != RT_CAPACITY ? VALID : UNKNOWN;
-    if (judge("rt_cost", expected, status) && valid)
-        for (int64_t r = 0; r < W; r++)
-            if (!(seconds[r] >= 0 && seconds[r] < 1)) wrong("rt_cost", "took no time that a rank can take");
-    for (int i = 0; i < 5; i++) free(counts[i]);
-    free(events);
-}
-
 // ---- digest, instruction set -------------------------------------------------------------------------------
 
 static void try_digest(uint64_t *state) {
@@ -452,8 +366,7 @@ static void try_digest(uint64_t *state) {
     uint64_t digest = 0, again = 1;
     const verdict expected = num_bytes < 0 || (no_bytes && num_bytes > 0) ? FORBIDDEN : VALID;
     const bool ok = judge("rt_digest", expected, rt_digest(no_bytes ? NULL : bytes, num_bytes, 7, &digest));
-    if (ok && (rt_digest(bytes, num_bytes, 7, &again) != RT_OK || digest != again))
-        wrong("rt_digest", "changed");
+    if (ok && (rt_digest(bytes, num_bytes, 7, &again) != RT_OK || digest != again)) wrong("rt_digest", "changed");
     judge("rt_digest", FORBIDDEN, rt_digest(bytes, size, 7, NULL));
     judge("rt_cpu_isa", FORBIDDEN, rt_cpu_isa(NULL));
     free(bytes);
@@ -467,9 +380,7 @@ static void trial(uint64_t *state, int64_t entry) {
     else if (trial_number % 16 == 0)
         try_digest(state);
     else if (trial_number % 16 == 8)
-        try_cost(state);
-    else if (trial_number % 4 == 1)
-        try_runs(state, -1);
+        else if (trial_number % 4 == 1) try_runs(state, -1);
     else if (trial_number % 4 == 2)
         try_layout(state);
     else if (trial_number % 4 == 3)

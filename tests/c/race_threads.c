@@ -44,8 +44,7 @@ static void race_attention(uint64_t *state, rt_dtype dtype, mask_kind mask, bool
         run_in_exact_workspace((pass)i, one.p, no_threads());
     }
     for (int i = OUT; i <= DV; i++)
-        CHECK(memcmp(c.x[i].data, one.x[i].data, (size_t)c.x[i].num_elements * dtype_bytes(c.x[i].dtype)) ==
-              0);
+        CHECK(memcmp(c.x[i].data, one.x[i].data, (size_t)c.x[i].num_elements * dtype_bytes(c.x[i].dtype)) == 0);
     free_arrays(&one);
     free_case(&c);
 }
@@ -58,8 +57,7 @@ static void race_delta(uint64_t *state, rt_dtype dtype) {
            *one = must_alloc(ROWS * sizeof(*one));
     fill_numbers(dout, dtype, ROWS * DIM, state), fill_numbers(out, dtype, ROWS * DIM, state);
     fill_numbers(dlse, RT_F64, ROWS, state);
-    const rt_attn_delta_params p = {
-        dtype, B, N, H, DIM, {N * H * DIM, H * DIM, DIM}, {N * H * DIM, H * DIM, DIM}};
+    const rt_attn_delta_params p = {dtype, B, N, H, DIM, {N * H * DIM, H * DIM, DIM}, {N * H * DIM, H * DIM, DIM}};
     CHECK_STATUS(rt_attn_delta(&p, dout, out, dlse, delta, threads_of(WORKERS)), RT_OK);
     CHECK_STATUS(rt_attn_delta(&p, dout, out, dlse, one, no_threads()), RT_OK);
     CHECK(memcmp(delta, one, ROWS * (dtype == RT_F64 ? 8 : 4)) == 0);

@@ -73,8 +73,7 @@ static void test_reference_backward_is_the_derivative_of_its_forward(void) {
                                   false};
         attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
         c.p.softcap = round % 2 ? 0.8 : 0;
-        if (round % 3 == 2)
-            draw_dropout(&state, &c), c.p.dropout = 0.5; // not 1, which leaves nothing to compare
+        if (round % 3 == 2) draw_dropout(&state, &c), c.p.dropout = 0.5; // not 1, which leaves nothing to compare
         tensor dlse = copy_as(&c.x[LSE], RT_F64, &state);
         fill_random(&dlse, &state, 1);
         loss_of(&c, &dlse);
@@ -111,8 +110,7 @@ static void test_random_problems_agree_with_the_reference(void) {
     uint64_t state = 2;
     for (int round = 0; round < 90; round++) {
         const double magnitudes[] = {0.1, 1, 4};
-        attn_case c =
-            new_case(&state, random_shape(&state), (mask_kind)(round % NUM_MASKS), magnitudes[round % 3]);
+        attn_case c = new_case(&state, random_shape(&state), (mask_kind)(round % NUM_MASKS), magnitudes[round % 3]);
         if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(&state));
         if (round % 5 == 1) c.p.scale = 2 * random_unit(&state);
         if (round % 2 == 1) draw_dropout(&state, &c);
@@ -214,8 +212,7 @@ static void test_many_heads_queries_and_keys_cross_every_edge(void) {
 static void test_full_tiles_agree_with_the_reference(void) {
     uint64_t state = 5;
     for (int i = 0; i < NUM_DTYPES; i++) {
-        attn_case c =
-            new_case(&state, (attn_shape){all_dtypes[i], 1, 64, 256, 2, 1, 32, 32, true}, MASK_FULL, 1);
+        attn_case c = new_case(&state, (attn_shape){all_dtypes[i], 1, 64, 256, 2, 1, 32, 32, true}, MASK_FULL, 1);
         c.p.softcap = i % 2 ? 5 : 0;
         check_case(&c, &state, 1, no_threads());
         draw_dropout(&state, &c);
@@ -233,14 +230,12 @@ static void test_the_reference_drops_by_the_words_of_the_counter(void) {
     fill(&c.x[Q], 0);
     fill(&c.x[V], 0);
     for (int64_t key = 0; key < 9; key++) { // every weight is 1/9
-        for (int64_t b = 0; b < 2; b++)
-            set(&c.x[V], b, key, 0, 0, 1), set(&c.x[V], b, key > 0 ? key - 1 : 8, 0, 0, 0);
+        for (int64_t b = 0; b < 2; b++) set(&c.x[V], b, key, 0, 0, 1), set(&c.x[V], b, key > 0 ? key - 1 : 8, 0, 0, 0);
         fill(&c.x[OUT], 0);
         fill(&c.x[LSE], -INFINITY);
         CHECK_STATUS(rt_attn_fwd_reference(&c.p), RT_OK);
         FOR_EACH_ELEMENT(&c.x[OUT], b, token, head, d) {
-            CHECK_CLOSE(get(&c.x[OUT], b, token, head, d), dropout_factor(&c, b, token, head, key) / 9,
-                        1e-15);
+            CHECK_CLOSE(get(&c.x[OUT], b, token, head, d), dropout_factor(&c, b, token, head, key) / 9, 1e-15);
             CHECK_CLOSE(get(&c.x[LSE], b, token, head, d), log(9), 1e-15);
         }
     }

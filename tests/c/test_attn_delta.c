@@ -27,8 +27,7 @@ static void check_delta(const tensor *dout, const tensor *out, const tensor *dls
             sum += term, magnitude += fabsl(term);
         }
         const long double want = sum - get(dlse, b, token, head, unit);
-        const double bound =
-            unit_roundoff(state) * (double)((long double)dout->size[3] * magnitude + 2 * fabsl(want));
+        const double bound = unit_roundoff(state) * (double)((long double)dout->size[3] * magnitude + 2 * fabsl(want));
         const double got = get(&delta, b, token, head, unit);
         if (isfinite((double)want))
             CHECK_CLOSE(got, (double)want, bound + smallest(state));
@@ -61,12 +60,10 @@ static void free_delta_case(delta_case *c) {
 
 static void test_every_head_dim_of_every_dtype(void) {
     uint64_t state = 17;
-    const int64_t dims[] = {1,  2,  3,   7,   8,   15,  16,  17,  33,  64,
-                            72, 96, 100, 127, 128, 192, 255, 256, 257, 512};
+    const int64_t dims[] = {1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 72, 96, 100, 127, 128, 192, 255, 256, 257, 512};
     for (int i = 0; i < (int)(sizeof(dims) / sizeof(dims[0])) * NUM_DTYPES; i++) {
-        delta_case c =
-            new_delta_case(&state, all_dtypes[i % NUM_DTYPES], random_int(&state, 1, 2),
-                           random_int(&state, 1, 70), random_int(&state, 1, 3), dims[i / NUM_DTYPES]);
+        delta_case c = new_delta_case(&state, all_dtypes[i % NUM_DTYPES], random_int(&state, 1, 2),
+                                      random_int(&state, 1, 70), random_int(&state, 1, 3), dims[i / NUM_DTYPES]);
         check_delta(&c.dout, &c.out, &c.dlse, threads_of(1 + i % 3));
         free_delta_case(&c);
     }
@@ -108,11 +105,11 @@ static void test_malformed_params_are_refused(void) {
     float dout[4] = {0}, out[4] = {0}, delta[1] = {7};
     const double dlse[1] = {0};
     const rt_attn_delta_params good = {RT_F32, 1, 1, 1, 4, {4, 4, 4}, {4, 4, 4}};
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        rt_attn_delta_params bad = good;                                                                     \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_attn_delta(&bad, dout, out, dlse, delta, no_threads()), status);                     \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_attn_delta_params bad = good;                                                                               \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_attn_delta(&bad, dout, out, dlse, delta, no_threads()), status);                               \
     } while (0)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(batch, -1, RT_BAD_SHAPE);

@@ -41,8 +41,7 @@ static void test_unattended_values_leave_no_trace(void) {
                     set(&c.x[DOUT], 0, token, head, d, INFINITY);
                 }
             for (int64_t key = 0; key < 40; key++)
-                if (key < 10 || key >= 30)
-                    set(&c.x[K], 0, key, 0, d, INFINITY), set(&c.x[V], 0, key, 0, d, NAN);
+                if (key < 10 || key >= 30) set(&c.x[K], 0, key, 0, d, INFINITY), set(&c.x[V], 0, key, 0, d, NAN);
         }
         check_case(&c, &state, 1, no_threads());
         for (int i = OUT; i <= DV; i++)
@@ -135,8 +134,8 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
                     one.x[j] = again.x[j];
                     continue;
                 }
-                CHECK(memcmp(one.x[j].data, again.x[j].data,
-                             (size_t)c.x[j].num_elements * dtype_bytes(c.x[j].dtype)) == 0);
+                CHECK(memcmp(one.x[j].data, again.x[j].data, (size_t)c.x[j].num_elements * dtype_bytes(c.x[j].dtype)) ==
+                      0);
                 free(again.x[j].data);
             }
         }
@@ -177,9 +176,8 @@ static void test_workspace_has_exactly_the_size_asked_for(void) {
         bad.head_dim = 0;
         CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
         CHECK_INT(workspace_bytes((enum pass)pass, &c.p, INT64_MAX), 0);
-        CHECK_STATUS(
-            run((enum pass)pass, &c.p, (rt_parallel){.run = run_backwards, .num_workers = INT64_MAX}),
-            RT_TOO_LARGE);
+        CHECK_STATUS(run((enum pass)pass, &c.p, (rt_parallel){.run = run_backwards, .num_workers = INT64_MAX}),
+                     RT_TOO_LARGE);
         CHECK_STATUS(run((enum pass)pass, NULL, no_threads()), RT_BAD_POINTER);
     }
     free_case(&c);
@@ -189,18 +187,18 @@ static void test_malformed_params_are_refused(void) {
     uint64_t state = 13;
     attn_case c = new_case(&state, (attn_shape){RT_F32, 2, 5, 9, 2, 2, 4, 3, true}, MASK_FULL, 1);
     const attn_case kept = widen(&c, &state);
-#define REFUSED_BY(pass, field, value, status)                                                               \
-    do {                                                                                                     \
-        rt_attn_params bad = c.p;                                                                            \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(run(pass, &bad, no_threads()), status);                                                 \
-        CHECK_STATUS(run_reference(pass, &bad), status);                                                     \
-        CHECK_INT(workspace_bytes(pass, &bad, 1), 0);                                                        \
+#define REFUSED_BY(pass, field, value, status)                                                                         \
+    do {                                                                                                               \
+        rt_attn_params bad = c.p;                                                                                      \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(run(pass, &bad, no_threads()), status);                                                           \
+        CHECK_STATUS(run_reference(pass, &bad), status);                                                               \
+        CHECK_INT(workspace_bytes(pass, &bad, 1), 0);                                                                  \
     } while (0)
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        REFUSED_BY(FORWARD, field, value, status);                                                           \
-        REFUSED_BY(BACKWARD, field, value, status);                                                          \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        REFUSED_BY(FORWARD, field, value, status);                                                                     \
+        REFUSED_BY(BACKWARD, field, value, status);                                                                    \
     } while (0)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(batch, -1, RT_BAD_SHAPE);

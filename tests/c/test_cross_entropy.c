@@ -22,8 +22,7 @@ static size_t logits_bytes(const problem *t) {
     return (size_t)num_elements * dtype_bytes(t->dtype);
 }
 
-static problem random_problem(rt_dtype dtype, int64_t num_tokens, int64_t vocab_size, double scale,
-                              uint64_t *state) {
+static problem random_problem(rt_dtype dtype, int64_t num_tokens, int64_t vocab_size, double scale, uint64_t *state) {
     problem t = {dtype, num_tokens, vocab_size, vocab_size + random_int(state, 0, 3), NULL, NULL};
     t.logits = must_alloc(logits_bytes(&t));
     t.labels = must_alloc((size_t)num_tokens * sizeof(*t.labels));
@@ -53,9 +52,7 @@ static rt_cross_entropy_params params_of(const problem *t, options o, bool want_
                                      .want_grad = want_grad};
 }
 
-static long double capped(long double x, double softcap) {
-    return softcap > 0 ? softcap * tanhl(x / softcap) : x;
-}
+static long double capped(long double x, double softcap) { return softcap > 0 ? softcap * tanhl(x / softcap) : x; }
 
 // One row: the loss and lse, and a check of each gradient. u is the roundoff of the arithmetic, E the relative error
 // of the sum of exponentials and of p:
@@ -81,8 +78,7 @@ static void check_row(const problem *before, const problem *after, options o, in
         sum += expl(x - max);
     }
     // With nothing but -inf, max and lse are -inf, and a probability is 0 / 0.
-    const long double lse = max == -INFINITY ? max : max + logl(sum), smoothing = o.label_smoothing,
-                      z = o.z_loss;
+    const long double lse = max == -INFINITY ? max : max + logl(sum), smoothing = o.label_smoothing, z = o.z_loss;
     const long double label_logit =
         capped(load_element(before->dtype, before->logits, row * before->stride + label), o.softcap);
     long double loss = (1 - smoothing) * (logl(sum) + (max - label_logit)) + z * lse * lse;
@@ -120,8 +116,7 @@ static bool padding_is_intact(const problem *t) {
 
 // Runs with and without gradient, and compares every row that is not ignored with the oracle.
 static void check_problem(problem *t, options o, rt_parallel parallel) {
-    const problem before = {t->dtype, t->num_tokens, t->vocab_size, t->stride, must_alloc(logits_bytes(t)),
-                            t->labels};
+    const problem before = {t->dtype, t->num_tokens, t->vocab_size, t->stride, must_alloc(logits_bytes(t)), t->labels};
     memcpy(before.logits, t->logits, logits_bytes(t));
     const size_t state_bytes = (size_t)t->num_tokens * (t->dtype == RT_F64 ? 8 : 4);
     const rt_dtype state = t->dtype == RT_F64 ? RT_F64 : RT_F32;
@@ -153,8 +148,7 @@ static void check_problem(problem *t, options o, rt_parallel parallel) {
     free(lse_only);
 }
 
-static const options all_options[] = {{0, 0, 0},    {0.1, 0, 0},    {0, 30, 0},
-                                      {0, 0, 1e-2}, {0.3, 5, 1e-3}, {1, 0, 0}};
+static const options all_options[] = {{0, 0, 0}, {0.1, 0, 0}, {0, 30, 0}, {0, 0, 1e-2}, {0.3, 5, 1e-3}, {1, 0, 0}};
 enum { NUM_OPTIONS = sizeof(all_options) / sizeof(all_options[0]) };
 
 static void test_every_tail_dtype_and_option(void) {
@@ -178,8 +172,7 @@ static void test_small_large_and_shifted_logits(void) {
             for (int o = 0; o < NUM_OPTIONS; o++) {
                 problem t = random_problem(all_dtypes[i], 2, 200, scales[s], &state);
                 for (int64_t col = 0; col < 200; col++) // one row far from 0
-                    store_element(t.dtype, t.logits, col,
-                                  1000 + load_element(t.dtype, t.logits, col) / scales[s]);
+                    store_element(t.dtype, t.logits, col, 1000 + load_element(t.dtype, t.logits, col) / scales[s]);
                 check_problem(&t, all_options[o], no_threads());
                 free_problem(&t);
             }
@@ -203,8 +196,7 @@ static void test_the_running_maximum_moves(void) {
     uint64_t state = 4;
     for (int sign = -1; sign <= 1; sign += 2) {
         problem t = random_problem(RT_F32, 1, VOCAB, 1, &state);
-        for (int64_t col = 0; col < VOCAB; col++)
-            store_element(RT_F32, t.logits, col, sign * 0.05 * (double)col);
+        for (int64_t col = 0; col < VOCAB; col++) store_element(RT_F32, t.logits, col, sign * 0.05 * (double)col);
         check_problem(&t, (options){0, 0, 0}, no_threads());
         free_problem(&t);
     }
@@ -255,8 +247,7 @@ static void test_special_values_stay_in_their_row(void) {
             problem t = random_problem(all_dtypes[i], 5, 70, 4, &state);
             store_element(t.dtype, t.logits, 1 * t.stride + 69, specials[s]);
             t.labels[1] = 3;
-            for (int64_t col = 0; col < 70; col++)
-                store_element(t.dtype, t.logits, 3 * t.stride + col, specials[s]);
+            for (int64_t col = 0; col < 70; col++) store_element(t.dtype, t.logits, 3 * t.stride + col, specials[s]);
             t.labels[3] = IGNORE;
             check_problem(&t, (options){0, 0, 0}, no_threads());
             free_problem(&t);
@@ -306,11 +297,11 @@ static void test_malformed_params_are_refused_before_anything_is_written(void) {
     const int64_t labels[2] = {3, IGNORE};
     const problem t = {RT_F32, 2, 4, 4, logits, NULL};
     const rt_cross_entropy_params good = params_of(&t, (options){0, 0, 0}, true);
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        rt_cross_entropy_params bad = good;                                                                  \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_cross_entropy_fwd_bwd(&bad, logits, labels, loss, lse, no_threads()), status);       \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_cross_entropy_params bad = good;                                                                            \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_cross_entropy_fwd_bwd(&bad, logits, labels, loss, lse, no_threads()), status);                 \
     } while (0)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(num_tokens, -1, RT_BAD_SHAPE);
@@ -334,10 +325,8 @@ static void test_malformed_params_are_refused_before_anything_is_written(void) {
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, NULL, lse, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, NULL, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, loss, no_threads()), RT_SHARED_MEMORY);
-    CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, logits + 6, no_threads()),
-                 RT_SHARED_MEMORY);
-    CHECK(memcmp(logits, untouched, sizeof(logits)) == 0 && loss[0] == 9 && loss[1] == 9 && lse[0] == 9 &&
-          lse[1] == 9);
+    CHECK_STATUS(rt_cross_entropy_fwd_bwd(&good, logits, labels, loss, logits + 6, no_threads()), RT_SHARED_MEMORY);
+    CHECK(memcmp(logits, untouched, sizeof(logits)) == 0 && loss[0] == 9 && loss[1] == 9 && lse[0] == 9 && lse[1] == 9);
     rt_cross_entropy_params empty = good;
     empty.num_tokens = 0;
     CHECK_STATUS(rt_cross_entropy_fwd_bwd(&empty, NULL, NULL, NULL, NULL, no_threads()), RT_OK);
@@ -361,11 +350,9 @@ static void test_a_bad_label_is_refused_or_nan(void) {
             CHECK_STATUS(rt_cross_entropy_fwd_bwd(&p, t.logits, t.labels, loss, lse, no_threads()), RT_OK);
             CHECK(isnan(load_element(state_dtype, loss, 0)) && isnan(load_element(state_dtype, lse, 0)));
             for (int col = 0; col < 4; col++) CHECK(isnan(load_element(t.dtype, t.logits, col)));
-            CHECK(isfinite(load_element(state_dtype, loss, 1)) &&
-                  load_element(t.dtype, t.logits, 7) != before);
+            CHECK(isfinite(load_element(state_dtype, loss, 1)) && load_element(t.dtype, t.logits, 7) != before);
 #else
-            CHECK_STATUS(rt_cross_entropy_fwd_bwd(&p, t.logits, t.labels, loss, lse, no_threads()),
-                         RT_BAD_LABEL);
+            CHECK_STATUS(rt_cross_entropy_fwd_bwd(&p, t.logits, t.labels, loss, lse, no_threads()), RT_BAD_LABEL);
             CHECK(loss[0] == 9 && loss[1] == 9 && lse[0] == 9 && lse[1] == 9);
             CHECK(load_element(t.dtype, t.logits, 7) == before);
 #endif

@@ -8,10 +8,10 @@ static void test_philox_gives_the_published_numbers(void) {
     static const uint32_t vectors[][10] = {
         // counter, key, result
         {0, 0, 0, 0, 0, 0, 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
-        {0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0x408f276d, 0x41c83b0e,
-         0xa20bc7c6, 0x6d5451fd},
-        {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0, 0xd16cfe09, 0x94fdcceb,
-         0x5001e420, 0x24126ea1},
+        {0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0x408f276d, 0x41c83b0e, 0xa20bc7c6,
+         0x6d5451fd},
+        {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0, 0xd16cfe09, 0x94fdcceb, 0x5001e420,
+         0x24126ea1},
     };
     for (int i = 0; i < 3; i++) {
         const uint32_t *v = vectors[i];
@@ -23,8 +23,7 @@ static void test_philox_gives_the_published_numbers(void) {
 // Whether dropout keeps a feature, from the words of ringtile.h.
 static bool is_kept(const rt_dropout_params *p, const int64_t *place, int64_t feature) {
     const rt_philox counter = {{(uint32_t)(feature / 4), (uint32_t)place[1], (uint32_t)place[0], p->stream}};
-    return rt_philox4x32(counter, p->seed, p->step).word[feature % 4] <
-           nearbyint((1 - p->probability) * 0x1p32);
+    return rt_philox4x32(counter, p->seed, p->step).word[feature % 4] < nearbyint((1 - p->probability) * 0x1p32);
 }
 
 static void check_case(rt_dropout_params p, uint64_t *state, rt_parallel parallel) {
@@ -82,8 +81,7 @@ static void test_the_threshold_is_exact(void) {
     for (int f = 0; f < 4; f++)
         for (int more = 0; more < 2; more++) {
             double y[4];
-            const rt_dropout_params p = {RT_F64, 1,  4, 4, 1 - ((double)random.word[f] + more) * 0x1p-32,
-                                         13,     17, 11};
+            const rt_dropout_params p = {RT_F64, 1, 4, 4, 1 - ((double)random.word[f] + more) * 0x1p-32, 13, 17, 11};
             CHECK_STATUS(rt_dropout(&p, x, place, y, no_threads()), RT_OK);
             CHECK_INT(y[f] != 0, more);
         }
@@ -119,11 +117,11 @@ static void test_malformed_params_are_refused(void) {
     const int64_t places[] = {0, 0, 0, 1};
     const rt_dropout_params good = {RT_F32, 2, 4, 4, 0.5, 1, 2, 3};
     CHECK_STATUS(rt_dropout(&good, x, places, y, no_threads()), RT_OK);
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        rt_dropout_params bad = good;                                                                        \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_dropout(&bad, x, places, y, no_threads()), status);                                  \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_dropout_params bad = good;                                                                                  \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_dropout(&bad, x, places, y, no_threads()), status);                                            \
     } while (0)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(num_tokens, -1, RT_BAD_SHAPE);

@@ -89,8 +89,7 @@ static bool padding_is_intact(const matrix *m) {
 //   argument of exp     z is rounded 4 times, so exp(-z) is off by 4 u z exp(-z), times at most
 //                       (1 + |x|) (1 + dz) factor
 //   underflow           exp may flush subnormal results to 0
-static double tolerance(rt_dtype dtype, activation act, double x, double factor, double want,
-                        double magnitude) {
+static double tolerance(rt_dtype dtype, activation act, double x, double factor, double want, double magnitude) {
     const double u = unit_roundoff(dtype == RT_F64 ? RT_F64 : RT_F32);
     const double least_exp = dtype == RT_F64 ? 0x1p-1022 : 0x1p-126;
     const double z = (double)act.exponent, amplified = (1 + fabs(x)) * (1 + (double)act.dz) * fabs(factor);
@@ -117,8 +116,7 @@ static void check_results(rt_glu_kind kind, const matrix *gate, const matrix *up
     const rt_dtype dtype = gate->dtype;
     matrix prod = new_matrix(dtype, gate->num_rows, gate->num_cols, dprod->stride);
     matrix dgate = copy_matrix(gate), dup = copy_matrix(up), again = copy_matrix(dprod);
-    const rt_glu_params p = {dtype,        kind,       gate->num_rows, gate->num_cols,
-                             gate->stride, up->stride, dprod->stride};
+    const rt_glu_params p = {dtype, kind, gate->num_rows, gate->num_cols, gate->stride, up->stride, dprod->stride};
     CHECK_STATUS(rt_glu_fwd(&p, gate->data, up->data, prod.data, parallel), RT_OK);
     CHECK_STATUS(rt_glu_bwd(&p, dgate.data, dup.data, again.data, parallel), RT_OK);
 
@@ -126,8 +124,7 @@ static void check_results(rt_glu_kind kind, const matrix *gate, const matrix *up
         for (int64_t col = 0; col < gate->num_cols; col++) {
             const double x = get(gate, row, col), y = get(up, row, col), dy = get(dprod, row, col);
             const activation act = oracle_activation(kind, x);
-            const long double prod_want = act.value * y, dup_want = act.value * dy,
-                              both = (long double)dy * y;
+            const long double prod_want = act.value * y, dup_want = act.value * dy, both = (long double)dy * y;
             check_close(&prod, row, col, act, x, y, prod_want, fabsl(prod_want));
             check_close(&dup, row, col, act, x, dy, dup_want, fabsl(dup_want));
             check_close(&dgate, row, col, act, x, dy * y, both * act.slope, act.slope_terms * fabsl(both));
@@ -161,8 +158,7 @@ static void test_every_tail_of_every_dtype_and_kind(void) {
     for (int kind = 0; kind < NUM_KINDS; kind++)
         for (int i = 0; i < NUM_DTYPES; i++)
             for (int64_t num_cols = 0; num_cols <= 70; num_cols++)
-                check_random((rt_glu_kind)kind, all_dtypes[i], num_cols % 3 + 1, num_cols, 4, &state,
-                             no_threads());
+                check_random((rt_glu_kind)kind, all_dtypes[i], num_cols % 3 + 1, num_cols, 4, &state, no_threads());
 }
 
 static void test_small_and_large_gates(void) {
@@ -232,12 +228,12 @@ static void test_malformed_params_are_refused(void) {
     float gate[8] = {0}, up[8] = {0}, prod[8] = {0};
     const rt_glu_params good = {RT_F32, RT_GLU_SILU, 2, 4, 4, 4, 4};
     CHECK_STATUS(rt_glu_fwd(&good, gate, up, prod, no_threads()), RT_OK);
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        rt_glu_params bad = good;                                                                            \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_glu_fwd(&bad, gate, up, prod, no_threads()), status);                                \
-        CHECK_STATUS(rt_glu_bwd(&bad, gate, up, prod, no_threads()), status);                                \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_glu_params bad = good;                                                                                      \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_glu_fwd(&bad, gate, up, prod, no_threads()), status);                                          \
+        CHECK_STATUS(rt_glu_bwd(&bad, gate, up, prod, no_threads()), status);                                          \
     } while (0)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(kind, (rt_glu_kind)4, RT_BAD_KIND);

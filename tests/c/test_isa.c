@@ -16,15 +16,13 @@ static rt_status status_when_asked(const char *asked) {
             setenv("RINGTILE_CPU_ISA", asked, 1);
         rt_isa isa = (rt_isa)-1;
         const rt_status status = rt_cpu_isa(&isa);
-        const bool named =
-            status == RT_OK && (asked == NULL || *asked == 0 || strcmp(rt_isa_name(isa), asked) == 0);
+        const bool named = status == RT_OK && (asked == NULL || *asked == 0 || strcmp(rt_isa_name(isa), asked) == 0);
         const bool untouched = status != RT_OK && isa == (rt_isa)-1;
         float gate = 1, up = 2, prod = 0;
         const rt_glu_params p = {RT_F32, RT_GLU_RELU, 1, 1, 1, 1, 1};
         const bool kernel_agrees = rt_glu_fwd(&p, &gate, &up, &prod, no_threads()) == status;
         const bool again = rt_cpu_isa(&isa) == status;
-        const bool right =
-            (named || untouched) && kernel_agrees && again && prod == (status == RT_OK ? 2 : 0);
+        const bool right = (named || untouched) && kernel_agrees && again && prod == (status == RT_OK ? 2 : 0);
         _exit(right ? (int)status : 255);
     }
     int exit_code = 0;

@@ -18,8 +18,7 @@ int main(void) {
     CHECK_CLOSE(flops, 0, 0);
     CHECK_STATUS(rt_multiply_add(isa, -1, &flops, no_threads()), RT_BAD_SHAPE);
     CHECK_STATUS(rt_multiply_add(isa, INT64_MAX, &flops, no_threads()), RT_TOO_LARGE);
-    CHECK_STATUS(rt_multiply_add(isa, 1, &flops, (rt_parallel){.run = run_threads, .num_workers = -3}),
-                 RT_OK);
+    CHECK_STATUS(rt_multiply_add(isa, 1, &flops, (rt_parallel){.run = run_threads, .num_workers = -3}), RT_OK);
     CHECK_CLOSE(flops, one, 0);
     CHECK_STATUS(rt_multiply_add(isa, 1, NULL, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_multiply_add((rt_isa)99, 1, &flops, no_threads()), RT_BAD_ISA);

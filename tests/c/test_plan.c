@@ -39,8 +39,7 @@ static int64_t *positions_of(const layout *l, int64_t rank) {
     const int64_t local_len = local_len_of(l, rank);
     int64_t *positions = must_alloc((size_t)local_len * sizeof(*positions));
     const int64_t first = l->run_offsets[rank];
-    CHECK_STATUS(rt_runs_positions(l->runs + first, l->run_offsets[rank + 1] - first, positions, local_len),
-                 RT_OK);
+    CHECK_STATUS(rt_runs_positions(l->runs + first, l->run_offsets[rank + 1] - first, positions, local_len), RT_OK);
     return positions;
 }
 
@@ -97,9 +96,7 @@ static void check_plan(uint64_t *state, int64_t seq_len) {
             int64_t *keys = positions_of(&l, key_rank);
             int64_t want_pairs = 0, num_needed, num_needed_of_rank, num_pairs;
             for (int64_t j = 0; j < num_keys; j++) want_pairs += want[keys[j]];
-            CHECK_STATUS(
-                rt_plan_needed(&p, key_rank, NULL, attended, needed, seq_len, &num_needed, &num_pairs),
-                RT_OK);
+            CHECK_STATUS(rt_plan_needed(&p, key_rank, NULL, attended, needed, seq_len, &num_needed, &num_pairs), RT_OK);
             CHECK_INT(num_pairs, want_pairs);
             check_needed(needed, num_needed, keys, num_keys, attended);
             int64_t counted = -1;
@@ -184,13 +181,13 @@ static void test_plan_refuses_malformed_params(void) {
     int64_t num_needed, num_pairs;
     CHECK_STATUS(rt_plan_attended(&good, 1, NULL, attended), RT_OK);
 
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        rt_plan_params bad = good;                                                                           \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_plan_below(&bad, 1, below), status);                                                 \
-        CHECK_STATUS(rt_plan_attended(&bad, 1, NULL, attended), status);                                     \
-        CHECK_STATUS(rt_plan_needed(&bad, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), status);     \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_plan_params bad = good;                                                                                     \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_plan_below(&bad, 1, below), status);                                                           \
+        CHECK_STATUS(rt_plan_attended(&bad, 1, NULL, attended), status);                                               \
+        CHECK_STATUS(rt_plan_needed(&bad, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), status);               \
     } while (0)
     REFUSED(num_ranks, 0, RT_BAD_SHAPE);
     REFUSED(num_ranks, 1, RT_BAD_RANK);

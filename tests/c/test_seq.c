@@ -40,8 +40,7 @@ static void test_runs_check_refuses_each_malformed_run(void) {
         CHECK_STATUS(rt_runs_check(&cases[i].run, 1, 8), cases[i].want);
     // Runs may be listed in any order, but may not share a local token.
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 2, 2}}, 3, 8), RT_OK);
-    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 1, 2}}, 3, 8),
-                 RT_BAD_RUN);
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 1, 2}}, 3, 8), RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 0, 8}, {8, 1, 2, 1}}, 2, 8), RT_BAD_RUN);
     // Nor a global position, whatever the strides.
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 2, 0, 4}, {1, 2, 4, 4}}, 2, 8), RT_OK);
@@ -65,8 +64,7 @@ static void test_runs_check_finds_every_shared_position(void) {
         rt_run runs[2];
         bool seen[200] = {false}, shared = false;
         for (int r = 0; r < 2; r++) {
-            runs[r] = (rt_run){random_int(&state, 0, 60), random_int(&state, 1, 9), 20 * r,
-                               random_int(&state, 1, 15)};
+            runs[r] = (rt_run){random_int(&state, 0, 60), random_int(&state, 1, 9), 20 * r, random_int(&state, 1, 15)};
             for (int64_t j = 0; j < runs[r].length; j++) {
                 bool *at = &seen[runs[r].global_begin + j * runs[r].stride];
                 shared |= *at;
@@ -223,8 +221,7 @@ static bool local_equals_global(const rt_shard_params *p, const uint8_t *global,
             index /= p->sizes[d];
         }
         const size_t bytes = (size_t)p->element_bytes;
-        if (memcmp(global + (size_t)global_at * bytes, local + (size_t)local_at * bytes, bytes) != 0)
-            return false;
+        if (memcmp(global + (size_t)global_at * bytes, local + (size_t)local_at * bytes, bytes) != 0) return false;
     }
     return true;
 }
@@ -285,8 +282,7 @@ static void check_shard(uint64_t *state, int64_t seq_len, int64_t max_size, rt_p
 static void test_shard_and_unshard_any_tensor(void) {
     uint64_t state = 2;
     for (int round = 0; round < 150; round++) check_shard(&state, random_int(&state, 0, 40), 4, no_threads());
-    for (int round = 0; round < 12; round++)
-        check_shard(&state, random_int(&state, 900, 1100), 8, threads_of(4));
+    for (int round = 0; round < 12; round++) check_shard(&state, random_int(&state, 900, 1100), 8, threads_of(4));
 }
 
 static void test_shard_refuses_malformed_params(void) {
@@ -306,11 +302,11 @@ static void test_shard_refuses_malformed_params(void) {
     CHECK_STATUS(rt_shard(&good, global, local, no_threads()), RT_OK);
     CHECK(strcmp(local, "acegikmo") == 0);
 
-#define REFUSED(field, value, status)                                                                        \
-    do {                                                                                                     \
-        rt_shard_params bad = good;                                                                          \
-        bad.field = value;                                                                                   \
-        CHECK_STATUS(rt_shard(&bad, global, local, no_threads()), status);                                   \
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_shard_params bad = good;                                                                                    \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_shard(&bad, global, local, no_threads()), status);                                             \
     } while (0)
     REFUSED(ndim, 0, RT_BAD_DIM);
     REFUSED(ndim, 17, RT_BAD_DIM);

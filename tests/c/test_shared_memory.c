@@ -1,5 +1,5 @@
-// Messages through shared memory, between ranks that are threads: the segments lie in this process's own memory, so that
-// the sanitizers see both sides. `test_shared_memory [ROUNDS [SEED]]`
+// Messages through shared memory, between ranks that are threads: the segments lie in this process's own memory, so
+// that the sanitizers see both sides. `test_shared_memory [ROUNDS [SEED]]`
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -64,8 +64,7 @@ static uint8_t byte_of(uint64_t seed, int64_t i) {
 static rt_shm_message message(bool outgoing, int64_t peer, uint64_t tag, int64_t num_bytes, uint64_t seed) {
     uint8_t *data = must_alloc((size_t)num_bytes);
     for (int64_t i = 0; i < num_bytes; i++) data[i] = outgoing ? byte_of(seed, i) : 0;
-    return (rt_shm_message){
-        .data = data, .num_bytes = num_bytes, .tag = tag, .peer = peer, .outgoing = outgoing};
+    return (rt_shm_message){.data = data, .num_bytes = num_bytes, .tag = tag, .peer = peer, .outgoing = outgoing};
 }
 
 static bool holds(const rt_shm_message *m, uint64_t seed) {
@@ -118,8 +117,7 @@ static void talk(void *arg, int64_t rank) {
         for (int i = 0; i < count; i++) {
             const int which = (first + i) % count;
             rt_shm_message *m = &messages[which];
-            if (rt_shm_wait(t->w->ends[rank], m, LONG) != RT_SHM_DONE ||
-                (!m->outgoing && !holds(m, seeds[which])))
+            if (rt_shm_wait(t->w->ends[rank], m, LONG) != RT_SHM_DONE || (!m->outgoing && !holds(m, seeds[which])))
                 t->num_wrong[rank]++;
             free(m->data);
         }
@@ -136,12 +134,11 @@ static void test_traffic(uint64_t seed, int64_t num_ranks, int64_t rounds) {
 
 // ---- one case at a time ------------------------------------------------------------------------------------
 
-// The other side never waits: its helper copies.
+// The other side never waits: its progress thread copies.
 static void test_long_messages_move_while_one_side_computes(void) {
     for (int waits = 0; waits < 2; waits++) {
         world w = new_world(2);
-        rt_shm_message sent = message(true, 1, 5, 3 * CAPACITY + 1, 9),
-                       got = message(false, 0, 5, 3 * CAPACITY + 1, 0);
+        rt_shm_message sent = message(true, 1, 5, 3 * CAPACITY + 1, 9), got = message(false, 0, 5, 3 * CAPACITY + 1, 0);
         rt_shm_post(w.ends[0], &sent);
         rt_shm_post(w.ends[1], &got);
         CHECK_INT(rt_shm_wait(w.ends[waits], waits == 0 ? &sent : &got, LONG), RT_SHM_DONE);
@@ -152,20 +149,19 @@ static void test_long_messages_move_while_one_side_computes(void) {
     }
 }
 
-// The caller of rank 0 waits in vain, and its helper stands back; then rank 1 needs the helper.
-static void test_a_caller_that_leaves_wakes_the_helper(void) {
+// The caller of rank 0 waits in vain, and its progress thread stands back; then rank 1 needs the progress thread.
+static void test_a_caller_that_leaves_wakes_the_progress_thread(void) {
     world w = new_world(2);
     rt_shm_message never = message(false, 1, 5, 8, 0);
     for (int i = 0; i < 5; i++) {
-        rt_shm_message sent = message(true, 1, 5, 2 * CAPACITY, 9),
-                       got = message(false, 0, 5, 2 * CAPACITY, 0);
+        rt_shm_message sent = message(true, 1, 5, 2 * CAPACITY, 9), got = message(false, 0, 5, 2 * CAPACITY, 0);
         rt_shm_post(w.ends[0], &sent);
         CHECK_INT(post_and_wait(w.ends[0], &never, 20), RT_SHM_PENDING);
         rt_shm_drop(w.ends[0], &never);
         CHECK_INT(post_and_wait(w.ends[1], &got, LONG), RT_SHM_DONE);
         CHECK(holds(&got, 9));
         CHECK_INT(rt_shm_wait(w.ends[0], &sent, LONG),
-                  RT_SHM_DONE); // a message is the helper's until it is waited for
+                  RT_SHM_DONE); // a message is the progress thread's until it is waited for
         free(sent.data), free(got.data);
     }
     free(never.data);
@@ -179,16 +175,16 @@ static void ask_and_answer(void *arg, int64_t rank) {
     for (int i = 0; i < NUM_ANSWERS; i++) {
         for (int step = 0; step < 2; step++) {
             rt_shm_message m = message(step == rank, 1 - rank, 7, 8, 1);
-            for (int late = 0; rank == 1 && step == 1 && late < 200; late++)
-                sched_yield(); // rank 0 sleeps by then
+            for (int late = 0; rank == 1 && step == 1 && late < 200; late++) sched_yield(); // rank 0 sleeps by then
             t->num_wrong[rank] += post_and_wait(t->w->ends[rank], &m, LONG) != RT_SHM_DONE;
             free(m.data);
         }
     }
 }
 
-// The helper of rank 0 sleeps, since a long message to rank 2 finds no room. The byte that wakes it is the caller's.
-static void test_the_helper_leaves_the_caller_its_byte(void) {
+// The progress thread of rank 0 sleeps, since a long message to rank 2 finds no room. The byte that wakes it is the
+// caller's.
+static void test_the_progress_thread_leaves_the_caller_its_byte(void) {
     world w = new_world(3);
     rt_shm_message sent = message(true, 2, 5, 3 * CAPACITY, 9);
     rt_shm_post(w.ends[0], &sent);
@@ -310,8 +306,7 @@ static void test_a_silent_peer_times_out(void) {
 
 // A peer writes nonsense into the ring from rank 0 to rank 1: its counts, or the header of its first chunk.
 static void test_a_broken_ring_is_lost(void) {
-    const int64_t begin = rt_shm_segment_bytes(0), header = begin + 128,
-                  sizes[] = {begin, header + 8, header + 8};
+    const int64_t begin = rt_shm_segment_bytes(0), header = begin + 128, sizes[] = {begin, header + 8, header + 8};
     const int64_t nonsense[] = {-1, -5, RT_SHM_CHUNK_BYTES + 1};
     for (int i = 0; i < 3; i++) {
         world w = new_world(2);
@@ -319,7 +314,7 @@ static void test_a_broken_ring_is_lost(void) {
         CHECK_INT(post_and_wait(w.ends[0], &sent, 0), RT_SHM_DONE);
         memcpy((char *)w.segments[1] + sizes[i], &nonsense[i], sizeof(nonsense[i]));
         CHECK_INT(post_and_wait(w.ends[1], &got, LONG), RT_SHM_LOST);
-        CHECK_INT(got.moved, 0);
+        CHECK_INT(got.internal.moved, 0);
         free(sent.data), free(got.data);
         free_world(&w);
     }
@@ -333,7 +328,7 @@ static void receive_or_change(void *arg, int64_t worker) {
     if (worker == 1) {
         c->state = post_and_wait(c->w->ends[1], &got, 20);
         rt_shm_drop(c->w->ends[1], &got);
-        c->moved = got.moved;
+        c->moved = got.internal.moved;
     } else {
         for (int i = 0; i < 2000; i++) atomic_store(num_bytes, i % 2 ? 1000 : INT64_MAX);
     }
@@ -384,8 +379,8 @@ int main(int argc, char **argv) {
     test_traffic(seed, 2, rounds);
     test_traffic(seed + 100, 3, rounds);
     test_long_messages_move_while_one_side_computes();
-    test_a_caller_that_leaves_wakes_the_helper();
-    test_the_helper_leaves_the_caller_its_byte();
+    test_a_caller_that_leaves_wakes_the_progress_thread();
+    test_the_progress_thread_leaves_the_caller_its_byte();
     test_a_short_message_needs_no_receiver();
     test_messages_of_another_tag_are_skipped();
     test_messages_of_a_later_call_are_left();

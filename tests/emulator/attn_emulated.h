@@ -41,9 +41,8 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
     void *const rounded[] = {c->p.rounded_out, c->p.rounded_dk, c->p.rounded_dv};
     for (int i = 0; i < 3; i++)
         if (rounded[i] != NULL)
-            emulator_lend(
-                rounded[i],
-                num_numbers(&c->x[(const int[]){OUT, DK, DV}[i]]) * (int64_t)dtype_bytes(c->p.dtype), true);
+            emulator_lend(rounded[i],
+                          num_numbers(&c->x[(const int[]){OUT, DK, DV}[i]]) * (int64_t)dtype_bytes(c->p.dtype), true);
     if (c->p.dropout == 0) return;
     emulator_lend(c->dropout_rows, c->p.batch * (int64_t)sizeof(int64_t), false);
     emulator_lend(c->q_positions, c->p.num_queries * (int64_t)sizeof(int64_t), false);
@@ -75,8 +74,7 @@ static inline void add_forward_rounding(const attn_case *c, rt_dtype dtype, attn
                     double error = 0;
                     max_value = fabs(get(&c->x[OUT], b, token, head, d));
                     for (int64_t j = 0; j < n; j++) {
-                        const double v =
-                            fabs(get(&c->x[V], b, rows[j], head / (p->num_heads / p->num_kv_heads), d));
+                        const double v = fabs(get(&c->x[V], b, rows[j], head / (p->num_heads / p->num_kv_heads), d));
                         error += (rounding_of(dtype, weights[j]) + cap_error * weights[j]) / sum * v;
                         max_value = fmax(max_value, v);
                     }
@@ -91,8 +89,7 @@ static inline void add_forward_rounding(const attn_case *c, rt_dtype dtype, attn
 // Splits the runs of the case over num_calls calls, each with a workspace of the exact size.
 static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_calls) {
     for (int64_t call = 0; call < num_calls; call++) {
-        const int64_t first = c->p.num_k_runs * call / num_calls,
-                      last = c->p.num_k_runs * (call + 1) / num_calls;
+        const int64_t first = c->p.num_k_runs * call / num_calls, last = c->p.num_k_runs * (call + 1) / num_calls;
         rt_attn_params p = c->p;
         p.k_runs = c->runs + first;
         p.num_k_runs = last - first;
@@ -158,8 +155,7 @@ static inline void add_backward_rounding(const attn_case *c, rt_dtype dtype, att
                     double dweight = -get(&c->x[DELTA], b, token, head, 0);
                     for (int64_t d = 0; d < p->v_head_dim; d++)
                         dweight += get(&c->x[DOUT], b, token, head, d) * get(&c->x[V], b, row, kv_head, d);
-                    const double tanh_x = p->softcap > 0 ? score / p->softcap : 0,
-                                 slope = 1 - tanh_x * tanh_x;
+                    const double tanh_x = p->softcap > 0 ? score / p->softcap : 0, slope = 1 - tanh_x * tanh_x;
                     const double cap_error = p->softcap * 0x1p-21 * weight; // in the weight
                     const double slope_error = p->softcap > 0 ? 2 * 0x1p-21 * weight : 0;
                     const double weight_error = rounding_of(dtype, weight) + cap_error;
@@ -179,8 +175,8 @@ static inline void add_backward_rounding(const attn_case *c, rt_dtype dtype, att
     free(rows);
 }
 
-// Runs the backward with concurrent CTAs, then, in every third problem or in all, again with one CTA at a time: both must
-// give the same bits. The number of multiprocessors decides into how many parts a group of query heads is divided.
+// Runs the backward with concurrent CTAs, then, in every third problem or in all, again with one CTA at a time: both
+// must give the same bits. The number of multiprocessors decides into how many parts a group of query heads is divided.
 static inline void run_backward_in_any_order(const attn_case *c, uint32_t seed, int64_t num_calls) {
     emulator_set_num_multiprocessors((const int[]){1, 4, 132}[seed % 3]);
     emulator_run_concurrently(4, seed);
@@ -249,8 +245,7 @@ typedef struct case_range {
     const rt_dtype *dtypes;
     int num_dims, num_dtypes;
     int64_t max_queries, max_keys; // of every seventh problem; the others have at most half as many
-    bool
-        aligned; // all rows, dq's included, begin at multiples of 16 bytes; else only under every second mask
+    bool aligned; // all rows, dq's included, begin at multiples of 16 bytes; else only under every second mask
 } case_range;
 
 // In threes, for is_in_this_run: of each three the tile is the same, but 192 has two and 128 has four.
@@ -265,10 +260,7 @@ enum { NUM_DIMS = sizeof(all_dims) / sizeof(all_dims[0]), NUM_ROUNDS = NUM_DIMS 
 static const head_dims sm90_dims[] = {
     {64, 64},  {128, 128}, {8, 24},    {128, 64}, {40, 64},
     {64, 128}, {96, 88},   {192, 128}, {200, 256}}; // the last two in the forward only
-enum {
-    NUM_FWD_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]),
-    NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 2
-};
+enum { NUM_FWD_SM90_DIMS = sizeof(sm90_dims) / sizeof(sm90_dims[0]), NUM_BWD_SM90_DIMS = NUM_FWD_SM90_DIMS - 2 };
 static const case_range everything = {all_dims, all_cuda_dtypes, NUM_DIMS, 3, 140, 300, false};
 
 // Whether all rows of an array begin at multiples of 16 bytes.
@@ -284,8 +276,8 @@ static inline bool rows_are_aligned(const attn_case *c) {
     return aligned;
 }
 
-// The keys and values of two of the four kv heads fill a section (key_walk.cuh): most of them are in no run, and need no
-// memory here.
+// The keys and values of two of the four kv heads fill a section (key_walk.cuh): most of them are in no run, and need
+// no memory here.
 static inline void check_that_heads_in_sections_agree(void) {
     const attn_shape shape = {RT_BF16, 2, 150, 140, 2, 4, 64, 64, false};
     uint64_t state = 9;
@@ -307,8 +299,8 @@ static inline void check_that_heads_in_sections_agree(void) {
     free_case(&c);
 }
 
-// Rounds of range->num_dims * NUM_MASKS: every head dim with every mask if RINGTILE_TESTS is "all". Otherwise a third of
-// them: every dtype still meets every head dim and every mask, and every mask meets six head dims, one of each tile.
+// Rounds of range->num_dims * NUM_MASKS: every head dim with every mask if RINGTILE_TESTS is "all". Otherwise a third
+// of them: every dtype still meets every head dim and every mask, and every mask meets six head dims, one of each tile.
 static inline bool is_in_this_run(const case_range *range, int round) {
     const int mask = round / range->num_dims, dim = round % range->num_dims;
     return all_tests() || (dim + mask) % 3 == mask / 3;
@@ -326,8 +318,7 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
                               .num_kv_heads = random_int(state, 1, 2),
                               .head_dim = dims.head_dim,
                               .v_head_dim = dims.v_head_dim};
-    const bool want_aligned =
-        range->aligned || (mask % 2 == 0 && shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0);
+    const bool want_aligned = range->aligned || (mask % 2 == 0 && shape.head_dim % 8 == 0 && shape.v_head_dim % 8 == 0);
     attn_case c = new_case(state, shape, (mask_kind)mask, round % 4 ? 1 : 3);
     while (want_aligned && !(rows_are_aligned(&c) && (!range->aligned || is_aligned(&c.x[DQ])))) {
         free_case(&c);
@@ -336,9 +327,8 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     if (random_int(state, 0, 1)) make_fresh(&c, shape.seq_len);
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
-    if (round % 6 == 5 && !range->aligned)
-        draw_dropout(state, &c); // which the plain kernels compute in every dtype
-    if (round % 5 == 2) {        // f64 lse
+    if (round % 6 == 5 && !range->aligned) draw_dropout(state, &c); // which the plain kernels compute in every dtype
+    if (round % 5 == 2) {                                           // f64 lse
         free(c.x[LSE].data);
         c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
         fill(&c.x[LSE], -INFINITY);
@@ -348,8 +338,8 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     return c;
 }
 
-// Results that a call rounds, with head dims of every kernel: fresh or merged, in one call or two, from parts of a group
-// or whole.
+// Results that a call rounds, with head dims of every kernel: fresh or merged, in one call or two, from parts of a
+// group or whole.
 static inline void check_rounded_results(pass pass) {
     const head_dims dims[] = {{100, 17}, {64, 64}, {128, 64}, {192, 128}, {257, 64}, {96, 88}, {200, 256}};
     const mask_kind masks[] = {MASK_WINDOW, MASK_SOME_EMPTY, MASK_CAUSAL_DOCUMENTS, MASK_EMPTY, MASK_RANDOM};
@@ -379,8 +369,7 @@ static inline void check_rounded_results(pass pass) {
 static inline void check_fresh_outputs_of_nothing(pass pass) {
     uint64_t state = 8;
     for (int i = 0; i < 2 * 3; i++) {
-        const int64_t dim = i < 3 ? 64 : 256, num_queries = pass == FORWARD ? 70 : 0,
-                      num_keys = 70 - num_queries;
+        const int64_t dim = i < 3 ? 64 : 256, num_queries = pass == FORWARD ? 70 : 0, num_keys = 70 - num_queries;
         const attn_shape shape = {all_cuda_dtypes[i % 3], 2, num_queries, num_keys, 2, 2, dim, dim, false};
         attn_case c = new_case(&state, shape, MASK_FULL, 1);
         make_fresh(&c, num_keys);
@@ -455,8 +444,7 @@ static inline void check_that_the_largest_weight_is_exact(rt_dtype dtype) {
     for (int i = Q; i <= V; i++) fill(&c.x[i], 0);
     set(&c.x[K], 0, LARGEST, 0, 0, 2.75);
     for (int64_t d = 0; d < DIM; d++) set(&c.x[V], 0, LARGEST, 0, d, 1 + (double)d / DIM);
-    for (int64_t token = 0; token < QUERIES; token++)
-        set(&c.x[Q], 0, token, 0, 0, 1 + (double)token / QUERIES);
+    for (int64_t token = 0; token < QUERIES; token++) set(&c.x[Q], 0, token, 0, 0, 1 + (double)token / QUERIES);
     make_fresh(&c, KEYS);
     run_on_emulator(FORWARD, &c, 1);
     for (int64_t token = 0; token < QUERIES; token++)

@@ -11,15 +11,13 @@ namespace {
 
 int64_t bytes_of(rt_dtype dtype) { return dtype == RT_F64 ? 8 : dtype == RT_F32 ? 4 : 2; }
 
-void lend_rows(const void *begin, rt_dtype dtype, int64_t num_rows, int64_t num_cols, int64_t stride,
-               bool writable) {
+void lend_rows(const void *begin, rt_dtype dtype, int64_t num_rows, int64_t num_cols, int64_t stride, bool writable) {
     if (num_rows > 0 && num_cols > 0)
         emulator::lend(begin, ((num_rows - 1) * stride + num_cols) * bytes_of(dtype), writable);
 }
 
 // Lends an array whose size along p->dim is len. An element may be a single byte, so cells are single bytes.
-void lend_strided(const rt_shard_params *p, const void *begin, int64_t len, const int64_t *strides,
-                  bool writable) {
+void lend_strided(const rt_shard_params *p, const void *begin, int64_t len, const int64_t *strides, bool writable) {
     int64_t last = 0;
     for (int64_t d = 0; d < p->ndim; d++) last += ((d == p->dim ? len : p->sizes[d]) - 1) * strides[d];
     emulator::lend(begin, (last + 1) * p->element_bytes, writable, 1);
@@ -58,8 +56,7 @@ rt_status emulated_unshard(const rt_shard_params *p, const void *local, void *gl
     return lent([&] { return rt_cuda_unshard(p, local, global, nullptr); });
 }
 
-rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
-                           rt_parallel) {
+rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, rt_parallel) {
     lend_glu(p, gate, up, prod, false);
     return lent([&] { return rt_cuda_glu_fwd(p, gate, up, prod, nullptr); });
 }
@@ -69,8 +66,8 @@ rt_status emulated_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *d
     return lent([&] { return rt_cuda_glu_bwd(p, gate, up, dprod, nullptr); });
 }
 
-rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits,
-                                         const int64_t *labels, void *loss, void *lse, rt_parallel) {
+rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
+                                         void *loss, void *lse, rt_parallel) {
     if (rt_cross_entropy_check(p, logits, labels, loss, lse) == RT_OK && p->num_tokens > 0) {
         const int64_t T = p->num_tokens, state_bytes = p->dtype == RT_F64 ? 8 : 4;
         lend_rows(logits, p->dtype, T, p->vocab_size, p->logits_stride, p->want_grad);
@@ -81,8 +78,7 @@ rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void 
     return lent([&] { return rt_cuda_cross_entropy_fwd_bwd(p, logits, labels, loss, lse, nullptr); });
 }
 
-rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
-                           rt_parallel) {
+rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, rt_parallel) {
     if (rt_dropout_check(p, x, places, y) == RT_OK && p->num_tokens > 0) {
         lend_rows(x, p->dtype, p->num_tokens, p->num_features, p->x_stride, false);
         lend_rows(y, p->dtype, p->num_tokens, p->num_features, p->num_features, true);
@@ -91,13 +87,13 @@ rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int6
     return lent([&] { return rt_cuda_dropout(p, x, places, y, nullptr); });
 }
 
-rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
-                              const double *dlse, void *delta, rt_parallel) {
+rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                              void *delta, rt_parallel) {
     if (rt_attn_check_delta(p, dout, out, dlse, delta) == RT_OK && p->batch > 0 && p->num_queries > 0) {
         const int64_t num_rows = p->batch * p->num_queries * p->num_heads;
         const auto extent = [&](const int64_t (&stride)[3]) {
-            return (p->batch - 1) * stride[0] + (p->num_queries - 1) * stride[1] +
-                   (p->num_heads - 1) * stride[2] + p->v_head_dim;
+            return (p->batch - 1) * stride[0] + (p->num_queries - 1) * stride[1] + (p->num_heads - 1) * stride[2] +
+                   p->v_head_dim;
         };
         emulator::lend(dout, extent(p->dout_stride) * bytes_of(p->dtype), false);
         emulator::lend(out, extent(p->out_stride) * bytes_of(p->dtype), false);

@@ -12,15 +12,14 @@ extern "C" {
 // Each lends the kernels the arrays that the params describe, and no other bytes.
 rt_status emulated_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
 rt_status emulated_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
-rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod,
-                           rt_parallel parallel);
+rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, rt_parallel parallel);
 rt_status emulated_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel);
-rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits,
-                                         const int64_t *labels, void *loss, void *lse, rt_parallel parallel);
+rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
+                                         void *loss, void *lse, rt_parallel parallel);
 rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
                            rt_parallel parallel);
-rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out,
-                              const double *dlse, void *delta, rt_parallel parallel);
+rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                              void *delta, rt_parallel parallel);
 
 #ifdef __cplusplus
 }

@@ -98,8 +98,7 @@ void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     cta->done = false;
     cta->shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
     cta->shared_cells.assign((size_t)(num_shared_bytes + CELL_BYTES - 1) / CELL_BYTES, {});
-    for (int warp = 0; warp < threads_in_cta / 32; warp++)
-        cta->shared_readers[warp].resize(cta->shared_cells.size());
+    for (int warp = 0; warp < threads_in_cta / 32; warp++) cta->shared_readers[warp].resize(cta->shared_cells.size());
     for (Meeting &meeting : cta->warp_meetings) meeting = {};
     cta->cta_meeting = {};
     cta->num_releases = 0;
@@ -141,13 +140,11 @@ bool advance(Cta &running) {
     for (const auto &stuck : ctas) {
         if (stuck->done) continue;
         const auto begin = stuck->threads.begin(), end = begin + threads_in_cta;
-        const auto at_word =
-            std::find_if(begin, end, [](const auto &thread) { return thread->word != nullptr; });
+        const auto at_word = std::find_if(begin, end, [](const auto &thread) { return thread->word != nullptr; });
         if (at_word != end && current != nullptr) continue;
         cta = stuck.get();
-        current = at_word != end
-                      ? at_word->get()
-                      : std::find_if(begin, end, [](const auto &thread) { return !thread->done; })->get();
+        current = at_word != end ? at_word->get()
+                                 : std::find_if(begin, end, [](const auto &thread) { return !thread->done; })->get();
         if (at_word == end)
             fail(std::string("waits forever in ") + current->waits_in + ", which other threads never reach");
     }
@@ -205,8 +202,8 @@ void read_shared_cells(size_t first, size_t end, shared_address address) {
     Touch *const readers = cta->shared_readers[warp].data();
     for (size_t i = first; i < end; i++) {
         check_read(cells[i], address);
-        const bool shared = (cells[i].reader_warps & mine) && readers[i].thread != now.thread &&
-                            readers[i].clock == now.clock;
+        const bool shared =
+            (cells[i].reader_warps & mine) && readers[i].thread != now.thread && readers[i].clock == now.clock;
         readers[i] = {shared ? SEVERAL : now.thread, now.clock};
         cells[i].reader_warps |= mine;
     }
@@ -248,8 +245,7 @@ void finish_copy(const AsyncCopy &copy) {
 // ---- for the other parts -------------------------------------------------------------------------
 
 void fail(const std::string &what) {
-    throw Fault{"CTA " + std::to_string(cta->index) + ", thread " + std::to_string(current->index) + ": " +
-                what};
+    throw Fault{"CTA " + std::to_string(cta->index) + ", thread " + std::to_string(current->index) + ": " + what};
 }
 
 std::string thread_name(int thread) {
@@ -273,8 +269,7 @@ void fail_to_read(const SharedCell &cell, shared_address address) {
     if (cell.state == SharedCell::COPYING)
         fail("reads before the wait of the cp_async by " + thread_name(cell.writer.thread) + ", at" +
              at_shared(address));
-    fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" +
-         at_shared(address));
+    fail("race: reads what " + thread_name(cell.writer.thread) + " wrote, no barrier between, at" + at_shared(address));
 }
 
 void publish_warp(int warp, Clock (&to)[NUM_CLOCKS]) {
@@ -390,8 +385,7 @@ void cp_async(shared_address to, const void *from, int num_bytes) {
     if ((uintptr_t)from % 16 != 0) fail("misaligned cp_async from global memory");
     if (num_bytes > 0 && !is_lent(from, num_bytes)) fail("a cp_async from outside the lent arrays");
     check_shared(Access::WRITE, to, 16);
-    for (size_t i = 0; i < 16 / CELL_BYTES; i++)
-        cta->shared_cells[to / CELL_BYTES + i].state = SharedCell::COPYING;
+    for (size_t i = 0; i < 16 / CELL_BYTES; i++) cta->shared_cells[to / CELL_BYTES + i].state = SharedCell::COPYING;
     current->copies.push_back({to, from, num_bytes, current->group});
 }
 

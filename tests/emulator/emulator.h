@@ -145,14 +145,11 @@ inline void syncwarp() {
 }
 
 template <class T> T shfl_sync(T x, int from) {
-    return emulator::exchange("shfl_sync", x, from,
-                              [](const emulator::Exchange<T> &to, const emulator::Lanes &lanes) {
-                                  return emulator::of_lane<T>(lanes, to.other & 31);
-                              });
+    return emulator::exchange("shfl_sync", x, from, [](const emulator::Exchange<T> &to, const emulator::Lanes &lanes) {
+        return emulator::of_lane<T>(lanes, to.other & 31);
+    });
 }
-template <class T> T shfl_xor_sync(T x, int mask) {
-    return shfl_sync(x, (emulator::thread_index() % 32) ^ mask);
-}
+template <class T> T shfl_xor_sync(T x, int mask) { return shfl_sync(x, (emulator::thread_index() % 32) ^ mask); }
 inline int reduce_min_sync(int x) {
     return emulator::exchange("reduce_min_sync", x, 0,
                               [](const emulator::Exchange<int> &to, const emulator::Lanes &lanes) {
@@ -189,9 +186,7 @@ inline int atom_add(int *counter, int x) { return emulator::atom_add(counter, x)
 inline void wait_eq(const int *word, int value) { emulator::wait_eq(word, value); }
 inline void st_release(int *word, int value) { emulator::st_release(word, value); }
 
-inline void cp_async(shared_address to, const void *from, int num_bytes) {
-    emulator::cp_async(to, from, num_bytes);
-}
+inline void cp_async(shared_address to, const void *from, int num_bytes) { emulator::cp_async(to, from, num_bytes); }
 inline void cp_async_commit_group() { emulator::cp_async_commit_group(); }
 template <int pending> void cp_async_wait_group() { emulator::cp_async_wait_group(pending); }
 
@@ -230,9 +225,7 @@ struct Product {
 } // namespace emulator
 
 inline void ldmatrix_x4(uint32_t (&word)[4], shared_address row) { emulator::ldmatrix<false>(word, row); }
-inline void ldmatrix_x4_trans(uint32_t (&word)[4], shared_address row) {
-    emulator::ldmatrix<true>(word, row);
-}
+inline void ldmatrix_x4_trans(uint32_t (&word)[4], shared_address row) { emulator::ldmatrix<true>(word, row); }
 
 inline float ex2_approx_ftz(float x) {
     const float y = std::exp2(x);
@@ -269,9 +262,7 @@ template <class T> uint32_t cvt_rn_x2(float low, float high) {
 template <class T> void mma_m16n8k16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::Product mine = {sum, {a[0], a[1], a[2], a[3]}, {b0, b1}};
     emulator::meet("mma_m16n8k16", &mine, [](emulator::Lanes &lanes) {
-        const auto lane_at = [&](int i) -> emulator::Product & {
-            return *static_cast<emulator::Product *>(lanes[i]);
-        };
+        const auto lane_at = [&](int i) -> emulator::Product & { return *static_cast<emulator::Product *>(lanes[i]); };
         const auto half_of = [](uint32_t word, int i) {
             const uint32_t bits = i == 0 ? word & 0xffff : word >> 16;
             if constexpr (std::is_same_v<T, bf16>) return uint_as_float(bits << 16);
@@ -283,8 +274,7 @@ template <class T> void mma_m16n8k16(float (&sum)[4], const uint32_t (&a)[4], ui
                 const int g = lane / 4, t = 2 * (lane % 4) + i;
                 for (int word = 0; word < 4; word++)
                     left[g + word % 2 * 8][t + word / 2 * 8] = half_of(lane_at(lane).a[word], i);
-                for (int word = 0; word < 2; word++)
-                    right[t + word * 8][g] = half_of(lane_at(lane).b[word], i);
+                for (int word = 0; word < 2; word++) right[t + word * 8][g] = half_of(lane_at(lane).b[word], i);
             }
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++) {

@@ -36,24 +36,20 @@ Region *region_of(const char *begin, const char *end) {
 bool is_acquired(const GlobalCell &cell, uint32_t adders = 0) {
     return std::any_of(cta->acquisitions.rbegin(), cta->acquisitions.rend(), [&](const Acquisition &of) {
         const Release &release = of.release;
-        return release.cta == cell.write_cta && (of.fenced_adders & adders) == adders &&
-               is_before_now(of.when) &&
-               (cell.writer.thread == release.thread
-                    ? cell.num_releases < release.number
-                    : cell.writer.clock < release.seen[warp_of(cell.writer.thread)]);
+        return release.cta == cell.write_cta && (of.fenced_adders & adders) == adders && is_before_now(of.when) &&
+               (cell.writer.thread == release.thread ? cell.num_releases < release.number
+                                                     : cell.writer.clock < release.seen[warp_of(cell.writer.thread)]);
     });
 }
 
 void check_not_read(const GlobalCell &cell) {
-    if (cell.read_cta != -1 && cell.read_cta != cta->index)
-        fail("race in global memory: writes what another CTA read");
+    if (cell.read_cta != -1 && cell.read_cta != cta->index) fail("race in global memory: writes what another CTA read");
 }
 
 void touch_global_cell(Access access, GlobalCell &cell) {
     if (cell.write_cta == NOT_PLAIN)
         fail("race in global memory: plain access to a word through which CTAs synchronize");
-    if (cell.write_cta >= 0 &&
-        !(cell.write_cta == cta->index ? is_before_now(cell.writer) : is_acquired(cell)))
+    if (cell.write_cta >= 0 && !(cell.write_cta == cta->index ? is_before_now(cell.writer) : is_acquired(cell)))
         fail("race in global memory: touches what CTA " + std::to_string(cell.write_cta) + ", " +
              thread_name(cell.writer.thread) + " wrote");
     if (access == Access::READ) {
@@ -102,8 +98,7 @@ void begin_launch_global() {
     words.clear();
     for (Region &region : regions)
         if (region.writable)
-            region.cells.assign(
-                (size_t)((region.end - region.begin + region.cell_bytes - 1) / region.cell_bytes), {});
+            region.cells.assign((size_t)((region.end - region.begin + region.cell_bytes - 1) / region.cell_bytes), {});
 }
 
 bool is_lent(const void *begin, int64_t num_bytes) {
@@ -133,9 +128,8 @@ void check_added(const char *what, const void *address, int64_t num_bytes, int a
         if (cell.write_cta == cta->index) {
             if (cell.writer.thread < MAX_THREADS)
                 fail(name + " to what a thread of the CTA wrote, which the emulator cannot track");
-            if (cell.writer.thread != sum.thread
-                    ? !is_before_now(cell.writer)
-                    : cell.writer.clock != number && cell.writer.clock >= num_complete)
+            if (cell.writer.thread != sum.thread ? !is_before_now(cell.writer)
+                                                 : cell.writer.clock != number && cell.writer.clock >= num_complete)
                 fail(name + " to what an earlier one writes, without a wait between");
         } else if (cell.write_cta >= 0 && !is_acquired(cell, 1u << adder))
             fail("race in global memory: " + name + " to what CTA " + std::to_string(cell.write_cta) + ", " +
@@ -175,8 +169,6 @@ void st_release(int *word, int value) {
 } // namespace emulator
 
 extern "C" {
-void emulator_lend(const void *begin, int64_t num_bytes, bool writable) {
-    emulator::lend(begin, num_bytes, writable);
-}
+void emulator_lend(const void *begin, int64_t num_bytes, bool writable) { emulator::lend(begin, num_bytes, writable); }
 void emulator_take_back_all(void) { emulator::take_back_all(); }
 }

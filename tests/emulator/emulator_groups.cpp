@@ -87,8 +87,7 @@ namespace {
 struct Factor {
     shared_address first, panel_bytes, atom_bytes;
     explicit Factor(uint64_t word)
-        : first((shared_address)(word & 0x3fff) << 4),
-          panel_bytes((shared_address)(word >> 16 & 0x3fff) << 4),
+        : first((shared_address)(word & 0x3fff) << 4), panel_bytes((shared_address)(word >> 16 & 0x3fff) << 4),
           atom_bytes((shared_address)(word >> 32 & 0x3fff) << 4) {
         if (word >> 49 != (uint64_t)1 << 13)
             fail("a descriptor without the swizzle of 128 bytes, or with a base offset");
@@ -96,14 +95,12 @@ struct Factor {
     // 16 numbers of each row, contiguous along K.
     shared_address chunk_k_major(int row, int chunk) const {
         if (first % 1024 % 32 != 0 || first % 1024 >= 128) fail("a factor that begins inside a swizzle atom");
-        return swizzled(first + (shared_address)(row / 8) * atom_bytes +
-                        (shared_address)(row % 8 * 128 + chunk * 16));
+        return swizzled(first + (shared_address)(row / 8) * atom_bytes + (shared_address)(row % 8 * 128 + chunk * 16));
     }
     // 16 rows along K, in panels of 64 numbers.
     shared_address chunk_mn_major(int row, int chunk) const {
         if (first % 1024 != 0) fail("a factor that begins inside a swizzle atom");
-        return swizzled(first + (shared_address)(chunk / 8) * panel_bytes +
-                        (shared_address)(row / 8) * atom_bytes +
+        return swizzled(first + (shared_address)(chunk / 8) * panel_bytes + (shared_address)(row / 8) * atom_bytes +
                         (shared_address)(row % 8 * 128 + chunk % 8 * 16));
     }
 };
@@ -162,8 +159,7 @@ void multiply_group(Threads &brought) {
             const shared_address from = left_mn ? a.chunk_mn_major(row, chunk) : a.chunk_k_major(row, chunk);
             read_factor(first_warp + (left_mn ? chunk / 2 : row / 16), from);
             load_chunk(from, all.widen, number);
-            for (int j = 0; j < 8; j++)
-                (left_mn ? left[chunk * 8 + j][row] : left[row][chunk * 8 + j]) = number[j];
+            for (int j = 0; j < 8; j++) (left_mn ? left[chunk * 8 + j][row] : left[row][chunk * 8 + j]) = number[j];
         }
     } else {
         for (int i = 0; i < GROUP * 8; i++) { // as in mma_m16n8k16
@@ -186,8 +182,7 @@ void multiply_group(Threads &brought) {
         const shared_address from = right_mn ? b.chunk_mn_major(row, chunk) : b.chunk_k_major(row, chunk);
         for (int warp = 0; warp < 4; warp++) read_factor(first_warp + warp, from);
         load_chunk(from, all.widen, number);
-        for (int j = 0; j < 8; j++)
-            (right_mn ? right[row][chunk * 8 + j] : right[chunk * 8 + j][row]) = number[j];
+        for (int j = 0; j < 8; j++) (right_mn ? right[row][chunk * 8 + j] : right[chunk * 8 + j][row]) = number[j];
     }
     Sums *sums[GROUP];
     for (int i = 0; i < GROUP; i++) {
@@ -200,14 +195,12 @@ void multiply_group(Threads &brought) {
             double total[64] = {};
             for (int k = 0; k < 16; k++) {
                 const double x = left[row][k], *const terms = right[k] + begin;
-                double *const to =
-                    total; // pointers, so that the sanitizer checks no bounds in the inner loop
+                double *const to = total; // pointers, so that the sanitizer checks no bounds in the inner loop
                 for (int col = 0; col < 64; col++) to[col] += x * terms[col];
             }
             for (int col = 0; col < 64; col++) { // as in mma_m16n8k16
                 const int thread = row / 16 * 32 + row % 8 * 4 + col % 8 / 2;
-                float &sum =
-                    sums[thread]->value[(size_t)((begin + col) / 8 * 4 + row % 16 / 8 * 2 + col % 2)];
+                float &sum = sums[thread]->value[(size_t)((begin + col) / 8 * 4 + row % 16 / 8 * 2 + col % 2)];
                 sum = (float)(total[col] + (all.add ? (double)sum : 0));
             }
         }
@@ -233,8 +226,7 @@ void wgmma_wait_group(int pending) {
     for (const Sums &sums : mine.sums) {
         if (sums.group >= end) continue;
         for (size_t i = 0; i < sums.value.size(); i++) {
-            if (memcmp(sums.visible + i, &IN_FLIGHT, 4) != 0)
-                fail("an accumulator was written before the wait");
+            if (memcmp(sums.visible + i, &IN_FLIGHT, 4) != 0) fail("an accumulator was written before the wait");
             sums.visible[i] = sums.value[i];
         }
     }
@@ -261,8 +253,8 @@ void end_thread_groups() {
 void end_cta_groups() {
     int total = 0;
     for (int group = 0; group < num_threads() / GROUP; group++)
-        total += GROUP * (cta->groups->registers[group] ? cta->groups->registers[group]
-                                                        : 65536 / num_threads() / 8 * 8);
+        total +=
+            GROUP * (cta->groups->registers[group] ? cta->groups->registers[group] : 65536 / num_threads() / 8 * 8);
     if (total > 65536) fail("warp groups request " + std::to_string(total) + " registers");
 }
 

@@ -162,10 +162,9 @@ void for_chunks_of_box(shared_address box, const tensor_map &map, const int64_t 
     if (box % 1024 != 0) fail("a box at shared byte " + std::to_string(box) + ", not a multiple of 1024");
     for (int i = 0; i < map.box_rows * 128; i += 16) {
         const int64_t row = at[1] + i / 128, col = at[0] + i % 128 / map.element_bytes;
-        const bool inside = row >= 0 && row < map.size[1] && at[2] >= 0 && at[2] < map.size[2] &&
-                            at[3] >= 0 && at[3] < map.size[3] && col >= 0;
-        const int64_t num_bytes =
-            inside ? std::clamp<int64_t>((map.size[0] - col) * map.element_bytes, 0, 16) : 0;
+        const bool inside = row >= 0 && row < map.size[1] && at[2] >= 0 && at[2] < map.size[2] && at[3] >= 0 &&
+                            at[3] < map.size[3] && col >= 0;
+        const int64_t num_bytes = inside ? std::clamp<int64_t>((map.size[0] - col) * map.element_bytes, 0, 16) : 0;
         const int64_t offset =
             row * map.stride[0] + at[2] * map.stride[1] + at[3] * map.stride[2] + col * map.element_bytes;
         visit(swizzled(box + (shared_address)i), map.array + (num_bytes ? offset : 0), num_bytes);
@@ -177,8 +176,7 @@ void for_chunks_of_box(shared_address box, const tensor_map &map, const int64_t 
 void fence_proxy_async_shared() { current->proxy_fences.push_back(current->now); }
 
 // The bytes are there at once, but no thread may read them before the phase of the mbarrier completes.
-void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address at,
-                          const int64_t (&from)[4]) {
+void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address at, const int64_t (&from)[4]) {
     Mbarrier &barrier = barrier_at(at);
     const int num_bytes = map.box_rows * 128;
     if (barrier.bytes_missing < num_bytes) fail("a bulk copy of unannounced bytes");
@@ -214,8 +212,7 @@ int adder_of_thread() {
 // The sums are there at once; clocks find a thread that reads them, or overwrites the source, too early.
 // write(to, from, num_bytes) adds or stores some bytes of a chunk.
 template <class Write>
-void write_box(const char *what, const tensor_map &map, shared_address from, const int64_t (&to)[4],
-               Write write) {
+void write_box(const char *what, const tensor_map &map, shared_address from, const int64_t (&to)[4], Write write) {
     const int adder = adder_of_thread();
     Adder &mine = cta->bulk->adders[(size_t)adder];
     const Touch reader = {thread_of_clock(clock_of_reads(adder)), mine.num_started};
@@ -254,9 +251,8 @@ void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, con
 }
 
 void cp_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&to)[4]) {
-    write_box("store", map, from, to, [](char *there, const char *bytes, int64_t num_bytes) {
-        memcpy(there, bytes, (size_t)num_bytes);
-    });
+    write_box("store", map, from, to,
+              [](char *there, const char *bytes, int64_t num_bytes) { memcpy(there, bytes, (size_t)num_bytes); });
 }
 
 void cp_async_bulk_commit_group() {
@@ -284,8 +280,7 @@ void begin_cta_bulk() { cta->bulk = std::make_shared<CtaBulk>(); }
 void end_thread_bulk() {
     for (const Adder &adder : cta->bulk->adders) {
         if (adder.thread != current->index) continue;
-        if (adder.num_complete < adder.last_addition)
-            fail("ends with a bulk addition that it did not wait for");
+        if (adder.num_complete < adder.last_addition) fail("ends with a bulk addition that it did not wait for");
         // The end of a kernel completes its stores, but shared memory ends with the CTA.
         if (adder.num_read < adder.num_started) fail("ends with a bulk store that has not read its source");
     }

@@ -1,14 +1,14 @@
 // The emulator's half of cuda/device/ptx_sm90.cuh. In addition to the checks of emulator.h these are Faults:
 //   mbarriers          use before the init is visible; bytes that arrive unannounced, or never
 //   named barriers     half a warp; warps that name different sizes; one that stays incomplete
-//   bulk copies        a read of the bytes by a thread that has neither waited for their phase nor synchronized with one
-//                      that has; a copy over bytes that may still be read; a copy from outside the lent arrays
-//   bulk additions     a write to the source while it is added; an addition to what an earlier one adds to without a wait
-//                      between, or to what another CTA adds to without a semaphore; a missing wait, or a missing fence
-//                      beside the semaphore
+//   bulk copies        a read of the bytes by a thread that has neither waited for their phase nor synchronized with
+//                      one that has; a copy over bytes that may still be read; a copy from outside the lent arrays
+//   bulk additions     a write to the source while it is added; an addition to what an earlier one adds to without a
+//                      wait between, or to what another CTA adds to without a semaphore; a missing wait, or a missing
+//                      fence beside the semaphore
 //   bulk stores        the same; they may end with the kernel, but not before they have read their source
-//   wgmma              threads of a group that start different products, or none; a missing fence or wait; a write to the
-//                      accumulator, the left factor or shared memory before the wait (the accumulator reads as NaN)
+//   wgmma              threads of a group that start different products, or none; a missing fence or wait; a write to
+//                      the accumulator, the left factor or shared memory before the wait (the accumulator reads as NaN)
 //   the async proxy    a thread's write that any of these meets without that thread's fence_proxy_async_shared and a
 //                      barrier behind it
 //   setmaxnreg         groups that take more registers than there are
@@ -28,8 +28,7 @@ void fence_mbarrier_init();
 void mbarrier_arrive(shared_address mbarrier, int num_bytes);
 void mbarrier_wait_parity(shared_address mbarrier, int parity);
 void named_barrier(int id, int num_threads, bool waits);
-void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address mbarrier,
-                          const int64_t (&at)[4]);
+void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address mbarrier, const int64_t (&at)[4]);
 void fence_proxy_async_shared();
 void cp_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&at)[4]);
 void cp_reduce_async_bulk_tensor(const tensor_map &map, shared_address from, const int64_t (&at)[4]);
@@ -72,9 +71,7 @@ bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4
     return ok;
 }
 
-inline void mbarrier_init(shared_address mbarrier, int arrivals) {
-    emulator::mbarrier_init(mbarrier, arrivals);
-}
+inline void mbarrier_init(shared_address mbarrier, int arrivals) { emulator::mbarrier_init(mbarrier, arrivals); }
 inline void fence_mbarrier_init() { emulator::fence_mbarrier_init(); }
 inline void mbarrier_arrive(shared_address mbarrier) { emulator::mbarrier_arrive(mbarrier, 0); }
 inline void mbarrier_arrive_expect_tx(shared_address mbarrier, int num_bytes) {
@@ -86,19 +83,17 @@ inline bool mbarrier_try_wait_parity(shared_address mbarrier, int parity) {
     return true;
 }
 inline void prefetch_tensormap(const tensor_map &) {}
-inline void cp_async_bulk_tensor_4d(shared_address to, const tensor_map &map, shared_address mbarrier,
-                                    int col, int row, int i, int j) {
+inline void cp_async_bulk_tensor_4d(shared_address to, const tensor_map &map, shared_address mbarrier, int col, int row,
+                                    int i, int j) {
     emulator::cp_async_bulk_tensor(to, map, mbarrier, {col, row, i, j});
 }
 inline void named_barrier_sync(int id, int num_threads) { emulator::named_barrier(id, num_threads, true); }
 inline void named_barrier_arrive(int id, int num_threads) { emulator::named_barrier(id, num_threads, false); }
 inline void fence_proxy_async_shared() { emulator::fence_proxy_async_shared(); }
-inline void cp_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row, int i,
-                                    int j) {
+inline void cp_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row, int i, int j) {
     emulator::cp_async_bulk_tensor(map, from, {col, row, i, j});
 }
-inline void cp_reduce_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row,
-                                           int i, int j) {
+inline void cp_reduce_async_bulk_tensor_4d(const tensor_map &map, shared_address from, int col, int row, int i, int j) {
     emulator::cp_reduce_async_bulk_tensor(map, from, {col, row, i, j});
 }
 inline void cp_async_bulk_commit_group() { emulator::cp_async_bulk_commit_group(); }
@@ -126,8 +121,7 @@ inline void wgmma_fence() { emulator::wgmma_fence(); }
 inline void wgmma_commit_group() { emulator::wgmma_commit_group(); }
 template <int pending, int N> void wgmma_wait_group(float (&)[N][4]) { emulator::wgmma_wait_group(pending); }
 
-template <class T, major M, int N>
-void wgmma_mma_async_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool add) {
+template <class T, major M, int N> void wgmma_mma_async_ss(float (&d)[N][4], uint64_t a, uint64_t b, bool add) {
     static_assert(M == major::K || N == 8);
     emulator::wgmma_mma_async({d[0], 8 * N, M, M, a, b, nullptr, add, emulator::widen_bits<T>});
 }

@@ -23,8 +23,8 @@ constexpr int CELL_BYTES = 2; // shared memory is tracked in units of the smalle
 // warp with a single thread:
 //   an mbarrier              bulk copies write in one of its phases; its clock counts complete phases
 //   the reads of an adder    a bulk addition reads shared memory; the clock counts those its thread knows to have read
-//   the sums of an adder     a bulk addition writes global memory; the clock counts those its thread knows to be complete,
-//                            and fenced
+//   the sums of an adder     a bulk addition writes global memory; the clock counts those its thread knows to be
+//                            complete, and fenced
 // An adder is a thread that starts bulk additions or stores, which are alike.
 using Clock = uint32_t;
 
@@ -95,9 +95,8 @@ struct Cta {
     std::vector<std::unique_ptr<Thread>> threads;
     Meeting warp_meetings[MAX_WARPS], cta_meeting;
     std::vector<SharedCell> shared_cells;
-    std::vector<Touch>
-        shared_readers[MAX_WARPS]; // the last reader of each cell whose reader_warps have the warp;
-                                   // SEVERAL lanes at that clock
+    // The last reader of each cell whose reader_warps have the warp; SEVERAL lanes at that clock.
+    std::vector<Touch> shared_readers[MAX_WARPS];
     std::vector<char> shared_bytes;
     int num_releases;
     std::vector<Acquisition> acquisitions;
@@ -145,8 +144,7 @@ void begin_launch_global();
 bool is_lent(const void *begin, int64_t num_bytes);
 // Checks an access by the adder's bulk addition or store `number`, when the adder knows num_complete of them to be
 // complete. what: "addition" or "store".
-void check_added(const char *what, const void *address, int64_t num_bytes, int adder, Clock number,
-                 Clock num_complete);
+void check_added(const char *what, const void *address, int64_t num_bytes, int adder, Clock number, Clock num_complete);
 // fence_proxy_async_global by the adder.
 void fence_acquisitions(int adder);
 

@@ -15,12 +15,10 @@ static int number_at(int row, int col) { return (row * 7 + col * 3 + row * col) 
 
 static void lend_numbers() {
     numbers.resize(ROWS * COLS);
-    for (int i = 0; i < ROWS * COLS; i++)
-        numbers[(size_t)i] = narrow<bf16>((float)number_at(i / COLS, i % COLS));
+    for (int i = 0; i < ROWS * COLS; i++) numbers[(size_t)i] = narrow<bf16>((float)number_at(i / COLS, i % COLS));
     emulator::take_back_all();
     emulator::lend(numbers.data(), ROWS * COLS * 2, false);
-    const bool ok =
-        make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2, COLS * 2, COLS * 2}, 128);
+    const bool ok = make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2, COLS * 2, COLS * 2}, 128);
     check(ok, "a tensor map", "refused");
 }
 
@@ -40,8 +38,8 @@ static void copy_rows(int row, int which = 0) {
     if (thread_index() != 0) return;
     mbarrier_arrive_expect_tx(barrier(which), 2 * BOX_BYTES);
     for (int panel = 0; panel < 2; panel++)
-        cp_async_bulk_tensor_4d(shared_base() + (shared_address)(panel * BOX_BYTES), map, barrier(which),
-                                64 * panel, row, 0, 0);
+        cp_async_bulk_tensor_4d(shared_base() + (shared_address)(panel * BOX_BYTES), map, barrier(which), 64 * panel,
+                                row, 0, 0);
 }
 static shared_address place_of(int row, int col) {
     const int chunk = col % 64 / 8 ^ row % 8;
@@ -49,8 +47,7 @@ static shared_address place_of(int row, int col) {
 }
 static bf16 read_at(int row, int col) { return ld_shared<bf16>(place_of(row, col)); }
 
-template <class Kernel>
-static void expect_group(const char *what, const std::string &expected, Kernel kernel) {
+template <class Kernel> static void expect_group(const char *what, const std::string &expected, Kernel kernel) {
     expect(what, expected, kernel, 128, 1, SHARED_BYTES);
 }
 

@@ -52,8 +52,7 @@ static void test_shared_memory() {
         if (thread_index() >= 32) ld_shared<int>(slot(0)); // the last warp to arrive continues first
         if (thread_index() == 0) st_shared(slot(0), 2);
     });
-    expect("outside the CTA's bytes", "outside the CTA's 1024 bytes",
-           [] { st_shared(slot(200 + thread_index()), 0); });
+    expect("outside the CTA's bytes", "outside the CTA's 1024 bytes", [] { st_shared(slot(200 + thread_index()), 0); });
     expect("misaligned", "misaligned access of 4 bytes", [] { ld_shared<int>(shared_base() + 2); });
     expect("never written", "reads bytes never written", [] { ld_shared<int>(slot(thread_index())); });
     expect("writes to adjacent 16-bit numbers do not race", "",
@@ -70,8 +69,8 @@ static void test_global_memory() {
            [=] { ld_global(reinterpret_cast<const float *>(reinterpret_cast<const char *>(x) + 2)); });
     expect("two threads write", "race in global memory", [=] { st_global(x, 1.0f); });
     expect(
-        "two CTAs write", "race in global memory: touches what CTA 0",
-        [=] { st_global(x + thread_index(), 1.0f); }, 64, 2);
+        "two CTAs write", "race in global memory: touches what CTA 0", [=] { st_global(x + thread_index(), 1.0f); }, 64,
+        2);
     expect(
         "a CTA writes what another read", "writes what another CTA read",
         [=] {
@@ -258,9 +257,7 @@ static void test_meetings() {
 template <class T> static void test_product(const char *what) {
     float a[16][16], b[16][8], product[16][8];
     uint32_t seed = 1;
-    const auto next = [&] {
-        return (float)((seed = seed * 1664525u + 1013904223u) >> 24) - 100;
-    }; // exact in T
+    const auto next = [&] { return (float)((seed = seed * 1664525u + 1013904223u) >> 24) - 100; }; // exact in T
     for (auto &row : a)
         for (float &x : row) x = next();
     for (auto &row : b)
@@ -352,8 +349,8 @@ static void test_last_error() {
     };
     const auto text_is = [](const char *expected) {
         const std::string got = rt_cuda_last_error();
-        check(got.find(expected) != std::string::npos && got.empty() == (*expected == 0),
-              "the text of the last error", got);
+        check(got.find(expected) != std::string::npos && got.empty() == (*expected == 0), "the text of the last error",
+              got);
     };
     text_is("");
     check(status(2) == RT_CUDA, "a kernel with a fault", "");

@@ -16,9 +16,7 @@ static void wait_for_rows() {
     copy_rows(0);
     mbarrier_wait_parity(barrier(0), 0);
 }
-static shared_address in_panel(int i) {
-    return shared_base() + (shared_address)(i / 4 * BOX_BYTES + i % 4 * 32);
-}
+static shared_address in_panel(int i) { return shared_base() + (shared_address)(i / 4 * BOX_BYTES + i % 4 * 32); }
 
 // Compares a lane's sums with want(row, col).
 template <int N, class Want> static void compare(const float (&sum)[N][4], Want want) {
@@ -53,13 +51,12 @@ static void multiply(mistake mistake) {
     if (mistake != NO_FENCE) wgmma_fence();
     for (int i = 0; i < 8; i++)
         if (mistake != ALONE || thread_index() != 9)
-            wgmma_mma_async_ss<bf16, major::K>(scores, make_smem_desc(in_panel(i), 0),
-                                               make_smem_desc(in_panel(i), 0), i > 0);
+            wgmma_mma_async_ss<bf16, major::K>(scores, make_smem_desc(in_panel(i), 0), make_smem_desc(in_panel(i), 0),
+                                               i > 0);
     wgmma_commit_group();
     wgmma_fence();
     for (int i = 0; i < 8; i++)
-        wgmma_mma_async_rs<bf16>(sums, left[i],
-                                 make_smem_desc(shared_base() + (shared_address)(i * 2048), BOX_BYTES));
+        wgmma_mma_async_rs<bf16>(sums, left[i], make_smem_desc(shared_base() + (shared_address)(i * 2048), BOX_BYTES));
     wgmma_commit_group();
     wgmma_wait_group<1>(scores);
     compare(scores, [](int row, int col) { return product_of_rows(row, col); });
@@ -98,8 +95,7 @@ static void test_products() {
         load_left(left);
         wgmma_fence();
         for (int i = 0; i < 8; i++)
-            wgmma_mma_async_rs<bf16>(sum, left[i],
-                                     make_smem_desc(shared_base() + (shared_address)(i * 2048), 0));
+            wgmma_mma_async_rs<bf16>(sum, left[i], make_smem_desc(shared_base() + (shared_address)(i * 2048), 0));
         wgmma_commit_group();
         wgmma_wait_group<0>(sum);
         compare(sum, product);
@@ -138,8 +134,7 @@ static void test_small_products() {
         wgmma_fence();
         for (int i = 0; i < 8; i++) {
             const shared_address a = shared_base() + (shared_address)(i * 2048);
-            wgmma_mma_async_ss<bf16, major::MN>(sum, make_smem_desc(a, 0), make_smem_desc(a + BOX_BYTES, 0),
-                                                i > 0);
+            wgmma_mma_async_ss<bf16, major::MN>(sum, make_smem_desc(a, 0), make_smem_desc(a + BOX_BYTES, 0), i > 0);
         }
         wgmma_commit_group();
         wgmma_wait_group<0>(sum);
@@ -163,8 +158,7 @@ static void multiply_written() {
     float sum[8][4];
     wgmma_fence();
     for (int i = 0; i < 4; i++)
-        wgmma_mma_async_ss<bf16, major::K>(sum, make_smem_desc(in_panel(i), 0),
-                                           make_smem_desc(in_panel(i), 0), i > 0);
+        wgmma_mma_async_ss<bf16, major::K>(sum, make_smem_desc(in_panel(i), 0), make_smem_desc(in_panel(i), 0), i > 0);
     wgmma_commit_group();
     wgmma_wait_group<0>(sum);
     compare(sum, [](int row, int col) { return product_of_rows(row, col, 64); });
@@ -178,8 +172,7 @@ static void copy_over_written() {
         mbarrier_arrive(barrier(1));
     mbarrier_wait_parity(barrier(1), 0);
     for (int i = 0; i < 64; i++)
-        if (widen(read_at(i, 63 - i)) != (float)number_at(128 + i, 63 - i))
-            throw emulator::Fault{"wrong value"};
+        if (widen(read_at(i, 63 - i)) != (float)number_at(128 + i, 63 - i)) throw emulator::Fault{"wrong value"};
 }
 
 template <class Use> static void expect_fences(const char *name, const std::string &no_barrier, Use use) {
@@ -207,8 +200,8 @@ template <class Use> static void expect_fences(const char *name, const std::stri
                 if (how == fencing::AFTER_BARRIER) fence_proxy_async_shared();
                 use();
             };
-            const std::string what = name + std::string(" bytes that threads wrote, barrier ") +
-                                     std::to_string(kind) + ", fence " + std::to_string((int)how);
+            const std::string what = name + std::string(" bytes that threads wrote, barrier ") + std::to_string(kind) +
+                                     ", fence " + std::to_string((int)how);
             expect_group(what.c_str(), fault, kernel);
         }
 }
@@ -227,8 +220,7 @@ static void test_registers() {
                 others();
         };
     };
-    expect("three groups share", "", change([] { setmaxnreg_dec<24>(); }, [] { setmaxnreg_inc<240>(); }),
-           384);
+    expect("three groups share", "", change([] { setmaxnreg_dec<24>(); }, [] { setmaxnreg_inc<240>(); }), 384);
     expect("together too many", "warp groups request",
            change([] { setmaxnreg_dec<40>(); }, [] { setmaxnreg_inc<240>(); }), 384);
     expect("inc to fewer", "setmaxnreg_inc to fewer registers",

@@ -68,8 +68,8 @@ static void test_bulk_copies() {
         syncthreads(); // no fence
         copy_rows(0);
     });
-    check(!make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2 + 2, 16, 16}, 128),
-          "a tensor map", "accepts misaligned rows");
+    check(!make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2 + 2, 16, 16}, 128), "a tensor map",
+          "accepts misaligned rows");
     lend_numbers();
     emulator::take_back_all();
     expect_group("from outside", "bulk copy from outside", [] {
@@ -82,8 +82,7 @@ static void test_bulk_copies() {
 static void test_named_barriers() {
     const auto write = [] { st_shared(shared_base() + 4 * (shared_address)thread_index(), thread_index()); };
     const auto read = [](int of) {
-        if (ld_shared<int>(shared_base() + 4 * (shared_address)of) != of)
-            throw emulator::Fault{"wrong value"};
+        if (ld_shared<int>(shared_base() + 4 * (shared_address)of) != of) throw emulator::Fault{"wrong value"};
     };
     const auto expect_of_warps = [](const char *what, const std::string &expected, auto kernel) {
         expect(what, expected, [=] { kernel(warp_index()); }, 96);
@@ -139,8 +138,7 @@ static void test_named_barriers() {
                     [=](int) { named_barrier_sync(1 + lane_index() % 2, 96); });
     expect_of_warps("a size of one and a half warps", "a named barrier of 48 threads",
                     [=](int) { named_barrier_sync(1, 48); });
-    expect_of_warps("the id of syncthreads", "a named barrier of id 0",
-                    [=](int) { named_barrier_sync(0, 96); });
+    expect_of_warps("the id of syncthreads", "a named barrier of id 0", [=](int) { named_barrier_sync(0, 96); });
     expect_of_warps("twice", "arrives twice in one phase", [=](int) {
         named_barrier_arrive(1, 96);
         named_barrier_arrive(1, 96);
@@ -188,8 +186,7 @@ static void test_additions() {
                       number(row, col, cta_index_x()));
         }
         const bool fences = !is(adding::NO_WRITE_FENCE) && !is(adding::FENCE_BEFORE_WRITE) &&
-                            !is(adding::FENCE_AFTER_BARRIER) &&
-                            (!is(adding::FENCE_OF_ANOTHER) || thread_index() == 0);
+                            !is(adding::FENCE_AFTER_BARRIER) && (!is(adding::FENCE_OF_ANOTHER) || thread_index() == 0);
         if (fences) fence_proxy_async_shared();
         syncthreads();
         if (is(adding::FENCE_AFTER_BARRIER)) fence_proxy_async_shared();
@@ -197,23 +194,20 @@ static void test_additions() {
             if (!is(adding::NO_SEMAPHORE)) wait_eq(&x.semaphore, cta_index_x());
             if (!is(adding::NO_FENCE_AFTER_ACQUIRE)) fence_proxy_async_global();
             cp_reduce_async_bulk_tensor_4d(sums, shared_base(), 0, FIRST, 0, 0);
-            cp_reduce_async_bulk_tensor_4d(sums, shared_base() + BOX, is(adding::TWICE) ? 0 : 32, FIRST, 0,
-                                           0);
+            cp_reduce_async_bulk_tensor_4d(sums, shared_base() + BOX, is(adding::TWICE) ? 0 : 32, FIRST, 0, 0);
             if (!is(adding::NO_COMMIT)) cp_async_bulk_commit_group();
             if (!is(adding::WRITE_BEFORE_READ)) cp_async_bulk_wait_group_read<0>();
             st_shared(shared_base(), 0);
             if (is(adding::FENCE_BEFORE_WAIT)) fence_proxy_async_global();
             if (!is(adding::NO_WAIT) && !is(adding::WAITS_FOR_READ)) cp_async_bulk_wait_group<0>();
-            if (!is(adding::NO_FENCE_BEFORE_RELEASE) && !is(adding::FENCE_BEFORE_WAIT))
-                fence_proxy_async_global();
+            if (!is(adding::NO_FENCE_BEFORE_RELEASE) && !is(adding::FENCE_BEFORE_WAIT)) fence_proxy_async_global();
             if (!is(adding::NO_SEMAPHORE)) st_release(&x.semaphore, cta_index_x() + 1);
             if (is(adding::NO_WAIT)) cp_async_bulk_wait_group<0>();
         }
     };
-    const char
-        *const write_fence =
-                   "a bulk addition of what a thread wrote, without fence_proxy_async_shared and a barrier",
-               *const of_another = "race in global memory: a bulk addition to what CTA";
+    const char *const write_fence =
+                          "a bulk addition of what a thread wrote, without fence_proxy_async_shared and a barrier",
+                      *const of_another = "race in global memory: a bulk addition to what CTA";
     const std::pair<adding, const char *> expected[] = {
         {adding::NO_MISTAKE, ""},
         {adding::NO_WRITE_FENCE, write_fence},
@@ -241,8 +235,7 @@ static void test_additions() {
             for (int row = 0; row < ROWS; row++)
                 for (int col = 0; col < PITCH; col++) {
                     float want = 0;
-                    for (int i = 0; i < CTAS && row >= FIRST && col < COLS; i++)
-                        want += number(row - FIRST, col, i);
+                    for (int i = 0; i < CTAS && row >= FIRST && col < COLS; i++) want += number(row - FIRST, col, i);
                     ok &= x.sums[row][col] == want;
                 }
             check(ok, "additions", "a wrong sum");
@@ -253,8 +246,7 @@ static void test_additions() {
         expect(
             what, expected,
             [=] {
-                for (int i = lane_index(); i < BOX / 4; i += 32)
-                    st_shared(shared_base() + 4 * (shared_address)i, 1.0f);
+                for (int i = lane_index(); i < BOX / 4; i += 32) st_shared(shared_base() + 4 * (shared_address)i, 1.0f);
                 fence_proxy_async_shared();
                 syncwarp();
                 if (lane_index() != 0) return;
@@ -271,8 +263,7 @@ static void test_additions() {
             32, 1, BOX);
     };
     const char *const early = "race in global memory: touches what CTA 0, a bulk addition wrote";
-    expect_of_one("a read of complete sums", "",
-                  [] { cp_async_bulk_wait_group<0>(), fence_proxy_async_global(); });
+    expect_of_one("a read of complete sums", "", [] { cp_async_bulk_wait_group<0>(), fence_proxy_async_global(); });
     expect_of_one("a read without a fence", early, [] { cp_async_bulk_wait_group<0>(); });
     expect_of_one("a read without a wait", early,
                   [] { cp_async_bulk_wait_group_read<0>(), fence_proxy_async_global(); });
@@ -286,9 +277,8 @@ static void test_stores() {
     static tensor_map map;
     emulator::take_back_all();
     emulator::lend(stored, sizeof(stored), true, 2);
-    check(
-        make_tensor_map<f16>(map, stored, {COLS, ROWS, 1, 1}, {COLS * 2, sizeof(stored), sizeof(stored)}, 16),
-        "a tensor map of a store", "refused");
+    check(make_tensor_map<f16>(map, stored, {COLS, ROWS, 1, 1}, {COLS * 2, sizeof(stored), sizeof(stored)}, 16),
+          "a tensor map of a store", "refused");
     enum mistake { NONE, NO_FENCE, NO_WAIT, WRITE_BEFORE_READ, TWICE, TWO_CTAS };
     const std::pair<mistake, const char *> expected[] = {
         {NONE, ""},
@@ -303,8 +293,7 @@ static void test_stores() {
         const auto kernel = [how = how] {
             for (int i = lane_index(); i < 16 * 64; i += 32) {
                 const int row = i / 64, col = i % 64;
-                st_shared(shared_base() +
-                              (shared_address)(row * 128 + (col / 8 ^ row % 8) * 16 + col % 8 * 2),
+                st_shared(shared_base() + (shared_address)(row * 128 + (col / 8 ^ row % 8) * 16 + col % 8 * 2),
                           f16{(uint16_t)(1 + i)});
             }
             if (how != NO_FENCE) fence_proxy_async_shared();

@@ -53,9 +53,7 @@ template <class T> struct job {
 
 // Shared memory: two boxes of 128 rows and 64 columns, then mbarriers.
 constexpr int BOX_BYTES = 128 * 128, SHARED_BYTES = 2 * BOX_BYTES + 64;
-RT_DEVICE shared_address mbarrier_at(int i) {
-    return shared_base() + (shared_address)(2 * BOX_BYTES + 8 * i);
-}
+RT_DEVICE shared_address mbarrier_at(int i) { return shared_base() + (shared_address)(2 * BOX_BYTES + 8 * i); }
 RT_DEVICE void init(int arrivals) {
     if (thread_index() == 0) {
         mbarrier_init(mbarrier_at(0), arrivals);
@@ -70,8 +68,8 @@ template <class T> RT_DEVICE void copy_rows(const job<T> &of, int row) {
         prefetch_tensormap(of.numbers);
         mbarrier_arrive_expect_tx(mbarrier_at(0), 2 * BOX_BYTES);
         for (int panel = 0; panel < 2; panel++)
-            cp_async_bulk_tensor_4d(shared_base() + (shared_address)(panel * BOX_BYTES), of.numbers,
-                                    mbarrier_at(0), 64 * panel, row, 0, 0);
+            cp_async_bulk_tensor_4d(shared_base() + (shared_address)(panel * BOX_BYTES), of.numbers, mbarrier_at(0),
+                                    64 * panel, row, 0, 0);
     }
     mbarrier_wait_parity(mbarrier_at(0), 0);
 }
@@ -84,8 +82,8 @@ template <class T> RT_KERNEL(128) box_copy(RT_PARAMS job<T> of) {
     const int row = thread_index();
     for (int col = 0; col < COLS; col++) {
         const int chunk = col % 64 / 8 ^ row % 8;
-        const T x = ld_shared<T>(
-            shared_base() + (shared_address)(col / 64 * BOX_BYTES + row * 128 + chunk * 16 + col % 8 * 2));
+        const T x =
+            ld_shared<T>(shared_base() + (shared_address)(col / 64 * BOX_BYTES + row * 128 + chunk * 16 + col % 8 * 2));
         st_global(of.out + row * COLS + col, widen(x));
     }
 }
@@ -99,8 +97,7 @@ RT_KERNEL(64) box_addition(RT_PARAMS addition of) {
     const int row = thread_index();
     for (int col = 0; col < 32; col++) {
         const int chunk = col / 4 ^ row % 8;
-        st_shared(shared_base() + (shared_address)(row * 128 + chunk * 16 + col % 4 * 4),
-                  (float)number_at(row, col));
+        st_shared(shared_base() + (shared_address)(row * 128 + chunk * 16 + col % 4 * 4), (float)number_at(row, col));
     }
     fence_proxy_async_shared();
     syncthreads();
@@ -209,8 +206,8 @@ template <class T, int N, int FROM> RT_KERNEL(128) product_of_rows(RT_PARAMS job
     float sum[N][4];
     wgmma_fence();
     for (int i = 0; i < COLS / 16; i++)
-        wgmma_mma_async_ss<T, major::K>(sum, make_smem_desc(in_row(i), 0),
-                                        make_smem_desc(in_row(i) + FROM * 128, 0), i > 0);
+        wgmma_mma_async_ss<T, major::K>(sum, make_smem_desc(in_row(i), 0), make_smem_desc(in_row(i) + FROM * 128, 0),
+                                        i > 0);
     wgmma_commit_group();
     wgmma_wait_group<0>(sum);
     store_sums(of.out, sum);
@@ -256,8 +253,8 @@ static int num_failed;
 
 // Launches, and compares out with expected(i). The name comes first, so that a kernel that hangs is named too.
 template <class Params, class Number, class Expected>
-static void check(const char *name, void (*kernel)(Params), int num_ctas, int num_threads,
-                  const Params &params, const Number *out, int count, Expected expected) {
+static void check(const char *name, void (*kernel)(Params), int num_ctas, int num_threads, const Params &params,
+                  const Number *out, int count, Expected expected) {
     printf("%s: ", name);
     fflush(stdout);
     const rt_status status = launch(kernel, num_ctas, num_threads, SHARED_BYTES, nullptr, params);
@@ -300,36 +297,26 @@ template <class T> static void check_products(const char *dtype) {
     storing store;
     uint16_t *const stored = new_array<uint16_t>(STORED_ROWS * STORED_COLS);
     const int64_t bytes = STORED_ROWS * STORED_COLS * 2;
-    if (!make_tensor_map<T>(store.to, stored, {STORED_COLS, STORED_ROWS, 1, 1},
-                            {STORED_COLS * 2, bytes, bytes}, 16)) {
+    if (!make_tensor_map<T>(store.to, stored, {STORED_COLS, STORED_ROWS, 1, 1}, {STORED_COLS * 2, bytes, bytes}, 16)) {
         printf("cuTensorMapEncodeTiled of a store: refused\n");
         num_failed++;
         return;
     }
-    check(named("cp.async.bulk.tensor, a store"), box_store<T>, 1, 32, store, stored,
-          STORED_ROWS * STORED_COLS, [](int i) {
+    check(named("cp.async.bulk.tensor, a store"), box_store<T>, 1, 32, store, stored, STORED_ROWS * STORED_COLS,
+          [](int i) {
               const int row = i / STORED_COLS - STORED_ROW, col = i % STORED_COLS - STORED_COL;
               return row < 0 || col < 0 ? 0 : (int)bits_of_small(number_at(row, col), T{});
           });
     check(named("wgmma m64n64k16, K-major"), product_of_rows<T, 8, 64>, 1, 128, of, of.out, 64 * 64,
-          [=](int i) {
-              return sum(COLS, [=](int k) { return number_at(i / 64, k) * number_at(64 + i % 64, k); });
-          });
+          [=](int i) { return sum(COLS, [=](int k) { return number_at(i / 64, k) * number_at(64 + i % 64, k); }); });
     check(named("wgmma m64n128k16, K-major"), product_of_rows<T, 16, 0>, 1, 128, of, of.out, 64 * 128,
-          [=](int i) {
-              return sum(COLS, [=](int k) { return number_at(i / 128, k) * number_at(i % 128, k); });
-          });
-    check(named("wgmma m64n64k16, MN-major"), product_of_columns<T>, 1, 128, of, of.out, 64 * 64, [=](int i) {
-        return sum(128, [=](int k) { return number_at(k, i / 64) * number_at(k, 64 + i % 64); });
-    });
+          [=](int i) { return sum(COLS, [=](int k) { return number_at(i / 128, k) * number_at(i % 128, k); }); });
+    check(named("wgmma m64n64k16, MN-major"), product_of_columns<T>, 1, 128, of, of.out, 64 * 64,
+          [=](int i) { return sum(128, [=](int k) { return number_at(k, i / 64) * number_at(k, 64 + i % 64); }); });
     check(named("wgmma m64n64k16, registers"), product_with_registers<T, 8>, 1, 128, of, of.out, 64 * 64,
-          [=](int i) {
-              return 1 + sum(COLS, [=](int k) { return number_at(i / 64, k) * number_at(k, i % 64); });
-          });
+          [=](int i) { return 1 + sum(COLS, [=](int k) { return number_at(i / 64, k) * number_at(k, i % 64); }); });
     check(named("wgmma m64n128k16, registers"), product_with_registers<T, 16>, 1, 128, of, of.out, 64 * 128,
-          [=](int i) {
-              return 1 + sum(COLS, [=](int k) { return number_at(i / 128, k) * number_at(k, i % 128); });
-          });
+          [=](int i) { return 1 + sum(COLS, [=](int k) { return number_at(i / 128, k) * number_at(k, i % 128); }); });
     check(named("wgmma m64n256k16, registers"), product_with_registers<T, 32>, 1, 128, of, of.out, 64 * 256,
           [=](int i) {
               const int col = i % 256, below = col / 64 % 2 * 64, at = col / 128 * 64 + col % 64;
@@ -351,8 +338,8 @@ int main() {
     addition added;
     float *const sums = new_array<float>(SUM_ROWS * SUM_COLS);
     const int64_t bytes = SUM_ROWS * SUM_COLS * sizeof(float);
-    if (!make_tensor_map<float>(added.sums, sums, {SUM_COLS, SUM_ROWS, 1, 1},
-                                {SUM_COLS * sizeof(float), bytes, bytes}, 64))
+    if (!make_tensor_map<float>(added.sums, sums, {SUM_COLS, SUM_ROWS, 1, 1}, {SUM_COLS * sizeof(float), bytes, bytes},
+                                64))
         return 1;
     check("cp.reduce.async.bulk.tensor", box_addition, 1, 64, added, sums, SUM_ROWS * SUM_COLS, [](int i) {
         const int row = i / SUM_COLS - ADDED_ROW, col = i % SUM_COLS - ADDED_COL;

@@ -257,7 +257,7 @@ def messages() -> list[str]:
                 found.append("".join(x.value if isinstance(x, ast.Constant) else "..." for x in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    return [*found, (ROOT / "csrc" / "ringtile.h").read_text()]
+    return [*found, (ROOT / "csrc" / "ringtile" / "base.h").read_text()]
 
 
 def test_messages_of_troubleshooting_exist() -> None:

@@ -13,9 +13,8 @@ template <class T, int DIM> rt_status forward(const rt_attn_params &p, void *str
 template <class T, int DIM> rt_status backward(const rt_attn_params &p, void *stream) {
     constexpr int TILE = PLAIN_TILE<DIM>, THREADS = PLAIN_THREADS<DIM>;
     return for_runs(p, [&](const attn_args &args) {
-        rt_status status =
-            launch(attn_bwd_queries_plain_kernel<T, DIM>, query_grid<TILE>(args), THREADS,
-                   plain_bytes<plain_backward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
+        rt_status status = launch(attn_bwd_queries_plain_kernel<T, DIM>, query_grid<TILE>(args), THREADS,
+                                  plain_bytes<plain_backward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
         if (status == RT_OK) status = fill_workspace<TILE, 0>(args, stream);
         if (status != RT_OK) return status;
         return launch(attn_bwd_keys_plain_kernel<T, DIM>,
@@ -27,11 +26,11 @@ template <class T, int DIM> rt_status backward(const rt_attn_params &p, void *st
 } // namespace
 
 // PLAIN(pass, p, stream): head dims up to 256 in f32 alone, others in every dtype but f64.
-#define PLAIN(pass, p, ...)                                                                                  \
-    (!has_large_heads(p) && (p).dtype == RT_F32 ? pass<float, 256>(p, __VA_ARGS__)                           \
-     : (p).dtype == RT_F32                      ? pass<float, 512>(p, __VA_ARGS__)                           \
-     : (p).dtype == RT_BF16                     ? pass<bf16, 512>(p, __VA_ARGS__)                            \
-     : (p).dtype == RT_F16                      ? pass<f16, 512>(p, __VA_ARGS__)                             \
+#define PLAIN(pass, p, ...)                                                                                            \
+    (!has_large_heads(p) && (p).dtype == RT_F32 ? pass<float, 256>(p, __VA_ARGS__)                                     \
+     : (p).dtype == RT_F32                      ? pass<float, 512>(p, __VA_ARGS__)                                     \
+     : (p).dtype == RT_BF16                     ? pass<bf16, 512>(p, __VA_ARGS__)                                      \
+     : (p).dtype == RT_F16                      ? pass<f16, 512>(p, __VA_ARGS__)                                       \
                                                 : RT_BAD_DTYPE)
 
 rt_status attn_fwd_plain(const rt_attn_params &p, void *stream) { return PLAIN(forward, p, stream); }

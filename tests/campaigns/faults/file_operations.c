@@ -55,43 +55,43 @@ static bool before(const char *operation, int dir, const char *path) {
 
 static void die(void) { kill(getpid(), SIGKILL); }
 
-#define NEXT(result, name, ...)                                                                              \
-    static result (*next)(__VA_ARGS__);                                                                      \
+#define NEXT(result, name, ...)                                                                                        \
+    static result (*next)(__VA_ARGS__);                                                                                \
     if (next == NULL) *(void **)&next = dlsym(RTLD_NEXT, __func__)
 
 // ---- files -------------------------------------------------------------------------------------------------
 
-#define OPEN(name)                                                                                           \
-    int name(const char *path, int flags, ...) {                                                             \
-        NEXT(int, name, const char *, int, ...);                                                             \
-        va_list arguments;                                                                                   \
-        va_start(arguments, flags);                                                                          \
-        const mode_t mode = flags & O_CREAT ? va_arg(arguments, mode_t) : 0;                                 \
-        va_end(arguments);                                                                                   \
-        if ((flags & O_ACCMODE) != O_RDONLY) before("open", AT_FDCWD, path);                                 \
-        return next(path, flags, mode);                                                                      \
+#define OPEN(name)                                                                                                     \
+    int name(const char *path, int flags, ...) {                                                                       \
+        NEXT(int, name, const char *, int, ...);                                                                       \
+        va_list arguments;                                                                                             \
+        va_start(arguments, flags);                                                                                    \
+        const mode_t mode = flags & O_CREAT ? va_arg(arguments, mode_t) : 0;                                           \
+        va_end(arguments);                                                                                             \
+        if ((flags & O_ACCMODE) != O_RDONLY) before("open", AT_FDCWD, path);                                           \
+        return next(path, flags, mode);                                                                                \
     }
 OPEN(open)
 OPEN(open64)
 
-#define OPENAT(name)                                                                                         \
-    int name(int dir, const char *path, int flags, ...) {                                                    \
-        NEXT(int, name, int, const char *, int, ...);                                                        \
-        va_list arguments;                                                                                   \
-        va_start(arguments, flags);                                                                          \
-        const mode_t mode = flags & O_CREAT ? va_arg(arguments, mode_t) : 0;                                 \
-        va_end(arguments);                                                                                   \
-        if ((flags & O_ACCMODE) != O_RDONLY) before("open", dir, path);                                      \
-        return next(dir, path, flags, mode);                                                                 \
+#define OPENAT(name)                                                                                                   \
+    int name(int dir, const char *path, int flags, ...) {                                                              \
+        NEXT(int, name, int, const char *, int, ...);                                                                  \
+        va_list arguments;                                                                                             \
+        va_start(arguments, flags);                                                                                    \
+        const mode_t mode = flags & O_CREAT ? va_arg(arguments, mode_t) : 0;                                           \
+        va_end(arguments);                                                                                             \
+        if ((flags & O_ACCMODE) != O_RDONLY) before("open", dir, path);                                                \
+        return next(dir, path, flags, mode);                                                                           \
     }
 OPENAT(openat)
 OPENAT(openat64)
 
-#define FOPEN(name)                                                                                          \
-    FILE *name(const char *path, const char *mode) {                                                         \
-        NEXT(FILE *, name, const char *, const char *);                                                      \
-        if (mode[0] != 'r' || strchr(mode, '+')) before("open", AT_FDCWD, path);                             \
-        return next(path, mode);                                                                             \
+#define FOPEN(name)                                                                                                    \
+    FILE *name(const char *path, const char *mode) {                                                                   \
+        NEXT(FILE *, name, const char *, const char *);                                                                \
+        if (mode[0] != 'r' || strchr(mode, '+')) before("open", AT_FDCWD, path);                                       \
+        return next(path, mode);                                                                                       \
     }
 FOPEN(fopen)
 FOPEN(fopen64)
@@ -108,20 +108,20 @@ ssize_t writev(int fd, const struct iovec *parts, int num_parts) {
     return next(fd, parts, num_parts);
 }
 
-#define PWRITE(name)                                                                                         \
-    ssize_t name(int fd, const void *bytes, size_t length, off_t at) {                                       \
-        NEXT(ssize_t, name, int, const void *, size_t, off_t);                                               \
-        if (before("write", fd, NULL)) next(fd, bytes, length / 2, at), die();                               \
-        return next(fd, bytes, length, at);                                                                  \
+#define PWRITE(name)                                                                                                   \
+    ssize_t name(int fd, const void *bytes, size_t length, off_t at) {                                                 \
+        NEXT(ssize_t, name, int, const void *, size_t, off_t);                                                         \
+        if (before("write", fd, NULL)) next(fd, bytes, length / 2, at), die();                                         \
+        return next(fd, bytes, length, at);                                                                            \
     }
 PWRITE(pwrite)
 PWRITE(pwrite64)
 
-#define RESIZE(name)                                                                                         \
-    int name(int fd, off_t length) {                                                                         \
-        NEXT(int, name, int, off_t);                                                                         \
-        before("resize", fd, NULL);                                                                          \
-        return next(fd, length);                                                                             \
+#define RESIZE(name)                                                                                                   \
+    int name(int fd, off_t length) {                                                                                   \
+        NEXT(int, name, int, off_t);                                                                                   \
+        before("resize", fd, NULL);                                                                                    \
+        return next(fd, length);                                                                                       \
     }
 RESIZE(ftruncate)
 RESIZE(ftruncate64)
@@ -140,11 +140,11 @@ int rename(const char *from, const char *to) {
     return next(from, to);
 }
 
-#define ON_PATH(name, operation)                                                                             \
-    int name(const char *path) {                                                                             \
-        NEXT(int, name, const char *);                                                                       \
-        before(operation, AT_FDCWD, path);                                                                   \
-        return next(path);                                                                                   \
+#define ON_PATH(name, operation)                                                                                       \
+    int name(const char *path) {                                                                                       \
+        NEXT(int, name, const char *);                                                                                 \
+        before(operation, AT_FDCWD, path);                                                                             \
+        return next(path);                                                                                             \
     }
 ON_PATH(unlink, "remove")
 ON_PATH(rmdir, "remove")

@@ -1,0 +1,15 @@
+// RT_TARGET(instructions) ... RT_TARGET_END: what lies between is compiled for a CPU that has these instructions too.
+#ifndef RINGTILE_ISA_TARGET_H
+#define RINGTILE_ISA_TARGET_H
+
+#define RT_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define RT_TARGET(instructions)                                                                                        \
+    RT_PRAGMA(clang attribute push(__attribute__((target(instructions))), apply_to = function))
+#define RT_TARGET_END RT_PRAGMA(clang attribute pop)
+#else // to the end of the file
+#define RT_TARGET(instructions) RT_PRAGMA(GCC target(instructions))
+#define RT_TARGET_END
+#endif
+
+#endif // RINGTILE_ISA_TARGET_H

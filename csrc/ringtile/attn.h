@@ -1,0 +1,100 @@
+// Attention of all local queries over one block of keys, forward and backward, by a running softmax.
+#ifndef RINGTILE_API_ATTN_H
+#define RINGTILE_API_ATTN_H
+
+#include "sequence.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { RT_MAX_HEAD_DIM = 512 };
+
+// One block of keys against all local queries. Forward and backward share the struct.
+typedef struct rt_attn_params {
+    rt_dtype dtype; // of q, k, v, dout. State and gradients are f32, or f64 if dtype is RT_F64.
+    int64_t batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, v_head_dim;
+    double scale;   // scores are scale * q.k
+    double softcap; // 0: off; else scores become softcap * tanh(scale * q.k / softcap)
+
+    const void *q;                                 // (B, N, H, D)
+    const void *k;                                 // (B, K, G, D)
+    const void *v;                                 // (B, K, G, Dv)
+    int64_t q_stride[3], k_stride[3], v_stride[3]; // batch, token, head
+
+    const int32_t *begin, *end; // (B or 1, N): query attends global positions [begin, end)
+    int64_t mask_batch_stride;  // N, or 0 if one row serves every batch
+    const rt_run *k_runs;       // (R) global positions of the keys; keys in no run are not attended
+    int64_t num_k_runs;
+
+    // Dropout of weights: a feature is a key, by its position, and a token is a query head (rt_dropout_params): word
+    // key % 4 of the counter (key / 4, query, row + 2^20 head, stream) decides. With P the weights of all keys and
+    // Z = 0 or 1 / (1 - dropout) per weight, out = (P Z) v; lse is that of all keys.
+    double dropout; // probability of a 0, rounded to a multiple of 2^-32; 0: off, nothing below is read
+    uint32_t seed, step, stream;
+    const int64_t *dropout_rows; // (B): the row of each batch
+    const int64_t *q_positions;  // (N): the global position of each query
+
+    // Outputs are uninitialized: overwritten, never read. Forward: out and lse, 0 and -inf for queries that attend no
+    // key. Backward: dk and dv (not dq), 0 for keys that no query attends; the runs must hold every key.
+    bool fresh;
+
+    // Forward: read and written (fresh: only written). Backward: lse is read.
+    void *out;    // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
+    void *lse;    // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first block
+    bool lse_f64; // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
+    int64_t out_stride[3];
+
+    // Contiguous, or NULL. In the call that finishes a result, what out, or dk and dv, would hold is written here,
+    // rounded to dtype, and they are left with any numbers.
+    void *rounded_out; // (B, N, H, Dv) dtype. Forward
+    void *rounded_dk;  // (B, K, G, D)  dtype. Backward, both or none, with fresh
+    void *rounded_dv;  // (B, K, G, Dv) dtype
+
+    // Backward only.
+    const void *dout;  // (B, N, H, Dv) dtype
+    const void *delta; // (B, H, N) contiguous, state dtype: sum over Dv of dout * out, minus dlse
+    void *dq;          // (B, N, H, D)  state dtype, added to
+    void *dk;          // (B, K, G, D)  state dtype, added to (fresh: written)
+    void *dv;          // (B, K, G, Dv) state dtype, added to (fresh: written)
+    int64_t dout_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+
+    void *workspace; // 64-byte aligned
+    int64_t workspace_bytes;
+} rt_attn_params;
+
+// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
+int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
+int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
+
+// Merges the block into out and lse (online softmax; FlashAttention, arXiv:2205.14135, alg. 1, and the ring merge of
+// arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
+rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
+// Adds the block's gradients, given the final lse and delta (arXiv:2205.14135, alg. 4):
+//   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q;
+// with dropout, dV += (P Z)^T dO and dS = P * (Z * dO V^T - delta).
+rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel);
+
+// The delta of rt_attn_bwd: sum over Dv of dout * out, minus dlse (D in arXiv:2205.14135, alg. 4).
+typedef struct rt_attn_delta_params {
+    rt_dtype dtype; // of dout and out
+    int64_t batch, num_queries, num_heads, v_head_dim;
+    int64_t dout_stride[3], out_stride[3]; // batch, token, head
+} rt_attn_delta_params;
+
+//   dout, out (B, N, H, Dv)   out: the final output, rounded to dtype
+//   dlse (B, H, N) contiguous f64: gradient of lse    delta (B, H, N) contiguous, f32, or f64 if dtype is RT_F64
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim)
+rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
+                        void *delta, rt_parallel parallel);
+
+// Forward and backward straight from the formula, in f64, one query and one key at a time: the oracle of the C tests.
+// They need no workspace and run on the calling thread.
+rt_status rt_attn_fwd_reference(const rt_attn_params *p);
+rt_status rt_attn_bwd_reference(const rt_attn_params *p);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // RINGTILE_API_ATTN_H

@@ -1,0 +1,97 @@
+// Sequences sharded over ranks: runs and layouts, the copies between a global and a local tensor, the plan (which keys
+// one rank needs from another) and the digest that ranks compare.
+#ifndef RINGTILE_API_SEQUENCE_H
+#define RINGTILE_API_SEQUENCE_H
+
+#include "base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Local tokens local_begin .. local_begin + length - 1 hold the global positions
+// global_begin, global_begin + stride, ...
+typedef struct rt_run {
+    int64_t global_begin, stride, local_begin, length;
+} rt_run;
+
+// Checks that every run is well formed, lies inside local_len local tokens, and shares no local token and no global
+// position with another run.
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
+rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
+
+typedef struct rt_layout_place {
+    int64_t position, run;
+} rt_layout_place;
+
+// Checks that the runs of W ranks hold each position of 0..S-1 exactly once, and fill each rank's local tokens. It
+// takes time for the runs and for pairs of runs that interleave, or for the positions of those where they are fewer.
+//   runs (R), rank after rank;  run_offsets (W + 1): rank r owns runs [run_offsets[r], run_offsets[r + 1])
+//   places (R) scratch
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT
+rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
+                          rt_layout_place *places);
+
+// positions (local_len): the global position of each local token. RT_BAD_RUN also if a local token is in no run or in
+// two.
+rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len);
+
+// One strided copy between a global and a local tensor that differ only in the size of `dim`.
+//   sizes (ndim): of the local tensor, whose size in `dim` is the number of local tokens
+typedef struct rt_shard_params {
+    int64_t ndim, dim;             // ndim in 1..16, dim in [0, ndim)
+    int64_t element_bytes;         // any size >= 1
+    const int64_t *sizes;          // (ndim) local sizes
+    int64_t global_len;            // size of the global tensor in `dim`
+    const int64_t *global_strides; // (ndim) elements
+    const int64_t *local_strides;  // (ndim) elements
+    const rt_run *runs;
+    int64_t num_runs;
+} rt_shard_params;
+
+// local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens in no run
+// keep their value.
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN, RT_BAD_STRIDE
+rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
+// The inverse: global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions in no run keep
+// their value.
+rt_status rt_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
+
+// ---- plan: which keys one rank needs from another ----------------------------------------------
+
+// With an interval mask: the query at global position i of row b attends the keys at global positions
+// [begin[b, i], end[b, i]); end <= begin means no key.
+typedef struct rt_plan_params {
+    int64_t num_ranks, seq_len, mask_batch;
+    const rt_run *runs;         // (R) rank after rank
+    const int64_t *run_offsets; // (W + 1)
+    const int32_t *begin, *end; // (mask_batch, S) contiguous
+} rt_plan_params;
+
+// below (S + 1): the number of key_rank's keys below global position g, for g = 0..S.
+rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *below);
+
+// attended[j]: the number of query_rank's queries, over all rows, that attend key j. Bounds outside 0..S are clamped.
+//   below: NULL, and key j is global position j = 0..S-1; or as rt_plan_below wrote it, and key j is the j-th key of
+//   that rank in sequence order
+//   attended (keys + 1), the last one scratch
+// O(S) without below, else O(queries + keys).
+rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below, int64_t *attended);
+
+// The keys of key_rank that at least one query attends, as the fewest possible runs in local order, and the number of
+// unmasked (query, key) pairs, summed over the mask's rows.
+//   below, attended: the arguments of rt_plan_attended;  needed (capacity), may be NULL if capacity is 0
+//   *num_needed is the full count, even with RT_CAPACITY
+rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below, const int64_t *attended,
+                         rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs);
+
+// 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their masks and
+// layouts before they exchange keys.
+//   RT_BAD_SHAPE, RT_BAD_POINTER
+rt_status rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed, uint64_t *digest);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // RINGTILE_API_SEQUENCE_H
