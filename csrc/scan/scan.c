@@ -12,7 +12,7 @@
 static rt_status lay_out(const rt_scan_params *p, const rt_kernels *kernels, bool backward,
                          int64_t num_workers, rt_scan_space *space) {
     const int64_t of_heads[] = {p->batch, p->num_heads, 8};
-    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->resets_batch_stride, &space->rows) ||
+    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->seq_idx_batch_stride, &space->rows) ||
         !rt_array_fits(3, of_heads, NULL, 1))
         return RT_TOO_LARGE;
     const int64_t scratch_bytes = kernels->scan_scratch_bytes(p, backward);
@@ -47,9 +47,9 @@ typedef struct job {
 // Tasks of the heads that share q and k are as far apart as can be, so that they seldom wait for each other.
 static void run_task(const job *j, bool backward, int64_t task, int64_t worker) {
     const rt_scan_params *p = j->p;
-    const int64_t pairs = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
-    const int64_t pair = task % pairs, batch = pair / p->num_kv_heads,
-                  head = pair % p->num_kv_heads * group + task / pairs;
+    const int64_t pairs = p->batch * p->num_k_heads, group = p->num_heads / p->num_k_heads;
+    const int64_t pair = task % pairs, batch = pair / p->num_k_heads,
+                  head = pair % p->num_k_heads * group + task / pairs;
     const rt_chunks *chunks = rt_chunks_of(&j->space.rows, batch);
     char *scratch = j->space.scratch + worker * j->space.scratch_bytes;
     if (!backward) {
@@ -70,7 +70,7 @@ static rt_status run_scan(const rt_scan_params *p, bool backward, rt_parallel pa
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status == RT_OK) status = lay_out(p, j.kernels, backward, rt_num_workers(parallel), &j.space);
     if (status == RT_OK)
-        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->resets, p->num_tokens);
+        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->seq_idx, p->num_tokens);
     if (status != RT_OK) return status;
     rt_for_each(parallel, p->batch * p->num_heads, backward ? backward_task : forward_task, &j);
     return RT_OK;

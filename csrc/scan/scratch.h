@@ -1,6 +1,6 @@
 // One worker's scratch for a chunk of a recurrence: rows of tokens, widened to the math type and padded to whole vectors.
 //
-// Letters: n tokens of the chunk (at most CHUNK_ROWS), D head dim, Dv value head dim; padded dims are multiples of LANES.
+// Letters: n tokens of the chunk (at most CHUNK_ROWS), K and V the head dims of k and v; padded dims are multiples of LANES.
 #ifndef RINGTILE_SCAN_SCRATCH_H
 #define RINGTILE_SCAN_SCRATCH_H
 
@@ -26,16 +26,16 @@ typedef struct scan_scratch {
     real *out;         // (CHUNK_ROWS, dv): in the backward, dout
     real *qk, *kk;     // (CHUNK_ROWS, CHUNK_ROWS): decayed q.k of tokens s <= t, k.k of s < t; else 0
     real *solver;      // (CHUNK_ROWS, CHUNK_ROWS): -beta_t kk
-    real *state;       // (d, dv), rows from D on are 0
+    real *state;       // (d, dv), rows from K on are 0
     real *pair_decay;  // (CHUNK_ROWS, CHUNK_ROWS), one decay for all channels: of tokens s <= t, else 0
     real *
         row_decay; // (CHUNK_ROWS, d), a decay of each channel: from the end of the block before to each token
     real *column_decay;    // (CHUNK_ROWS, d): from each token to the end of the block before the current one
     real *rows, *rows_2;   // (CHUNK_ROWS, d): free
-    real *step_decay;      // (BLOCK_ROWS, d): exp decay_t of a block
-    real *decay;           // (CHUNK_ROWS, d or 1): as given
-    double *sums;          // (CHUNK_ROWS, d): sums of decays
-    real beta[CHUNK_ROWS]; // beta or step
+    real *token_decay;     // (BLOCK_ROWS, d): exp g_t of a block
+    real *g;               // (CHUNK_ROWS, d or 1): as given
+    double *sums;          // (CHUNK_ROWS, d): sums of g
+    real beta[CHUNK_ROWS]; // beta or dt
 
     // Backward only.
     real *du;                     // (CHUNK_ROWS, dv)
@@ -45,7 +45,7 @@ typedef struct scan_scratch {
     real *dq_in, *dk_in, *dk_out; // (CHUNK_ROWS, d)
     real *dstate;                 // (d, dv)
     real *state_columns;          // (dv, d)
-    double *flow;                 // (CHUNK_ROWS + 1, d or 1): what ddecay gains from one token to the next
+    double *flow;                 // (CHUNK_ROWS + 1, d or 1): what dg gains from one token to the next
     real dbeta[CHUNK_ROWS];
 } scan_scratch;
 
@@ -72,11 +72,11 @@ static char *scan_lay_out(const rt_scan_params *p, bool backward, char *workspac
     s->v = scan_take(at, v_rows), s->u = scan_take(at, v_rows), s->out = scan_take(at, v_rows);
     s->qk = scan_take(at, pairs), s->kk = scan_take(at, pairs), s->solver = scan_take(at, pairs);
     s->pair_decay = scan_take(at, pairs), s->state = scan_take(at, d * dv);
-    s->decay = scan_take(at, rows);
+    s->g = scan_take(at, rows);
     if (p->channel_decay) {
         s->row_decay = scan_take(at, rows), s->column_decay = scan_take(at, rows);
         s->rows = scan_take(at, rows), s->rows_2 = scan_take(at, rows);
-        s->step_decay = scan_take(at, BLOCK_ROWS * d);
+        s->token_decay = scan_take(at, BLOCK_ROWS * d);
         s->sums = scan_take_doubles(at, rows);
     }
     if (!backward) return workspace;

@@ -79,9 +79,9 @@ MUTANTS = [
         "c test_selective",
     ),
     Mutant(
-        "selective scan: gradient of the step without its decay",
+        "selective scan: gradient of dt without its decay",
         "csrc/scan/selective_kernel.h",
-        "dstep += moved * vec_load(s->rate + of_state);",
+        "ddt += moved * vec_load(s->A + of_state);",
         "",
         "c test_selective",
     ),
@@ -368,15 +368,15 @@ MUTANTS = [
     Mutant(
         "recurrences: a state stops at a rank's edge",
         "python/ringtile/recurrent/documents.py",
-        "goes_on = (_resets(mask) == 0).any(0)",
-        "goes_on = (_resets(mask) < 0).any(0)",
+        "goes_on = ((after == before) & (after > 0)).any(0)",
+        "goes_on = ((after == before) & (after < 0)).any(0)",
         "tests/recurrent/test_recurrent_ranks.py -k each_document_alone",
     ),
     Mutant(
         "recurrences: documents run into each other",
         "python/ringtile/recurrent/documents.py",
-        "return starts.to(torch.uint8) * STARTS +",
-        "return (starts & (positions == 0)).to(torch.uint8) * STARTS +",
+        "starts.cumsum(1, dtype=torch.int32)",
+        "(starts & (positions == 0)).cumsum(1, dtype=torch.int32)",
         "tests/recurrent/test_recurrent_heads.py -k reach_each_other",
     ),
     Mutant(

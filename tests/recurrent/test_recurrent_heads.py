@@ -48,7 +48,7 @@ def case(name: str, scheme: str | None = "heads") -> Case:
         return out
 
     value_dim = 1 if name == "selective" else V
-    return Case(ours, lambda tensors, resets: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * value_dim)
+    return Case(ours, lambda tensors, seq_idx: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * value_dim)
 
 
 def layout_of(name: str, world_size: int) -> Layout:

@@ -22,7 +22,6 @@ from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, PeerLost, Refused, RingMismatch, ShardedSequence
 from ringtile.recurrent import kernels, torch_path
 from ringtile.recurrent.documents import hand_overs, message_bytes
-from ringtile.recurrent.resets import PADDING, STARTS
 from ringtile.transport.groups import transport_of
 from torch import Tensor
 from torch.nn import functional
@@ -31,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """A recurrent layer: ours of local tensors and a sequence, the oracle of global ones and of resets."""
+    """A recurrent layer: ours of local tensors and a sequence, the oracle of global ones and of seq_idx."""
 
     ours: Callable[[Tensors, ShardedSequence], Tensor]
     oracle: Callable[[Tensors, Tensor], Tensor]
@@ -45,7 +44,7 @@ def _ours(name: str, **options: Any) -> Callable[[Tensors, ShardedSequence], Ten
 
 
 def _oracle(name: str, **options: Any) -> Callable[[Tensors, Tensor], Tensor]:
-    return lambda tensors, resets: getattr(scan_oracle, name)(**tensors, **options, resets=resets, state=None)[0]
+    return lambda tensors, seq_idx: getattr(scan_oracle, name)(**tensors, **options, seq_idx=seq_idx, state=None)[0]
 
 
 H, G, K, V, C, W = 4, 2, 3, 5, 6, 4
@@ -134,22 +133,20 @@ def joined(shards: list[Tensor], layout: Layout) -> Tensor:
     return torch.cat(shards, 1)[:, positions.argsort()]
 
 
-def of_oracle(case: Case, tensors: Tensors, dout: Tensor, resets: Tensor) -> tuple[Tensor, Tensors]:
+def of_oracle(case: Case, tensors: Tensors, dout: Tensor, seq_idx: Tensor) -> tuple[Tensor, Tensors]:
     """The same, token by token in one process."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    out = case.oracle(leaves, resets)
+    out = case.oracle(leaves, seq_idx)
     out.backward(dout)
     return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-def resets_of(rows: list[list[int]]) -> Tensor:
-    """uint8 (B, S): documents of these lengths, then padding."""
-    resets = torch.full((len(rows), SEQ_LEN), PADDING, dtype=torch.uint8)
+def seq_idx_of(rows: list[list[int]], seq_len: int, first: int = 1) -> Tensor:
+    """int32 (B, S): documents of these lengths, the first one's number, then padding."""
+    seq_idx = torch.full((len(rows), seq_len), -1, dtype=torch.int32)
     for row, lengths in enumerate(rows):
-        bounds = [0, *itertools.accumulate(lengths)]
-        resets[row, : bounds[-1]] = 0
-        resets[row, bounds[:-1]] = STARTS
-    return resets
+        seq_idx[row, : sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths)).int() + first
+    return seq_idx
 
 
 # The first is cut within documents, at their ends (positions 8 and 16 of 48 over 3 ranks), in documents of one token.
@@ -194,7 +191,7 @@ def test_ranks_compute_each_document_alone(name: str, layout: str, rows: str, de
     mask = IntervalMask.documents(lengths).padded(padding)
     out, gradients = of_ranks(case, tensors, dout, mask, LAYOUTS[layout])
     finite = {n: x.nan_to_num(0.0) for n, x in tensors.items()}  # the oracle multiplies padding by its gradient of 0
-    expected, of_each = of_oracle(case, finite, dout, resets_of(lengths))
+    expected, of_each = of_oracle(case, finite, dout, seq_idx_of(lengths, SEQ_LEN))
     assert_close(out, expected)
     for n, gradient in gradients.items():
         assert_close(gradient, of_each[n])
@@ -215,10 +212,7 @@ def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
     """Outputs, states, and all gradients; in chunks and documents that begin anywhere, from a state, to a state."""
     case, rows = CASES[name], [[80, 70], [149]]
     tensors = problem(case, 2, 151)
-    resets = torch.zeros(2, 151, dtype=torch.uint8)
-    for row, lengths in enumerate(rows):  # the first document goes on with what came before
-        resets[row, list(itertools.accumulate(lengths))[:-1]] = STARTS
-        resets[row, sum(lengths) :] = PADDING
+    seq_idx = seq_idx_of(rows, 151, first=0)  # the first document goes on from the state
     size = {"conv": (W - 1, C), "ssd": (H, V, K), "selective": (C, K)}.get(name, (H, K, V))
     tensors["initial_state"] = torch.randn(2, *size, dtype=torch.float64)
     options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}, "selective": {}}.get(name, {"scale": 0.7})
@@ -226,7 +220,7 @@ def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
     results = []
     for module in (kernels, torch_path):
         leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
-        out, state = getattr(module, function)(**leaves, **options, resets=resets)
+        out, state = getattr(module, function)(**leaves, **options, seq_idx=seq_idx)
         gradients = torch.autograd.grad((out.sin().sum(), state.sin().sum()), leaves.values())
         results.append([out.detach(), state.detach(), *gradients])
     for ours, expected in zip(*results, strict=True):

@@ -13,7 +13,6 @@ import scan_oracle
 import torch
 from ringtile import InputError, Refused, self_test
 from ringtile.recurrent import kernels
-from scan_oracle import BEGIN, PADDING
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -56,25 +55,25 @@ def tensors_of(
 
 
 ORDER = {
-    "convolution": ("x", "weight", "bias", "resets", "initial_state"),
-    "ssd": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
-    "selective": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
-    "delta": ("q", "k", "v", "g", "beta", "resets", "initial_state"),
+    "convolution": ("x", "weight", "bias", "seq_idx", "initial_state"),
+    "ssd": ("x", "dt", "A", "B", "C", "D", "seq_idx", "initial_state"),
+    "selective": ("x", "dt", "A", "B", "C", "D", "seq_idx", "initial_state"),
+    "delta": ("q", "k", "v", "g", "beta", "seq_idx", "initial_state"),
 }
 LAST = {"convolution": ("silu",), "ssd": (), "selective": (), "delta": (0.7,)}
 FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan", "delta": "gated_delta_rule"}
 
 
-def call(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
+def call(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> tuple[Tensor, Tensor]:
     kind = "delta" if kind == "kda" else kind
-    given = tensors | {"resets": resets}
+    given = tensors | {"seq_idx": seq_idx}
     function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION[kind])
     return function(*(given.get(name) for name in ORDER[kind]), *LAST[kind])
 
 
-def results(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> dict[str, Tensor]:
+def results(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> dict[str, Tensor]:
     """The output, the final state, and all gradients of a random function of both, whose slopes every dtype holds."""
-    out, final = call(module, kind, tensors, resets)
+    out, final = call(module, kind, tensors, seq_idx)
     generator = torch.Generator().manual_seed(0)
     parts = [(x * torch.randint(-8, 9, x.shape, generator=generator).double() / 8).sum() for x in (out, final)]
     names, leaves = zip(*tensors.items(), strict=True)
@@ -82,24 +81,21 @@ def results(module: object, kind: str, tensors: dict[str, Tensor], resets: Tenso
     return {"out": out.detach(), "final": final.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def resets_of(*rows: dict[int, int], num_tokens: int = N) -> Tensor:
-    resets = torch.zeros(len(rows), num_tokens, dtype=torch.uint8)
-    for row, bits in zip(resets, rows, strict=True):
-        for token, value in bits.items():
-            row[token] = value
-    return resets
+def seq_idx_of(*rows: tuple[set[int], set[int]], num_tokens: int = N) -> Tensor:
+    """Of each row, where documents begin, and which tokens are padding."""
+    return torch.tensor(
+        [[-1 if t in padding else sum(b <= t for b in begins) for t in range(num_tokens)] for begins, padding in rows],
+        dtype=torch.int32,
+    ).view(len(rows), num_tokens)
 
 
 PLACES = {
-    "one document": resets_of({}),
-    "documents at every kind of place": resets_of({0: BEGIN, 1: BEGIN, 30: BEGIN, 64: BEGIN, 69: BEGIN}),
-    "rows that differ": resets_of({7: BEGIN}, {}),
-    "every token": torch.full((1, N), BEGIN, dtype=torch.uint8),
-    "padding left, inside and right": resets_of(
-        {0: PADDING, 1: PADDING | BEGIN, 5: PADDING, 40: BEGIN, 41: PADDING, 69: PADDING}, {68: PADDING, 69: PADDING}
-    ),
-    "a document without a token at the end": resets_of({69: PADDING | BEGIN}),
-    "padding only": torch.full((1, N), PADDING, dtype=torch.uint8),
+    "one document": seq_idx_of((set(), set())),
+    "documents at every kind of place": seq_idx_of(({0, 1, 30, 64, 69}, set())),
+    "rows that differ": seq_idx_of(({7}, set()), (set(), set())),
+    "every token": seq_idx_of((set(range(N)), set())),
+    "padding left, inside and right": seq_idx_of(({1, 40}, {0, 1, 5, 41, 69}), (set(), {68, 69})),
+    "padding only": seq_idx_of((set(), set(range(N)))),
 }
 
 
@@ -123,18 +119,18 @@ def test_kernels_are_their_definitions_in_float64(kind: str, places: str) -> Non
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 129])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_take_any_number_of_tokens(kind: str, num_tokens: int) -> None:
-    tensors, resets = tensors_of(kind, num_tokens=num_tokens), resets_of({}, num_tokens=num_tokens)
-    assert_same_sums(*(results(module, kind, tensors, resets) for module in (kernels, scan_oracle)), num_tokens)
+    tensors, seq_idx = tensors_of(kind, num_tokens=num_tokens), seq_idx_of((set(), set()), num_tokens=num_tokens)
+    assert_same_sums(*(results(module, kind, tensors, seq_idx) for module in (kernels, scan_oracle)), num_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind: str) -> None:
     """Through chunks, documents and padding, by both results; the definitions above have autograd's own gradients."""
-    tensors, resets = tensors_of(kind, num_tokens=68, batch=1, dim=2), resets_of({66: BEGIN, 2: PADDING}, num_tokens=68)
+    tensors, seq_idx = tensors_of(kind, num_tokens=68, batch=1, dim=2), seq_idx_of(({66}, {2}), num_tokens=68)
     names = list(tensors)
 
     def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return call(kernels, kind, dict(zip(names, leaves, strict=True)), resets)
+        return call(kernels, kind, dict(zip(names, leaves, strict=True)), seq_idx)
 
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
@@ -167,21 +163,21 @@ def test_float32_is_no_further_from_float64_than_transformers(kind: str, decay: 
     """Ours may be off by twice transformers' error, or by the 8 ulp below which both are chance."""
     tensors = tensors_of(kind, torch.float32, num_tokens=150, dim=16, decay=decay)
     del tensors["initial_state"]
-    resets = resets_of({}, num_tokens=150)
+    seq_idx = seq_idx_of((set(), set()), num_tokens=150)
     theirs = chunk_kimi_delta_attention if kind == "kda" else torch_chunk_gated_delta_rule
 
     class Transformers:
         @staticmethod
         def gated_delta_rule(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: None, scale: float
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor, state: None, scale: float
         ) -> tuple[Tensor, Tensor]:
             q, k = (x.repeat_interleave(H, dim=2) for x in (q, k))
             out, final = theirs(q * (scale * q.size(3) ** 0.5), k, v, g, beta, output_final_state=True)
             return out, final
 
     exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
-    want = results(scan_oracle, kind, exact, resets)
-    ours, reference = (results(module, kind, tensors, resets) for module in (kernels, Transformers))
+    want = results(scan_oracle, kind, exact, seq_idx)
+    ours, reference = (results(module, kind, tensors, seq_idx) for module in (kernels, Transformers))
     for name in want:
         assert distance(ours, want, name) <= max(2 * distance(reference, want, name), 8 * 2**-23), name
 
@@ -203,7 +199,7 @@ def test_16_bit_inputs_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_and_padding_leak_nothing(kind: str) -> None:
     """Another document's numbers, even NaN, change no bit of a document's results; padding's are never read."""
-    resets = resets_of({20: BEGIN, 45: BEGIN, 46: PADDING, 60: PADDING})
+    seq_idx = seq_idx_of(({20, 45}, {46, 60}))
     per_token = [name for name, x in tensors_of(kind).items() if x.dim() > 1 and x.size(1) == N]
 
     def changed(tokens: slice | list[int], value: float) -> dict[str, Tensor]:
@@ -211,7 +207,7 @@ def test_documents_and_padding_leak_nothing(kind: str) -> None:
         with torch.no_grad():
             for name in per_token:
                 tensors[name][:, tokens] = value
-        return results(kernels, kind, tensors, resets)
+        return results(kernels, kind, tensors, seq_idx)
 
     base = changed([46, 60], 0.0)
     spoilt = changed([46, 60], float("nan"))
@@ -230,7 +226,7 @@ def test_documents_and_padding_leak_nothing(kind: str) -> None:
 def test_a_sequence_cut_in_two_is_one(kind: str) -> None:
     """final_state of a part is initial_state of the next, forward and backward."""
     tensors, cut = tensors_of(kind, num_tokens=150), 77
-    resets = resets_of({90: BEGIN}, num_tokens=150)
+    seq_idx = seq_idx_of(({90}, set()), num_tokens=150)
     per_token = [name for name, x in tensors.items() if x.dim() > 1 and x.size(1) == 150]
 
     class Cut:
@@ -242,14 +238,14 @@ def test_a_sequence_cut_in_two_is_one(kind: str) -> None:
             named, rest = dict(zip(names, given, strict=False)), given[len(names) :]
             outs = []
             for tokens in (slice(0, cut), slice(cut, None)):
-                part = {name: x[:, tokens] if name in [*per_token, "resets"] else x for name, x in named.items()}  # type: ignore[index]
+                part = {name: x[:, tokens] if name in [*per_token, "seq_idx"] else x for name, x in named.items()}  # type: ignore[index]
                 out, named["initial_state"] = function(*part.values(), *rest)
                 outs.append(out)
             final = named["initial_state"]
             assert isinstance(final, Tensor)
             return torch.cat(outs, dim=1), final
 
-    assert_same_sums(*(results(module, kind, tensors, resets) for module in (Cut(), kernels)), 150)
+    assert_same_sums(*(results(module, kind, tensors, seq_idx) for module in (Cut(), kernels)), 150)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
@@ -273,14 +269,14 @@ def test_inputs_of_any_strides(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
     tensors = tensors_of(kind, num_tokens=3)
-    resets = resets_of({}, num_tokens=3)
+    seq_idx = seq_idx_of((set(), set()), num_tokens=3)
     first, *others = tensors.values()
-    (gradient,) = torch.autograd.grad(call(kernels, kind, tensors, resets)[0].sum(), first, create_graph=True)
+    (gradient,) = torch.autograd.grad(call(kernels, kind, tensors, seq_idx)[0].sum(), first, create_graph=True)
     with pytest.raises(Refused, match="differentiated again"):
         torch.autograd.grad(gradient.sum(), others[0])
     name = next(iter(tensors))
     with pytest.raises(Refused, match=r"forward-mode|torch\.func"):
-        torch.func.jvp(lambda x: call(kernels, kind, tensors | {name: x}, resets)[0], (first,), (first,))
+        torch.func.jvp(lambda x: call(kernels, kind, tensors | {name: x}, seq_idx)[0], (first,), (first,))
 
 
 @pytest.mark.parametrize(
@@ -327,15 +323,15 @@ def test_wrong_arguments_are_named(kind: str, name: str, change: Callable[[Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_resets_and_options_are_named(kind: str) -> None:
+def test_wrong_documents_and_options_are_named(kind: str) -> None:
     tensors = tensors_of(kind)
-    for resets, message in (
-        (torch.zeros(1, N), "resets has dtype torch.float32; expected torch.uint8"),
-        (torch.zeros(N, dtype=torch.uint8), r"resets is \(70,\); expected \(2, 70\) or \(1, 70\)"),
-        (torch.zeros(3, N, dtype=torch.uint8), "resets is"),
+    for seq_idx, message in (
+        (torch.zeros(1, N), "seq_idx has dtype torch.float32; expected torch.int32"),
+        (torch.zeros(N, dtype=torch.int32), r"seq_idx is \(70,\); expected \(2, 70\) or \(1, 70\)"),
+        (torch.zeros(3, N, dtype=torch.int32), "seq_idx is"),
     ):
         with pytest.raises(InputError, match=message):
-            call(kernels, kind, tensors, resets)
+            call(kernels, kind, tensors, seq_idx)
     if kind == "convolution":
         with pytest.raises(InputError, match="activation is 'relu'; expected \"silu\""):
             kernels.causal_conv1d(
@@ -386,6 +382,6 @@ def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, ki
         with pytest.raises(
             Refused, match=r"kernel cannot be used for .*: it gives another .* RINGTILE_CPU_ISA=generic"
         ):
-            call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), resets_of({}, num_tokens=3))
+            call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), seq_idx_of((set(), set()), num_tokens=3))
     finally:
         self_test.forget()

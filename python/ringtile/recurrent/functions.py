@@ -89,13 +89,13 @@ def causal_conv1d(
         pieces = documents.pieces
     terms = _terms(x, documents) | {"channels": x.size(2), "width": weight.size(1)}
     halos = Halos(op, documents, terms, weight.size(1) - 1)
-    compute, resets = computing_on(x.device).causal_conv1d, documents.resets
+    compute = computing_on(x.device).causal_conv1d
     if documents.sequence.world_size == 1 and len(pieces) == 1:
-        y: Tensor = compute(x, weight, bias, resets, None, activation)[0]
+        y: Tensor = compute(x, weight, bias, pieces[0].seq_idx, None, activation)[0]
         return y
     x, halo_of_piece = halos.of(x)
     outs = {
-        piece.begin: compute(x[:, piece.tokens], weight, bias, resets[:, piece.tokens], halo, activation)[0]
+        piece.begin: compute(x[:, piece.tokens], weight, bias, piece.seq_idx, halo, activation)[0]
         for piece, halo in zip(pieces, halo_of_piece, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
@@ -148,9 +148,9 @@ def gated_delta_rule(
         alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
         key_heads = None if alone else 2
 
-        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
             q, k, v, g, beta = given
-            return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
+            return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, seq_idx, state, scale)  # type: ignore[no-any-return]
 
         terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
         recurrence = Recurrence(
@@ -210,9 +210,9 @@ def ssd(
         alone = num_groups == 1
         group_heads = None if alone else 2
 
-        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
             x, dt, A, B, C, *D = given
-            return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
+            return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, seq_idx, state)  # type: ignore[no-any-return]
 
         operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
         operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
@@ -279,9 +279,9 @@ def selective_scan(
             )
         _check_dtype("x", x, B=B, C=C)
 
-        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
             x, dt, A, B, C, *D = given
-            return computing_on(x.device).selective_scan(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
+            return computing_on(x.device).selective_scan(x, dt, A, B, C, D[0] if D else None, seq_idx, state)  # type: ignore[no-any-return]
 
         operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0), Operand(B, heads=None)]
         operands += [Operand(C, heads=None)] + ([] if D is None else [Operand(D, tokens=False, heads=0)])
@@ -316,7 +316,7 @@ def _checking(
         if sequence is None:
             sequence = ShardedSequence.of(mask, layout, group)
         documents = Documents(sequence)
-        _ = documents.resets  # refused here, where the other ranks are told
+        _ = documents.facts.seq_idx  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
         tell_others(op, error, sequence, layout, group)

@@ -5,9 +5,10 @@
     selective_scan     S = exp(dt A) S + dt B x;  y = S C + D x, of each channel       (arXiv:2312.00752)
     causal_conv1d      y = act(bias + sum over i of weight[i] x_(t - width + 1 + i))
 
-resets, uint8 (B or 1, N), on the CPU. Bit 0: a document starts at this token, so that nothing before it reaches it, the
-initial state included. Bit 1: padding, which is skipped: its numbers are not read, its output and gradients are 0. The
-final state is that of the document that is open after the last token. States are float32, or float64 for float64.
+seq_idx, int32 (B or 1, N), on the CPU: each token's document, as in mamba_ssm and causal_conv1d. Neighbouring tokens of
+one number are of one document, and no other reaches them. A first document 0 goes on from the initial state, all others
+start from 0. Negative: padding, which is skipped: its numbers are not read, its output and gradients are 0. The final
+state is that after the last token. States are float32, or float64 for float64.
 
 Shape letters: B batch, N tokens, H heads, G heads of q and k (of B and C; H is a multiple), K and V their dims, C
 channels, W width.
@@ -60,7 +61,7 @@ def _check_kernel(name: str, x: Tensor) -> None:
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     """A causal depthwise convolution of x (B, N, C) with weight (C, W), W <= 8, and bias (C).
 
@@ -68,7 +69,7 @@ def causal_conv1d(
     (B, N, C) of x's dtype, and the last W - 1 inputs of the open document, 0 before its start.
     """
     op = "causal_conv1d"
-    _check_tensors(op, 3, x=x, weight=weight, bias=bias, resets=resets, initial_state=initial_state)
+    _check_tensors(op, 3, x=x, weight=weight, bias=bias, seq_idx=seq_idx, initial_state=initial_state)
     if activation not in ACTIVATIONS:
         raise InputError(f'activation is {activation!r}; expected "silu", or "" for none')
     width = weight.size(1) if weight.dim() == 2 else 0
@@ -78,10 +79,10 @@ def causal_conv1d(
     _check_shape("weight", weight, (num_channels, width), "the channels of x")
     _check_shape("bias", bias, (num_channels,), "the channels of x")
     _check_shape("initial_state", initial_state, (batch, width - 1, num_channels), "(batch, width - 1, channels)")
-    _check_resets(resets, batch, num_tokens)
+    _check_seq_idx(seq_idx, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
     _check_kernel("convolution", x)
-    tensors = (_as(state, weight), _maybe(state, bias), resets.contiguous(), _maybe(state, initial_state))
+    tensors = (_as(state, weight), _maybe(state, bias), seq_idx.contiguous(), _maybe(state, initial_state))
     y, final_state = _ops.causal_conv1d(_unit_last_stride(x), *tensors, activation == "silu")
     return y, final_state
 
@@ -92,17 +93,17 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    resets: Tensor,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule of q, k (B, N, G, K) and v (B, N, H, V), with log decay g <= 0 and strength beta (B, N, H).
+    """The gated delta rule of q, k (B, N, G, K) and v (B, N, H, V), with log decay g <= 0 and beta (B, N, H).
 
     g (B, N, H), or (B, N, H, K) for a decay of each channel (KDA). initial_state (B, H, K, V), 0 if None. Returns out
     (B, N, H, V) of v's dtype and the final state.
     """
     op = "gated_delta_rule"
-    _check_tensors(op, 4, q=q, k=k, v=v, g=g, beta=beta, resets=resets, initial_state=initial_state)
+    _check_tensors(op, 4, q=q, k=k, v=v, g=g, beta=beta, seq_idx=seq_idx, initial_state=initial_state)
     _check_heads(("q", q), ("k", k), ("v", v), initial_state)
     batch, num_tokens, num_heads, dim = *v.shape[:3], q.size(3)
     expected = (batch, num_tokens, num_heads)
@@ -111,11 +112,11 @@ def gated_delta_rule(
         _check_shape("g", g, (*expected, dim), "the tokens and heads of v and the head dim of k")
     else:
         _check_shape("g", g, expected, "(batch, tokens, heads) of v, or with the head dim of k for KDA")
-    _check_resets(resets, batch, num_tokens)
+    _check_seq_idx(seq_idx, batch, num_tokens)
     scale, state = check_scale(scale, v.dtype), ops.state_dtype(v.dtype)
     before = _maybe(state, initial_state)
     _check_kernel("kda" if g.dim() == 4 else "delta", v)
-    return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, resets, before, scale)
+    return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, seq_idx, before, scale)
 
 
 def ssd(
@@ -125,28 +126,28 @@ def ssd(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
-    resets: Tensor,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan of x (B, N, H, V) with B and C (B, N, G, K), A (H) < 0, D (H).
 
-    dt (B, N, H): the step, after its softplus. initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's
+    dt (B, N, H) after its softplus. initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's
     dtype and the final state.
     """
-    _check_tensors("ssd", 4, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
+    _check_tensors("ssd", 4, x=x, dt=dt, A=A, B=B, C=C, D=D, seq_idx=seq_idx, initial_state=initial_state)
     transposed = None if initial_state is None else initial_state.transpose(-1, -2)
     _check_heads(("C", C), ("B", B), ("x", x), transposed)
     batch, num_tokens, num_heads = x.shape[:3]
     _check_shape("dt", dt, (batch, num_tokens, num_heads), "(batch, tokens, heads) of x")
     _check_shape("A", A, (num_heads,), "the heads of x")
     _check_shape("D", D, (num_heads,), "the heads of x")
-    _check_resets(resets, batch, num_tokens)
+    _check_seq_idx(seq_idx, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
     _check_kernel("ssd", x)
-    step = _as(state, dt)
+    dt = _as(state, dt)
     # Padding may hold anything, which autograd would multiply by its gradient of 0.
-    decay = torch.where((resets & 2 > 0)[..., None], 0, step) * A.to(state)
-    y, final_state = _scan(C, B, x, decay, None, step, _maybe(state, D), resets, _maybe(state, transposed), 1.0)
+    g = torch.where((seq_idx < 0)[..., None], 0, dt) * A.to(state)
+    y, final_state = _scan(C, B, x, g, None, dt, _maybe(state, D), seq_idx, _maybe(state, transposed), 1.0)
     return y, final_state.transpose(-1, -2)
 
 
@@ -157,15 +158,15 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
-    resets: Tensor,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Mamba's scan of x (B, N, C) with B and C (B, N, K), A (C, K) < 0, D (C).
 
-    dt (B, N, C): the step, after its softplus. initial_state (B, C, K), 0 if None. Returns y (B, N, C) of x's dtype and
+    dt (B, N, C) after its softplus. initial_state (B, C, K), 0 if None. Returns y (B, N, C) of x's dtype and
     the final state.
     """
-    _check_tensors("selective_scan", 3, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
+    _check_tensors("selective_scan", 3, x=x, dt=dt, A=A, B=B, C=C, D=D, seq_idx=seq_idx, initial_state=initial_state)
     batch, num_tokens, num_channels = x.shape
     state_dim = B.size(2) if B.dim() == 3 else 0
     if num_channels < 1 or not 1 <= state_dim <= ops.MAX_HEAD_DIM:
@@ -181,7 +182,7 @@ def selective_scan(
     _check_shape("A", A, (num_channels, state_dim), "the channels of x and the state dim of B")
     _check_shape("D", D, (num_channels,), "the channels of x")
     _check_shape("initial_state", initial_state, (batch, num_channels, state_dim), "(batch, channels, state dim)")
-    _check_resets(resets, batch, num_tokens)
+    _check_seq_idx(seq_idx, batch, num_tokens)
     state = ops.state_dtype(x.dtype)
     _check_kernel("selective", x)
     before = None if initial_state is None else _as(state, initial_state.mT)
@@ -189,7 +190,7 @@ def selective_scan(
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     x, B, C = (_unit_last_stride(x) for x in (x, B, C))
     y, final_state, _ = _ops.selective_scan(
-        x, _as(state, dt), _as(state, A.mT), B, C, _maybe(state, D), resets.contiguous(), before, keep
+        x, _as(state, dt), _as(state, A.mT), B, C, _maybe(state, D), seq_idx.contiguous(), before, keep
     )
     return y, final_state.mT
 
@@ -198,19 +199,19 @@ def _scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
+    g: Tensor,
     beta: Tensor | None,
-    step: Tensor | None,
-    skip: Tensor | None,
-    resets: Tensor,
+    dt: Tensor | None,
+    D: Tensor | None,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (_unit_last_stride(x) for x in (q, k, v))
-    inputs = (q, k, v, decay, beta, step, skip, initial_state)
+    inputs = (q, k, v, g, beta, dt, D, initial_state)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final_state, _ = _ops.scan(
-        q, k, v, decay.contiguous(), beta, step, skip, resets.contiguous(), initial_state, scale, keep
+        q, k, v, g.contiguous(), beta, dt, D, seq_idx.contiguous(), initial_state, scale, keep
     )
     return out, final_state
 
@@ -246,7 +247,7 @@ def _check_tensors(op: str, num_dims: int, **tensors: Tensor | None) -> None:
             continue
         arguments.check_tensor(name, x)
         assert isinstance(x, Tensor)
-        if name != "resets" and x.dtype not in ops.FLOAT_DTYPES:
+        if name != "seq_idx" and x.dtype not in ops.FLOAT_DTYPES:
             raise InputError(f"{name} has dtype {x.dtype}, expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
     assert isinstance(first, Tensor)
     if first.device.type not in ("cpu", "meta"):
@@ -263,11 +264,11 @@ def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...], why: st
         raise InputError(f"{name} is {tuple(x.shape)}; expected {expected}: {why}")
 
 
-def _check_resets(resets: Tensor, batch: int, num_tokens: int) -> None:
-    if resets.dtype != torch.uint8:
-        raise InputError(f"resets has dtype {resets.dtype}; expected torch.uint8: 1 a document starts, 2 padding")
-    if tuple(resets.shape) not in ((batch, num_tokens), (1, num_tokens)):
-        raise InputError(f"resets is {tuple(resets.shape)}; expected ({batch}, {num_tokens}) or (1, {num_tokens})")
+def _check_seq_idx(seq_idx: Tensor, batch: int, num_tokens: int) -> None:
+    if seq_idx.dtype != torch.int32:
+        raise InputError(f"seq_idx has dtype {seq_idx.dtype}; expected torch.int32: each token's document, -1 padding")
+    if tuple(seq_idx.shape) not in ((batch, num_tokens), (1, num_tokens)):
+        raise InputError(f"seq_idx is {tuple(seq_idx.shape)}; expected ({batch}, {num_tokens}) or (1, {num_tokens})")
 
 
 def _check_heads(of_q: tuple[str, Tensor], of_k: tuple[str, Tensor], of_v: tuple[str, Tensor], state: Any) -> None:
@@ -301,61 +302,102 @@ def _num_states(num_tokens: int) -> int:
 
 @torch.library.register_fake("ringtile::scan")  # type: ignore[untyped-decorator]
 def _(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, step: Tensor | None, skip: Tensor | None,
-    resets: Tensor, initial_state: Tensor | None, scale: float, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    dt: Tensor | None,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: D
     batch, num_tokens, num_heads, v_dim = v.shape
     state = (q.size(3), v_dim)
     kept = (batch, num_heads, _num_states(num_tokens) if keep else 0, *state)
-    return v.new_empty(v.shape), decay.new_empty(batch, num_heads, *state), decay.new_empty(kept)
+    return v.new_empty(v.shape), g.new_empty(batch, num_heads, *state), g.new_empty(kept)
 
 
 @torch.library.register_fake("ringtile::scan_backward")  # type: ignore[untyped-decorator]
 def _(
-    dout: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None,
-    step: Tensor | None, skip: Tensor | None, resets: Tensor, initial_state: Tensor | None, states: Tensor,
+    dout: Tensor,
+    dfinal_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    dt: Tensor | None,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    states: Tensor,
     scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: D
     batch, num_tokens, num_heads, v_dim = v.shape
-    has_factor = beta is not None or step is not None
-    shapes = [q.shape, k.shape, v.shape, decay.shape]
-    shapes += [torch.Size([batch, num_tokens, num_heads if has else 0]) for has in (has_factor, skip is not None)]
+    has_factor = beta is not None or dt is not None
+    shapes = [q.shape, k.shape, v.shape, g.shape]
+    shapes += [torch.Size([batch, num_tokens, num_heads if has else 0]) for has in (has_factor, D is not None)]
     shapes.append(torch.Size([batch, num_heads, q.size(3), v_dim]))
-    return tuple(decay.new_empty(shape) for shape in shapes)
+    return tuple(g.new_empty(shape) for shape in shapes)
 
 
 @torch.library.register_fake("ringtile::selective_scan")  # type: ignore[untyped-decorator]
 def _(
-    x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor, skip: Tensor | None, resets: Tensor,
-    initial_state: Tensor | None, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: D
     batch, num_tokens, _ = x.shape
-    kept = rate.new_empty(batch, _num_states(num_tokens) if keep else 0, *rate.shape)
-    return x.new_empty(x.shape), rate.new_empty(batch, *rate.shape), kept
+    kept = A.new_empty(batch, _num_states(num_tokens) if keep else 0, *A.shape)
+    return x.new_empty(x.shape), A.new_empty(batch, *A.shape), kept
 
 
 @torch.library.register_fake("ringtile::selective_scan_backward")  # type: ignore[untyped-decorator]
 def _(
-    dout: Tensor, dfinal_state: Tensor | None, x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor,
-    skip: Tensor | None, resets: Tensor, initial_state: Tensor | None, states: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    shapes = [x.shape, step.shape, rate.shape, k.shape, q.shape]
-    shapes += [torch.Size([0 if skip is None else x.size(2)]), torch.Size([x.size(0), *rate.shape])]
-    return tuple(rate.new_empty(shape) for shape in shapes)
+    dout: Tensor,
+    dfinal_state: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    states: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: D
+    shapes = [x.shape, dt.shape, A.shape, B.shape, C.shape]
+    shapes += [torch.Size([0 if D is None else x.size(2)]), torch.Size([x.size(0), *A.shape])]
+    return tuple(A.new_empty(shape) for shape in shapes)
 
 
 @torch.library.register_fake("ringtile::causal_conv1d")  # type: ignore[untyped-decorator]
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2))
 
 
 @torch.library.register_fake("ringtile::causal_conv1d_backward")  # type: ignore[untyped-decorator]
 def _(
-    dy: Tensor, dfinal_state: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor,
-    initial_state: Tensor | None, silu: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, ...]:  # fmt: D
     dbias = weight.new_empty(0 if bias is None else x.size(2))
     return (
         x.new_empty(x.shape),
@@ -376,19 +418,19 @@ def _scan_backward(
     ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
 ) -> tuple[Tensor | None, ...]:
     *tensors, states = ctx.saved_tensors
-    q, k, v, _, beta, step, skip, _, initial_state = tensors
+    q, k, v, _, beta, dt, D, _, initial_state = tensors
     derivatives.check_once("the backward of a recurrence", dout, dfinal_state)
     dout = v.new_zeros(v.shape) if dout is None else _unit_last_stride(dout)
     dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dq, dk, dv, ddecay, dfactor, dskip, dinitial = _ops.scan_backward(dout, dfinal_state, *tensors, states, ctx.scale)
+    dq, dk, dv, dg, dfactor, dD, dinitial = _ops.scan_backward(dout, dfinal_state, *tensors, states, ctx.scale)
     return (
         dq.to(q.dtype),
         dk.to(k.dtype),
         dv.to(v.dtype),
-        ddecay,
+        dg,
         None if beta is None else dfactor,
-        None if step is None else dfactor,
-        None if skip is None else dskip.sum((0, 1)),
+        None if dt is None else dfactor,
+        None if D is None else dD.sum((0, 1)),
         None,
         None if initial_state is None else dinitial,
         None,
@@ -407,13 +449,13 @@ def _selective_backward(
     ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
 ) -> tuple[Tensor | None, ...]:
     *tensors, states = ctx.saved_tensors
-    x, _, _, k, q, skip, _, initial_state = tensors
+    x, _, _, B, C, D, _, initial_state = tensors
     derivatives.check_once("the backward of selective_scan", dout, dfinal_state)
     dout = x.new_zeros(x.shape) if dout is None else _unit_last_stride(dout)
     dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dx, dstep, drate, dk, dq, dskip, dinitial = _ops.selective_scan_backward(dout, dfinal_state, *tensors, states)
-    dskip, dinitial = (None if given is None else y for given, y in ((skip, dskip), (initial_state, dinitial)))
-    return dx.to(x.dtype), dstep, drate, dk.to(k.dtype), dq.to(q.dtype), dskip, None, dinitial, None
+    dx, ddt, dA, dB, dC, dD, dinitial = _ops.selective_scan_backward(dout, dfinal_state, *tensors, states)
+    dD, dinitial = (None if given is None else y for given, y in ((D, dD), (initial_state, dinitial)))
+    return dx.to(x.dtype), ddt, dA, dB.to(B.dtype), dC.to(C.dtype), dD, None, dinitial, None
 
 
 def _setup_conv(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -62,7 +62,7 @@ def scheme_costs(
         if num_heads % num_groups:
             raise InputError(f"the layer is {kind} of {num_heads} heads and {num_groups}; expected a multiple")
         size = size_of(kind, num_heads, num_groups, key_dim, value_dim, dtype, batch)
-    _ = Facts(mask, layout, 0).global_resets  # refused
+    _ = Facts(mask, layout, 0).seq_idx  # refused
     auto = {device: cheaper(mask, layout, size, device) for device in _DEVICES}
     costs = []
     for scheme in SCHEMES[:1] if kind == "conv" else SCHEMES:

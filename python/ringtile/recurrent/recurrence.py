@@ -47,7 +47,7 @@ class Operand:
 class Recurrence:
     """One call of a recurrence on this rank.
 
-    compute: (tensors of the operands, resets, initial state or None) -> (out, final state), for any tokens and heads.
+    compute: (tensors of the operands, seq_idx, initial state or None) -> (out, final state), for any tokens and heads.
     num_units: what heads are parted into; the heads of an operand are a multiple of it.
     """
 
@@ -89,7 +89,7 @@ class Recurrence:
         self,
         given: list[Tensor],
         needed: tuple[bool, ...],
-        resets: Tensor,
+        seq_idx: Tensor,
         state: Tensor | None,
         dout: Tensor,
         dfinal: Tensor | None,
@@ -98,7 +98,7 @@ class Recurrence:
         with torch.enable_grad():
             given = [x.detach().requires_grad_(need) for x, need in zip(given, needed, strict=True)]
             state = state if state is None else state.detach().requires_grad_()
-            out, final = self.compute(given, resets, state)
+            out, final = self.compute(given, seq_idx, state)
         of_outputs = [(out, dout), (final, dfinal)]
         known = [(x, dx) for x, dx in of_outputs if dx is not None and x.requires_grad]  # padding has no graph
         inputs = [*given, state]

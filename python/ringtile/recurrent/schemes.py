@@ -39,5 +39,5 @@ def run(recurrence: Recurrence, scheme: str) -> Tensor:
     """out (B, N, ...) of the local tokens; a collective, differentiable. scheme: as `decide` found."""
     documents = recurrence.documents
     if documents.sequence.world_size == 1 and scheme == "states" and len(documents.pieces) == 1:
-        return recurrence.compute(recurrence.tensors, documents.resets, None)[0]
+        return recurrence.compute(recurrence.tensors, documents.pieces[0].seq_idx, None)[0]
     return heads.run(recurrence) if scheme == "heads" else state_passing.run(recurrence)

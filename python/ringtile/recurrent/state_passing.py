@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ringtile import derivatives, ops
 from ringtile.recurrent.costs import parts_of_states
 from ringtile.recurrent.documents import Documents, Piece
 from ringtile.recurrent.recurrence import Recurrence, agreed
-from ringtile.recurrent.resets import kept_after
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
 
@@ -71,14 +71,13 @@ def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tenso
     out = recurrence.out.tensor.new_empty(recurrence.out.tensor.shape)
     states: _States = {}
     with _call(recurrence, "forward", out, documents.sequence.data_of(*tensors)) as messages:
-        resets = documents.resets
         for i, piece in enumerate(documents.pieces):
             for j, part in enumerate(parts):
                 if piece.source is not None:
                     like = out.new_empty(recurrence.state_of(part), dtype=ops.state_dtype(out.dtype))
                     states[i, j] = messages.receive(piece.source, j, like)
                 given = [one.of(x, piece.tokens, part) for one, x in zip(operands, tensors, strict=True)]
-                out_, state = recurrence.compute(given, resets[:, piece.tokens], states.get((i, j)))
+                out_, state = recurrence.compute(given, piece.seq_idx, states.get((i, j)))
                 recurrence.out.of(out, piece.tokens, part).copy_(out_)
                 if piece.target is not None:
                     messages.send(piece.target, j, state)
@@ -100,7 +99,6 @@ def _backward(
         for x, need in zip(tensors, needed, strict=True)
     ]
     with _call(recurrence, "backward", dout, 0, forward_call) as messages:
-        resets = documents.resets
         for i, piece in reversed(list(enumerate(documents.pieces))):
             for j, part in enumerate(parts):
                 dstate = None
@@ -110,7 +108,7 @@ def _backward(
                 given = [one.of(x, piece.tokens, part) for one, x in zip(operands, tensors, strict=True)]
                 state = states[i, j] if piece.source is not None else None
                 of_part = recurrence.out.of(dout, piece.tokens, part)
-                found, dinitial = recurrence.gradients(given, needed, resets[:, piece.tokens], state, of_part, dstate)
+                found, dinitial = recurrence.gradients(given, needed, piece.seq_idx, state, of_part, dstate)
                 for one, total, gradient in zip(operands, gradients, found, strict=True):
                     if total is not None and gradient is not None:
                         one.of(total, piece.tokens, part).add_(gradient)
@@ -198,7 +196,6 @@ class _Halos(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halos: Halos, x: Tensor) -> tuple[Tensor, ...]:
         documents, before, dtype = halos.documents, halos.before, ops.state_dtype(x.dtype)
-        resets = documents.resets
         received: list[Tensor] = []
         with _call(halos, "forward", x, documents.sequence.data_of(x)) as messages:
             for piece in documents.pieces:
@@ -213,7 +210,7 @@ class _Halos(torch.autograd.Function):
                         messages.wait()
                         earlier = own.new_zeros(x.size(0), before, x.size(2)) if halo is None else halo
                         own = torch.cat([earlier[:, piece.length :], own], dim=1)
-                    kept = kept_after(resets[:, piece.tokens], before)[..., None].to(x.device)
+                    kept = _kept_after(piece.seq_idx, before)[..., None].to(x.device)
                     messages.send(piece.target, 0, torch.where(kept, own, 0))
         ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
         return (x.view_as(x), *received)
@@ -235,17 +232,16 @@ class _Halos(torch.autograd.Function):
 def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], forward_call: int) -> Tensor:
     documents, before = halos.documents, halos.before
     dx = dx_of_x.to(ops.state_dtype(dx_of_x.dtype), copy=True)
-    resets = documents.resets
     incoming = iter(reversed(dhalos))
     arriving: list[tuple[Piece, Tensor]] = []
 
     def add(piece: Piece, dwindow: Tensor) -> Tensor:
         """Adds the gradient of what was sent to that of the piece's inputs; returns that of its own halo."""
-        kept = kept_after(resets[:, piece.tokens], before)[..., None].to(dx.device)
+        kept = _kept_after(piece.seq_idx, before)[..., None].to(dx.device)
         dwindow = torch.where(kept, dwindow, 0)
         own = min(before, piece.length)
         dx[:, piece.tokens][:, -own:] += dwindow[:, before - own :]
-        return torch.nn.functional.pad(dwindow[:, : before - own], (0, 0, own, 0))
+        return functional.pad(dwindow[:, : before - own], (0, 0, own, 0))
 
     with _call(halos, "backward", dx, 0, forward_call) as messages:
         for piece in reversed(documents.pieces):
@@ -265,3 +261,9 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
         for piece, dwindow in arriving:
             add(piece, dwindow)
     return dx.to(dx_of_x.dtype)
+
+
+def _kept_after(seq_idx: Tensor, before: int) -> Tensor:
+    """bool (Bm, before): which of the last inputs, those before the first token included, are of the last document."""
+    last = functional.pad(seq_idx, (before, 0))[:, -before:]
+    return (last == last[:, -1:]) & (last >= 0)
