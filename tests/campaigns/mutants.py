@@ -361,15 +361,15 @@ MUTANTS = [
     Mutant(
         "recurrences: every rank's heads begin at the first",
         "python/ringtile/recurrent/recurrence.py",
-        "x.narrow(self.heads, begin * unit, (end - begin) * unit)",
-        "x.narrow(self.heads, 0, (end - begin) * unit)",
+        "x.narrow(self.heads, begin * group, (end - begin) * group)",
+        "x.narrow(self.heads, 0, (end - begin) * group)",
         "tests/recurrent/test_recurrent_heads.py -k one_process",
     ),
     Mutant(
         "recurrences: a state stops at a rank's edge",
         "python/ringtile/recurrent/documents.py",
-        "goes_on = ((after == before) & (after > 0)).any(0)",
-        "goes_on = ((after == before) & (after < 0)).any(0)",
+        "crossed = ((after == before) & (after > 0)).any(0)",
+        "crossed = ((after == before) & (after < 0)).any(0)",
         "tests/recurrent/test_recurrent_ranks.py -k each_document_alone",
     ),
     Mutant(

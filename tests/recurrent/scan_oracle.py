@@ -54,30 +54,51 @@ def recurrence(
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor, state: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return recurrence(q, k, v, g, beta, seq_idx, state, scale)
+    return recurrence(q, k, v, g, beta, seq_idx, initial_state, scale)
 
 
 def ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, seq_idx: Tensor, state: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     x, dt = x.double(), dt.double()
     held = (seq_idx >= 0).expand(dt.shape[:2])[..., None]
     dt, skipped = torch.where(held, dt, 0), torch.where(held[..., None], x, 0)
-    before = None if state is None else state.mT
+    before = None if initial_state is None else initial_state.mT
     y, final = recurrence(C, B, dt[..., None] * skipped, dt * A.double(), None, seq_idx, before, 1.0)
     return (y if D is None else y + D.double()[:, None] * skipped), final.mT
 
 
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, seq_idx: Tensor, state: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     x, dt, A, B, C = (y.double() for y in (x, dt, A, B, C))
     skip = torch.zeros(x.size(2), dtype=torch.float64) if D is None else D.double()
     zero, outs, finals = torch.zeros_like(A), [], []
     for b, row in enumerate(rows_of(seq_idx, x.size(0))):
-        now, out = zero if state is None else state[b].double(), []
+        now, out = zero if initial_state is None else initial_state[b].double(), []
         document = 0
         for t, number in enumerate(row):
             if number < 0:
@@ -93,13 +114,13 @@ def selective_scan(
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, state: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     batch, _, num_channels = x.shape
     width, zero = weight.size(1), torch.zeros(num_channels, dtype=torch.float64)
     ys, finals = [], []
     for b, row in enumerate(rows_of(seq_idx, batch)):
-        window = [zero] * (width - 1) if state is None else list(state[b].double())
+        window = [zero] * (width - 1) if initial_state is None else list(initial_state[b].double())
         y, document = [], 0
         for t, number in enumerate(row):
             if number < 0:

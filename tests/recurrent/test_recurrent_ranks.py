@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, PeerLost, Refused, RingMismatch, ShardedSequence
 from ringtile.recurrent import kernels, torch_path
-from ringtile.recurrent.documents import hand_overs, message_bytes
+from ringtile.recurrent.documents import message_bytes, state_passes
 from ringtile.transport.groups import transport_of
 from torch import Tensor
 from torch.nn import functional
@@ -44,7 +44,9 @@ def _ours(name: str, **options: Any) -> Callable[[Tensors, ShardedSequence], Ten
 
 
 def _oracle(name: str, **options: Any) -> Callable[[Tensors, Tensor], Tensor]:
-    return lambda tensors, seq_idx: getattr(scan_oracle, name)(**tensors, **options, seq_idx=seq_idx, state=None)[0]
+    return lambda tensors, seq_idx: getattr(scan_oracle, name)(
+        **tensors, **options, seq_idx=seq_idx, initial_state=None
+    )[0]
 
 
 H, G, K, V, C, W = 4, 2, 3, 5, 6, 4
@@ -312,7 +314,7 @@ def test_bytes_are_as_planned_and_do_not_depend_on_the_length(name: str, lengths
         sent.append(LoopbackWorld(2).run(rank))
     state_bytes = 4 * case.state_numel
     assert message_bytes(mask, layout, state_bytes) == {(1, 0): state_bytes}
-    assert [(cut.source, cut.target) for cut in hand_overs(mask, layout)] == [(1, 0)]
+    assert [(cut.source, cut.target) for cut in state_passes(mask, layout)] == [(1, 0)]
     assert sent == len(lengths) * [[(0, state_bytes), (state_bytes, 0)]]  # forward, backward
 
 
@@ -339,12 +341,12 @@ def test_what_is_refused_and_how() -> None:
     assert "token 8 (row 0) attends [0, 9)" in said(Refused, IntervalMask(begin, end))  # a document with a hole
     assert "v is (1, 47, 4, 5); expected (1, 48, 4, 5)" in said(InputError, v=tensors["v"][:, 1:])
     assert "g is torch.int64" in said(InputError, g=tensors["g"].long())
-    assert "v has 3 heads, k 2" in said(
+    assert "v has 3 heads, q and k 2" in said(
         InputError, v=tensors["v"][:, :, 1:], g=tensors["g"][..., 1:], beta=tensors["beta"][..., 1:]
     )
-    assert "an argument is a NoneType; expected a tensor" in said(InputError, beta=None)
+    assert "beta is a NoneType; expected a tensor" in said(InputError, beta=None)
     ssd = problem(CASES["ssd"], 1, SEQ_LEN)
-    with pytest.raises(InputError, match="an argument is a NoneType; expected a tensor"):
+    with pytest.raises(InputError, match="C is a NoneType; expected a tensor"):
         ringtile.ssd(**{**ssd, "C": None}, mask=causal, layout=one)
     assert "scale is 1e+39; expected a finite number of torch.float32" in said(
         InputError, scale=1e39, **{n: x.float() for n, x in tensors.items()}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import ringtile
 import scan_oracle
 import torch
-from ringtile import InputError, Refused, self_test
+from ringtile import InputError, IntervalMask, Layout, Refused, self_test
 from ringtile.recurrent import kernels
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
@@ -54,21 +56,14 @@ def tensors_of(
     return {name: x.to(dtype).requires_grad_() for name, x in found.items()}
 
 
-ORDER = {
-    "convolution": ("x", "weight", "bias", "seq_idx", "initial_state"),
-    "ssd": ("x", "dt", "A", "B", "C", "D", "seq_idx", "initial_state"),
-    "selective": ("x", "dt", "A", "B", "C", "D", "seq_idx", "initial_state"),
-    "delta": ("q", "k", "v", "g", "beta", "seq_idx", "initial_state"),
-}
-LAST = {"convolution": ("silu",), "ssd": (), "selective": (), "delta": (0.7,)}
-FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan", "delta": "gated_delta_rule"}
+FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}
+OPTIONS: dict[str, dict[str, Any]] = {"convolution": {"activation": "silu"}, "ssd": {}, "selective": {}}
 
 
 def call(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> tuple[Tensor, Tensor]:
-    kind = "delta" if kind == "kda" else kind
-    given = tensors | {"seq_idx": seq_idx}
-    function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION[kind])
-    return function(*(given.get(name) for name in ORDER[kind]), *LAST[kind])
+    function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION.get(kind, "gated_delta_rule"))
+    given = {"initial_state": None} | tensors
+    return function(**given, seq_idx=seq_idx, **OPTIONS.get(kind, {"scale": 0.7}))
 
 
 def results(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> dict[str, Tensor]:
@@ -169,7 +164,7 @@ def test_float32_is_no_further_from_float64_than_transformers(kind: str, decay: 
     class Transformers:
         @staticmethod
         def gated_delta_rule(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor, state: None, scale: float
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, **of_documents: object
         ) -> tuple[Tensor, Tensor]:
             q, k = (x.repeat_interleave(H, dim=2) for x in (q, k))
             out, final = theirs(q * (scale * q.size(3) ** 0.5), k, v, g, beta, output_final_state=True)
@@ -233,17 +228,14 @@ def test_a_sequence_cut_in_two_is_one(kind: str) -> None:
         def __getattr__(self, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
             return functools.partial(self.twice, getattr(kernels, name))
 
-        def twice(self, function: Callable[..., tuple[Tensor, Tensor]], *given: object) -> tuple[Tensor, Tensor]:
-            names = ORDER["delta" if kind == "kda" else kind]
-            named, rest = dict(zip(names, given, strict=False)), given[len(names) :]
-            outs = []
+        def twice(self, function: Callable[..., tuple[Tensor, Tensor]], **given: Any) -> tuple[Tensor, Tensor]:
+            outs, number = [], int(given["seq_idx"][0, cut - 1])  # of the document that is cut
             for tokens in (slice(0, cut), slice(cut, None)):
-                part = {name: x[:, tokens] if name in [*per_token, "seq_idx"] else x for name, x in named.items()}  # type: ignore[index]
-                out, named["initial_state"] = function(*part.values(), *rest)
+                part = given | {name: given[name][:, tokens] for name in [*per_token, "seq_idx"]}
+                part["seq_idx"] = part["seq_idx"] - (number if tokens.start else 0)
+                out, given["initial_state"] = function(**part)
                 outs.append(out)
-            final = named["initial_state"]
-            assert isinstance(final, Tensor)
-            return torch.cat(outs, dim=1), final
+            return torch.cat(outs, dim=1), given["initial_state"]
 
     assert_same_sums(*(results(module, kind, tensors, seq_idx) for module in (Cut(), kernels)), 150)
 
@@ -266,82 +258,107 @@ def test_inputs_of_any_strides(kind: str) -> None:
         assert torch.equal(got[name], x), name
 
 
+# ---- the public functions check ------------------------------------------------------------------
+
+
+def public(kind: str, tensors: dict[str, Tensor], **options: Any) -> Tensor:
+    """On one rank, of one document."""
+    given = {name: x for name, x in tensors.items() if name != "initial_state"}
+    function: Callable[..., Tensor] = getattr(ringtile, FUNCTION.get(kind, "gated_delta_rule"))
+    num_tokens = options.pop("num_tokens", N)
+    mask, layout = IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1)
+    return function(**given, **options, mask=mask, layout=layout)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
-    tensors = tensors_of(kind, num_tokens=3)
-    seq_idx = seq_idx_of((set(), set()), num_tokens=3)
+    tensors = {name: x for name, x in tensors_of(kind, num_tokens=3).items() if name != "initial_state"}
     first, *others = tensors.values()
-    (gradient,) = torch.autograd.grad(call(kernels, kind, tensors, seq_idx)[0].sum(), first, create_graph=True)
+    (gradient,) = torch.autograd.grad(public(kind, tensors, num_tokens=3).sum(), first, create_graph=True)
     with pytest.raises(Refused, match="differentiated again"):
         torch.autograd.grad(gradient.sum(), others[0])
     name = next(iter(tensors))
     with pytest.raises(Refused, match=r"forward-mode|torch\.func"):
-        torch.func.jvp(lambda x: call(kernels, kind, tensors | {name: x}, seq_idx)[0], (first,), (first,))
+        torch.func.jvp(lambda x: public(kind, tensors | {name: x}, num_tokens=3), (first,), (first,))
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "change", "message"),
     [
-        ("delta", "q", lambda x: x[0], r"q is \(70, 1, 5\); expected \(batch, tokens, heads, head dim\)"),
+        ("delta", "q", lambda x: x[0], r"q is \(70, 1, 5\); expected \(2, 70, G, K\)"),
         ("delta", "q", lambda x: x.float(), "q has dtype torch.float32 but v has torch.float64"),
-        ("delta", "q", lambda x: x.int(), "q has dtype torch.int32, expected one of"),
-        ("delta", "q", lambda x: x.to("meta"), "k is on cpu but q is on meta"),
+        ("delta", "q", lambda x: x.int(), "q is torch.int32; expected one of"),
+        ("delta", "q", lambda x: x.to("meta"), "q is on meta but v is on cpu"),
         ("delta", "q", lambda x: None, "q is a NoneType; expected a tensor"),
         ("delta", "q", lambda x: x.expand(B, N, 3, K), "k is"),
         ("delta", "k", lambda x: x[..., :-1], "k is"),
-        ("delta", "v", lambda x: x[:, :-1], r"q has \(batch, tokens\) \(2, 70\) but v \(2, 69\)"),
-        ("delta", "v", lambda x: x.new_zeros(B, N, H, 513), "v has head dim 513, expected 1..512"),
-        ("delta", "v", lambda x: x[:, :, :0], "v has 0 heads and q 1; expected a positive multiple"),
-        ("delta", "g", lambda x: x[..., None], r"g is \(2, 70, 2, 1\); expected \(2, 70, 2, 5\)"),
+        ("delta", "v", lambda x: x[:, :-1], r"v is \(2, 69, 2, 3\); expected \(2, 70, 2, 3\)"),
+        ("delta", "v", lambda x: x.new_zeros(B, N, H, 513), "V, the last dim of v, is 513; expected 1..512"),
+        ("delta", "g", lambda x: x[..., None], r"g is \(2, 70, 2, 1\); expected \(2, 70, 2\) or \(2, 70, 2, 5\)"),
         ("delta", "g", lambda x: x[..., :1], r"g is \(2, 70, 1\); expected \(2, 70, 2\)"),
         ("delta", "beta", lambda x: x[:, :-1], "beta is"),
-        ("delta", "initial_state", lambda x: x.mT, "initial_state is"),
         ("ssd", "dt", lambda x: x[..., 0], "dt is"),
-        ("ssd", "A", lambda x: x[:1], r"A is \(1,\); expected \(2,\): the heads of x"),
+        ("ssd", "A", lambda x: x[:1], r"A is \(1,\); expected \(2\)"),
         ("ssd", "D", lambda x: x[:1], "D is"),
-        ("ssd", "B", lambda x: x[:, :, :, :-1], "B is"),
-        ("ssd", "initial_state", lambda x: x.mT, "initial_state is"),
-        ("selective", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
-        ("selective", "x", lambda x: x[..., :0], "with a state dim of 1..512"),
-        ("selective", "dt", lambda x: x[..., :1], r"dt is \(2, 70, 1\); expected \(2, 70, 6\): as x"),
+        ("ssd", "B", lambda x: x[:, :, :, :-1], "C is"),
+        ("selective", "x", lambda x: x[0], r"x is \(70, 6\); expected \(B, 70, C\)"),
+        ("selective", "x", lambda x: x[..., :0], "dt is .* expected"),
+        ("selective", "dt", lambda x: x[..., :1], r"dt is \(2, 70, 1\); expected \(2, 70, 6\)"),
         ("selective", "A", lambda x: x.mT, r"A is \(5, 6\); expected \(6, 5\)"),
-        ("selective", "B", lambda x: x.new_zeros(B, N, 513), "B .*513.* with a state dim of 1..512"),
+        ("selective", "B", lambda x: x.new_zeros(B, N, 513), r"C is \(2, 70, 5\); expected \(2, 70, 513\)"),
         ("selective", "C", lambda x: x.float(), "C has dtype torch.float32 but x has torch.float64"),
         ("selective", "D", lambda x: x[:1], "D is"),
-        ("selective", "initial_state", lambda x: x.mT, "initial_state is"),
-        ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
-        ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected .* a width in 1..8"),
-        ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\): the channels of x"),
+        ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(B, 70, C\)"),
+        ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected a width of 2..8"),
+        ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\)"),
         ("convolution", "bias", lambda x: x[:1], "bias is"),
-        ("convolution", "initial_state", lambda x: x[:, :-1], "initial_state is"),
     ],
 )
 def test_wrong_arguments_are_named(kind: str, name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
     tensors = tensors_of(kind)
     with pytest.raises(InputError, match=message):
-        call(kernels, kind, tensors | {name: change(tensors[name])}, PLACES["one document"])
+        public(kind, tensors | {name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        (
+            "delta",
+            {"v": (N, 0, V), "g": (N, 0), "beta": (N, 0)},
+            "v has 0 heads, q and k 1; expected a positive multiple",
+        ),
+        ("ssd", {"x": (N, 3, V), "dt": (N, 3), "B": (N, 2, K), "C": (N, 2, K)}, "x has 3 heads, B and C 2"),
+        ("selective", {"x": (N, 0), "dt": (N, 0)}, "x has 0 channels; expected 1 or more"),
+        ("selective", {"B": (N, 513), "C": (N, 513)}, "K, the last dim of B and C, is 513; expected 1..512"),
+    ],
+)
+def test_sizes_that_no_kernel_computes_are_named(kind: str, sizes: dict[str, tuple[int, ...]], message: str) -> None:
+    tensors = {name: torch.zeros(1, *sizes.get(name, x.shape[1:])) for name, x in tensors_of(kind, batch=1).items()}
+    heads = tensors["v" if kind == "delta" else "x"].size(2)
+    if kind != "delta":
+        tensors |= {
+            "A": torch.zeros(heads, *([tensors["B"].size(2)] if kind == "selective" else [])),
+            "D": torch.zeros(heads),
+        }
+    with pytest.raises(InputError, match=message):
+        public(kind, tensors)
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(InputError, match="activation is 'relu'; expected '' or 'silu'"):
+        public("convolution", tensors_of("convolution"), activation="relu")
+    with pytest.raises(InputError, match=r"scale is inf; expected a finite number of torch\.float64"):
+        public("delta", tensors_of("delta"), scale=float("inf"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_documents_and_options_are_named(kind: str) -> None:
+def test_the_ops_refuse_wrong_documents(kind: str) -> None:
+    """They are not the callers': only memory is kept safe."""
     tensors = tensors_of(kind)
-    for seq_idx, message in (
-        (torch.zeros(1, N), "seq_idx has dtype torch.float32; expected torch.int32"),
-        (torch.zeros(N, dtype=torch.int32), r"seq_idx is \(70,\); expected \(2, 70\) or \(1, 70\)"),
-        (torch.zeros(3, N, dtype=torch.int32), "seq_idx is"),
-    ):
-        with pytest.raises(InputError, match=message):
+    for seq_idx in (torch.zeros(1, N), torch.zeros(N, dtype=torch.int32), torch.zeros(3, N, dtype=torch.int32)):
+        with pytest.raises(RuntimeError, match=r"seq_idx has|must match the size"):
             call(kernels, kind, tensors, seq_idx)
-    if kind == "convolution":
-        with pytest.raises(InputError, match="activation is 'relu'; expected \"silu\""):
-            kernels.causal_conv1d(
-                *(tensors[name] for name in ("x", "weight", "bias")), PLACES["one document"], None, "relu"
-            )
-    if kind == "delta":
-        with pytest.raises(InputError, match=r"scale is inf; expected a finite number of torch\.float64"):
-            kernels.gated_delta_rule(
-                *(tensors[name] for name in ("q", "k", "v", "g", "beta")), PLACES["one document"], None, float("inf")
-            )
 
 
 # ---- self-test ---------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.costs import parts
+from ringtile.recurrent.costs import shares
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.messages import all_to_all
 
 
 def run(recurrence: Recurrence) -> Tensor:
-    """out (B, N, ...) of the local tokens; a collective, differentiable."""
+    """Return out (B, N, ...) of the local tokens; a collective, differentiable."""
     out: Tensor = _Heads.apply(recurrence, *recurrence.tensors)  # type: ignore[no-untyped-call]
     return out
 
@@ -90,7 +90,7 @@ class _Exchange:
         sequence = recurrence.documents.sequence
         self._rank, self._transport = sequence.rank, sequence.transport
         self._seq_len, ranks = sequence.seq_len, range(sequence.world_size)
-        self._shares = parts(recurrence.num_units, sequence.world_size)
+        self._shares = shares(recurrence.num_head_groups, sequence.world_size)
         self._runs = [ops.runs_tensor(sequence.layout.runs(rank)) for rank in ranks]
         self._local_lens = [sequence.layout.local_len(rank) for rank in ranks]
 

@@ -26,11 +26,11 @@ _CHUNK_OF_CHANNELS = 16  # with a decay per channel: a chunk makes n x n x K num
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, seq_idx: Tensor, initial_state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """x (B, N, C), weight (C, W), bias (C), initial_state (B, W - 1, C): the inputs before the first token.
+    """Convolve x (B, N, C) with weight (C, W), and add bias (C). initial_state (B, W - 1, C): the inputs before.
 
-    Returns y (B, N, C) of x's dtype, and the last W - 1 inputs of the open document, zeros before its start.
+    Returns y (B, N, C) of x's dtype, and the last W - 1 inputs of the last document, zeros before its start.
     activation: "" or "silu".
     """
     batch, num_tokens, num_channels = x.shape
@@ -65,11 +65,12 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    *,
     seq_idx: Tensor,
     initial_state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t S_t)^T; out_t = scale q_t S_t (arXiv:2412.06464).
+    """Compute S_t = exp(g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t S_t)^T; out_t = scale q_t S_t (arXiv:2412.06464).
 
     q, k (B, N, G, K), v (B, N, H, V), beta (B, N, H), g (B, N, H), or (B, N, H, K) for a decay of each channel of K.
     Returns out (B, N, H, V) of v's dtype and the state (B, H, K, V).
@@ -93,11 +94,12 @@ def ssd(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
+    D: Tensor | None = None,
+    *,
     seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t: Mamba-2 (arXiv:2405.21060).
+    """Compute h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t: Mamba-2 (arXiv:2405.21060).
 
     x (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K), D (H). Returns y (B, N, H, V) of x's dtype and the state
     (B, H, V, K).
@@ -122,11 +124,12 @@ def selective_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
+    D: Tensor | None = None,
+    *,
     seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t of each channel; y_t = h_t C_t + D x_t: Mamba (arXiv:2312.00752).
+    """Compute h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t of each channel; y_t = h_t C_t + D x_t (arXiv:2312.00752).
 
     x, dt (B, N, C), A (C, K), B, C (B, N, K), D (C). Returns y (B, N, C) of x's dtype and the state (B, C, K).
     """
@@ -173,7 +176,7 @@ def _each_document(
     seq_idx: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """compute(tensors of a document's tokens, state) -> (out, state), for each document of each row, joined."""
+    """Join compute(tensors of a document's tokens, state) -> (out, state) over the documents of each row."""
     num_rows = seq_idx.size(0)
     rows = [slice(None)] if num_rows == 1 else [slice(row, row + 1) for row in range(num_rows)]
     outs, states, kind = [], [], state.device.type
@@ -196,7 +199,7 @@ def _each_document(
 
 
 def _bounds(seq_idx: Tensor) -> list[int]:
-    """seq_idx (N,) -> where documents and stretches of padding begin, and N."""
+    """Return where documents and stretches of padding begin in seq_idx (N,), and N."""
     changes = (seq_idx[1:] != seq_idx[:-1]).nonzero().flatten() + 1
     return sorted({0, *changes.tolist(), seq_idx.numel()})
 

@@ -124,7 +124,7 @@ def run(
     exact = {n: x.detach().to(torch.float64, copy=True).requires_grad_() for n, x in given.items()}
     oracle: Callable[..., tuple[Tensor, Tensor]] = getattr(scan_oracle, name)
     absent = {n: None for n, x in tensors.items() if x is None}
-    expected, _ = oracle(**exact, **absent, **options, seq_idx=seq_idx_of(mask), state=None)
+    expected, _ = oracle(**exact, **absent, **options, seq_idx=seq_idx_of(mask), initial_state=None)
     dtype = next(iter(given.values())).dtype
     if problem := differ("out", out, expected.to(dtype), dtype):  # which may hold no number so large
         return problem
