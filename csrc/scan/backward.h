@@ -1,12 +1,12 @@
-// Backward of a recurrence: the chunks in reverse. Each recomputes its forward from the state before it, which the forward
-// kept. With dS the gradient of the state after the chunk and the letters of forward.h:
+// Backward of a recurrence: the chunks in reverse. Each recomputes its forward from the state before it, which the
+// forward kept. With dS the gradient of the state after the chunk and the letters of forward.h:
 //   du = qk^T dout + (f k) dS                    dr = (I + A)^-T du,  A_ts = beta_t kk_ts     (without beta: dr = du)
 //   dbeta_t = dr_t.v_t - dr_t.(sum over s of kk_ts u_s)    dv = beta dr
 //   dqk = dout u^T,  dkk_ts = -beta_t dr_t.u_s
 //   d(e q) = dout S^T,  d(e k) = -dv S^T,  d(f k) = u dS^T
 //   dS <- e_n dS + (e q)^T dout - (e k)^T dv
-// where v is v - S^T k. The decay of r is a part of every E_ts with s < r <= t, e_t with r <= t, f_s with s < r, and e_n:
-// flow[r] is what its gradient gains over that of r - 1.
+// where v is v - S^T k. The decay of r is a part of every E_ts with s < r <= t, e_t with r <= t, f_s with s < r, and
+// e_n: flow[r] is what its gradient gains over that of r - 1.
 #ifndef RINGTILE_SCAN_BACKWARD_H
 #define RINGTILE_SCAN_BACKWARD_H
 
@@ -14,7 +14,7 @@
 
 #include <sched.h>
 
-// du, which becomes dr and then dv (times beta or step); and dbeta or dstep.
+// du, which becomes dr and then dv (times beta or dt); and dbeta or ddt.
 static void find_dv(const rt_scan_params *p, scan_scratch *s) {
     const int64_t dv = s->dv;
     gemm((product){.m = s->n,
@@ -83,9 +83,10 @@ static void to_channels(const rt_scan_params *p, const scan_scratch *s, const re
                    .c_row = s->d});
 }
 
-// Adds x y of one token, summed over the channels that share a decay, to the flow between the decays `from` and `until`.
-static void add_flow(const rt_scan_params *p, const scan_scratch *s, int64_t from, int64_t until,
-                     const real *x, const real *y) {
+// Adds x y of one token, summed over the channels that share a decay, to the flow between the decays `from` and
+// `until`.
+static void add_flow(const rt_scan_params *p, const scan_scratch *s, int64_t from, int64_t until, const real *x,
+                     const real *y) {
     if (p->channel_decay) {
         for (int64_t c = 0; c < p->head_dim; c++) {
             const double part = (double)x[c] * (double)y[c];
@@ -149,21 +150,21 @@ static void retreat_state(const rt_scan_params *p, scan_scratch *s) {
 
 // ---- results ---------------------------------------------------------------------------------------
 
-// The chunk's rows of dv, ddecay, dbeta, dstep and dskip, which this head alone writes.
+// The chunk's rows of dv, dg, dbeta, ddt and dD, which this head alone writes.
 static void store_own_gradients(const rt_scan_params *p, const scan_scratch *s, int64_t batch, int64_t head) {
     const int64_t dim = p->v_head_dim, channels = p->channel_decay ? p->head_dim : 1;
     const int64_t flow_row = p->channel_decay ? s->d : 1;
-    real *dv = p->dv, *ddecay = p->ddecay, *dbeta = p->dbeta, *dstep = p->dstep;
+    real *dv = p->dv, *dg = p->dg, *dbeta = p->dbeta, *ddt = p->ddt;
     double gradient[RT_MAX_HEAD_DIM] = {0};
     for (int64_t t = 0; t < s->n; t++) {
         const int64_t at = (batch * p->num_tokens + s->tokens[t]) * p->num_heads + head;
         memcpy(dv + at * dim, s->du + t * s->dv, (size_t)dim * sizeof(real));
         for (int64_t c = 0; c < channels; c++) {
             gradient[c] += s->flow[t * flow_row + c];
-            ddecay[at * channels + c] = (real)gradient[c];
+            dg[at * channels + c] = (real)gradient[c];
         }
         if (p->beta != NULL) dbeta[at] = s->dbeta[t];
-        if (p->step != NULL) dstep[at] = s->dbeta[t];
+        if (p->dt != NULL) ddt[at] = s->dbeta[t];
     }
 }
 
@@ -173,10 +174,10 @@ static void wait_for_head_before(const rt_scan_turn *turn, int64_t num_chunks) {
 }
 
 // Adds (first head of its group: writes) the chunk's rows to dq or dk.
-static void add_shared_rows(const rt_scan_params *p, const scan_scratch *s, int64_t batch, int64_t kv_head,
-                            bool add, real factor, const real *rows, real *to) {
+static void add_shared_rows(const rt_scan_params *p, const scan_scratch *s, int64_t batch, int64_t k_head, bool add,
+                            real factor, const real *rows, real *to) {
     for (int64_t t = 0; t < s->n; t++) {
-        real *row = to + ((batch * p->num_tokens + s->tokens[t]) * p->num_kv_heads + kv_head) * p->head_dim;
+        real *row = to + ((batch * p->num_tokens + s->tokens[t]) * p->num_k_heads + k_head) * p->head_dim;
         for (int64_t c = 0; c < p->head_dim; c++) {
             const real x = rows[t * s->d + c] * factor;
             row[c] = add ? row[c] + x : x;
@@ -186,17 +187,15 @@ static void add_shared_rows(const rt_scan_params *p, const scan_scratch *s, int6
 
 // Zeros all gradients of padding.
 static void clear_padding_gradients(const rt_scan_params *p, int64_t batch, int64_t head, bool shared) {
-    const uint8_t *resets = p->resets + batch * p->resets_batch_stride;
-    const int64_t H = p->num_heads, G = p->num_kv_heads, bytes = sizeof(real);
-    clear_padding(resets, p->num_tokens, H, p->v_head_dim, bytes, batch, head, p->dv);
-    clear_padding(resets, p->num_tokens, H, p->channel_decay ? p->head_dim : 1, bytes, batch, head,
-                  p->ddecay);
-    if (p->beta != NULL) clear_padding(resets, p->num_tokens, H, 1, bytes, batch, head, p->dbeta);
-    if (p->step != NULL) clear_padding(resets, p->num_tokens, H, 1, bytes, batch, head, p->dstep);
-    if (p->skip != NULL) clear_padding(resets, p->num_tokens, H, 1, bytes, batch, head, p->dskip);
+    const int64_t H = p->num_heads, G = p->num_k_heads, bytes = sizeof(real);
+    clear_padding(p, H, p->v_head_dim, bytes, batch, head, p->dv);
+    clear_padding(p, H, p->channel_decay ? p->head_dim : 1, bytes, batch, head, p->dg);
+    if (p->beta != NULL) clear_padding(p, H, 1, bytes, batch, head, p->dbeta);
+    if (p->dt != NULL) clear_padding(p, H, 1, bytes, batch, head, p->ddt);
+    if (p->D != NULL) clear_padding(p, H, 1, bytes, batch, head, p->dD);
     if (!shared) return;
-    clear_padding(resets, p->num_tokens, G, p->head_dim, bytes, batch, head / (H / G), p->dq);
-    clear_padding(resets, p->num_tokens, G, p->head_dim, bytes, batch, head / (H / G), p->dk);
+    clear_padding(p, G, p->head_dim, bytes, batch, head / (H / G), p->dq);
+    clear_padding(p, G, p->head_dim, bytes, batch, head / (H / G), p->dk);
 }
 
 static void backward_chunk(const rt_scan_params *p, int64_t batch, int64_t head, scan_scratch *s) {
@@ -206,19 +205,18 @@ static void backward_chunk(const rt_scan_params *p, int64_t batch, int64_t head,
     find_pair_gradients(p, s);
     for (int64_t t = 0; t < s->n; t++) { // dr becomes dv
         const vec beta = vec_set(s->beta[t]);
-        for (int64_t j = t * s->dv; j < (t + 1) * s->dv; j += LANES)
-            vec_store(s->du + j, vec_load(s->du + j) * beta);
+        for (int64_t j = t * s->dv; j < (t + 1) * s->dv; j += LANES) vec_store(s->du + j, vec_load(s->du + j) * beta);
     }
     find_state_gradients(p, s);
     if (p->channel_decay)
         add_channel_pair_gradients(p, s);
     else
         add_pair_gradients(p, s);
-    if (p->skip != NULL)
+    if (p->D != NULL)
         for (int64_t t = 0; t < s->n; t++) {
             const int64_t at = (batch * p->num_tokens + s->tokens[t]) * p->num_heads + head;
-            ((real *)p->dskip)[at] = scan_dot(s->dv, s->out + t * s->dv, s->v + t * s->dv);
-            scan_add_scaled(s->dv, ((const real *)p->skip)[head], s->out + t * s->dv, s->du + t * s->dv);
+            ((real *)p->dD)[at] = scan_dot(s->dv, s->out + t * s->dv, s->v + t * s->dv);
+            scan_add_scaled(s->dv, ((const real *)p->D)[head], s->out + t * s->dv, s->du + t * s->dv);
         }
     store_own_gradients(p, s, batch, head);
 }
@@ -230,9 +228,8 @@ static void scan_backward(const rt_scan_params *p, const rt_chunks *chunks, int6
     const real *initial = p->initial_state, *states = p->states, *dfinal = p->dfinal_state;
     if (initial != NULL) initial += state_at(p, batch, head);
     if (dfinal != NULL) dfinal += state_at(p, batch, head);
-    if (chunks->ends_empty) dfinal = NULL;
     const bool add = turn->before != NULL;
-    const int64_t kv_head = head / (p->num_heads / p->num_kv_heads);
+    const int64_t k_head = head / (p->num_heads / p->num_k_heads);
     clear_padding_gradients(p, batch, head, !add);
     read_state(p, &s, dfinal, s.dstate);
     s.has_dstate = dfinal != NULL;
@@ -246,8 +243,8 @@ static void scan_backward(const rt_scan_params *p, const rt_chunks *chunks, int6
         begin_chunk(p, chunks, i, batch, head, &s);
         backward_chunk(p, batch, head, &s);
         wait_for_head_before(turn, chunks->num_chunks - i);
-        add_shared_rows(p, &s, batch, kv_head, add, (real)p->scale, s.dq, p->dq);
-        add_shared_rows(p, &s, batch, kv_head, add, 1, s.dk, p->dk);
+        add_shared_rows(p, &s, batch, k_head, add, (real)p->scale, s.dq, p->dq);
+        add_shared_rows(p, &s, batch, k_head, add, 1, s.dk, p->dk);
         atomic_store_explicit(turn->own, chunks->num_chunks - i, memory_order_release);
         if (state == RT_STATE_ZERO)
             read_state(p, &s, NULL, s.dstate);

@@ -1,6 +1,6 @@
 // The same as decay.h for a decay of each channel (KDA), where a pair's product is a sum of differently decayed terms.
 //
-// Rows are taken in blocks. Within a block the decay of a pair is a running product of exp decay, which can only sink.
+// Rows are taken in blocks. Within a block the decay of a pair is a running product of exp g, which can only sink.
 // Against tokens before the block it is split at the block's beginning: both factors are at most 1, so where one
 // underflows, so does the true decay.
 #ifndef RINGTILE_SCAN_CHANNEL_DECAY_H
@@ -8,27 +8,27 @@
 
 #include "decay.h"
 
-static void add_to_sums(int64_t count, const real *decay, double *sums) {
-    for (int64_t i = 0; i < count; i++) sums[i] += (double)decay[i];
+static void add_to_sums(int64_t count, const real *g, double *sums) {
+    for (int64_t i = 0; i < count; i++) sums[i] += (double)g[i];
 }
 
 static void find_channel_decays(scan_scratch *s) {
     const int64_t d = s->d;
     memset(s->sums, 0, (size_t)d * sizeof(double));
     for (int64_t t = 0; t < s->n; t++) {
-        add_to_sums(d, s->decay + t * d, s->sums);
+        add_to_sums(d, s->g + t * d, s->sums);
         exp_of_sums(d, s->sums, s->decay_in + t * d);
     }
     memcpy(s->decay_all, s->decay_in + (s->n - 1) * d, (size_t)d * sizeof(real));
     memset(s->sums, 0, (size_t)d * sizeof(double));
     for (int64_t t = s->n - 1; t >= 0; t--) {
         exp_of_sums(d, s->sums, s->decay_out + t * d);
-        add_to_sums(d, s->decay + t * d, s->sums);
+        add_to_sums(d, s->g + t * d, s->sums);
     }
 }
 
-// The block's decays. Before it, row i < begin of sums holds the sum of the decays i + 1 .. begin - 1; then of ..end - 1.
-// column_decay and rows = k column_decay are of the tokens before the block.
+// The block's decays. Before it, row i < begin of sums holds the sum of g of tokens i + 1 .. begin - 1; then of ..end
+// - 1. column_decay and rows = k column_decay are of the tokens before the block.
 static void begin_block(scan_scratch *s, int64_t begin, int64_t end) {
     const int64_t d = s->d;
     for (int64_t i = 0; i < begin; i++) {
@@ -38,17 +38,17 @@ static void begin_block(scan_scratch *s, int64_t begin, int64_t end) {
     double *all = s->sums + (end - 1) * d;
     memset(all, 0, (size_t)d * sizeof(double));
     for (int64_t t = begin; t < end; t++) {
-        add_to_sums(d, s->decay + t * d, all);
+        add_to_sums(d, s->g + t * d, all);
         exp_of_sums(d, all, s->row_decay + t * d);
         for (int64_t c = 0; c < d; c += LANES)
-            vec_store(s->step_decay + (t - begin) * d + c, vec_exp(vec_load(s->decay + t * d + c)));
+            vec_store(s->token_decay + (t - begin) * d + c, vec_exp(vec_load(s->g + t * d + c)));
     }
     for (int64_t i = 0; i < begin; i++)
         for (int64_t c = 0; c < d; c++) s->sums[i * d + c] += all[c];
     memset(all, 0, (size_t)d * sizeof(double));
     for (int64_t t = end - 2; t >= begin; t--) {
         memcpy(s->sums + t * d, s->sums + (t + 1) * d, (size_t)d * sizeof(double));
-        add_to_sums(d, s->decay + (t + 1) * d, s->sums + t * d);
+        add_to_sums(d, s->g + (t + 1) * d, s->sums + t * d);
     }
 }
 
@@ -77,7 +77,7 @@ static void pairs_within_block(scan_scratch *s, int64_t begin, int64_t end) {
         for (int64_t t = i + 1; t < end; t++) {
             vec qk = vec_set(0), kk = vec_set(0);
             for (int64_t c = 0; c < d; c += LANES) {
-                const vec key = vec_load(decayed + c) * vec_load(s->step_decay + (t - begin) * d + c);
+                const vec key = vec_load(decayed + c) * vec_load(s->token_decay + (t - begin) * d + c);
                 vec_store(decayed + c, key);
                 qk += vec_load(s->q + t * d + c) * key, kk += vec_load(s->k + t * d + c) * key;
             }
@@ -110,8 +110,8 @@ static void move_flow(const scan_scratch *s, int64_t token, int64_t sign, const 
 }
 
 // drows_t += decay_t (dpairs rows)_t for the tokens of the block; free: (BLOCK_ROWS, d).
-static void add_row_gradients(scan_scratch *s, int64_t begin, int64_t end, const real *dpairs,
-                              const real *rows, real *drows) {
+static void add_row_gradients(scan_scratch *s, int64_t begin, int64_t end, const real *dpairs, const real *rows,
+                              real *drows) {
     const int64_t d = s->d;
     gemm((product){.m = end - begin,
                    .n = d,
@@ -132,8 +132,8 @@ static void add_row_gradients(scan_scratch *s, int64_t begin, int64_t end, const
 }
 
 // to (begin, d) += dpairs^T (rows decayed from the block's beginning).
-static void add_column_gradients(scan_scratch *s, int64_t begin, int64_t end, const real *dpairs,
-                                 const real *rows, bool add, real *to) {
+static void add_column_gradients(scan_scratch *s, int64_t begin, int64_t end, const real *dpairs, const real *rows,
+                                 bool add, real *to) {
     const int64_t d = s->d;
     scan_multiply((end - begin) * d, rows + begin * d, s->row_decay + begin * d, s->rows_2);
     gemm((product){.m = begin,
@@ -158,12 +158,11 @@ static void add_gradients_within_block(const rt_scan_params *p, scan_scratch *s,
         scan_add_scaled(d, own, s->q + i * d, s->dk + i * d);
         fill(d, 1, decay), fill(d, 0, dkey);
         for (int64_t t = i + 1; t < end; t++) {
-            const real dqk = s->dqk[t * CHUNK_ROWS + i],
-                       dkk = p->beta == NULL ? 0 : s->dkk[t * CHUNK_ROWS + i];
+            const real dqk = s->dqk[t * CHUNK_ROWS + i], dkk = p->beta == NULL ? 0 : s->dkk[t * CHUNK_ROWS + i];
             double *flow = s->flow + (t + 1) * d;
             for (int64_t c = 0; c < d; c += LANES) {
                 const int64_t at = t * d + c;
-                const vec factor = vec_load(decay + c) * vec_load(s->step_decay + (t - begin) * d + c);
+                const vec factor = vec_load(decay + c) * vec_load(s->token_decay + (t - begin) * d + c);
                 const vec part = factor * (vec_load(s->q + at) * dqk + vec_load(s->k + at) * dkk);
                 const vec decayed = vec_load(key + c) * factor, moved = vec_load(key + c) * part;
                 vec_store(decay + c, factor);

@@ -2,52 +2,49 @@
 
 #include "../arrays.h"
 
-int64_t rt_scan_num_states(int64_t num_tokens) {
-    return num_tokens > 0 ? (num_tokens - 1) / RT_CHUNK_TOKENS : 0;
-}
+int64_t rt_scan_num_states(int64_t num_tokens) { return num_tokens > 0 ? (num_tokens - 1) / RT_CHUNK_TOKENS : 0; }
 
-bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t resets_batch_stride, rt_chunk_rows *rows) {
-    *rows = (rt_chunk_rows){.count = resets_batch_stride == 0 ? batch > 0 : batch};
+bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, rt_chunk_rows *rows) {
+    *rows = (rt_chunk_rows){.count = seq_idx_batch_stride == 0 ? batch > 0 : batch};
     const int64_t sizes[] = {rows->count, num_tokens, 32};
     if (!rt_array_fits(3, sizes, NULL, 1)) return false;
-    rows->row_bytes = rt_round_up_64(sizeof(rt_chunks)) +
-                      rt_round_up_64(num_tokens * (int64_t)sizeof(int64_t)) +
+    rows->row_bytes = rt_round_up_64(sizeof(rt_chunks)) + rt_round_up_64(num_tokens * (int64_t)sizeof(int64_t)) +
                       rt_round_up_64((num_tokens + 1) * (int64_t)sizeof(rt_chunk));
     rows->num_bytes = rows->row_bytes;
     return rt_multiply_fits(&rows->num_bytes, rows->count);
 }
 
-static void find_chunks(const uint8_t *resets, int64_t num_tokens, rt_chunks *c) {
+static void find_chunks(const int32_t *seq_idx, int64_t num_tokens, rt_chunks *c) {
     int64_t count = 0, in_chunk = 0, num_full = 0, before = RT_STATE_INITIAL;
-    c->num_chunks = 0, c->ends_empty = false;
+    int32_t document = 0; // of the initial state
+    c->num_chunks = 0;
     for (int64_t t = 0; t < num_tokens; t++) {
-        if (resets[t] & RT_DOCUMENT_BEGIN) before = RT_STATE_ZERO, in_chunk = 0, c->ends_empty = true;
-        if (resets[t] & RT_PADDING) continue;
-        c->ends_empty = false;
+        if (seq_idx[t] < 0) continue;
+        if (seq_idx[t] != document) before = RT_STATE_ZERO, in_chunk = 0, document = seq_idx[t];
         if (in_chunk == 0) c->chunks[c->num_chunks++] = (rt_chunk){count, before};
         c->tokens[count++] = t;
-        // Full chunks that end a document take a number too: there are never more than rt_scan_num_states before a token.
+        // Full chunks that end a document take a number too: there are never more than rt_scan_num_states before a
+        // token.
         if (++in_chunk == RT_CHUNK_TOKENS) in_chunk = 0, before = num_full++;
     }
     c->chunks[c->num_chunks] = (rt_chunk){count, RT_STATE_ZERO};
 }
 
-void rt_find_chunks(rt_chunk_rows *rows, char *memory, const uint8_t *resets, int64_t num_tokens) {
+void rt_find_chunks(rt_chunk_rows *rows, char *memory, const int32_t *seq_idx, int64_t num_tokens) {
     rows->memory = memory;
     for (int64_t row = 0; row < rows->count; row++, memory += rows->row_bytes) {
         rt_chunks *c = (rt_chunks *)(void *)memory;
         char *const tokens = memory + rt_round_up_64(sizeof(*c));
         c->tokens = (int64_t *)(void *)tokens;
         c->chunks = (rt_chunk *)(void *)(tokens + rt_round_up_64(num_tokens * (int64_t)sizeof(int64_t)));
-        find_chunks(resets + row * num_tokens, num_tokens, c);
+        find_chunks(num_tokens > 0 ? seq_idx + row * num_tokens : NULL, num_tokens, c);
     }
 }
 
 bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch_bytes, int64_t num_workers) {
     const int64_t turns[] = {num_turns};
     if (!rt_array_fits(1, turns, NULL, sizeof(_Atomic int64_t))) return false;
-    const int64_t before =
-        space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
+    const int64_t before = space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
     space->num_turns = num_turns, space->scratch_bytes = rt_round_up_64(scratch_bytes);
     int64_t scratch = space->scratch_bytes;
     if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before) return false;
@@ -55,11 +52,10 @@ bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch
     return true;
 }
 
-rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes,
-                             const uint8_t *resets, int64_t num_tokens) {
-    if (workspace == NULL || (uintptr_t)workspace % 64 != 0 || workspace_bytes < space->num_bytes)
-        return RT_WORKSPACE;
-    rt_find_chunks(&space->rows, workspace, resets, num_tokens);
+rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes, const int32_t *seq_idx,
+                             int64_t num_tokens) {
+    if (workspace == NULL || (uintptr_t)workspace % 64 != 0 || workspace_bytes < space->num_bytes) return RT_WORKSPACE;
+    rt_find_chunks(&space->rows, workspace, seq_idx, num_tokens);
     char *const turns = (char *)workspace + space->rows.num_bytes;
     space->turns = (_Atomic int64_t *)(void *)turns;
     space->scratch = turns + rt_round_up_64(space->num_turns * (int64_t)sizeof(_Atomic int64_t));

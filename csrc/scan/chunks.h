@@ -1,5 +1,5 @@
-// How a recurrence walks the tokens of a row: in chunks of up to RT_CHUNK_TOKENS tokens of one document, without padding.
-// Documents never share a chunk, so nothing of one can reach another, and no arithmetic has to mask it.
+// How a recurrence walks the tokens of a row: in chunks of up to RT_CHUNK_TOKENS tokens of one document, without
+// padding. Documents never share a chunk, so nothing of one can reach another, and no arithmetic has to mask it.
 #ifndef RINGTILE_SCAN_CHUNKS_H
 #define RINGTILE_SCAN_CHUNKS_H
 
@@ -22,26 +22,25 @@ typedef struct rt_chunks {
     int64_t num_chunks;
     int64_t *tokens;  // (N) those that are not padding
     rt_chunk *chunks; // (N + 1) the last one is the end
-    bool ends_empty;  // a document begins after the last token: the final state is 0
 } rt_chunks;
 
-// The chunks of every row of a batch; one row if they share their resets.
+// The chunks of every row of a batch; one row if they share their seq_idx.
 typedef struct rt_chunk_rows {
     int64_t count, row_bytes, num_bytes; // num_bytes: of all
     char *memory;
 } rt_chunk_rows;
 
-// Counts the bytes of rows for these resets; false if they are too many.
-bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t resets_batch_stride, rt_chunk_rows *rows);
+// Counts the bytes of rows; false if they are too many.
+bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, rt_chunk_rows *rows);
 // memory: rows->num_bytes, 64-byte aligned
-void rt_find_chunks(rt_chunk_rows *rows, char *memory, const uint8_t *resets, int64_t num_tokens);
+void rt_find_chunks(rt_chunk_rows *rows, char *memory, const int32_t *seq_idx, int64_t num_tokens);
 
 static inline const rt_chunks *rt_chunks_of(const rt_chunk_rows *rows, int64_t batch) {
     return (const rt_chunks *)(void *)(rows->memory + (rows->count > 1 ? batch : 0) * rows->row_bytes);
 }
 
-// The workspace of a scan: the chunks of each row, the turns of those that add to the same gradients, the scratch of each
-// worker.
+// The workspace of a scan: the chunks of each row, the turns of those that add to the same gradients, the scratch of
+// each worker.
 typedef struct rt_scan_space {
     rt_chunk_rows rows;
     int64_t num_turns, scratch_bytes, num_bytes; // scratch_bytes: of a worker; num_bytes: of all
@@ -52,8 +51,8 @@ typedef struct rt_scan_space {
 // rows: counted by rt_chunk_rows_fit. False if the bytes are too many.
 bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch_bytes, int64_t num_workers);
 // Finds the chunks, and sets all turns to 0. RT_WORKSPACE: the workspace is none, too small, or not 64-byte aligned.
-rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes,
-                             const uint8_t *resets, int64_t num_tokens);
+rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes, const int32_t *seq_idx,
+                             int64_t num_tokens);
 
 // The heads that share q and k add to dq and dk in their order: each waits until the one before has passed a chunk.
 typedef struct rt_scan_turn {

@@ -14,6 +14,7 @@ enum {
 typedef struct conv_ring {
     int64_t first, count, width; // channels
     int64_t num_tokens;          // so far, counting the width - 1 before the first
+    int32_t document;            // of the youngest token
     real weight[RT_MAX_CONV_WIDTH][CONV_CHANNELS], bias[CONV_CHANNELS];
     real x[RT_MAX_CONV_WIDTH][CONV_CHANNELS]; // row num_tokens % width is the oldest
 } conv_ring;
@@ -43,7 +44,7 @@ static void load_weights(const rt_conv_params *p, int64_t first, int64_t last, c
 // The tokens before the first of a row.
 static void load_window(const rt_conv_params *p, int64_t batch, conv_ring *r) {
     memset(r->x, 0, sizeof(r->x));
-    r->num_tokens = p->width - 1;
+    r->num_tokens = p->width - 1, r->document = 0;
     for (int64_t i = 0; i < p->width - 1 && p->initial_state != NULL; i++)
         ring_load(r, conv_state_dtype(p), p->initial_state, conv_state_at(p, batch, i), r->x[i]);
 }
@@ -75,13 +76,13 @@ static void conv_forward(const rt_conv_params *p, int64_t first, int64_t last) {
     for (int64_t batch = 0; batch < p->batch; batch++) {
         load_window(p, batch, &r);
         for (int64_t t = 0; t < p->num_tokens; t++) {
-            const uint8_t reset = p->resets[batch * p->resets_batch_stride + t];
+            const int32_t seq_idx = p->seq_idx[batch * p->seq_idx_batch_stride + t];
             const int64_t at = batch * p->num_tokens + t;
-            if (reset & RT_DOCUMENT_BEGIN) memset(r.x, 0, sizeof(r.x));
-            if (reset & RT_PADDING) {
+            if (seq_idx < 0) {
                 clear_conv_padding(p, &r, at, p->y);
                 continue;
             }
+            if (seq_idx != r.document) memset(r.x, 0, sizeof(r.x)), r.document = seq_idx;
             push_token(p, batch, t, &r);
             real y[CONV_CHANNELS];
             for (int64_t c = 0; c < r.count; c += LANES) {
@@ -102,22 +103,21 @@ enum { NO_TOKEN = -1 - RT_MAX_CONV_WIDTH };
 
 typedef struct conv_gradients {
     real dx[RT_MAX_CONV_WIDTH][CONV_CHANNELS]; // of the tokens in the ring
-    int64_t token[RT_MAX_CONV_WIDTH]; // whose: >= 0 of the row; -1 - i row i of the initial state; NO_TOKEN
+    int64_t token[RT_MAX_CONV_WIDTH];          // whose: >= 0 of the row; -1 - i row i of the initial state; NO_TOKEN
     real dweight[RT_MAX_CONV_WIDTH][CONV_CHANNELS], dbias[CONV_CHANNELS];
     real dweight_sum[RT_MAX_CONV_WIDTH][CONV_CHANNELS],
         dbias_sum[CONV_CHANNELS]; // of the last CONV_SUM_LEN tokens
 } conv_gradients;
 
 // No later token reads the one in this row of the ring: its gradient is done.
-static void store_dx(const rt_conv_params *p, const conv_ring *r, int64_t batch, int64_t row,
-                     conv_gradients *g) {
+static void store_dx(const rt_conv_params *p, const conv_ring *r, int64_t batch, int64_t row, conv_gradients *g) {
     const int64_t token = g->token[row];
     if (token >= 0)
         store_chunk(p->dtype, p->dx, (batch * p->num_tokens + token) * p->num_channels + r->first, r->count,
                     g->dx[row]);
     else if (token != NO_TOKEN)
-        store_chunk(conv_state_dtype(p), p->dinitial_state, conv_state_at(p, batch, -1 - token) + r->first,
-                    r->count, g->dx[row]);
+        store_chunk(conv_state_dtype(p), p->dinitial_state, conv_state_at(p, batch, -1 - token) + r->first, r->count,
+                    g->dx[row]);
     memset(g->dx[row], 0, sizeof(g->dx[row]));
     g->token[row] = NO_TOKEN;
 }
@@ -129,8 +129,7 @@ static void store_all_dx(const rt_conv_params *p, const conv_ring *r, int64_t ba
 static void add_sums(const rt_conv_params *p, conv_gradients *g) {
     for (int64_t c = 0; c < CONV_CHANNELS; c++) g->dbias[c] += g->dbias_sum[c], g->dbias_sum[c] = 0;
     for (int64_t i = 0; i < p->width; i++)
-        for (int64_t c = 0; c < CONV_CHANNELS; c++)
-            g->dweight[i][c] += g->dweight_sum[i][c], g->dweight_sum[i][c] = 0;
+        for (int64_t c = 0; c < CONV_CHANNELS; c++) g->dweight[i][c] += g->dweight_sum[i][c], g->dweight_sum[i][c] = 0;
 }
 
 static void backward_token(const rt_conv_params *p, const conv_ring *r, const real *dy, conv_gradients *g) {
@@ -158,14 +157,14 @@ static void conv_backward(const rt_conv_params *p, int64_t first, int64_t last) 
         load_window(p, batch, &r);
         for (int64_t i = 0; i < RT_MAX_CONV_WIDTH; i++) g.token[i] = i < p->width - 1 ? -1 - i : NO_TOKEN;
         for (int64_t t = 0; t < p->num_tokens; t++) {
-            const uint8_t reset = p->resets[batch * p->resets_batch_stride + t];
-            if (reset & RT_DOCUMENT_BEGIN) {
-                store_all_dx(p, &r, batch, &g);
-                memset(r.x, 0, sizeof(r.x));
-            }
-            if (reset & RT_PADDING) {
+            const int32_t seq_idx = p->seq_idx[batch * p->seq_idx_batch_stride + t];
+            if (seq_idx < 0) {
                 clear_conv_padding(p, &r, batch * p->num_tokens + t, p->dx);
                 continue;
+            }
+            if (seq_idx != r.document) {
+                store_all_dx(p, &r, batch, &g);
+                memset(r.x, 0, sizeof(r.x)), r.document = seq_idx;
             }
             store_dx(p, &r, batch, ring_row(&r, 0), &g);
             g.token[push_token(p, batch, t, &r)] = t;

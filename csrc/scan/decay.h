@@ -1,8 +1,8 @@
 // The decays within a chunk, and the products of pairs of tokens that they scale.
 //
-// The decay from token s to token t is exp of the sum of the decays s + 1 .. t. Every such sum is added up from its own
-// terms, in float64: the difference of two sums from the chunk's beginning would cancel where the decay is strong, and the
-// quotient of two exponentials overflow. A decay of -inf is a sum of -inf, and never inf - inf.
+// The decay from token s to token t is exp of the sum of g of tokens s + 1 .. t. Every such sum is added up from its
+// own terms, in float64: the difference of two sums from the chunk's beginning would cancel where the decay is strong,
+// and the quotient of two exponentials overflow. A g of -inf is a sum of -inf, and never inf - inf.
 #ifndef RINGTILE_SCAN_DECAY_H
 #define RINGTILE_SCAN_DECAY_H
 
@@ -23,8 +23,8 @@ static void fill(int64_t count, real x, real *row) {
 static void find_decays(scan_scratch *s) {
     double sums[CHUNK_ROWS] = {0}, in[CHUNK_ROWS] = {0}, out[CHUNK_ROWS] = {0}, sum = 0;
     for (int64_t t = 0; t < s->n; t++) {
-        sum += (double)s->decay[t], in[t] = sum;
-        for (int64_t i = 0; i < t; i++) sums[i] += (double)s->decay[t];
+        sum += (double)s->g[t], in[t] = sum;
+        for (int64_t i = 0; i < t; i++) sums[i] += (double)s->g[t];
         real *row = s->pair_decay + t * CHUNK_ROWS;
         exp_of_sums(round_up(t + 1, LANES), sums, row);
         for (int64_t i = t + 1; i < CHUNK_ROWS; i++) row[i] = 0;
@@ -41,8 +41,8 @@ static void find_decays(scan_scratch *s) {
 enum { PAIR_BLOCK = CHUNK_ROWS / 2 };
 
 // to (CHUNK_ROWS, CHUNK_ROWS) = rows (n, d) columns (d, CHUNK_ROWS), where a block of rows needs no later column.
-static void pair_products(const scan_scratch *s, int64_t depth, int64_t row_len, const real *rows,
-                          const real *columns, real *to) {
+static void pair_products(const scan_scratch *s, int64_t depth, int64_t row_len, const real *rows, const real *columns,
+                          real *to) {
     for (int64_t t = 0; t < s->n; t += PAIR_BLOCK)
         gemm((product){.m = min64(PAIR_BLOCK, s->n - t),
                        .n = t + PAIR_BLOCK,
@@ -80,8 +80,7 @@ static void find_pairs(const rt_scan_params *p, scan_scratch *s) {
 }
 
 // to (n, d) += pairs (n, n) rows (n, d), or its transpose.
-static void add_pair_rows(const scan_scratch *s, bool transposed, const real *pairs, const real *rows,
-                          real *to) {
+static void add_pair_rows(const scan_scratch *s, bool transposed, const real *pairs, const real *rows, real *to) {
     gemm((product){.m = s->n,
                    .n = s->d,
                    .depth = s->n,

@@ -1,7 +1,7 @@
 // Forward of a recurrence, chunk by chunk (the UT transform, arXiv:2412.06464, section 3.3).
 //
-// With S the state before a chunk, e_t the decay from it to token t, f_s from token s to the chunk's end and E_ts from s to
-// t, the recurrence of ringtile.h sums up to
+// With S the state before a chunk, e_t the decay from it to token t, f_s from token s to the chunk's end and E_ts from
+// s to t, the recurrence of ringtile.h sums up to
 //   u_t = beta_t (v_t - e_t S^T k_t - sum over s < t of E_ts (k_t.k_s) u_s)      a triangular system
 //   out_t = scale (e_t S^T q_t + sum over s <= t of E_ts (q_t.k_s) u_s)
 //   S <- e_n S + sum over s of f_s k_s u_s^T
@@ -10,17 +10,16 @@
 
 #include "channel_decay.h"
 
-// Element 0 of row (batch, head) of a state (B, H, D, Dv), as an index.
+// Element 0 of row (batch, head) of a state (B, H, K, V), as an index.
 static inline int64_t state_at(const rt_scan_params *p, int64_t batch, int64_t head) {
     return (batch * p->num_heads + head) * p->head_dim * p->v_head_dim;
 }
 
 static inline int64_t kept_state_at(const rt_scan_params *p, int64_t batch, int64_t head, int64_t state) {
-    return ((batch * p->num_heads + head) * rt_scan_num_states(p->num_tokens) + state) * p->head_dim *
-           p->v_head_dim;
+    return ((batch * p->num_heads + head) * rt_scan_num_states(p->num_tokens) + state) * p->head_dim * p->v_head_dim;
 }
 
-// state (d, dv), padded with zeros, = from (D, Dv); NULL: 0.
+// state (d, dv), padded with zeros, = from (K, V); NULL: 0.
 static void read_state(const rt_scan_params *p, const scan_scratch *s, const real *from, real *state) {
     memset(state, 0, (size_t)(s->d * s->dv) * sizeof(real));
     if (from == NULL) return;
@@ -34,27 +33,26 @@ static void write_state(const rt_scan_params *p, const scan_scratch *s, const re
 }
 
 // Loads a chunk, and finds all that does not depend on the state.
-static void begin_chunk(const rt_scan_params *p, const rt_chunks *chunks, int64_t index, int64_t batch,
-                        int64_t head, scan_scratch *s) {
+static void begin_chunk(const rt_scan_params *p, const rt_chunks *chunks, int64_t index, int64_t batch, int64_t head,
+                        scan_scratch *s) {
     const rt_chunk *chunk = &chunks->chunks[index];
-    const int64_t kv_head = head / (p->num_heads / p->num_kv_heads),
-                  decay_dim = p->channel_decay ? p->head_dim : 1;
+    const int64_t k_head = head / (p->num_heads / p->num_k_heads), g_dim = p->channel_decay ? p->head_dim : 1;
     s->n = chunk[1].first - chunk->first, s->tokens = chunks->tokens + chunk->first;
-    scan_load_rows(s, p->dtype, p->q, p->q_stride, batch, kv_head, p->head_dim, s->q);
-    scan_load_rows(s, p->dtype, p->k, p->k_stride, batch, kv_head, p->head_dim, s->k);
+    scan_load_rows(s, p->dtype, p->q, p->q_stride, batch, k_head, p->head_dim, s->q);
+    scan_load_rows(s, p->dtype, p->k, p->k_stride, batch, k_head, p->head_dim, s->k);
     scan_load_rows(s, p->dtype, p->v, p->v_stride, batch, head, p->v_head_dim, s->v);
     const vec scale = vec_set((real)p->scale);
     for (int64_t i = 0; i < s->n * s->d; i += LANES) vec_store(s->q + i, vec_load(s->q + i) * scale);
     for (int64_t t = 0; t < s->n; t++) {
         const int64_t at = (batch * p->num_tokens + s->tokens[t]) * p->num_heads + head;
-        const real *beta = p->beta, *step = p->step, *decay = p->decay;
-        s->beta[t] = beta != NULL ? beta[at] : step != NULL ? step[at] : 1;
+        const real *beta = p->beta, *dt = p->dt, *g = p->g;
+        s->beta[t] = beta != NULL ? beta[at] : dt != NULL ? dt[at] : 1;
         if (!p->channel_decay) {
-            s->decay[t] = decay[at];
+            s->g[t] = g[at];
             continue;
         }
-        memcpy(s->decay + t * s->d, decay + at * decay_dim, (size_t)decay_dim * sizeof(real));
-        memset(s->decay + t * s->d + decay_dim, 0, (size_t)(s->d - decay_dim) * sizeof(real));
+        memcpy(s->g + t * s->d, g + at * g_dim, (size_t)g_dim * sizeof(real));
+        memset(s->g + t * s->d + g_dim, 0, (size_t)(s->d - g_dim) * sizeof(real));
     }
     if (p->channel_decay) {
         find_channel_decays(s);
@@ -73,8 +71,7 @@ static void begin_chunk(const rt_scan_params *p, const rt_chunks *chunks, int64_
 static void solve(const scan_scratch *s, const real *pairs, bool backward, real *rows) {
     const int64_t num_blocks = (s->n + BLOCK_ROWS - 1) / BLOCK_ROWS, dv = s->dv;
     for (int64_t i = 0; i < num_blocks; i++) {
-        const int64_t begin = (backward ? num_blocks - 1 - i : i) * BLOCK_ROWS,
-                      end = min64(begin + BLOCK_ROWS, s->n);
+        const int64_t begin = (backward ? num_blocks - 1 - i : i) * BLOCK_ROWS, end = min64(begin + BLOCK_ROWS, s->n);
         const int64_t first = backward ? end : 0, depth = backward ? s->n - end : begin;
         product p = {.n = dv, .b_row = dv, .c_row = dv, .add = true};
         p.a_row = backward ? 1 : CHUNK_ROWS, p.a_col = backward ? CHUNK_ROWS : 1;
@@ -146,13 +143,13 @@ static void find_out(const rt_scan_params *p, scan_scratch *s, int64_t batch, in
                        .c_row = dv,
                        .add = s->has_state});
     for (int64_t t = 0; t < s->n; t++) {
-        if (p->skip != NULL) scan_add_scaled(dv, ((const real *)p->skip)[head], s->v + t * dv, out + t * dv);
+        if (p->D != NULL) scan_add_scaled(dv, ((const real *)p->D)[head], s->v + t * dv, out + t * dv);
         const int64_t at = ((batch * p->num_tokens + s->tokens[t]) * p->num_heads + head) * p->v_head_dim;
         store_chunk(p->dtype, p->out, at, p->v_head_dim, out + t * dv);
     }
 }
 
-// state (D, dv) <- decay_all state + rows^T columns.
+// state (K, dv) <- decay_all state + rows^T columns.
 static void advance_state(const rt_scan_params *p, const scan_scratch *s, bool has_state, const real *rows,
                           const real *columns, real *state) {
     for (int64_t i = 0; i < p->head_dim && has_state; i++) {
@@ -174,11 +171,11 @@ static void advance_state(const rt_scan_params *p, const scan_scratch *s, bool h
 }
 
 // Zeros the rows of padding of an array (B, N, heads, dim), contiguous.
-static void clear_padding(const uint8_t *resets, int64_t num_tokens, int64_t num_heads, int64_t dim,
-                          int64_t element_bytes, int64_t batch, int64_t head, void *array) {
-    for (int64_t t = 0; t < num_tokens; t++)
-        if (resets[t] & RT_PADDING)
-            memset((char *)array + ((batch * num_tokens + t) * num_heads + head) * dim * element_bytes, 0,
+static void clear_padding(const rt_scan_params *p, int64_t num_heads, int64_t dim, int64_t element_bytes, int64_t batch,
+                          int64_t head, void *array) {
+    for (int64_t t = 0; t < p->num_tokens; t++)
+        if (p->seq_idx[batch * p->seq_idx_batch_stride + t] < 0)
+            memset((char *)array + ((batch * p->num_tokens + t) * num_heads + head) * dim * element_bytes, 0,
                    (size_t)(dim * element_bytes));
 }
 
@@ -190,20 +187,17 @@ static void scan_forward(const rt_scan_params *p, const rt_chunks *chunks, int64
     real *const states = p->states;
     if (initial != NULL) initial += state_at(p, batch, head);
     const int64_t element_bytes = p->dtype == RT_F64 ? 8 : p->dtype == RT_F32 ? 4 : 2;
-    clear_padding(p->resets + batch * p->resets_batch_stride, p->num_tokens, p->num_heads, p->v_head_dim,
-                  element_bytes, batch, head, p->out);
+    clear_padding(p, p->num_heads, p->v_head_dim, element_bytes, batch, head, p->out);
     read_state(p, &s, initial, s.state);
     for (int64_t i = 0; i < chunks->num_chunks; i++) {
         const int64_t state = chunks->chunks[i].state;
         s.has_state = state >= 0 || (state == RT_STATE_INITIAL && initial != NULL);
-        if (state >= 0 && states != NULL)
-            write_state(p, &s, s.state, states + kept_state_at(p, batch, head, state));
+        if (state >= 0 && states != NULL) write_state(p, &s, s.state, states + kept_state_at(p, batch, head, state));
         begin_chunk(p, chunks, i, batch, head, &s);
         find_u(p, &s);
         find_out(p, &s, batch, head);
         advance_state(p, &s, s.has_state, s.k_out, s.u, s.state);
     }
-    if (chunks->ends_empty) read_state(p, &s, NULL, s.state);
     write_state(p, &s, s.state, (real *)p->final_state + state_at(p, batch, head));
 }
 

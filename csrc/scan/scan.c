@@ -7,24 +7,23 @@
 #include "../parallel.h"
 #include "chunks.h"
 
-// ---- workspace -------------------------------------------------------------------------------------------------------
+// ---- workspace
+// -------------------------------------------------------------------------------------------------------
 
-static rt_status lay_out(const rt_scan_params *p, const rt_kernels *kernels, bool backward,
-                         int64_t num_workers, rt_scan_space *space) {
+static rt_status lay_out(const rt_scan_params *p, const rt_kernels *kernels, bool backward, int64_t num_workers,
+                         rt_scan_space *space) {
     const int64_t of_heads[] = {p->batch, p->num_heads, 8};
-    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->resets_batch_stride, &space->rows) ||
+    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->seq_idx_batch_stride, &space->rows) ||
         !rt_array_fits(3, of_heads, NULL, 1))
         return RT_TOO_LARGE;
     const int64_t scratch_bytes = kernels->scan_scratch_bytes(p, backward);
-    return rt_scan_space_fits(space, p->batch * p->num_heads, scratch_bytes, num_workers) ? RT_OK
-                                                                                          : RT_TOO_LARGE;
+    return rt_scan_space_fits(space, p->batch * p->num_heads, scratch_bytes, num_workers) ? RT_OK : RT_TOO_LARGE;
 }
 
 static int64_t workspace_bytes(const rt_scan_params *p, bool backward, int64_t num_workers) {
     const rt_kernels *kernels;
     rt_scan_space space;
-    if (num_workers < 1 || rt_scan_check(p, backward) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
-        return 0;
+    if (num_workers < 1 || rt_scan_check(p, backward) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
     return lay_out(p, kernels, backward, num_workers, &space) == RT_OK ? space.num_bytes : 0;
 }
 
@@ -36,7 +35,8 @@ int64_t rt_scan_bwd_workspace_bytes(const rt_scan_params *p, int64_t num_workers
     return workspace_bytes(p, true, num_workers);
 }
 
-// ---- tasks -----------------------------------------------------------------------------------------------------------
+// ---- tasks
+// -----------------------------------------------------------------------------------------------------------
 
 typedef struct job {
     const rt_scan_params *p;
@@ -47,9 +47,9 @@ typedef struct job {
 // Tasks of the heads that share q and k are as far apart as can be, so that they seldom wait for each other.
 static void run_task(const job *j, bool backward, int64_t task, int64_t worker) {
     const rt_scan_params *p = j->p;
-    const int64_t pairs = p->batch * p->num_kv_heads, group = p->num_heads / p->num_kv_heads;
-    const int64_t pair = task % pairs, batch = pair / p->num_kv_heads,
-                  head = pair % p->num_kv_heads * group + task / pairs;
+    const int64_t pairs = p->batch * p->num_k_heads, group = p->num_heads / p->num_k_heads;
+    const int64_t pair = task % pairs, batch = pair / p->num_k_heads,
+                  head = pair % p->num_k_heads * group + task / pairs;
     const rt_chunks *chunks = rt_chunks_of(&j->space.rows, batch);
     char *scratch = j->space.scratch + worker * j->space.scratch_bytes;
     if (!backward) {
@@ -70,7 +70,7 @@ static rt_status run_scan(const rt_scan_params *p, bool backward, rt_parallel pa
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status == RT_OK) status = lay_out(p, j.kernels, backward, rt_num_workers(parallel), &j.space);
     if (status == RT_OK)
-        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->resets, p->num_tokens);
+        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->seq_idx, p->num_tokens);
     if (status != RT_OK) return status;
     rt_for_each(parallel, p->batch * p->num_heads, backward ? backward_task : forward_task, &j);
     return RT_OK;

@@ -1,6 +1,8 @@
-// One worker's scratch for a chunk of a recurrence: rows of tokens, widened to the math type and padded to whole vectors.
+// One worker's scratch for a chunk of a recurrence: rows of tokens, widened to the math type and padded to whole
+// vectors.
 //
-// Letters: n tokens of the chunk (at most CHUNK_ROWS), D head dim, Dv value head dim; padded dims are multiples of LANES.
+// Letters: n tokens of the chunk (at most CHUNK_ROWS), K and V the head dims of k and v; padded dims are multiples of
+// LANES.
 #ifndef RINGTILE_SCAN_SCRATCH_H
 #define RINGTILE_SCAN_SCRATCH_H
 
@@ -15,27 +17,26 @@ typedef struct scan_scratch {
     const int64_t *tokens;
     bool has_state, has_dstate; // false: 0, and no product with it is computed
 
-    real *q, *k;       // (CHUNK_ROWS, d); q is scaled
-    real *k_columns;   // (d, CHUNK_ROWS)
-    real *decay_in;    // (CHUNK_ROWS, d): decay from the state before the chunk to each token
-    real *decay_out;   // (CHUNK_ROWS, d): from each token to the state after the chunk
-    real *decay_all;   // (d): from the state before the chunk to the one after
-    real *q_in, *k_in; // (CHUNK_ROWS, d): q and k times decay_in
-    real *k_out;       // (CHUNK_ROWS, d): k times decay_out
-    real *v, *u;       // (CHUNK_ROWS, dv); with beta, v becomes v - S^T k
-    real *out;         // (CHUNK_ROWS, dv): in the backward, dout
-    real *qk, *kk;     // (CHUNK_ROWS, CHUNK_ROWS): decayed q.k of tokens s <= t, k.k of s < t; else 0
-    real *solver;      // (CHUNK_ROWS, CHUNK_ROWS): -beta_t kk
-    real *state;       // (d, dv), rows from D on are 0
-    real *pair_decay;  // (CHUNK_ROWS, CHUNK_ROWS), one decay for all channels: of tokens s <= t, else 0
-    real *
-        row_decay; // (CHUNK_ROWS, d), a decay of each channel: from the end of the block before to each token
+    real *q, *k;           // (CHUNK_ROWS, d); q is scaled
+    real *k_columns;       // (d, CHUNK_ROWS)
+    real *decay_in;        // (CHUNK_ROWS, d): decay from the state before the chunk to each token
+    real *decay_out;       // (CHUNK_ROWS, d): from each token to the state after the chunk
+    real *decay_all;       // (d): from the state before the chunk to the one after
+    real *q_in, *k_in;     // (CHUNK_ROWS, d): q and k times decay_in
+    real *k_out;           // (CHUNK_ROWS, d): k times decay_out
+    real *v, *u;           // (CHUNK_ROWS, dv); with beta, v becomes v - S^T k
+    real *out;             // (CHUNK_ROWS, dv): in the backward, dout
+    real *qk, *kk;         // (CHUNK_ROWS, CHUNK_ROWS): decayed q.k of tokens s <= t, k.k of s < t; else 0
+    real *solver;          // (CHUNK_ROWS, CHUNK_ROWS): -beta_t kk
+    real *state;           // (d, dv), rows from K on are 0
+    real *pair_decay;      // (CHUNK_ROWS, CHUNK_ROWS), one decay for all channels: of tokens s <= t, else 0
+    real *row_decay;       // (CHUNK_ROWS, d), a decay of each channel: from the end of the block before to each token
     real *column_decay;    // (CHUNK_ROWS, d): from each token to the end of the block before the current one
     real *rows, *rows_2;   // (CHUNK_ROWS, d): free
-    real *step_decay;      // (BLOCK_ROWS, d): exp decay_t of a block
-    real *decay;           // (CHUNK_ROWS, d or 1): as given
-    double *sums;          // (CHUNK_ROWS, d): sums of decays
-    real beta[CHUNK_ROWS]; // beta or step
+    real *token_decay;     // (BLOCK_ROWS, d): exp g_t of a block
+    real *g;               // (CHUNK_ROWS, d or 1): as given
+    double *sums;          // (CHUNK_ROWS, d): sums of g
+    real beta[CHUNK_ROWS]; // beta or dt
 
     // Backward only.
     real *du;                     // (CHUNK_ROWS, dv)
@@ -45,7 +46,7 @@ typedef struct scan_scratch {
     real *dq_in, *dk_in, *dk_out; // (CHUNK_ROWS, d)
     real *dstate;                 // (d, dv)
     real *state_columns;          // (dv, d)
-    double *flow;                 // (CHUNK_ROWS + 1, d or 1): what ddecay gains from one token to the next
+    double *flow;                 // (CHUNK_ROWS + 1, d or 1): what dg gains from one token to the next
     real dbeta[CHUNK_ROWS];
 } scan_scratch;
 
@@ -72,11 +73,11 @@ static char *scan_lay_out(const rt_scan_params *p, bool backward, char *workspac
     s->v = scan_take(at, v_rows), s->u = scan_take(at, v_rows), s->out = scan_take(at, v_rows);
     s->qk = scan_take(at, pairs), s->kk = scan_take(at, pairs), s->solver = scan_take(at, pairs);
     s->pair_decay = scan_take(at, pairs), s->state = scan_take(at, d * dv);
-    s->decay = scan_take(at, rows);
+    s->g = scan_take(at, rows);
     if (p->channel_decay) {
         s->row_decay = scan_take(at, rows), s->column_decay = scan_take(at, rows);
         s->rows = scan_take(at, rows), s->rows_2 = scan_take(at, rows);
-        s->step_decay = scan_take(at, BLOCK_ROWS * d);
+        s->token_decay = scan_take(at, BLOCK_ROWS * d);
         s->sums = scan_take_doubles(at, rows);
     }
     if (!backward) return workspace;
@@ -103,8 +104,8 @@ static void scan_load_rows(const scan_scratch *s, rt_dtype dtype, const void *ar
     const int64_t padded = round_up(dim, LANES);
     vec finite = vec_set(0);
     for (int64_t t = 0; t < s->n; t++)
-        pack_row(REALS, dtype, array, batch * stride[0] + s->tokens[t] * stride[1] + head * stride[2], dim,
-                 padded, to + t * padded, &finite);
+        pack_row(REALS, dtype, array, batch * stride[0] + s->tokens[t] * stride[1] + head * stride[2], dim, padded,
+                 to + t * padded, &finite);
 }
 
 // Zeros after the last row, up to a whole square of a transposition.
@@ -132,8 +133,7 @@ static real scan_dot(int64_t padded, const real *a, const real *b) {
 }
 
 static void scan_add_scaled(int64_t padded, real factor, const real *from, real *to) {
-    for (int64_t i = 0; i < padded; i += LANES)
-        vec_store(to + i, vec_load(to + i) + vec_load(from + i) * factor);
+    for (int64_t i = 0; i < padded; i += LANES) vec_store(to + i, vec_load(to + i) + vec_load(from + i) * factor);
 }
 
 #endif // RINGTILE_SCAN_SCRATCH_H

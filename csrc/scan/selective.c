@@ -5,10 +5,9 @@
 #include "../isa/kernels.h"
 #include "../parallel.h"
 
-static rt_status lay_out(const rt_selective_params *p, const rt_kernels *kernels, bool backward,
-                         int64_t num_workers, rt_scan_space *space) {
-    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->resets_batch_stride, &space->rows))
-        return RT_TOO_LARGE;
+static rt_status lay_out(const rt_selective_params *p, const rt_kernels *kernels, bool backward, int64_t num_workers,
+                         rt_scan_space *space) {
+    if (!rt_chunk_rows_fit(p->batch, p->num_tokens, p->seq_idx_batch_stride, &space->rows)) return RT_TOO_LARGE;
     const int64_t num_tasks = rt_num_tasks(p->num_channels, RT_SELECTIVE_CHANNELS),
                   scratch_bytes = kernels->selective_scratch_bytes(p, backward);
     return rt_scan_space_fits(space, num_tasks, scratch_bytes, num_workers) ? RT_OK : RT_TOO_LARGE;
@@ -17,8 +16,7 @@ static rt_status lay_out(const rt_selective_params *p, const rt_kernels *kernels
 static int64_t workspace_bytes(const rt_selective_params *p, bool backward, int64_t num_workers) {
     const rt_kernels *kernels;
     rt_scan_space space;
-    if (num_workers < 1 || rt_selective_check(p, backward) != RT_OK ||
-        rt_kernels_for(p->dtype, &kernels) != RT_OK)
+    if (num_workers < 1 || rt_selective_check(p, backward) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
     return lay_out(p, kernels, backward, num_workers, &space) == RT_OK ? space.num_bytes : 0;
 }
@@ -57,7 +55,7 @@ static rt_status run_selective(const rt_selective_params *p, bool backward, rt_p
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status == RT_OK) status = lay_out(p, j.kernels, backward, rt_num_workers(parallel), &j.space);
     if (status == RT_OK)
-        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->resets, p->num_tokens);
+        status = rt_scan_space_open(&j.space, p->workspace, p->workspace_bytes, p->seq_idx, p->num_tokens);
     if (status != RT_OK) return status;
     rt_for_each(parallel, j.space.num_turns, backward ? backward_task : forward_task, &j);
     return RT_OK;

@@ -142,24 +142,20 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
     m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "
           "int ignore_index, float label_smoothing, float softcap, float z_loss, bool want_grad) -> ()");
-    m.def("scan(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? step, Tensor? skip, Tensor "
-          "resets, "
-          "Tensor? initial_state, float scale, bool keep) -> (Tensor, Tensor, Tensor)");
-    m.def("scan_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor decay, "
-          "Tensor? beta, "
-          "Tensor? step, Tensor? skip, Tensor resets, Tensor? initial_state, Tensor states, float scale) -> "
-          "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def("selective_scan(Tensor x, Tensor step, Tensor rate, Tensor k, Tensor q, Tensor? skip, Tensor resets, "
+    m.def("scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? dt, Tensor? D, "
+          "Tensor seq_idx, Tensor? initial_state, float scale, bool keep) -> (Tensor, Tensor, Tensor)");
+    m.def("scan_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, "
+          "Tensor? beta, Tensor? dt, Tensor? D, Tensor seq_idx, Tensor? initial_state, Tensor states, "
+          "float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+    m.def("selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor seq_idx, "
           "Tensor? initial_state, bool keep) -> (Tensor, Tensor, Tensor)");
-    m.def("selective_scan_backward(Tensor dout, Tensor? dfinal_state, Tensor x, Tensor step, Tensor rate, "
-          "Tensor k, "
-          "Tensor q, Tensor? skip, Tensor resets, Tensor? initial_state, Tensor states) -> "
+    m.def("selective_scan_backward(Tensor dout, Tensor? dfinal_state, Tensor x, Tensor dt, Tensor A, "
+          "Tensor B, Tensor C, Tensor? D, Tensor seq_idx, Tensor? initial_state, Tensor states) -> "
           "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-    m.def("causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor resets, Tensor? initial_state, bool "
-          "silu) -> "
-          "(Tensor, Tensor)");
+    m.def("causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor seq_idx, Tensor? initial_state, "
+          "bool silu) -> (Tensor, Tensor)");
     m.def("causal_conv1d_backward(Tensor dy, Tensor? dfinal_state, Tensor x, Tensor weight, Tensor? bias, "
-          "Tensor resets, Tensor? initial_state, bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
+          "Tensor seq_idx, Tensor? initial_state, bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
     m.def("dropout(Tensor x, Tensor places, float p, int seed, int step, int stream) -> Tensor");
     m.def("cpu_isa() -> int");
 }

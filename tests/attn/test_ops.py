@@ -55,23 +55,23 @@ def causal(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scan_arguments() -> tuple[torch.Tensor | None, ...]:
-    """q, k, v, decay, beta, step, skip, resets, initial_state: one token of the second chunk has a kept state."""
+    """q, k, v, g, beta, dt, D, seq_idx, initial_state: one token of the second chunk has a kept state."""
     q, k, v = (torch.randn(B, 66, heads, dim) for heads, dim in ((G, D), (G, D), (H, Dv)))
-    resets = torch.zeros(1, 66, dtype=torch.uint8)
-    return q, k / D, v, -torch.rand(B, 66, H), torch.rand(B, 66, H), None, None, resets, torch.randn(B, H, D, Dv)
+    seq_idx = torch.zeros(1, 66, dtype=torch.int32)
+    return q, k / D, v, -torch.rand(B, 66, H), torch.rand(B, 66, H), None, None, seq_idx, torch.randn(B, H, D, Dv)
 
 
 def selective_arguments() -> tuple[torch.Tensor, ...]:
-    """x, step, rate, k, q, skip, resets, initial_state: as scan_arguments."""
-    x, step, k, q = (torch.randn(B, 66, size) for size in (3, 3, D, D))
-    resets = torch.zeros(1, 66, dtype=torch.uint8)
-    return x, step.abs(), -torch.rand(D, 3), k, q, torch.randn(3), resets, torch.randn(B, D, 3)
+    """x, dt, A, B, C, D, seq_idx, initial_state: as scan_arguments."""
+    x, dt, b, c = (torch.randn(B, 66, size) for size in (3, 3, D, D))
+    seq_idx = torch.zeros(1, 66, dtype=torch.int32)
+    return x, dt.abs(), -torch.rand(D, 3), b, c, torch.randn(3), seq_idx, torch.randn(B, D, 3)
 
 
 def convolution_arguments() -> tuple[torch.Tensor, ...]:
-    """x, weight, bias, resets, initial_state."""
-    resets = torch.zeros(1, N, dtype=torch.uint8)
-    return torch.randn(B, N, 3), torch.randn(3, 4), torch.randn(3), resets, torch.randn(B, 3, 3)
+    """x, weight, bias, seq_idx, initial_state."""
+    seq_idx = torch.zeros(1, N, dtype=torch.int32)
+    return torch.randn(B, N, 3), torch.randn(3, 4), torch.randn(3), seq_idx, torch.randn(B, 3, 3)
 
 
 TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])

@@ -62,10 +62,12 @@ static void free_arrays(arrays *all) {
     for (int64_t i = 0; i < all->count; i++) free(all->x[i].memory), free(all->copies[i].memory);
 }
 
-static void fill_resets(block *x, uint64_t *state) {
-    for (size_t i = 0; i < x->num_bytes; i++)
-        x->memory[i] = (char)((random_int(state, 0, 9) == 0) * RT_DOCUMENT_BEGIN +
-                              (random_int(state, 0, 5) == 0) * RT_PADDING);
+static void fill_seq_idx(block *x, uint64_t *state) {
+    int32_t document = 0, *const seq_idx = (int32_t *)(void *)x->memory;
+    for (size_t i = 0; i < x->num_bytes / sizeof(int32_t); i++) {
+        if (random_int(state, 0, 9) == 0) document = (int32_t)random_int(state, 0, 3);
+        seq_idx[i] = random_int(state, 0, 5) == 0 ? -1 : document;
+    }
 }
 
 static void call_and_compare(arrays *all, const char *name, verdict expected, bool fair, rt_status status,
@@ -94,17 +96,17 @@ static void try_scan(uint64_t *state) {
                         .batch = random_int(state, 0, 2),
                         .num_tokens = random_int(state, 0, random_int(state, 0, 3) ? 20 : 90),
                         .num_heads = groups * random_int(state, 1, 3),
-                        .num_kv_heads = groups,
+                        .num_k_heads = groups,
                         .head_dim = random_int(state, 1, 9),
                         .v_head_dim = random_int(state, 1, 9),
                         .channel_decay = random_int(state, 0, 1),
                         .scale = 0.5};
-    const bool delta = random_int(state, 0, 1), step = !delta && random_int(state, 0, 1);
-    p.resets_batch_stride = random_int(state, 0, 1) * p.num_tokens;
-    int64_t *const fields[] = {&p.batch,      &p.num_tokens, &p.num_heads,   &p.num_kv_heads,
-                               &p.head_dim,   &p.v_head_dim, &p.q_stride[0], &p.resets_batch_stride,
+    const bool delta = random_int(state, 0, 1), has_dt = !delta && random_int(state, 0, 1);
+    p.seq_idx_batch_stride = random_int(state, 0, 1) * p.num_tokens;
+    int64_t *const fields[] = {&p.batch,      &p.num_tokens, &p.num_heads,   &p.num_k_heads,
+                               &p.head_dim,   &p.v_head_dim, &p.q_stride[0], &p.seq_idx_batch_stride,
                                &p.v_stride[1]};
-    const int64_t of_q[] = {p.batch, p.num_tokens, p.num_kv_heads, p.head_dim};
+    const int64_t of_q[] = {p.batch, p.num_tokens, p.num_k_heads, p.head_dim};
     const int64_t of_v[] = {p.batch, p.num_tokens, p.num_heads, p.v_head_dim};
     int64_t strides[4][4];
     random_strides(state, 4, of_q, strides[0]), random_strides(state, 4, of_q, strides[1]);
@@ -134,22 +136,21 @@ static void try_scan(uint64_t *state) {
             *field = hostile(state, *field);
         }
     }
-    const int64_t B = p.batch, N = p.num_tokens, H = p.num_heads, G = p.num_kv_heads, D = p.head_dim,
+    const int64_t B = p.batch, N = p.num_tokens, H = p.num_heads, G = p.num_k_heads, D = p.head_dim,
                   Dv = p.v_head_dim;
     const rt_dtype dtype = p.dtype, wide = state_of(dtype);
     const int64_t q[] = {B, N, G, D}, v[] = {B, N, H, Dv}, decay[] = {B, N, H, D}, states[] = {B, H, D, Dv};
-    const int64_t kept[] = {B, H, rt_scan_num_states(N), D, Dv}, resets[] = {p.resets_batch_stride};
-    const int64_t resets_sizes[] = {B, N};
+    const int64_t kept[] = {B, H, rt_scan_num_states(N), D, Dv}, stride[] = {p.seq_idx_batch_stride};
+    const int64_t tokens[] = {B, N};
     arrays all = {0};
     add(&all, false, dtype, &p.q, 4, q, p.q_stride);
     block *k = add(&all, false, dtype, &p.k, 4, q, p.k_stride);
     add(&all, false, dtype, &p.v, 4, v, p.v_stride);
-    block *decays = add(&all, false, wide, &p.decay, p.channel_decay ? 4 : 3, decay, NULL);
+    block *decays = add(&all, false, wide, &p.g, p.channel_decay ? 4 : 3, decay, NULL);
     block *factor = NULL;
-    if (delta || step) factor = add(&all, false, wide, delta ? &p.beta : &p.step, 3, v, NULL);
-    if (step) add(&all, false, wide, &p.skip, 1, &H, NULL);
-    block *reset = add(&all, false, RT_F16, &p.resets, 2, resets_sizes, resets);
-    reset->element_bytes = 1;
+    if (delta || has_dt) factor = add(&all, false, wide, delta ? &p.beta : &p.dt, 3, v, NULL);
+    if (has_dt) add(&all, false, wide, &p.D, 1, &H, NULL);
+    block *seq_idx = add(&all, false, RT_F32, &p.seq_idx, 2, tokens, stride);
     if (random_int(state, 0, 1)) add(&all, false, wide, &p.initial_state, 4, states, NULL);
     const int64_t first_state = all.count;
     add(&all, !backward, wide, &p.states, 5, kept, NULL);
@@ -158,16 +159,16 @@ static void try_scan(uint64_t *state) {
         if (random_int(state, 0, 1)) add(&all, false, wide, &p.dfinal_state, 4, states, NULL);
         add(&all, true, wide, &p.dq, 4, q, NULL), add(&all, true, wide, &p.dk, 4, q, NULL);
         add(&all, true, wide, &p.dv, 4, v, NULL);
-        add(&all, true, wide, &p.ddecay, p.channel_decay ? 4 : 3, decay, NULL);
+        add(&all, true, wide, &p.dg, p.channel_decay ? 4 : 3, decay, NULL);
         if (delta) add(&all, true, wide, &p.dbeta, 3, v, NULL);
-        if (step) add(&all, true, wide, &p.dstep, 3, v, NULL), add(&all, true, wide, &p.dskip, 3, v, NULL);
+        if (has_dt) add(&all, true, wide, &p.ddt, 3, v, NULL), add(&all, true, wide, &p.dD, 3, v, NULL);
         add(&all, true, wide, &p.dinitial_state, 4, states, NULL);
     } else {
         add(&all, true, dtype, &p.out, 4, v, NULL), add(&all, true, wide, &p.final_state, 4, states, NULL);
     }
     const bool optional =
         spoil >= 0 && spoil < all.count &&
-        (&all.x[spoil] == factor || all.pointer[spoil] == (const void **)(uintptr_t)&p.skip ||
+        (&all.x[spoil] == factor || all.pointer[spoil] == (const void **)(uintptr_t)&p.D ||
          all.pointer[spoil] == (const void **)(uintptr_t)&p.initial_state ||
          all.pointer[spoil] == (const void **)(uintptr_t)&p.dfinal_state || spoil == first_state);
     if (spoil >= 0 && spoil < all.count && !optional) {
@@ -176,7 +177,7 @@ static void try_scan(uint64_t *state) {
     }
     const bool forbidden = no_params || !is_dtype(dtype) || H < 1 || G < 1 || H % (G > 0 ? G : 1) != 0 ||
                            D < 1 || D > 512 || Dv < 1 || Dv > 512 || !is_real(dtype, p.scale) ||
-                           (p.resets_batch_stride != 0 && p.resets_batch_stride != N);
+                           (p.seq_idx_batch_stride != 0 && p.seq_idx_batch_stride != N);
     expected = judge_arrays(&all, forbidden ? FORBIDDEN : expected);
     if (expected == IMPOSSIBLE) {
         num_skipped++;
@@ -188,7 +189,7 @@ static void try_scan(uint64_t *state) {
         scale_numbers(k, dtype, 1 / sqrt((double)D), false), scale_numbers(decays, wide, -1, true);
         if (factor != NULL) scale_numbers(factor, wide, 1, true);
     }
-    fill_resets(reset, state);
+    fill_seq_idx(seq_idx, state);
     for (int64_t i = 0; i < all.count; i++) all.copies[i] = copy_of(&all.x[i]);
     point(&all, false);
     // A backward reads the states that its forward kept.
@@ -238,11 +239,11 @@ static void try_conv(uint64_t *state) {
                         .num_channels = random_int(state, 0, random_int(state, 0, 3) ? 20 : 300),
                         .width = random_int(state, 1, 8),
                         .silu = random_int(state, 0, 1)};
-    p.resets_batch_stride = random_int(state, 0, 1) * p.num_tokens;
+    p.seq_idx_batch_stride = random_int(state, 0, 1) * p.num_tokens;
     p.x_stride[1] = p.dy_stride[1] = p.num_channels + random_int(state, 0, 2);
     p.x_stride[0] = p.dy_stride[0] = p.num_tokens * p.x_stride[1] + random_int(state, 0, 2);
     int64_t *const fields[] = {&p.batch, &p.num_tokens,  &p.num_channels,
-                               &p.width, &p.x_stride[1], &p.resets_batch_stride};
+                               &p.width, &p.x_stride[1], &p.seq_idx_batch_stride};
     rt_parallel parallel = {.run = run_in_turn, .num_workers = random_int(state, 1, 3)};
     bool no_params = false;
     int64_t spoil = -1, spoil_kind = 0;
@@ -262,13 +263,11 @@ static void try_conv(uint64_t *state) {
     // Of a hostile width, sizes that exist: it is refused before they are looked at.
     const int64_t width = p.width >= 1 && p.width <= 8 ? p.width : 1;
     const rt_dtype dtype = p.dtype, wide = state_of(dtype);
-    const int64_t rows[] = {B, N, C}, weights[] = {C, width}, states[] = {B, width - 1, C},
-                  of_resets[] = {B, N};
+    const int64_t rows[] = {B, N, C}, weights[] = {C, width}, states[] = {B, width - 1, C}, tokens[] = {B, N};
     arrays all = {0};
     add(&all, false, dtype, &p.x, 3, rows, p.x_stride);
     add(&all, false, wide, &p.weight, 2, weights, NULL);
-    block *reset = add(&all, false, RT_F16, &p.resets, 2, of_resets, &p.resets_batch_stride);
-    reset->element_bytes = 1;
+    block *seq_idx = add(&all, false, RT_F32, &p.seq_idx, 2, tokens, &p.seq_idx_batch_stride);
     const bool biased = random_int(state, 0, 1);
     if (biased) add(&all, false, wide, &p.bias, 1, &C, NULL);
     if (random_int(state, 0, 1)) add(&all, false, wide, &p.initial_state, 3, states, NULL);
@@ -285,7 +284,7 @@ static void try_conv(uint64_t *state) {
     if (spoil_kind == 1) all.x[spoil].is_null = true;
     if (spoil_kind == 2) all.x[spoil].is_skewed = all.x[spoil].element_bytes > 1;
     const bool forbidden = no_params || !is_dtype(dtype) || p.width != width ||
-                           (p.resets_batch_stride != 0 && p.resets_batch_stride != N);
+                           (p.seq_idx_batch_stride != 0 && p.seq_idx_batch_stride != N);
     expected = judge_arrays(&all, forbidden ? FORBIDDEN : expected);
     if (expected == IMPOSSIBLE) {
         num_skipped++;
@@ -293,7 +292,7 @@ static void try_conv(uint64_t *state) {
     }
     const bool fair = random_int(state, 0, 9) > 0 && !forbidden;
     make_arrays(&all, state, fair);
-    fill_resets(reset, state);
+    fill_seq_idx(seq_idx, state);
     for (int64_t i = 0; i < all.count; i++) all.copies[i] = copy_of(&all.x[i]);
     point(&all, false);
     if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {
@@ -320,13 +319,13 @@ static void try_selective(uint64_t *state) {
                              .num_tokens = random_int(state, 0, random_int(state, 0, 3) ? 20 : 90),
                              .num_channels = random_int(state, 1, random_int(state, 0, 3) ? 20 : 70),
                              .state_dim = random_int(state, 1, 5)};
-    p.resets_batch_stride = random_int(state, 0, 1) * p.num_tokens;
+    p.seq_idx_batch_stride = random_int(state, 0, 1) * p.num_tokens;
     p.x_stride[1] = p.dout_stride[1] = p.num_channels + random_int(state, 0, 2);
-    p.q_stride[1] = p.k_stride[1] = p.state_dim + random_int(state, 0, 2);
+    p.C_stride[1] = p.B_stride[1] = p.state_dim + random_int(state, 0, 2);
     p.x_stride[0] = p.dout_stride[0] = p.num_tokens * p.x_stride[1] + random_int(state, 0, 2);
-    p.q_stride[0] = p.k_stride[0] = p.num_tokens * p.q_stride[1] + random_int(state, 0, 2);
+    p.C_stride[0] = p.B_stride[0] = p.num_tokens * p.C_stride[1] + random_int(state, 0, 2);
     int64_t *const fields[] = {&p.batch,     &p.num_tokens,  &p.num_channels,
-                               &p.state_dim, &p.x_stride[1], &p.resets_batch_stride};
+                               &p.state_dim, &p.x_stride[1], &p.seq_idx_batch_stride};
     rt_parallel parallel = {.run = run_in_turn, .num_workers = random_int(state, 1, 3)};
     bool no_params = false, small_workspace = false;
     int64_t spoil = -1, spoil_kind = 0;
@@ -345,27 +344,26 @@ static void try_selective(uint64_t *state) {
     const int64_t B = p.batch, N = p.num_tokens, C = p.num_channels, K = p.state_dim;
     const rt_dtype dtype = p.dtype, wide = state_of(dtype);
     const int64_t rows[] = {B, N, C}, shared[] = {B, N, K}, states[] = {B, K, C}, rates[] = {K, C},
-                  kept[] = {B, rt_scan_num_states(N), K, C}, of_resets[] = {B, N};
+                  kept[] = {B, rt_scan_num_states(N), K, C}, tokens[] = {B, N};
     arrays all = {0};
     add(&all, false, dtype, &p.x, 3, rows, p.x_stride);
-    add(&all, false, dtype, &p.q, 3, shared, p.q_stride),
-        add(&all, false, dtype, &p.k, 3, shared, p.k_stride);
-    block *step = add(&all, false, wide, &p.step, 3, rows, NULL);
-    block *rate = add(&all, false, wide, &p.rate, 2, rates, NULL);
-    block *reset = add(&all, false, RT_F16, &p.resets, 2, of_resets, &p.resets_batch_stride);
-    reset->element_bytes = 1;
-    const bool skips = random_int(state, 0, 1);
-    if (skips) add(&all, false, wide, &p.skip, 1, &C, NULL);
+    add(&all, false, dtype, &p.C, 3, shared, p.C_stride),
+        add(&all, false, dtype, &p.B, 3, shared, p.B_stride);
+    block *dt = add(&all, false, wide, &p.dt, 3, rows, NULL);
+    block *A = add(&all, false, wide, &p.A, 2, rates, NULL);
+    block *seq_idx = add(&all, false, RT_F32, &p.seq_idx, 2, tokens, &p.seq_idx_batch_stride);
+    const bool has_D = random_int(state, 0, 1);
+    if (has_D) add(&all, false, wide, &p.D, 1, &C, NULL);
     if (random_int(state, 0, 1)) add(&all, false, wide, &p.initial_state, 3, states, NULL);
     const int64_t first_state = all.count;
     add(&all, !backward, wide, &p.states, 4, kept, NULL);
     if (backward) {
         add(&all, false, dtype, &p.dout, 3, rows, p.dout_stride);
         if (random_int(state, 0, 1)) add(&all, false, wide, &p.dfinal_state, 3, states, NULL);
-        if (skips) add(&all, true, wide, &p.dskip, 1, &C, NULL);
-        add(&all, true, wide, &p.dx, 3, rows, NULL), add(&all, true, wide, &p.dstep, 3, rows, NULL);
-        add(&all, true, wide, &p.dq, 3, shared, NULL), add(&all, true, wide, &p.dk, 3, shared, NULL);
-        add(&all, true, wide, &p.drate, 2, rates, NULL);
+        if (has_D) add(&all, true, wide, &p.dD, 1, &C, NULL);
+        add(&all, true, wide, &p.dx, 3, rows, NULL), add(&all, true, wide, &p.ddt, 3, rows, NULL);
+        add(&all, true, wide, &p.dC, 3, shared, NULL), add(&all, true, wide, &p.dB, 3, shared, NULL);
+        add(&all, true, wide, &p.dA, 2, rates, NULL);
         add(&all, true, wide, &p.dinitial_state, 3, states, NULL);
     } else {
         add(&all, true, dtype, &p.out, 3, rows, NULL), add(&all, true, wide, &p.final_state, 3, states, NULL);
@@ -373,7 +371,7 @@ static void try_selective(uint64_t *state) {
     if (spoil_kind == 1) all.x[spoil].is_null = true;
     if (spoil_kind == 2) all.x[spoil].is_skewed = all.x[spoil].element_bytes > 1;
     const bool forbidden = no_params || !is_dtype(dtype) || C < 1 || K < 1 || K > 512 ||
-                           (p.resets_batch_stride != 0 && p.resets_batch_stride != N);
+                           (p.seq_idx_batch_stride != 0 && p.seq_idx_batch_stride != N);
     expected = judge_arrays(&all, forbidden ? FORBIDDEN : expected);
     if (expected == IMPOSSIBLE) {
         num_skipped++;
@@ -381,8 +379,8 @@ static void try_selective(uint64_t *state) {
     }
     const bool fair = random_int(state, 0, 9) > 0 && !forbidden;
     make_arrays(&all, state, fair);
-    if (fair) scale_numbers(step, wide, 1, true), scale_numbers(rate, wide, -1, true);
-    fill_resets(reset, state);
+    if (fair) scale_numbers(dt, wide, 1, true), scale_numbers(A, wide, -1, true);
+    fill_seq_idx(seq_idx, state);
     for (int64_t i = 0; i < all.count; i++) all.copies[i] = copy_of(&all.x[i]);
     point(&all, false);
     if (backward && fair && expected != FORBIDDEN) { // it reads the states that its forward kept

@@ -13,7 +13,7 @@ typedef enum kind {
 } kind; // PLAIN: a decay of each channel, and nothing else
 
 typedef struct shape {
-    int64_t batch, num_tokens, kv_heads, group, head_dim, v_head_dim;
+    int64_t batch, num_tokens, k_heads, group, head_dim, v_head_dim;
 } shape;
 
 // Arrays of a case: as many as a call can have.
@@ -21,7 +21,7 @@ enum {
     Q,
     K,
     V,
-    DECAY,
+    LOG_DECAY,
     FACTOR,
     SKIP,
     INITIAL,
@@ -34,7 +34,7 @@ enum {
     DQ,
     DK,
     DV,
-    DDECAY,
+    DLOG_DECAY,
     DFACTOR,
     DSKIP,
     DINITIAL,
@@ -46,24 +46,23 @@ typedef struct scan_case {
     int64_t count[NUM_ARRAYS];
     rt_dtype dtype[NUM_ARRAYS];
     void *x[NUM_ARRAYS];
-    uint8_t *resets;
+    int32_t *seq_idx;
 } scan_case;
 
 static inline void bind(scan_case *c, kind which) {
     rt_scan_params *p = &c->p;
-    p->q = c->x[Q], p->k = c->x[K], p->v = c->x[V], p->decay = c->x[DECAY], p->initial_state = c->x[INITIAL];
+    p->q = c->x[Q], p->k = c->x[K], p->v = c->x[V], p->g = c->x[LOG_DECAY], p->initial_state = c->x[INITIAL];
     p->dout = c->x[DOUT], p->dfinal_state = c->x[DFINAL], p->out = c->x[OUT], p->final_state = c->x[FINAL];
-    p->states = c->x[STATES], p->dq = c->x[DQ], p->dk = c->x[DK], p->dv = c->x[DV], p->ddecay = c->x[DDECAY];
+    p->states = c->x[STATES], p->dq = c->x[DQ], p->dk = c->x[DK], p->dv = c->x[DV], p->dg = c->x[DLOG_DECAY];
     p->dinitial_state = c->x[DINITIAL];
     if (which <= KDA) p->beta = c->x[FACTOR], p->dbeta = c->x[DFACTOR];
-    if (which == SSD)
-        p->step = c->x[FACTOR], p->dstep = c->x[DFACTOR], p->skip = c->x[SKIP], p->dskip = c->x[DSKIP];
+    if (which == SSD) p->dt = c->x[FACTOR], p->ddt = c->x[DFACTOR], p->D = c->x[SKIP], p->dD = c->x[DSKIP];
 }
 
 // Keys of length below 1 and beta in [0, 1): a step then never lengthens the state, and errors add up at most.
 static inline scan_case new_case(uint64_t *state, rt_dtype dtype, kind which, shape s, double documents,
                                  double padding) {
-    const int64_t B = s.batch, N = s.num_tokens, G = s.kv_heads, H = G * s.group, D = s.head_dim,
+    const int64_t B = s.batch, N = s.num_tokens, G = s.k_heads, H = G * s.group, D = s.head_dim,
                   Dv = s.v_head_dim;
     const rt_dtype wide = state_of(dtype);
     const bool channels = which == KDA || which == PLAIN;
@@ -72,7 +71,7 @@ static inline scan_case new_case(uint64_t *state, rt_dtype dtype, kind which, sh
                          .batch = B,
                          .num_tokens = N,
                          .num_heads = H,
-                         .num_kv_heads = G,
+                         .num_k_heads = G,
                          .head_dim = D,
                          .v_head_dim = Dv,
                          .channel_decay = channels,
@@ -94,7 +93,7 @@ static inline scan_case new_case(uint64_t *state, rt_dtype dtype, kind which, sh
             double x = i < NUM_INPUTS ? random_unit(state) : NAN;
             if (i == K) x /= sqrt((double)D);
             if (i == FACTOR) x = fabs(x);
-            if (i == DECAY) { // none, gentle, strong, and what even f64 takes for 0
+            if (i == LOG_DECAY) { // none, gentle, strong, and what even f64 takes for 0
                 const int64_t strength = random_int(state, 0, 9);
                 x = strength == 0 ? 0 : strength == 1 ? -1e4 : strength == 2 ? -INFINITY : -fabs(x);
             }
@@ -105,12 +104,8 @@ static inline scan_case new_case(uint64_t *state, rt_dtype dtype, kind which, sh
     const int64_t of_v[] = {N * (H + gap) * (Dv + gap), (H + gap) * (Dv + gap), Dv + gap};
     memcpy(c.p.q_stride, of_q, sizeof(of_q)), memcpy(c.p.k_stride, of_q, sizeof(of_q));
     memcpy(c.p.v_stride, of_v, sizeof(of_v)), memcpy(c.p.dout_stride, of_v, sizeof(of_v));
-    c.p.resets_batch_stride = random_int(state, 0, 1) ? N : 0;
-    c.resets = must_alloc((size_t)(c.p.resets_batch_stride ? B * N : N));
-    for (int64_t t = 0; t < (c.p.resets_batch_stride ? B * N : N); t++)
-        c.resets[t] = (uint8_t)((fabs(random_unit(state)) < documents ? RT_DOCUMENT_BEGIN : 0) |
-                                (fabs(random_unit(state)) < padding ? RT_PADDING : 0));
-    c.p.resets = c.resets;
+    c.p.seq_idx_batch_stride = random_int(state, 0, 1) ? N : 0;
+    c.p.seq_idx = c.seq_idx = random_seq_idx(state, c.p.seq_idx_batch_stride ? B : 1, N, documents, padding);
     bind(&c, which);
     if (random_int(state, 0, 3) == 0) c.p.initial_state = NULL;
     if (random_int(state, 0, 3) == 0) c.p.dfinal_state = NULL;
@@ -122,7 +117,7 @@ static inline void spoil_padding(scan_case *c) {
     const rt_scan_params *p = &c->p;
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t t = 0; t < p->num_tokens; t++) {
-            if (!(p->resets[b * p->resets_batch_stride + t] & RT_PADDING)) continue;
+            if (!is_padding(p->seq_idx, p->seq_idx_batch_stride, b, t)) continue;
             for (int64_t h = 0; h < p->num_heads; h++) {
                 const int64_t at = (b * p->num_tokens + t) * p->num_heads + h;
                 for (int64_t j = 0; j < p->v_head_dim; j++) {
@@ -133,10 +128,10 @@ static inline void spoil_padding(scan_case *c) {
                 }
                 store_element(state_of(p->dtype), c->x[FACTOR], at, NAN);
                 for (int64_t i = 0; i < (p->channel_decay ? p->head_dim : 1); i++)
-                    store_element(state_of(p->dtype), c->x[DECAY],
+                    store_element(state_of(p->dtype), c->x[LOG_DECAY],
                                   p->channel_decay ? at * p->head_dim + i : at, NAN);
             }
-            for (int64_t g = 0; g < p->num_kv_heads; g++)
+            for (int64_t g = 0; g < p->num_k_heads; g++)
                 for (int64_t i = 0; i < p->head_dim; i++) {
                     const int64_t at = b * p->q_stride[0] + t * p->q_stride[1] + g * p->q_stride[2] + i;
                     store_element(p->dtype, c->x[Q], at, NAN), store_element(p->dtype, c->x[K], at, NAN);
@@ -158,7 +153,7 @@ static inline rt_status run(rt_scan_params p, bool backward, rt_parallel paralle
 
 static inline void free_case(scan_case *c) {
     for (int i = 0; i < NUM_ARRAYS; i++) free(c->x[i]);
-    free(c->resets);
+    free(c->seq_idx);
 }
 
 // The results on threads are those of one, bit for bit.
@@ -175,7 +170,7 @@ static inline void check_threads(uint64_t *state, rt_dtype dtype, kind which) {
     }
     CHECK_STATUS(run(c.p, false, threads_of(4)), RT_OK);
     CHECK_STATUS(run(c.p, true, threads_of(4)), RT_OK);
-    const int used[] = {OUT, FINAL, DQ, DK, DV, DDECAY, DINITIAL};
+    const int used[] = {OUT, FINAL, DQ, DK, DV, DLOG_DECAY, DINITIAL};
     for (int i = 0; i < 7; i++)
         CHECK(memcmp(one[used[i]], c.x[used[i]], (size_t)c.count[used[i]] * dtype_bytes(c.dtype[used[i]])) ==
               0);

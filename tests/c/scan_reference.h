@@ -11,13 +11,25 @@ static inline double number(rt_dtype dtype, const void *array, int64_t i, double
     return array == NULL ? otherwise : load_element(dtype, array, i);
 }
 
+// Random documents and padding of each row, (rows, num_tokens).
+static inline int32_t *random_seq_idx(uint64_t *state, int64_t rows, int64_t num_tokens, double documents,
+                                      double padding) {
+    int32_t *seq_idx = must_alloc((size_t)(rows * num_tokens) * sizeof(int32_t));
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t t = 0, document = 0; t < num_tokens; t++) {
+            document += fabs(random_unit(state)) < documents;
+            seq_idx[row * num_tokens + t] = fabs(random_unit(state)) < padding ? -1 : (int32_t)document;
+        }
+    return seq_idx;
+}
+
 // One head of one row.
 typedef struct scan_head {
     const rt_scan_params *p;
-    int64_t batch, head, kv_head;
+    int64_t batch, head, k_head;
     double *
-        states; // (2 N + 1, D, Dv): before and after each token, in turn; a document's begin changes only the former
-    double *gradient; // (D, Dv) of the state
+        states; // (2 N + 1, K, V): before and after each token, in turn; a document's begin changes only the former
+    double *gradient; // (K, V) of the state
 } scan_head;
 
 static inline int64_t at_token(const scan_head *s, int64_t t) {
@@ -28,10 +40,10 @@ static inline double at_row(const rt_scan_params *p, const void *x, const int64_
     return load_element(p->dtype, x, batch * stride[0] + t * stride[1] + head * stride[2] + i);
 }
 static inline double q_of(const scan_head *s, int64_t t, int64_t i) {
-    return at_row(s->p, s->p->q, s->p->q_stride, s->batch, t, s->kv_head, i);
+    return at_row(s->p, s->p->q, s->p->q_stride, s->batch, t, s->k_head, i);
 }
 static inline double k_of(const scan_head *s, int64_t t, int64_t i) {
-    return at_row(s->p, s->p->k, s->p->k_stride, s->batch, t, s->kv_head, i);
+    return at_row(s->p, s->p->k, s->p->k_stride, s->batch, t, s->k_head, i);
 }
 static inline double v_of(const scan_head *s, int64_t t, int64_t j) {
     return at_row(s->p, s->p->v, s->p->v_stride, s->batch, t, s->head, j);
@@ -41,32 +53,45 @@ static inline double dout_of(const scan_head *s, int64_t t, int64_t j) {
 }
 static inline double decay_of(const scan_head *s, int64_t t, int64_t i) {
     const int64_t at = s->p->channel_decay ? at_token(s, t) * s->p->head_dim + i : at_token(s, t);
-    return exp(load_element(state_of(s->p->dtype), s->p->decay, at));
+    return exp(load_element(state_of(s->p->dtype), s->p->g, at));
 }
-static inline uint8_t reset_of(const scan_head *s, int64_t t) {
-    return s->p->resets[s->batch * s->p->resets_batch_stride + t];
+static inline bool is_padding(const int32_t *seq_idx, int64_t stride, int64_t batch, int64_t t) {
+    return seq_idx[batch * stride + t] < 0;
+}
+// Whether a document other than that of the initial state begins at a token.
+static inline bool begins(const int32_t *seq_idx, int64_t stride, int64_t batch, int64_t t) {
+    const int32_t *row = seq_idx + batch * stride;
+    int64_t before = t - 1;
+    while (before >= 0 && row[before] < 0) before--;
+    return row[t] >= 0 && row[t] != (before < 0 ? 0 : row[before]);
+}
+static inline bool pads(const scan_head *s, int64_t t) {
+    return is_padding(s->p->seq_idx, s->p->seq_idx_batch_stride, s->batch, t);
+}
+static inline bool restarts(const scan_head *s, int64_t t) {
+    return begins(s->p->seq_idx, s->p->seq_idx_batch_stride, s->batch, t);
 }
 
 // v - (decayed state)^T k, with beta; else v.
 static inline double surprise(const scan_head *s, int64_t t, int64_t j) {
-    const int64_t D = s->p->head_dim, Dv = s->p->v_head_dim;
+    const int64_t K = s->p->head_dim, V = s->p->v_head_dim;
     double x = v_of(s, t, j);
-    for (int64_t i = 0; i < D && s->p->beta != NULL; i++)
-        x -= decay_of(s, t, i) * s->states[(2 * t * D + i) * Dv + j] * k_of(s, t, i);
+    for (int64_t i = 0; i < K && s->p->beta != NULL; i++)
+        x -= decay_of(s, t, i) * s->states[(2 * t * K + i) * V + j] * k_of(s, t, i);
     return x;
 }
 
 static inline double factor_of(const scan_head *s, int64_t t) {
-    const void *factor = s->p->beta != NULL ? s->p->beta : s->p->step;
+    const void *factor = s->p->beta != NULL ? s->p->beta : s->p->dt;
     return number(state_of(s->p->dtype), factor, at_token(s, t), 1);
 }
 
 static inline scan_head walk_forward(const rt_scan_params *p, int64_t batch, int64_t head) {
-    const int64_t D = p->head_dim, Dv = p->v_head_dim, size = D * Dv;
+    const int64_t K = p->head_dim, V = p->v_head_dim, size = K * V;
     scan_head s = {p,
                    batch,
                    head,
-                   head / (p->num_heads / p->num_kv_heads),
+                   head / (p->num_heads / p->num_k_heads),
                    must_alloc((size_t)((2 * p->num_tokens + 1) * size) * sizeof(double)),
                    must_alloc((size_t)size * sizeof(double))};
     for (int64_t i = 0; i < size; i++)
@@ -74,12 +99,12 @@ static inline scan_head walk_forward(const rt_scan_params *p, int64_t batch, int
             number(state_of(p->dtype), p->initial_state, (batch * p->num_heads + head) * size + i, 0);
     for (int64_t t = 0; t < p->num_tokens; t++) {
         double *before = s.states + 2 * t * size, *after = before + size, *next = after + size;
-        if (reset_of(&s, t) & RT_DOCUMENT_BEGIN) memset(before, 0, (size_t)size * sizeof(double));
+        if (restarts(&s, t)) memset(before, 0, (size_t)size * sizeof(double));
         for (int64_t i = 0; i < size; i++) after[i] = before[i];
-        for (int64_t j = 0; j < Dv && !(reset_of(&s, t) & RT_PADDING); j++) {
+        for (int64_t j = 0; j < V && !pads(&s, t); j++) {
             const double u = factor_of(&s, t) * surprise(&s, t, j);
-            for (int64_t i = 0; i < D; i++)
-                after[i * Dv + j] = decay_of(&s, t, i) * before[i * Dv + j] + k_of(&s, t, i) * u;
+            for (int64_t i = 0; i < K; i++)
+                after[i * V + j] = decay_of(&s, t, i) * before[i * V + j] + k_of(&s, t, i) * u;
         }
         for (int64_t i = 0; i < size; i++) next[i] = after[i];
     }
@@ -87,22 +112,21 @@ static inline scan_head walk_forward(const rt_scan_params *p, int64_t batch, int
 }
 
 static inline void scan_reference_fwd(const rt_scan_params *p) {
-    const int64_t D = p->head_dim, Dv = p->v_head_dim, N = p->num_tokens;
+    const int64_t K = p->head_dim, V = p->v_head_dim, N = p->num_tokens;
     for (int64_t row = 0; row < p->batch * p->num_heads; row++) {
         scan_head s = walk_forward(p, row / p->num_heads, row % p->num_heads);
         for (int64_t t = 0; t < N; t++)
-            for (int64_t j = 0; j < Dv; j++) {
-                const bool padding = reset_of(&s, t) & RT_PADDING;
-                double out = padding || p->skip == NULL
+            for (int64_t j = 0; j < V; j++) {
+                const bool padding = pads(&s, t);
+                double out = padding || p->D == NULL
                                  ? 0
-                                 : load_element(state_of(p->dtype), p->skip, s.head) * v_of(&s, t, j);
-                for (int64_t i = 0; i < D && !padding; i++)
-                    out += p->scale * q_of(&s, t, i) * s.states[((2 * t + 1) * D + i) * Dv + j];
-                store_element(p->dtype, p->out, at_token(&s, t) * Dv + j, out);
+                                 : load_element(state_of(p->dtype), p->D, s.head) * v_of(&s, t, j);
+                for (int64_t i = 0; i < K && !padding; i++)
+                    out += p->scale * q_of(&s, t, i) * s.states[((2 * t + 1) * K + i) * V + j];
+                store_element(p->dtype, p->out, at_token(&s, t) * V + j, out);
             }
-        // A document may begin at a token that is padding, after the last one that is not.
-        for (int64_t i = 0; i < D * Dv; i++)
-            store_element(state_of(p->dtype), p->final_state, row * D * Dv + i, s.states[2 * N * D * Dv + i]);
+        for (int64_t i = 0; i < K * V; i++)
+            store_element(state_of(p->dtype), p->final_state, row * K * V + i, s.states[2 * N * K * V + i]);
         free(s.states), free(s.gradient);
     }
 }
@@ -115,32 +139,32 @@ static inline void add_element(rt_dtype dtype, void *array, int64_t i, double x)
 static inline void walk_token_back(scan_head *s, int64_t t) {
     const rt_scan_params *p = s->p;
     const rt_dtype wide = state_of(p->dtype);
-    const int64_t D = p->head_dim, Dv = p->v_head_dim, at = at_token(s, t);
-    const double *before = s->states + 2 * t * D * Dv, *after = before + D * Dv;
-    const double skip = number(wide, p->skip, s->head, 0), factor = factor_of(s, t);
-    for (int64_t j = 0; j < Dv; j++) {
+    const int64_t K = p->head_dim, V = p->v_head_dim, at = at_token(s, t);
+    const double *before = s->states + 2 * t * K * V, *after = before + K * V;
+    const double D = number(wide, p->D, s->head, 0), factor = factor_of(s, t);
+    for (int64_t j = 0; j < V; j++) {
         const double dout = dout_of(s, t, j), v = v_of(s, t, j), x = surprise(s, t, j);
         double du = 0;
-        for (int64_t i = 0; i < D; i++) {
-            const int64_t shared = ((s->batch * p->num_tokens + t) * p->num_kv_heads + s->kv_head) * D + i;
-            double *dstate = &s->gradient[i * Dv + j];
+        for (int64_t i = 0; i < K; i++) {
+            const int64_t shared = ((s->batch * p->num_tokens + t) * p->num_k_heads + s->k_head) * K + i;
+            double *dstate = &s->gradient[i * V + j];
             *dstate += p->scale * q_of(s, t, i) * dout;
-            add_element(wide, p->dq, shared, p->scale * after[i * Dv + j] * dout);
+            add_element(wide, p->dq, shared, p->scale * after[i * V + j] * dout);
             add_element(wide, p->dk, shared, *dstate * factor * x);
             du += *dstate * k_of(s, t, i);
         }
-        add_element(wide, p->beta != NULL ? p->dbeta : p->dstep, at, du * x);
-        add_element(wide, p->dskip, at, dout * v);
-        add_element(wide, p->dv, at * Dv + j, factor * du + skip * dout);
-        for (int64_t i = 0; i < D; i++) {
-            const int64_t shared = ((s->batch * p->num_tokens + t) * p->num_kv_heads + s->kv_head) * D + i;
-            const double decayed = decay_of(s, t, i) * before[i * Dv + j];
-            double *dstate = &s->gradient[i * Dv + j];
+        add_element(wide, p->beta != NULL ? p->dbeta : p->ddt, at, du * x);
+        add_element(wide, p->dD, at, dout * v);
+        add_element(wide, p->dv, at * V + j, factor * du + D * dout);
+        for (int64_t i = 0; i < K; i++) {
+            const int64_t shared = ((s->batch * p->num_tokens + t) * p->num_k_heads + s->k_head) * K + i;
+            const double decayed = decay_of(s, t, i) * before[i * V + j];
+            double *dstate = &s->gradient[i * V + j];
             if (p->beta != NULL) {
                 *dstate -= k_of(s, t, i) * factor * du;
                 add_element(wide, p->dk, shared, -decayed * factor * du);
             }
-            add_element(wide, p->ddecay, p->channel_decay ? at * D + i : at, *dstate * decayed);
+            add_element(wide, p->dg, p->channel_decay ? at * K + i : at, *dstate * decayed);
             *dstate *= decay_of(s, t, i);
         }
     }
@@ -148,27 +172,25 @@ static inline void walk_token_back(scan_head *s, int64_t t) {
 
 static inline void scan_reference_bwd(const rt_scan_params *p) {
     const rt_dtype wide = state_of(p->dtype);
-    const int64_t B = p->batch, N = p->num_tokens, H = p->num_heads, G = p->num_kv_heads, D = p->head_dim,
-                  Dv = p->v_head_dim, bytes = (int64_t)dtype_bytes(wide);
+    const int64_t B = p->batch, N = p->num_tokens, H = p->num_heads, G = p->num_k_heads, K = p->head_dim,
+                  V = p->v_head_dim, bytes = (int64_t)dtype_bytes(wide);
     struct {
         void *array;
         int64_t count;
-    } gradients[] = {
-        {p->dq, G * D}, {p->dk, G * D}, {p->dv, H * Dv}, {p->ddecay, p->channel_decay ? H * D : H},
-        {p->dbeta, H},  {p->dstep, H},  {p->dskip, H}};
+    } gradients[] = {{p->dq, G * K}, {p->dk, G * K}, {p->dv, H * V}, {p->dg, p->channel_decay ? H * K : H},
+                     {p->dbeta, H},  {p->ddt, H},    {p->dD, H}};
     for (int i = 0; i < 7; i++)
         if (gradients[i].array != NULL)
             memset(gradients[i].array, 0, (size_t)(B * N * gradients[i].count * bytes));
     for (int64_t row = 0; row < B * H; row++) {
         scan_head s = walk_forward(p, row / H, row % H);
-        for (int64_t i = 0; i < D * Dv; i++)
-            s.gradient[i] = number(wide, p->dfinal_state, row * D * Dv + i, 0);
+        for (int64_t i = 0; i < K * V; i++) s.gradient[i] = number(wide, p->dfinal_state, row * K * V + i, 0);
         for (int64_t t = N - 1; t >= 0; t--) {
-            if (!(reset_of(&s, t) & RT_PADDING)) walk_token_back(&s, t);
-            if (reset_of(&s, t) & RT_DOCUMENT_BEGIN) memset(s.gradient, 0, (size_t)(D * Dv) * sizeof(double));
+            if (!pads(&s, t)) walk_token_back(&s, t);
+            if (restarts(&s, t)) memset(s.gradient, 0, (size_t)(K * V) * sizeof(double));
         }
-        for (int64_t i = 0; i < D * Dv; i++)
-            store_element(wide, p->dinitial_state, row * D * Dv + i, s.gradient[i]);
+        for (int64_t i = 0; i < K * V; i++)
+            store_element(wide, p->dinitial_state, row * K * V + i, s.gradient[i]);
         free(s.states), free(s.gradient);
     }
 }
@@ -179,11 +201,10 @@ static inline void scan_reference_bwd(const rt_scan_params *p) {
 enum { NONE = -100 };
 
 static inline int64_t token_before(const rt_conv_params *p, int64_t batch, int64_t t, int64_t ago) {
-    const uint8_t *resets = p->resets + batch * p->resets_batch_stride;
     while (ago > 0) {
-        if (t < p->num_tokens && (resets[t] & RT_DOCUMENT_BEGIN)) return NONE;
+        if (t < p->num_tokens && begins(p->seq_idx, p->seq_idx_batch_stride, batch, t)) return NONE;
         if (--t < 0) return ago <= p->width - 1 ? -1 - (p->width - 1 - ago) : NONE;
-        if (!(resets[t] & RT_PADDING)) ago--;
+        if (!is_padding(p->seq_idx, p->seq_idx_batch_stride, batch, t)) ago--;
     }
     return t;
 }
@@ -208,7 +229,7 @@ static inline void conv_reference_fwd(const rt_conv_params *p) {
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t c = 0; c < p->num_channels; c++) {
             for (int64_t t = 0; t < p->num_tokens; t++) {
-                const bool padding = p->resets[b * p->resets_batch_stride + t] & RT_PADDING;
+                const bool padding = is_padding(p->seq_idx, p->seq_idx_batch_stride, b, t);
                 const double z = padding ? 0 : conv_reference_z(p, b, t, c);
                 store_element(p->dtype, p->y, (b * p->num_tokens + t) * p->num_channels + c,
                               p->silu ? z / (1 + exp(-z)) : z);
@@ -230,7 +251,7 @@ static inline void conv_reference_bwd(const rt_conv_params *p) {
         for (int64_t b = 0; b < B; b++) {
             for (int64_t i = 0; i < N + K; i++) dx[i] = 0;
             for (int64_t t = 0; t < N; t++) {
-                if (p->resets[b * p->resets_batch_stride + t] & RT_PADDING) continue;
+                if (is_padding(p->seq_idx, p->seq_idx_batch_stride, b, t)) continue;
                 const double z = conv_reference_z(p, b, t, c), s = 1 / (1 + exp(-z));
                 const double dy =
                     load_element(p->dtype, p->dy, b * p->dy_stride[0] + t * p->dy_stride[1] + c);

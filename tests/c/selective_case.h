@@ -11,23 +11,23 @@ typedef struct selective_shape {
 // Arrays of a case.
 enum {
     SEL_X,
-    SEL_Q,
-    SEL_K,
+    SEL_C,
+    SEL_B,
     SEL_DOUT,
-    SEL_STEP,
-    SEL_RATE,
-    SEL_SKIP,
+    SEL_DT,
+    SEL_A,
+    SEL_D,
     SEL_INITIAL,
     SEL_DFINAL,
     SEL_INPUTS,
     SEL_OUT = SEL_INPUTS,
     SEL_FINAL,
     SEL_DX,
-    SEL_DSTEP,
-    SEL_DQ,
-    SEL_DK,
-    SEL_DRATE,
-    SEL_DSKIP,
+    SEL_DDT,
+    SEL_DC,
+    SEL_DB,
+    SEL_DA,
+    SEL_DD,
     SEL_DINITIAL,
     SEL_STATES,
     SEL_ARRAYS
@@ -38,21 +38,21 @@ typedef struct selective_case {
     int64_t count[SEL_ARRAYS];
     rt_dtype dtype[SEL_ARRAYS];
     void *x[SEL_ARRAYS];
-    uint8_t *resets;
+    int32_t *seq_idx;
 } selective_case;
 
 static inline void bind_selective(selective_case *c) {
     rt_selective_params *p = &c->p;
     void **x = c->x;
-    p->x = x[SEL_X], p->q = x[SEL_Q], p->k = x[SEL_K], p->dout = x[SEL_DOUT], p->step = x[SEL_STEP];
-    p->rate = x[SEL_RATE], p->skip = x[SEL_SKIP], p->initial_state = x[SEL_INITIAL];
+    p->x = x[SEL_X], p->C = x[SEL_C], p->B = x[SEL_B], p->dout = x[SEL_DOUT], p->dt = x[SEL_DT];
+    p->A = x[SEL_A], p->D = x[SEL_D], p->initial_state = x[SEL_INITIAL];
     p->dfinal_state = x[SEL_DFINAL], p->out = x[SEL_OUT], p->final_state = x[SEL_FINAL];
-    p->states = x[SEL_STATES], p->dx = x[SEL_DX], p->dstep = x[SEL_DSTEP], p->dq = x[SEL_DQ];
-    p->dk = x[SEL_DK], p->drate = x[SEL_DRATE], p->dskip = x[SEL_DSKIP];
+    p->states = x[SEL_STATES], p->dx = x[SEL_DX], p->ddt = x[SEL_DDT], p->dC = x[SEL_DC];
+    p->dB = x[SEL_DB], p->dA = x[SEL_DA], p->dD = x[SEL_DD];
     p->dinitial_state = x[SEL_DINITIAL];
 }
 
-// Steps in [0, 1) and rates <= 0: no, gentle and strong decay, and one that even f64 takes for 0.
+// dt in [0, 1) and A <= 0: no, gentle and strong decay, and one that even f64 takes for 0.
 static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, selective_shape s,
                                            double documents, double padding) {
     const int64_t B = s.batch, N = s.num_tokens, C = s.num_channels, K = s.state_dim;
@@ -79,12 +79,12 @@ static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, sele
     selective_case c = {
         .p = {.dtype = dtype, .batch = B, .num_tokens = N, .num_channels = C, .state_dim = K}};
     for (int i = 0; i < SEL_ARRAYS; i++) {
-        c.count[i] = counts[i], c.dtype[i] = i < SEL_STEP || i == SEL_OUT ? dtype : state_of(dtype);
+        c.count[i] = counts[i], c.dtype[i] = i < SEL_DT || i == SEL_OUT ? dtype : state_of(dtype);
         c.x[i] = must_alloc((size_t)counts[i] * dtype_bytes(c.dtype[i]));
         for (int64_t j = 0; j < counts[i]; j++) {
             double x = i < SEL_INPUTS ? random_unit(state) : NAN;
-            if (i == SEL_STEP) x = fabs(x);
-            if (i == SEL_RATE) {
+            if (i == SEL_DT) x = fabs(x);
+            if (i == SEL_A) {
                 const int64_t strength = random_int(state, 0, 9);
                 x = strength == 0 ? 0 : strength == 1 ? -1e4 : -fabs(x);
             }
@@ -93,18 +93,13 @@ static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, sele
     }
     const int64_t of_x[] = {N * (C + gap), C + gap}, of_k[] = {N * (K + gap), K + gap};
     memcpy(c.p.x_stride, of_x, sizeof(of_x)), memcpy(c.p.dout_stride, of_x, sizeof(of_x));
-    memcpy(c.p.q_stride, of_k, sizeof(of_k)), memcpy(c.p.k_stride, of_k, sizeof(of_k));
-    c.p.resets_batch_stride = random_int(state, 0, 1) ? N : 0;
-    const int64_t num_resets = c.p.resets_batch_stride ? B * N : N;
-    c.resets = must_alloc((size_t)num_resets);
-    for (int64_t t = 0; t < num_resets; t++)
-        c.resets[t] = (uint8_t)((fabs(random_unit(state)) < documents ? RT_DOCUMENT_BEGIN : 0) |
-                                (fabs(random_unit(state)) < padding ? RT_PADDING : 0));
-    c.p.resets = c.resets;
+    memcpy(c.p.C_stride, of_k, sizeof(of_k)), memcpy(c.p.B_stride, of_k, sizeof(of_k));
+    c.p.seq_idx_batch_stride = random_int(state, 0, 1) ? N : 0;
+    c.p.seq_idx = c.seq_idx = random_seq_idx(state, c.p.seq_idx_batch_stride ? B : 1, N, documents, padding);
     bind_selective(&c);
     if (random_int(state, 0, 3) == 0) c.p.initial_state = NULL;
     if (random_int(state, 0, 3) == 0) c.p.dfinal_state = NULL;
-    if (random_int(state, 0, 3) == 0) c.p.skip = c.p.dskip = NULL;
+    if (random_int(state, 0, 3) == 0) c.p.D = c.p.dD = NULL;
     return c;
 }
 
@@ -122,7 +117,7 @@ static inline rt_status run_selective_case(rt_selective_params p, bool backward,
 
 static inline void free_selective(selective_case *c) {
     for (int i = 0; i < SEL_ARRAYS; i++) free(c->x[i]);
-    free(c->resets);
+    free(c->seq_idx);
 }
 
 // The results on threads are those of one, bit for bit.
@@ -135,7 +130,7 @@ static inline void check_selective_threads(uint64_t *state, rt_dtype dtype) {
         const size_t bytes = (size_t)c.count[i] * dtype_bytes(c.dtype[i]);
         one[i] = must_alloc(bytes);
         memcpy(one[i], c.x[i], bytes);
-        if (i != SEL_DSKIP || c.p.skip != NULL) memset(c.x[i], 0x7f, bytes);
+        if (i != SEL_DD || c.p.D != NULL) memset(c.x[i], 0x7f, bytes);
     }
     CHECK_STATUS(run_selective_case(c.p, false, threads_of(4)), RT_OK);
     CHECK_STATUS(run_selective_case(c.p, true, threads_of(4)), RT_OK);

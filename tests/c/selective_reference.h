@@ -13,18 +13,21 @@ typedef struct selective_walk {
     double last;            // after all
 } selective_walk;
 
-static inline uint8_t selective_reset(const rt_selective_params *p, int64_t batch, int64_t t) {
-    return p->resets[batch * p->resets_batch_stride + t];
+static inline bool selective_pads(const rt_selective_params *p, int64_t batch, int64_t t) {
+    return is_padding(p->seq_idx, p->seq_idx_batch_stride, batch, t);
+}
+static inline bool selective_restarts(const rt_selective_params *p, int64_t batch, int64_t t) {
+    return begins(p->seq_idx, p->seq_idx_batch_stride, batch, t);
 }
 static inline double row_of(const rt_selective_params *p, const void *x, const int64_t stride[2],
                             int64_t batch, int64_t t, int64_t i) {
     return load_element(p->dtype, x, batch * stride[0] + t * stride[1] + i);
 }
-static inline double step_of(const rt_selective_params *p, int64_t batch, int64_t t, int64_t c) {
-    return load_element(state_of(p->dtype), p->step, (batch * p->num_tokens + t) * p->num_channels + c);
+static inline double dt_of(const rt_selective_params *p, int64_t batch, int64_t t, int64_t c) {
+    return load_element(state_of(p->dtype), p->dt, (batch * p->num_tokens + t) * p->num_channels + c);
 }
-static inline double rate_of(const rt_selective_params *p, int64_t i, int64_t c) {
-    return load_element(state_of(p->dtype), p->rate, i * p->num_channels + c);
+static inline double A_of(const rt_selective_params *p, int64_t i, int64_t c) {
+    return load_element(state_of(p->dtype), p->A, i * p->num_channels + c);
 }
 
 static inline void walk_states(selective_walk *w) {
@@ -32,13 +35,12 @@ static inline void walk_states(selective_walk *w) {
     double now = number(state_of(p->dtype), p->initial_state,
                         (w->batch * p->state_dim + w->i) * p->num_channels + w->c, 0);
     for (int64_t t = 0; t < p->num_tokens; t++) {
-        if (selective_reset(p, w->batch, t) & RT_DOCUMENT_BEGIN) now = 0;
+        if (selective_restarts(p, w->batch, t)) now = 0;
         w->before[t] = now;
-        if (!(selective_reset(p, w->batch, t) & RT_PADDING)) {
-            const double step = step_of(p, w->batch, t, w->c);
-            now = exp(step * rate_of(p, w->i, w->c)) * now +
-                  row_of(p, p->k, p->k_stride, w->batch, t, w->i) * step *
-                      row_of(p, p->x, p->x_stride, w->batch, t, w->c);
+        if (!selective_pads(p, w->batch, t)) {
+            const double dt = dt_of(p, w->batch, t, w->c);
+            now = exp(dt * A_of(p, w->i, w->c)) * now + row_of(p, p->B, p->B_stride, w->batch, t, w->i) * dt *
+                                                            row_of(p, p->x, p->x_stride, w->batch, t, w->c);
         }
         w->after[t] = now;
     }
@@ -52,15 +54,15 @@ static inline void selective_reference_fwd(const rt_selective_params *p) {
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t c = 0; c < C; c++) {
             for (int64_t t = 0; t < N; t++)
-                out[t] = selective_reset(p, b, t) & RT_PADDING
+                out[t] = selective_pads(p, b, t)
                              ? 0
-                             : number(wide, p->skip, c, 0) * row_of(p, p->x, p->x_stride, b, t, c);
+                             : number(wide, p->D, c, 0) * row_of(p, p->x, p->x_stride, b, t, c);
             for (int64_t i = 0; i < K; i++) {
                 selective_walk w = {p, b, c, i, numbers, numbers + N, 0};
                 walk_states(&w);
                 for (int64_t t = 0; t < N; t++)
-                    if (!(selective_reset(p, b, t) & RT_PADDING))
-                        out[t] += row_of(p, p->q, p->q_stride, b, t, i) * w.after[t];
+                    if (!selective_pads(p, b, t))
+                        out[t] += row_of(p, p->C, p->C_stride, b, t, i) * w.after[t];
                 store_element(wide, p->final_state, (b * K + i) * C + c, w.last);
             }
             for (int64_t t = 0; t < N; t++) store_element(p->dtype, p->out, (b * N + t) * C + c, out[t]);
@@ -70,30 +72,30 @@ static inline void selective_reference_fwd(const rt_selective_params *p) {
 
 // Sums in f64; every gradient is rounded once, at the end.
 typedef struct selective_sums {
-    double *dx, *dstep, *dq, *dk; // (N C), (N K) of one row
-    double *drate, *dskip;        // (K C), (C)
+    double *dx, *ddt, *dC, *dB; // (N C), (N K) of one row
+    double *dA, *dD;            // (K C), (C)
 } selective_sums;
 
 static inline void walk_gradients(const selective_walk *w, const selective_sums *s) {
     const rt_selective_params *p = w->p;
     const int64_t C = p->num_channels, K = p->state_dim, b = w->batch, c = w->c, i = w->i;
     const rt_dtype wide = state_of(p->dtype);
-    const double rate = rate_of(p, i, c);
+    const double A = A_of(p, i, c);
     double dstate = number(wide, p->dfinal_state, (b * K + i) * C + c, 0);
     for (int64_t t = p->num_tokens - 1; t >= 0; t--) {
-        if (!(selective_reset(p, b, t) & RT_PADDING)) {
-            const double x = row_of(p, p->x, p->x_stride, b, t, c), step = step_of(p, b, t, c),
-                         k = row_of(p, p->k, p->k_stride, b, t, i),
-                         dout = row_of(p, p->dout, p->dout_stride, b, t, c), decay = exp(step * rate);
-            dstate += row_of(p, p->q, p->q_stride, b, t, i) * dout;
-            s->dq[t * K + i] += dout * w->after[t];
-            s->dk[t * K + i] += dstate * step * x;
-            s->dx[t * C + c] += dstate * k * step;
-            s->dstep[t * C + c] += dstate * (k * x + decay * w->before[t] * rate);
-            s->drate[i * C + c] += dstate * decay * w->before[t] * step;
+        if (!selective_pads(p, b, t)) {
+            const double x = row_of(p, p->x, p->x_stride, b, t, c), dt = dt_of(p, b, t, c),
+                         B = row_of(p, p->B, p->B_stride, b, t, i),
+                         dout = row_of(p, p->dout, p->dout_stride, b, t, c), decay = exp(dt * A);
+            dstate += row_of(p, p->C, p->C_stride, b, t, i) * dout;
+            s->dC[t * K + i] += dout * w->after[t];
+            s->dB[t * K + i] += dstate * dt * x;
+            s->dx[t * C + c] += dstate * B * dt;
+            s->ddt[t * C + c] += dstate * (B * x + decay * w->before[t] * A);
+            s->dA[i * C + c] += dstate * decay * w->before[t] * dt;
             dstate *= decay;
         }
-        if (selective_reset(p, b, t) & RT_DOCUMENT_BEGIN) dstate = 0;
+        if (selective_restarts(p, b, t)) dstate = 0;
     }
     store_element(wide, p->dinitial_state, (b * K + i) * C + c, dstate);
 }
@@ -113,15 +115,15 @@ static inline void selective_reference_bwd(const rt_selective_params *p) {
                               sums + N * (2 * C + K),
                               sums + 2 * N * (C + K),
                               sums + 2 * N * (C + K) + K * C};
-    for (int64_t i = 0; i < (K + 1) * C; i++) s.drate[i] = 0;
+    for (int64_t i = 0; i < (K + 1) * C; i++) s.dA[i] = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         for (int64_t i = 0; i < 2 * N * (C + K); i++) sums[i] = 0;
         for (int64_t c = 0; c < C; c++) {
             for (int64_t t = 0; t < N; t++) {
-                if (selective_reset(p, b, t) & RT_PADDING) continue;
+                if (selective_pads(p, b, t)) continue;
                 const double dout = row_of(p, p->dout, p->dout_stride, b, t, c);
-                s.dskip[c] += dout * row_of(p, p->x, p->x_stride, b, t, c);
-                s.dx[t * C + c] += dout * number(wide, p->skip, c, 0);
+                s.dD[c] += dout * row_of(p, p->x, p->x_stride, b, t, c);
+                s.dx[t * C + c] += dout * number(wide, p->D, c, 0);
             }
             for (int64_t i = 0; i < K; i++) {
                 selective_walk w = {p, b, c, i, states, states + N, 0};
@@ -129,11 +131,10 @@ static inline void selective_reference_bwd(const rt_selective_params *p) {
                 walk_gradients(&w, &s);
             }
         }
-        store_sums(wide, p->dx, b * N * C, s.dx, N * C),
-            store_sums(wide, p->dstep, b * N * C, s.dstep, N * C);
-        store_sums(wide, p->dq, b * N * K, s.dq, N * K), store_sums(wide, p->dk, b * N * K, s.dk, N * K);
+        store_sums(wide, p->dx, b * N * C, s.dx, N * C), store_sums(wide, p->ddt, b * N * C, s.ddt, N * C);
+        store_sums(wide, p->dC, b * N * K, s.dC, N * K), store_sums(wide, p->dB, b * N * K, s.dB, N * K);
     }
-    store_sums(wide, p->drate, 0, s.drate, K * C), store_sums(wide, p->dskip, 0, s.dskip, C);
+    store_sums(wide, p->dA, 0, s.dA, K * C), store_sums(wide, p->dD, 0, s.dD, C);
     free(states), free(sums);
 }
 

@@ -90,8 +90,7 @@ static void test_documents_and_padding_do_not_leak(void) {
     uint64_t state = 6;
     for (int which = 0; which < NUM_KINDS; which++) {
         scan_case c = new_case(&state, RT_F32, (kind)which, (shape){1, 40, 1, 1, 8, 8}, 0, 0);
-        memset(c.resets, 0, 40);
-        c.resets[13] = c.resets[27] = RT_DOCUMENT_BEGIN, c.resets[20] = RT_PADDING;
+        for (int t = 0; t < 40; t++) c.seq_idx[t] = t == 20 ? -1 : (t >= 13) + (t >= 27);
         c.p.initial_state = NULL, c.p.dfinal_state = NULL;
         CHECK_STATUS(run(c.p, false, no_threads()), RT_OK);
         CHECK_STATUS(run(c.p, true, no_threads()), RT_OK);
@@ -125,12 +124,12 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(batch, -1, RT_BAD_SHAPE);
     REFUSED(num_tokens, -1, RT_BAD_SHAPE);
     REFUSED(num_heads, 0, RT_BAD_HEADS);
-    REFUSED(num_kv_heads, 3, RT_BAD_HEADS);
+    REFUSED(num_k_heads, 3, RT_BAD_HEADS);
     REFUSED(head_dim, 0, RT_BAD_HEAD_DIM);
     REFUSED(v_head_dim, 513, RT_BAD_HEAD_DIM);
     REFUSED(scale, INFINITY, RT_BAD_SCALE);
-    REFUSED(resets_batch_stride, 3, RT_BAD_MASK);
-    REFUSED(step, c.x[FACTOR], RT_BAD_POINTER);
+    REFUSED(seq_idx_batch_stride, 3, RT_BAD_MASK);
+    REFUSED(dt, c.x[FACTOR], RT_BAD_POINTER);
     REFUSED(k, NULL, RT_BAD_POINTER);
     REFUSED(v, (const char *)c.x[V] + 1, RT_BAD_POINTER);
     REFUSED(v_stride[1], INT64_MAX, RT_TOO_LARGE);
@@ -170,12 +169,9 @@ static void check_conv(int line, uint64_t *state, rt_dtype dtype, int64_t B, int
     }
     const bool own_rows = random_int(state, 0, 1), biased = random_int(state, 0, 3),
                before = random_int(state, 0, 2);
-    uint8_t *resets = must_alloc((size_t)(own_rows ? B * N : N));
-    for (int64_t t = 0; t < (own_rows ? B * N : N); t++)
-        resets[t] = (uint8_t)((fabs(random_unit(state)) < documents ? RT_DOCUMENT_BEGIN : 0) |
-                              (fabs(random_unit(state)) < padding ? RT_PADDING : 0));
+    int32_t *seq_idx = random_seq_idx(state, own_rows ? B : 1, N, documents, padding);
     for (int64_t i = 0; i < rows; i++)
-        if (resets[own_rows ? i / C : i / C % N] & RT_PADDING)
+        if (seq_idx[own_rows ? i / C : i / C % N] < 0)
             store_element(dtype, x[X], i, NAN), store_element(dtype, x[DY], i, NAN);
     rt_conv_params p = {.dtype = dtype,
                         .batch = B,
@@ -188,8 +184,8 @@ static void check_conv(int line, uint64_t *state, rt_dtype dtype, int64_t B, int
                         .bias = biased ? x[BIAS] : NULL,
                         .x_stride = {N * C, C},
                         .dy_stride = {N * C, C},
-                        .resets = resets,
-                        .resets_batch_stride = own_rows ? N : 0,
+                        .seq_idx = seq_idx,
+                        .seq_idx_batch_stride = own_rows ? N : 0,
                         .initial_state = before ? x[BEFORE] : NULL,
                         .y = x[Y],
                         .final_state = x[AFTER],
@@ -220,7 +216,7 @@ static void check_conv(int line, uint64_t *state, rt_dtype dtype, int64_t B, int
         free(want[i]);
     }
     for (int i = 0; i < COUNT; i++) free(x[i]);
-    free(resets);
+    free(seq_idx);
 }
 
 static void test_convolution(void) {
@@ -235,7 +231,7 @@ static void test_convolution(void) {
 
 static void test_malformed_convolutions_are_refused(void) {
     float x[8] = {0}, weight[8] = {0}, y[8], state[8];
-    const uint8_t resets[4] = {0};
+    const int32_t seq_idx[4] = {0};
     const rt_conv_params good = {.dtype = RT_F32,
                                  .batch = 1,
                                  .num_tokens = 4,
@@ -244,7 +240,7 @@ static void test_malformed_convolutions_are_refused(void) {
                                  .x = x,
                                  .weight = weight,
                                  .x_stride = {8, 2},
-                                 .resets = resets,
+                                 .seq_idx = seq_idx,
                                  .y = y,
                                  .final_state = state};
     CHECK_STATUS(rt_conv_fwd(&good, no_threads()), RT_OK);
@@ -258,7 +254,7 @@ static void test_malformed_convolutions_are_refused(void) {
     REFUSED(num_channels, -1, RT_BAD_SHAPE);
     REFUSED(width, 0, RT_BAD_WIDTH);
     REFUSED(width, 9, RT_BAD_WIDTH);
-    REFUSED(resets_batch_stride, 1, RT_BAD_MASK);
+    REFUSED(seq_idx_batch_stride, 1, RT_BAD_MASK);
     REFUSED(weight, NULL, RT_BAD_POINTER);
     REFUSED(y, x, RT_SHARED_MEMORY);
     REFUSED(num_tokens, INT64_MAX, RT_TOO_LARGE);

@@ -28,17 +28,17 @@ static void spoil_selective_padding(selective_case *c) {
     const rt_selective_params *p = &c->p;
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t t = 0; t < p->num_tokens; t++) {
-            if (!(selective_reset(p, b, t) & RT_PADDING)) continue;
+            if (!selective_pads(p, b, t)) continue;
             for (int64_t i = 0; i < p->num_channels; i++) {
                 const int64_t at = b * p->x_stride[0] + t * p->x_stride[1] + i;
                 store_element(p->dtype, c->x[SEL_X], at, NAN),
                     store_element(p->dtype, c->x[SEL_DOUT], at, NAN);
-                store_element(state_of(p->dtype), c->x[SEL_STEP],
-                              (b * p->num_tokens + t) * p->num_channels + i, NAN);
+                store_element(state_of(p->dtype), c->x[SEL_DT], (b * p->num_tokens + t) * p->num_channels + i,
+                              NAN);
             }
             for (int64_t i = 0; i < p->state_dim; i++) {
-                const int64_t at = b * p->q_stride[0] + t * p->q_stride[1] + i;
-                store_element(p->dtype, c->x[SEL_Q], at, NAN), store_element(p->dtype, c->x[SEL_K], at, NAN);
+                const int64_t at = b * p->C_stride[0] + t * p->C_stride[1] + i;
+                store_element(p->dtype, c->x[SEL_C], at, NAN), store_element(p->dtype, c->x[SEL_B], at, NAN);
             }
         }
 }
@@ -54,12 +54,11 @@ static void check_selective(int line, uint64_t *state, rt_dtype dtype, selective
         want.x[i] = must_alloc((size_t)c.count[i] * dtype_bytes(c.dtype[i]));
     bind_selective(&want);
     want.p.initial_state = c.p.initial_state, want.p.dfinal_state = c.p.dfinal_state;
-    want.p.skip = c.p.skip;
+    want.p.D = c.p.D;
     selective_reference_fwd(&want.p);
     selective_reference_bwd(&want.p);
     for (int i = SEL_OUT; i < SEL_ARRAYS; i++) {
-        if (i != SEL_STATES && (i != SEL_DSKIP || c.p.skip != NULL))
-            compare_selective(line, &c, i, want.x[i]);
+        if (i != SEL_STATES && (i != SEL_DD || c.p.D != NULL)) compare_selective(line, &c, i, want.x[i]);
         free(want.x[i]);
     }
     free_selective(&c);
@@ -108,8 +107,7 @@ static void test_documents_and_channels_do_not_leak(void) {
     enum { N = 40, C = 20, K = 4 };
     uint64_t state = 6;
     selective_case c = new_selective(&state, RT_F32, (selective_shape){1, N, C, K}, 0, 0);
-    memset(c.resets, 0, N);
-    c.resets[13] = c.resets[27] = RT_DOCUMENT_BEGIN;
+    for (int t = 0; t < N; t++) c.seq_idx[t] = (t >= 13) + (t >= 27);
     c.p.initial_state = NULL, c.p.dfinal_state = NULL;
     float *out = must_alloc(N * C * sizeof(float)), *dx = must_alloc(N * C * sizeof(float));
     for (int spoilt = 0; spoilt < 2; spoilt++) {
@@ -132,7 +130,7 @@ static void test_documents_and_channels_do_not_leak(void) {
 static void test_malformed_params_are_refused(void) {
     uint64_t state = 7;
     selective_case c = new_selective(&state, RT_F32, (selective_shape){1, 4, 3, 5}, 0, 0);
-    c.p.skip = c.x[SEL_SKIP], c.p.dskip = c.x[SEL_DSKIP];
+    c.p.D = c.x[SEL_D], c.p.dD = c.x[SEL_DD];
 #define REFUSED(field, value, status)                                                                        \
     do {                                                                                                     \
         rt_selective_params bad = c.p;                                                                       \
@@ -147,8 +145,8 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_channels, 0, RT_BAD_SHAPE);
     REFUSED(state_dim, 0, RT_BAD_HEAD_DIM);
     REFUSED(state_dim, 513, RT_BAD_HEAD_DIM);
-    REFUSED(resets_batch_stride, 3, RT_BAD_MASK);
-    REFUSED(rate, NULL, RT_BAD_POINTER);
+    REFUSED(seq_idx_batch_stride, 3, RT_BAD_MASK);
+    REFUSED(A, NULL, RT_BAD_POINTER);
     REFUSED(x, (const char *)c.x[SEL_X] + 1, RT_BAD_POINTER);
     REFUSED(x_stride[1], INT64_MAX, RT_TOO_LARGE);
     REFUSED(batch, INT64_MAX, RT_TOO_LARGE);
@@ -158,7 +156,7 @@ static void test_malformed_params_are_refused(void) {
     rt_selective_params bad = c.p;
     bad.out = c.x[SEL_X];
     CHECK_STATUS(run_selective_case(bad, false, no_threads()), RT_SHARED_MEMORY);
-    bad = c.p, bad.dk = c.x[SEL_DQ];
+    bad = c.p, bad.dB = c.x[SEL_DC];
     CHECK_STATUS(run_selective_case(bad, true, no_threads()), RT_SHARED_MEMORY);
     bad = c.p, bad.states = NULL;
     CHECK_STATUS(run_selective_case(bad, false, no_threads()), RT_OK);

@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BEGIN, PADDING = 1, 2
 
-
-def rows_of(resets: Tensor, batch: int) -> list[list[int]]:
-    rows: list[list[int]] = resets.expand(batch, -1).tolist()
+def rows_of(seq_idx: Tensor, batch: int) -> list[list[int]]:
+    rows: list[list[int]] = seq_idx.expand(batch, -1).tolist()
     return rows
 
 
@@ -23,7 +21,7 @@ def recurrence(
     v: Tensor,
     decay: Tensor,
     beta: Tensor | None,
-    resets: Tensor,
+    seq_idx: Tensor,
     state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -34,16 +32,16 @@ def recurrence(
     v, decay = v.double(), decay.double()
     decay = decay if decay.dim() == 4 else decay[..., None]
     outs, finals = [], []
-    for b, row in enumerate(rows_of(resets, v.size(0))):
+    for b, row in enumerate(rows_of(seq_idx, v.size(0))):
         zero = torch.zeros(num_heads, k.size(3), dim, dtype=torch.float64)
         now = zero if state is None else state[b].double()
-        out = []
-        for t, bits in enumerate(row):
-            if bits & BEGIN:
-                now = zero
-            if bits & PADDING:
+        out, document = [], 0
+        for t, number in enumerate(row):
+            if number < 0:
                 out.append(torch.zeros(num_heads, dim, dtype=torch.float64))
                 continue
+            if number != document:
+                now, document = zero, number
             now = decay[b, t].exp()[..., None] * now
             u = v[b, t]
             if beta is not None:
@@ -56,36 +54,58 @@ def recurrence(
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return recurrence(q, k, v, g, beta, resets, state, scale)
+    return recurrence(q, k, v, g, beta, seq_idx, initial_state, scale)
 
 
 def ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, resets: Tensor, state: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     x, dt = x.double(), dt.double()
-    held = (resets & PADDING == 0).expand(dt.shape[:2])[..., None]
+    held = (seq_idx >= 0).expand(dt.shape[:2])[..., None]
     dt, skipped = torch.where(held, dt, 0), torch.where(held[..., None], x, 0)
-    before = None if state is None else state.mT
-    y, final = recurrence(C, B, dt[..., None] * skipped, dt * A.double(), None, resets, before, 1.0)
+    before = None if initial_state is None else initial_state.mT
+    y, final = recurrence(C, B, dt[..., None] * skipped, dt * A.double(), None, seq_idx, before, 1.0)
     return (y if D is None else y + D.double()[:, None] * skipped), final.mT
 
 
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, resets: Tensor, state: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     x, dt, A, B, C = (y.double() for y in (x, dt, A, B, C))
     skip = torch.zeros(x.size(2), dtype=torch.float64) if D is None else D.double()
     zero, outs, finals = torch.zeros_like(A), [], []
-    for b, row in enumerate(rows_of(resets, x.size(0))):
-        now, out = zero if state is None else state[b].double(), []
-        for t, bits in enumerate(row):
-            if bits & BEGIN:
-                now = zero
-            if bits & PADDING:
+    for b, row in enumerate(rows_of(seq_idx, x.size(0))):
+        now, out = zero if initial_state is None else initial_state[b].double(), []
+        document = 0
+        for t, number in enumerate(row):
+            if number < 0:
                 out.append(torch.zeros_like(skip))
                 continue
+            if number != document:
+                now, document = zero, number
             now = (dt[b, t, :, None] * A).exp() * now + (dt[b, t] * x[b, t])[:, None] * B[b, t]
             out.append(now @ C[b, t] + skip * x[b, t])
         outs.append(torch.stack(out) if out else x[b])
@@ -94,20 +114,20 @@ def selective_scan(
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, state: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
     batch, _, num_channels = x.shape
     width, zero = weight.size(1), torch.zeros(num_channels, dtype=torch.float64)
     ys, finals = [], []
-    for b, row in enumerate(rows_of(resets, batch)):
-        window = [zero] * (width - 1) if state is None else list(state[b].double())
-        y = []
-        for t, bits in enumerate(row):
-            if bits & BEGIN:
-                window = [zero] * (width - 1)
-            if bits & PADDING:
+    for b, row in enumerate(rows_of(seq_idx, batch)):
+        window = [zero] * (width - 1) if initial_state is None else list(initial_state[b].double())
+        y, document = [], 0
+        for t, number in enumerate(row):
+            if number < 0:
                 y.append(zero)
                 continue
+            if number != document:
+                window, document = [zero] * (width - 1), number
             window.append(x[b, t].double())
             z = zero if bias is None else bias.double()
             for i in range(width):

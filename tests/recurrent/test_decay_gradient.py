@@ -73,8 +73,8 @@ def gradients_of(delta: Delta, given: Gradients, dtype: torch.dtype) -> Gradient
 
 def alone(module: Any) -> Delta:
     def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        resets = torch.zeros(1, q.size(1), dtype=torch.uint8)
-        out: Tensor = module.gated_delta_rule(q, k, v, g, beta, resets, None, DIM**-0.5)[0]
+        seq_idx = torch.zeros(1, q.size(1), dtype=torch.int32)
+        out: Tensor = module.gated_delta_rule(q, k, v, g, beta, seq_idx=seq_idx, initial_state=None, scale=DIM**-0.5)[0]
         return out
 
     return delta

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, Refused, RingMismatch, ShardedSequence
-from ringtile.recurrent.costs import Size, cheaper, cost, size_of
+from ringtile.recurrent import schemes
+from ringtile.recurrent.costs import cost, size_of
 from test_recurrent_ranks import ROWS, SEQ_LEN, Case, Tensors, assert_close, of_out, of_ranks, problem
 
 H, G, K, V = 8, 4, 3, 5
@@ -48,7 +49,7 @@ def case(name: str, scheme: str | None = "heads") -> Case:
         return out
 
     value_dim = 1 if name == "selective" else V
-    return Case(ours, lambda tensors, resets: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * value_dim)
+    return Case(ours, lambda tensors, seq_idx: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * value_dim)
 
 
 def layout_of(name: str, world_size: int) -> Layout:
@@ -82,7 +83,7 @@ CELLS = [
 def test_heads_are_one_process_bit_for_bit(
     name: str, layout: str, world_size: int, rows: str, dtype: torch.dtype
 ) -> None:
-    """Uneven shares too: 4 units, of heads that share a head of q and k, over 3 ranks.
+    """Uneven shares too: 4 head groups over 3 ranks.
 
     Gradients that ranks add are the same up to that sum's order.
     """
@@ -162,7 +163,7 @@ def sent(name: str, scheme: str, seq_len: int, layout: Layout, mask: IntervalMas
     ],
 )
 def test_bytes_are_as_planned(name: str, seq_len: int) -> None:
-    """In both schemes, of uneven shares: 4 units, or 8, over 3 ranks."""
+    """In both schemes, of uneven shares: 4 head groups, or 8, over 3 ranks."""
     mask, layout = IntervalMask.documents([seq_len // 4, 3 * seq_len // 4]), Layout.zigzag(seq_len, 3)
     groups, value_dim = G if name in ("delta", "ssd of groups") else 1, 1 if name == "selective" else V
     size = size_of(KINDS[name], H, groups, K, value_dim, torch.float32, batch=2)
@@ -187,12 +188,12 @@ def scheme_run(name: str, scheme: str | None, of_sequence: str, world_size: int,
     size = size_of(KINDS[name], H, G if name == "delta" else 1, K, V, torch.float64, batch=1)
     total = sum(LoopbackWorld(world_size).run(rank))
     by_scheme = {sum(cost("states", mask, layout, size).forward_sent): "states"}
-    if world_size <= size.num_units:
+    if world_size <= size.num_head_groups:
         by_scheme[sum(cost("heads", mask, layout, size).forward_sent)] = "heads"
     return by_scheme[total]
 
 
-def test_the_scheme_is_the_one_asked_for_or_the_attentions_or_the_cheaper() -> None:
+def test_the_scheme_is_the_one_asked_for_or_the_attentions() -> None:
     causal = IntervalMask.causal(SEQ_LEN)
     assert scheme_run("kda", None, "ring", 2, causal) == "states"
     assert scheme_run("kda", None, "all_gather", 2, causal) == "states"
@@ -201,27 +202,67 @@ def test_the_scheme_is_the_one_asked_for_or_the_attentions_or_the_cheaper() -> N
     assert scheme_run("kda", None, "usp:2", 4, causal) == "states"
     assert scheme_run("kda", "states", "ulysses", 2, causal) == "states"
     assert scheme_run("kda", "heads", "ring", 2, causal) == "heads"
-    assert scheme_run("delta", None, "ulysses", 6, causal) == "states"  # there are 4 units
-    assert scheme_run("delta", "auto", "ulysses", 6, causal) == "states"
-    assert scheme_run("delta", "auto", "ring", 3, IntervalMask.documents([16, 16, 16])) == "states"  # nothing travels
+    assert scheme_run("delta", None, "ulysses", 6, causal) == "states"  # there are 4 groups
 
 
-def test_the_cheaper_scheme_is_done_first() -> None:
-    """Two ranks, one document, a head each, S 8: states are handed on once, 4 tokens after the first 4.
+def test_auto_asks_the_clock_where_both_schemes_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each kind of call and group, whatever the mask; all ranks take what is faster."""
+    measured: list[int] = []
 
-    Heads: 8 tokens of half the state, and 4 tokens to the other rank and back.
-    """
-    causal, layout = IntervalMask.causal(8), Layout.contiguous(8, 2)
-    # Of one state number, without bytes: 8 x 1/2 in heads. In states 4 x 1/2 a part, two on rank 0, then the last one
-    # on rank 1: 6. So heads are ahead by 2, and that many bytes (twice a number of updates each) are too many.
-    free = Size(num_units=2, unit_bytes=0, shared_bytes=0, out_bytes=0, state_numel=1, state_itemsize=0)
-    assert cheaper(causal, layout, free, "cpu") == "heads"
-    assert cheaper(causal, layout, free._replace(state_numel=7, shared_bytes=1), "cpu") == "heads"  # 28 + 8 < 42
-    assert cheaper(causal, layout, free._replace(state_numel=4, shared_bytes=1), "cpu") == "states"  # 16 + 8 = 24
-    assert cheaper(causal, layout, free._replace(state_numel=7, out_bytes=1), "cuda") == "states"  # 28 + 80 > 42
-    assert cheaper(IntervalMask.documents([4, 4]), layout, free, "cpu") == "states"  # 4 = 4
-    assert cheaper(causal, Layout.striped(8, 2), free, "cpu") == "heads"  # no state can follow
-    assert cheaper(causal, layout, free._replace(num_units=1), "cpu") == "states"
+    def slow_states(candidates: Any, transport: Any, device: torch.device) -> list[float]:
+        for run in candidates:
+            run()  # forward and backward, on every rank
+        measured.append(transport.rank)
+        return [2.0, 1.0]
+
+    monkeypatch.setattr(schemes, "measure", slow_states)
+    tensors = problem(case("kda"), 1, SEQ_LEN)
+
+    def rank(group: Any) -> list[int]:
+        sent = []
+        for mask, scheme in (
+            ([48], "auto"),
+            ([48], "heads"),
+            ([40, 8], "auto"),
+            ([48], "states"),
+            ([16, 16, 16], "auto"),
+        ):
+            layout = Layout.contiguous(SEQ_LEN, 3)
+            sequence = ShardedSequence(IntervalMask.documents([mask]), layout, group, scheme="ulysses")
+            before = group.transport.bytes_sent
+            case("kda", scheme).ours({n: sequence.shard(x, 1) for n, x in tensors.items()}, sequence)
+            sent.append(group.transport.bytes_sent - before)
+        return sent
+
+    for first, heads, again, states, nothing in LoopbackWorld(3).run(rank):
+        assert first > heads == again > states >= nothing == 0  # no document crosses a cut: nothing is measured
+    assert sorted(measured) == [0, 1, 2]
+
+
+def test_auto_measures_nothing_where_one_scheme_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "measure", None)
+    assert scheme_run("delta", "auto", "ulysses", 6, IntervalMask.causal(SEQ_LEN)) == "states"  # there are 4 groups
+    striped = Layout.striped(SEQ_LEN, 2)  # no state can follow
+    tensors = problem(case("delta"), 1, SEQ_LEN)
+    dout = torch.randn(1, SEQ_LEN, *of_out(case("delta")), dtype=torch.float64)
+    outs = [
+        of_ranks(case("delta", scheme), tensors, dout, IntervalMask.causal(SEQ_LEN), striped)[0]
+        for scheme in ("auto", "heads")
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_computes_the_same(name: str) -> None:
+    """By the clock, whichever it takes; measuring leaves no gradient behind."""
+    tensors = problem(case(name), 1, SEQ_LEN)
+    dout = torch.randn(1, SEQ_LEN, *of_out(case(name)), dtype=torch.float64)
+    causal, layout = IntervalMask.causal(SEQ_LEN), Layout.zigzag(SEQ_LEN, 2)
+    out, gradients = of_ranks(case(name, "auto"), tensors, dout, causal, layout)
+    expected, of_each = of_ranks(case(name, "states"), tensors, dout, causal, layout)
+    assert_close(out, expected)
+    for n, gradient in gradients.items():
+        assert_close(gradient, of_each[n])
 
 
 # ---- refusals -----------------------------------------------------------------------------------

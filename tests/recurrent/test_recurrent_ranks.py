@@ -21,8 +21,7 @@ import torch.distributed as dist
 from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, PeerLost, Refused, RingMismatch, ShardedSequence
 from ringtile.recurrent import kernels, torch_path
-from ringtile.recurrent.documents import hand_overs, message_bytes
-from ringtile.recurrent.resets import PADDING, STARTS
+from ringtile.recurrent.documents import message_bytes, state_passes
 from ringtile.transport.groups import transport_of
 from torch import Tensor
 from torch.nn import functional
@@ -31,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """A recurrent layer: ours of local tensors and a sequence, the oracle of global ones and of resets."""
+    """A recurrent layer: ours of local tensors and a sequence, the oracle of global ones and of seq_idx."""
 
     ours: Callable[[Tensors, ShardedSequence], Tensor]
     oracle: Callable[[Tensors, Tensor], Tensor]
@@ -45,7 +44,9 @@ def _ours(name: str, **options: Any) -> Callable[[Tensors, ShardedSequence], Ten
 
 
 def _oracle(name: str, **options: Any) -> Callable[[Tensors, Tensor], Tensor]:
-    return lambda tensors, resets: getattr(scan_oracle, name)(**tensors, **options, resets=resets, state=None)[0]
+    return lambda tensors, seq_idx: getattr(scan_oracle, name)(
+        **tensors, **options, seq_idx=seq_idx, initial_state=None
+    )[0]
 
 
 H, G, K, V, C, W = 4, 2, 3, 5, 6, 4
@@ -134,22 +135,20 @@ def joined(shards: list[Tensor], layout: Layout) -> Tensor:
     return torch.cat(shards, 1)[:, positions.argsort()]
 
 
-def of_oracle(case: Case, tensors: Tensors, dout: Tensor, resets: Tensor) -> tuple[Tensor, Tensors]:
+def of_oracle(case: Case, tensors: Tensors, dout: Tensor, seq_idx: Tensor) -> tuple[Tensor, Tensors]:
     """The same, token by token in one process."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    out = case.oracle(leaves, resets)
+    out = case.oracle(leaves, seq_idx)
     out.backward(dout)
     return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-def resets_of(rows: list[list[int]]) -> Tensor:
-    """uint8 (B, S): documents of these lengths, then padding."""
-    resets = torch.full((len(rows), SEQ_LEN), PADDING, dtype=torch.uint8)
+def seq_idx_of(rows: list[list[int]], seq_len: int, first: int = 1) -> Tensor:
+    """int32 (B, S): documents of these lengths, the first one's number, then padding."""
+    seq_idx = torch.full((len(rows), seq_len), -1, dtype=torch.int32)
     for row, lengths in enumerate(rows):
-        bounds = [0, *itertools.accumulate(lengths)]
-        resets[row, : bounds[-1]] = 0
-        resets[row, bounds[:-1]] = STARTS
-    return resets
+        seq_idx[row, : sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths)).int() + first
+    return seq_idx
 
 
 # The first is cut within documents, at their ends (positions 8 and 16 of 48 over 3 ranks), in documents of one token.
@@ -194,7 +193,7 @@ def test_ranks_compute_each_document_alone(name: str, layout: str, rows: str, de
     mask = IntervalMask.documents(lengths).padded(padding)
     out, gradients = of_ranks(case, tensors, dout, mask, LAYOUTS[layout])
     finite = {n: x.nan_to_num(0.0) for n, x in tensors.items()}  # the oracle multiplies padding by its gradient of 0
-    expected, of_each = of_oracle(case, finite, dout, resets_of(lengths))
+    expected, of_each = of_oracle(case, finite, dout, seq_idx_of(lengths, SEQ_LEN))
     assert_close(out, expected)
     for n, gradient in gradients.items():
         assert_close(gradient, of_each[n])
@@ -215,10 +214,7 @@ def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
     """Outputs, states, and all gradients; in chunks and documents that begin anywhere, from a state, to a state."""
     case, rows = CASES[name], [[80, 70], [149]]
     tensors = problem(case, 2, 151)
-    resets = torch.zeros(2, 151, dtype=torch.uint8)
-    for row, lengths in enumerate(rows):  # the first document goes on with what came before
-        resets[row, list(itertools.accumulate(lengths))[:-1]] = STARTS
-        resets[row, sum(lengths) :] = PADDING
+    seq_idx = seq_idx_of(rows, 151, first=0)  # the first document goes on from the state
     size = {"conv": (W - 1, C), "ssd": (H, V, K), "selective": (C, K)}.get(name, (H, K, V))
     tensors["initial_state"] = torch.randn(2, *size, dtype=torch.float64)
     options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}, "selective": {}}.get(name, {"scale": 0.7})
@@ -226,7 +222,7 @@ def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
     results = []
     for module in (kernels, torch_path):
         leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
-        out, state = getattr(module, function)(**leaves, **options, resets=resets)
+        out, state = getattr(module, function)(**leaves, **options, seq_idx=seq_idx)
         gradients = torch.autograd.grad((out.sin().sum(), state.sin().sum()), leaves.values())
         results.append([out.detach(), state.detach(), *gradients])
     for ours, expected in zip(*results, strict=True):
@@ -318,7 +314,7 @@ def test_bytes_are_as_planned_and_do_not_depend_on_the_length(name: str, lengths
         sent.append(LoopbackWorld(2).run(rank))
     state_bytes = 4 * case.state_numel
     assert message_bytes(mask, layout, state_bytes) == {(1, 0): state_bytes}
-    assert [(cut.source, cut.target) for cut in hand_overs(mask, layout)] == [(1, 0)]
+    assert [(cut.source, cut.target) for cut in state_passes(mask, layout)] == [(1, 0)]
     assert sent == len(lengths) * [[(0, state_bytes), (state_bytes, 0)]]  # forward, backward
 
 
@@ -345,12 +341,12 @@ def test_what_is_refused_and_how() -> None:
     assert "token 8 (row 0) attends [0, 9)" in said(Refused, IntervalMask(begin, end))  # a document with a hole
     assert "v is (1, 47, 4, 5); expected (1, 48, 4, 5)" in said(InputError, v=tensors["v"][:, 1:])
     assert "g is torch.int64" in said(InputError, g=tensors["g"].long())
-    assert "v has 3 heads, k 2" in said(
+    assert "v has 3 heads, q and k 2" in said(
         InputError, v=tensors["v"][:, :, 1:], g=tensors["g"][..., 1:], beta=tensors["beta"][..., 1:]
     )
-    assert "an argument is a NoneType; expected a tensor" in said(InputError, beta=None)
+    assert "beta is a NoneType; expected a tensor" in said(InputError, beta=None)
     ssd = problem(CASES["ssd"], 1, SEQ_LEN)
-    with pytest.raises(InputError, match="an argument is a NoneType; expected a tensor"):
+    with pytest.raises(InputError, match="C is a NoneType; expected a tensor"):
         ringtile.ssd(**{**ssd, "C": None}, mask=causal, layout=one)
     assert "scale is 1e+39; expected a finite number of torch.float32" in said(
         InputError, scale=1e39, **{n: x.float() for n, x in tensors.items()}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import ringtile
 import scan_oracle
 import torch
-from ringtile import InputError, Refused, self_test
+from ringtile import InputError, IntervalMask, Layout, Refused, self_test
 from ringtile.recurrent import kernels
-from scan_oracle import BEGIN, PADDING
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -55,26 +56,19 @@ def tensors_of(
     return {name: x.to(dtype).requires_grad_() for name, x in found.items()}
 
 
-ORDER = {
-    "convolution": ("x", "weight", "bias", "resets", "initial_state"),
-    "ssd": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
-    "selective": ("x", "dt", "A", "B", "C", "D", "resets", "initial_state"),
-    "delta": ("q", "k", "v", "g", "beta", "resets", "initial_state"),
-}
-LAST = {"convolution": ("silu",), "ssd": (), "selective": (), "delta": (0.7,)}
-FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan", "delta": "gated_delta_rule"}
+FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}
+OPTIONS: dict[str, dict[str, Any]] = {"convolution": {"activation": "silu"}, "ssd": {}, "selective": {}}
 
 
-def call(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
-    kind = "delta" if kind == "kda" else kind
-    given = tensors | {"resets": resets}
-    function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION[kind])
-    return function(*(given.get(name) for name in ORDER[kind]), *LAST[kind])
+def call(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> tuple[Tensor, Tensor]:
+    function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION.get(kind, "gated_delta_rule"))
+    given = {"initial_state": None} | tensors
+    return function(**given, seq_idx=seq_idx, **OPTIONS.get(kind, {"scale": 0.7}))
 
 
-def results(module: object, kind: str, tensors: dict[str, Tensor], resets: Tensor) -> dict[str, Tensor]:
+def results(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> dict[str, Tensor]:
     """The output, the final state, and all gradients of a random function of both, whose slopes every dtype holds."""
-    out, final = call(module, kind, tensors, resets)
+    out, final = call(module, kind, tensors, seq_idx)
     generator = torch.Generator().manual_seed(0)
     parts = [(x * torch.randint(-8, 9, x.shape, generator=generator).double() / 8).sum() for x in (out, final)]
     names, leaves = zip(*tensors.items(), strict=True)
@@ -82,24 +76,21 @@ def results(module: object, kind: str, tensors: dict[str, Tensor], resets: Tenso
     return {"out": out.detach(), "final": final.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def resets_of(*rows: dict[int, int], num_tokens: int = N) -> Tensor:
-    resets = torch.zeros(len(rows), num_tokens, dtype=torch.uint8)
-    for row, bits in zip(resets, rows, strict=True):
-        for token, value in bits.items():
-            row[token] = value
-    return resets
+def seq_idx_of(*rows: tuple[set[int], set[int]], num_tokens: int = N) -> Tensor:
+    """Of each row, where documents begin, and which tokens are padding."""
+    return torch.tensor(
+        [[-1 if t in padding else sum(b <= t for b in begins) for t in range(num_tokens)] for begins, padding in rows],
+        dtype=torch.int32,
+    ).view(len(rows), num_tokens)
 
 
 PLACES = {
-    "one document": resets_of({}),
-    "documents at every kind of place": resets_of({0: BEGIN, 1: BEGIN, 30: BEGIN, 64: BEGIN, 69: BEGIN}),
-    "rows that differ": resets_of({7: BEGIN}, {}),
-    "every token": torch.full((1, N), BEGIN, dtype=torch.uint8),
-    "padding left, inside and right": resets_of(
-        {0: PADDING, 1: PADDING | BEGIN, 5: PADDING, 40: BEGIN, 41: PADDING, 69: PADDING}, {68: PADDING, 69: PADDING}
-    ),
-    "a document without a token at the end": resets_of({69: PADDING | BEGIN}),
-    "padding only": torch.full((1, N), PADDING, dtype=torch.uint8),
+    "one document": seq_idx_of((set(), set())),
+    "documents at every kind of place": seq_idx_of(({0, 1, 30, 64, 69}, set())),
+    "rows that differ": seq_idx_of(({7}, set()), (set(), set())),
+    "every token": seq_idx_of((set(range(N)), set())),
+    "padding left, inside and right": seq_idx_of(({1, 40}, {0, 1, 5, 41, 69}), (set(), {68, 69})),
+    "padding only": seq_idx_of((set(), set(range(N)))),
 }
 
 
@@ -123,18 +114,18 @@ def test_kernels_are_their_definitions_in_float64(kind: str, places: str) -> Non
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 129])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_take_any_number_of_tokens(kind: str, num_tokens: int) -> None:
-    tensors, resets = tensors_of(kind, num_tokens=num_tokens), resets_of({}, num_tokens=num_tokens)
-    assert_same_sums(*(results(module, kind, tensors, resets) for module in (kernels, scan_oracle)), num_tokens)
+    tensors, seq_idx = tensors_of(kind, num_tokens=num_tokens), seq_idx_of((set(), set()), num_tokens=num_tokens)
+    assert_same_sums(*(results(module, kind, tensors, seq_idx) for module in (kernels, scan_oracle)), num_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind: str) -> None:
     """Through chunks, documents and padding, by both results; the definitions above have autograd's own gradients."""
-    tensors, resets = tensors_of(kind, num_tokens=68, batch=1, dim=2), resets_of({66: BEGIN, 2: PADDING}, num_tokens=68)
+    tensors, seq_idx = tensors_of(kind, num_tokens=68, batch=1, dim=2), seq_idx_of(({66}, {2}), num_tokens=68)
     names = list(tensors)
 
     def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return call(kernels, kind, dict(zip(names, leaves, strict=True)), resets)
+        return call(kernels, kind, dict(zip(names, leaves, strict=True)), seq_idx)
 
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
@@ -167,21 +158,21 @@ def test_float32_is_no_further_from_float64_than_transformers(kind: str, decay: 
     """Ours may be off by twice transformers' error, or by the 8 ulp below which both are chance."""
     tensors = tensors_of(kind, torch.float32, num_tokens=150, dim=16, decay=decay)
     del tensors["initial_state"]
-    resets = resets_of({}, num_tokens=150)
+    seq_idx = seq_idx_of((set(), set()), num_tokens=150)
     theirs = chunk_kimi_delta_attention if kind == "kda" else torch_chunk_gated_delta_rule
 
     class Transformers:
         @staticmethod
         def gated_delta_rule(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: None, scale: float
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, **of_documents: object
         ) -> tuple[Tensor, Tensor]:
             q, k = (x.repeat_interleave(H, dim=2) for x in (q, k))
             out, final = theirs(q * (scale * q.size(3) ** 0.5), k, v, g, beta, output_final_state=True)
             return out, final
 
     exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
-    want = results(scan_oracle, kind, exact, resets)
-    ours, reference = (results(module, kind, tensors, resets) for module in (kernels, Transformers))
+    want = results(scan_oracle, kind, exact, seq_idx)
+    ours, reference = (results(module, kind, tensors, seq_idx) for module in (kernels, Transformers))
     for name in want:
         assert distance(ours, want, name) <= max(2 * distance(reference, want, name), 8 * 2**-23), name
 
@@ -203,7 +194,7 @@ def test_16_bit_inputs_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_and_padding_leak_nothing(kind: str) -> None:
     """Another document's numbers, even NaN, change no bit of a document's results; padding's are never read."""
-    resets = resets_of({20: BEGIN, 45: BEGIN, 46: PADDING, 60: PADDING})
+    seq_idx = seq_idx_of(({20, 45}, {46, 60}))
     per_token = [name for name, x in tensors_of(kind).items() if x.dim() > 1 and x.size(1) == N]
 
     def changed(tokens: slice | list[int], value: float) -> dict[str, Tensor]:
@@ -211,7 +202,7 @@ def test_documents_and_padding_leak_nothing(kind: str) -> None:
         with torch.no_grad():
             for name in per_token:
                 tensors[name][:, tokens] = value
-        return results(kernels, kind, tensors, resets)
+        return results(kernels, kind, tensors, seq_idx)
 
     base = changed([46, 60], 0.0)
     spoilt = changed([46, 60], float("nan"))
@@ -230,26 +221,23 @@ def test_documents_and_padding_leak_nothing(kind: str) -> None:
 def test_a_sequence_cut_in_two_is_one(kind: str) -> None:
     """final_state of a part is initial_state of the next, forward and backward."""
     tensors, cut = tensors_of(kind, num_tokens=150), 77
-    resets = resets_of({90: BEGIN}, num_tokens=150)
+    seq_idx = seq_idx_of(({90}, set()), num_tokens=150)
     per_token = [name for name, x in tensors.items() if x.dim() > 1 and x.size(1) == 150]
 
     class Cut:
         def __getattr__(self, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
             return functools.partial(self.twice, getattr(kernels, name))
 
-        def twice(self, function: Callable[..., tuple[Tensor, Tensor]], *given: object) -> tuple[Tensor, Tensor]:
-            names = ORDER["delta" if kind == "kda" else kind]
-            named, rest = dict(zip(names, given, strict=False)), given[len(names) :]
-            outs = []
+        def twice(self, function: Callable[..., tuple[Tensor, Tensor]], **given: Any) -> tuple[Tensor, Tensor]:
+            outs, number = [], int(given["seq_idx"][0, cut - 1])  # of the document that is cut
             for tokens in (slice(0, cut), slice(cut, None)):
-                part = {name: x[:, tokens] if name in [*per_token, "resets"] else x for name, x in named.items()}  # type: ignore[index]
-                out, named["initial_state"] = function(*part.values(), *rest)
+                part = given | {name: given[name][:, tokens] for name in [*per_token, "seq_idx"]}
+                part["seq_idx"] = part["seq_idx"] - (number if tokens.start else 0)
+                out, given["initial_state"] = function(**part)
                 outs.append(out)
-            final = named["initial_state"]
-            assert isinstance(final, Tensor)
-            return torch.cat(outs, dim=1), final
+            return torch.cat(outs, dim=1), given["initial_state"]
 
-    assert_same_sums(*(results(module, kind, tensors, resets) for module in (Cut(), kernels)), 150)
+    assert_same_sums(*(results(module, kind, tensors, seq_idx) for module in (Cut(), kernels)), 150)
 
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
@@ -270,82 +258,107 @@ def test_inputs_of_any_strides(kind: str) -> None:
         assert torch.equal(got[name], x), name
 
 
+# ---- the public functions check ------------------------------------------------------------------
+
+
+def public(kind: str, tensors: dict[str, Tensor], **options: Any) -> Tensor:
+    """On one rank, of one document."""
+    given = {name: x for name, x in tensors.items() if name != "initial_state"}
+    function: Callable[..., Tensor] = getattr(ringtile, FUNCTION.get(kind, "gated_delta_rule"))
+    num_tokens = options.pop("num_tokens", N)
+    mask, layout = IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1)
+    return function(**given, **options, mask=mask, layout=layout)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
-    tensors = tensors_of(kind, num_tokens=3)
-    resets = resets_of({}, num_tokens=3)
+    tensors = {name: x for name, x in tensors_of(kind, num_tokens=3).items() if name != "initial_state"}
     first, *others = tensors.values()
-    (gradient,) = torch.autograd.grad(call(kernels, kind, tensors, resets)[0].sum(), first, create_graph=True)
+    (gradient,) = torch.autograd.grad(public(kind, tensors, num_tokens=3).sum(), first, create_graph=True)
     with pytest.raises(Refused, match="differentiated again"):
         torch.autograd.grad(gradient.sum(), others[0])
     name = next(iter(tensors))
     with pytest.raises(Refused, match=r"forward-mode|torch\.func"):
-        torch.func.jvp(lambda x: call(kernels, kind, tensors | {name: x}, resets)[0], (first,), (first,))
+        torch.func.jvp(lambda x: public(kind, tensors | {name: x}, num_tokens=3), (first,), (first,))
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "change", "message"),
     [
-        ("delta", "q", lambda x: x[0], r"q is \(70, 1, 5\); expected \(batch, tokens, heads, head dim\)"),
+        ("delta", "q", lambda x: x[0], r"q is \(70, 1, 5\); expected \(2, 70, G, K\)"),
         ("delta", "q", lambda x: x.float(), "q has dtype torch.float32 but v has torch.float64"),
-        ("delta", "q", lambda x: x.int(), "q has dtype torch.int32, expected one of"),
-        ("delta", "q", lambda x: x.to("meta"), "k is on cpu but q is on meta"),
+        ("delta", "q", lambda x: x.int(), "q is torch.int32; expected one of"),
+        ("delta", "q", lambda x: x.to("meta"), "q is on meta but v is on cpu"),
         ("delta", "q", lambda x: None, "q is a NoneType; expected a tensor"),
         ("delta", "q", lambda x: x.expand(B, N, 3, K), "k is"),
         ("delta", "k", lambda x: x[..., :-1], "k is"),
-        ("delta", "v", lambda x: x[:, :-1], r"q has \(batch, tokens\) \(2, 70\) but v \(2, 69\)"),
-        ("delta", "v", lambda x: x.new_zeros(B, N, H, 513), "v has head dim 513, expected 1..512"),
-        ("delta", "v", lambda x: x[:, :, :0], "v has 0 heads and q 1; expected a positive multiple"),
-        ("delta", "g", lambda x: x[..., None], r"g is \(2, 70, 2, 1\); expected \(2, 70, 2, 5\)"),
+        ("delta", "v", lambda x: x[:, :-1], r"v is \(2, 69, 2, 3\); expected \(2, 70, 2, 3\)"),
+        ("delta", "v", lambda x: x.new_zeros(B, N, H, 513), "V, the last dim of v, is 513; expected 1..512"),
+        ("delta", "g", lambda x: x[..., None], r"g is \(2, 70, 2, 1\); expected \(2, 70, 2\) or \(2, 70, 2, 5\)"),
         ("delta", "g", lambda x: x[..., :1], r"g is \(2, 70, 1\); expected \(2, 70, 2\)"),
         ("delta", "beta", lambda x: x[:, :-1], "beta is"),
-        ("delta", "initial_state", lambda x: x.mT, "initial_state is"),
         ("ssd", "dt", lambda x: x[..., 0], "dt is"),
-        ("ssd", "A", lambda x: x[:1], r"A is \(1,\); expected \(2,\): the heads of x"),
+        ("ssd", "A", lambda x: x[:1], r"A is \(1,\); expected \(2\)"),
         ("ssd", "D", lambda x: x[:1], "D is"),
-        ("ssd", "B", lambda x: x[:, :, :, :-1], "B is"),
-        ("ssd", "initial_state", lambda x: x.mT, "initial_state is"),
-        ("selective", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
-        ("selective", "x", lambda x: x[..., :0], "with a state dim of 1..512"),
-        ("selective", "dt", lambda x: x[..., :1], r"dt is \(2, 70, 1\); expected \(2, 70, 6\): as x"),
+        ("ssd", "B", lambda x: x[:, :, :, :-1], "C is"),
+        ("selective", "x", lambda x: x[0], r"x is \(70, 6\); expected \(B, 70, C\)"),
+        ("selective", "x", lambda x: x[..., :0], "dt is .* expected"),
+        ("selective", "dt", lambda x: x[..., :1], r"dt is \(2, 70, 1\); expected \(2, 70, 6\)"),
         ("selective", "A", lambda x: x.mT, r"A is \(5, 6\); expected \(6, 5\)"),
-        ("selective", "B", lambda x: x.new_zeros(B, N, 513), "B .*513.* with a state dim of 1..512"),
+        ("selective", "B", lambda x: x.new_zeros(B, N, 513), r"C is \(2, 70, 5\); expected \(2, 70, 513\)"),
         ("selective", "C", lambda x: x.float(), "C has dtype torch.float32 but x has torch.float64"),
         ("selective", "D", lambda x: x[:1], "D is"),
-        ("selective", "initial_state", lambda x: x.mT, "initial_state is"),
-        ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(batch, tokens, channels\)"),
-        ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected .* a width in 1..8"),
-        ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\): the channels of x"),
+        ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(B, 70, C\)"),
+        ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected a width of 2..8"),
+        ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\)"),
         ("convolution", "bias", lambda x: x[:1], "bias is"),
-        ("convolution", "initial_state", lambda x: x[:, :-1], "initial_state is"),
     ],
 )
 def test_wrong_arguments_are_named(kind: str, name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
     tensors = tensors_of(kind)
     with pytest.raises(InputError, match=message):
-        call(kernels, kind, tensors | {name: change(tensors[name])}, PLACES["one document"])
+        public(kind, tensors | {name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        (
+            "delta",
+            {"v": (N, 0, V), "g": (N, 0), "beta": (N, 0)},
+            "v has 0 heads, q and k 1; expected a positive multiple",
+        ),
+        ("ssd", {"x": (N, 3, V), "dt": (N, 3), "B": (N, 2, K), "C": (N, 2, K)}, "x has 3 heads, B and C 2"),
+        ("selective", {"x": (N, 0), "dt": (N, 0)}, "x has 0 channels; expected 1 or more"),
+        ("selective", {"B": (N, 513), "C": (N, 513)}, "K, the last dim of B and C, is 513; expected 1..512"),
+    ],
+)
+def test_sizes_that_no_kernel_computes_are_named(kind: str, sizes: dict[str, tuple[int, ...]], message: str) -> None:
+    tensors = {name: torch.zeros(1, *sizes.get(name, x.shape[1:])) for name, x in tensors_of(kind, batch=1).items()}
+    heads = tensors["v" if kind == "delta" else "x"].size(2)
+    if kind != "delta":
+        tensors |= {
+            "A": torch.zeros(heads, *([tensors["B"].size(2)] if kind == "selective" else [])),
+            "D": torch.zeros(heads),
+        }
+    with pytest.raises(InputError, match=message):
+        public(kind, tensors)
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(InputError, match="activation is 'relu'; expected '' or 'silu'"):
+        public("convolution", tensors_of("convolution"), activation="relu")
+    with pytest.raises(InputError, match=r"scale is inf; expected a finite number of torch\.float64"):
+        public("delta", tensors_of("delta"), scale=float("inf"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_resets_and_options_are_named(kind: str) -> None:
+def test_the_ops_refuse_wrong_documents(kind: str) -> None:
+    """They are not the callers': only memory is kept safe."""
     tensors = tensors_of(kind)
-    for resets, message in (
-        (torch.zeros(1, N), "resets has dtype torch.float32; expected torch.uint8"),
-        (torch.zeros(N, dtype=torch.uint8), r"resets is \(70,\); expected \(2, 70\) or \(1, 70\)"),
-        (torch.zeros(3, N, dtype=torch.uint8), "resets is"),
-    ):
-        with pytest.raises(InputError, match=message):
-            call(kernels, kind, tensors, resets)
-    if kind == "convolution":
-        with pytest.raises(InputError, match="activation is 'relu'; expected \"silu\""):
-            kernels.causal_conv1d(
-                *(tensors[name] for name in ("x", "weight", "bias")), PLACES["one document"], None, "relu"
-            )
-    if kind == "delta":
-        with pytest.raises(InputError, match=r"scale is inf; expected a finite number of torch\.float64"):
-            kernels.gated_delta_rule(
-                *(tensors[name] for name in ("q", "k", "v", "g", "beta")), PLACES["one document"], None, float("inf")
-            )
+    for seq_idx in (torch.zeros(1, N), torch.zeros(N, dtype=torch.int32), torch.zeros(3, N, dtype=torch.int32)):
+        with pytest.raises(RuntimeError, match=r"seq_idx has|must match the size"):
+            call(kernels, kind, tensors, seq_idx)
 
 
 # ---- self-test ---------------------------------------------------------------------------------
@@ -386,6 +399,6 @@ def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, ki
         with pytest.raises(
             Refused, match=r"kernel cannot be used for .*: it gives another .* RINGTILE_CPU_ISA=generic"
         ):
-            call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), resets_of({}, num_tokens=3))
+            call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), seq_idx_of((set(), set()), num_tokens=3))
     finally:
         self_test.forget()

@@ -86,19 +86,21 @@ def make_inputs(workload: Workload) -> Inputs:
 
 
 def ringtile_apply(workload: Workload) -> Apply:
-    resets = torch.zeros(1, workload.seq_len, dtype=torch.uint8)
+    call: dict[str, Any] = {
+        "seq_idx": torch.zeros(1, workload.seq_len, dtype=torch.int32),
+        "initial_state": None,
+    }
 
     def apply(x: dict[str, Tensor]) -> Tensor:
         if workload.case == "convolution":
-            return kernels.causal_conv1d(x["x"], x["weight"], None, resets, None, "silu")[0]
+            return kernels.causal_conv1d(x["x"], x["weight"], None, activation="silu", **call)[0]
         if workload.case == "selective":
             dt = functional.softplus(x["dt"])
-            y = kernels.selective_scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], resets, None)[0]
+            y = kernels.selective_scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], **call)[0]
             return y * functional.silu(x["z"])
         if workload.case == "ssd":
-            return kernels.ssd(x["x"], x["dt"], x["A"], x["B"], x["C"], x["D"], resets, None)[0]
-        scale = workload.head_dim**-0.5
-        return kernels.gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"], resets, None, scale)[0]
+            return kernels.ssd(**x, **call)[0]
+        return kernels.gated_delta_rule(**x, scale=workload.head_dim**-0.5, **call)[0]
 
     return apply
 

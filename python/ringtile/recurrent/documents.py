@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import Refused
-from ringtile.recurrent.resets import PADDING, STARTS
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
 
-class HandOver(NamedTuple):
-    """A cut between neighbouring pieces that some document crosses: source holds the token before it, target its own.
+class StatePass(NamedTuple):
+    """A cut between neighbouring pieces that some document crosses: source holds the token before it, target the next.
 
     A message where the two are different ranks: of one state in the forward, of its gradient, the other way, in the
     backward.
@@ -38,8 +37,9 @@ class Piece(NamedTuple):
 
     begin: int
     length: int
-    source: int | None  # the rank whose state this piece goes on with; None: no document reaches into it
-    target: int | None  # the rank that goes on with the state of this piece
+    source: int | None  # the rank that passes its state to this piece; None: no document reaches into it
+    target: int | None  # the rank that the state of this piece is passed to
+    seq_idx: Tensor  # int32 CPU (Bm, length): each token's document, 0 for the one that reaches into the piece
 
     @property
     def tokens(self) -> slice:
@@ -57,28 +57,25 @@ class Facts:
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """In the order of the sequence. Refused: a state cannot follow this layout."""
-        cuts = {cut.position: cut for cut in hand_overs(self.mask, self.layout)}
+        cuts = {cut.position: cut for cut in state_passes(self.mask, self.layout)}
         pieces = []
         for rank, begin, local_begin, length in pieces_of(self.layout):
             if rank == self.rank:
                 before, after = cuts.get(begin), cuts.get(begin + length)
-                pieces.append(Piece(local_begin, length, before and before.source, after and after.target))
+                seq_idx = _of_piece(self.seq_idx, begin, length)
+                pieces.append(Piece(local_begin, length, before and before.source, after and after.target, seq_idx))
         return tuple(pieces)
 
     @functools.cached_property
-    def resets(self) -> Tensor:
-        """uint8 CPU (Bm, N), see resets.py. Refused: the mask has more than causal documents."""
-        return self.global_resets[:, self.layout.positions(self.rank)].contiguous()
+    def seq_idx(self) -> Tensor:
+        """Each token's document, from 1 on, and -1 for padding: int32 CPU (Bm, S). Refused: the mask has more than
+        causal documents."""
+        return _seq_idx(self.mask)
 
     @functools.cached_property
-    def global_resets(self) -> Tensor:
-        """The same of all tokens, uint8 CPU (Bm, S)."""
-        return _resets(self.mask)
-
-    @functools.cached_property
-    def schemes(self) -> dict[object, str]:
-        """What was decided for layers of this sequence, by what they are."""
-        return {}
+    def states_travel(self) -> bool:
+        """Whether any rank passes a state to another one."""
+        return bool(message_bytes(self.mask, self.layout, 1))
 
 
 class Documents(NamedTuple):
@@ -88,7 +85,7 @@ class Documents(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """The same object for the same sequence, whose layers ask for it one after another."""
+        """Return the same object for the same sequence, whose layers ask for it one after another."""
         sequence, found = self.sequence, _facts.get(self.sequence)
         if found is None:
             found = _facts.setdefault(sequence, Facts(sequence.mask, sequence.layout, sequence.rank))
@@ -98,34 +95,33 @@ class Documents(NamedTuple):
     def pieces(self) -> tuple[Piece, ...]:
         return self.facts.pieces
 
-    @property
-    def resets(self) -> Tensor:
-        return self.facts.resets
-
 
 _facts: weakref.WeakKeyDictionary[ShardedSequence, Facts] = weakref.WeakKeyDictionary()
 
 
-def hand_overs(mask: IntervalMask, layout: Layout) -> tuple[HandOver, ...]:
-    """Every cut that a state crosses, in the order of the sequence. Raises Refused."""
-    goes_on = (_resets(mask) == 0).any(0)
-    pieces = pieces_of(layout)
+def state_passes(mask: IntervalMask, layout: Layout) -> tuple[StatePass, ...]:
+    """Return every cut that a state crosses, in the order of the sequence. Raises Refused."""
+    seq_idx, pieces = _seq_idx(mask), pieces_of(layout)
+    before, after = seq_idx[:, :-1], seq_idx[:, 1:]
+    crossed = ((after == before) & (after > 0)).any(0)
     return tuple(
-        HandOver(begin, before[0], rank) for before, (rank, begin, _, _) in itertools.pairwise(pieces) if goes_on[begin]
+        StatePass(begin, before[0], rank)
+        for before, (rank, begin, _, _) in itertools.pairwise(pieces)
+        if crossed[begin - 1]
     )
 
 
 def message_bytes(mask: IntervalMask, layout: Layout, state_bytes: int) -> dict[tuple[int, int], int]:
-    """What travels in the forward from rank to rank; in the backward as much the other way. state_bytes: of a state."""
+    """Count the bytes from rank to rank in the forward; in the backward as many go the other way."""
     sent: dict[tuple[int, int], int] = {}
-    for cut in hand_overs(mask, layout):
+    for cut in state_passes(mask, layout):
         if cut.source != cut.target:
             sent[cut.source, cut.target] = sent.get((cut.source, cut.target), 0) + state_bytes
     return sent
 
 
 def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
-    """(rank, global_begin, local_begin, length) of all ranks in the order of the sequence; neighbouring runs merged."""
+    """Return (rank, global_begin, local_begin, length) of all ranks, in the order of the sequence; merge neighbours."""
     pieces: list[tuple[int, int, int, int]] = []
     for rank, begin, stride, local_begin, length in sorted(layout.tensor.tolist(), key=lambda run: run[1]):
         if stride != 1 and length > 1:
@@ -142,8 +138,8 @@ def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
     return pieces
 
 
-def _resets(mask: IntervalMask) -> Tensor:
-    """uint8 (Bm, S). A token is padding if it does not attend itself. Raises Refused for other masks than documents."""
+def _seq_idx(mask: IntervalMask) -> Tensor:
+    """int32 (Bm, S), -1 for padding: a token that does not attend itself. Refused: the mask is no causal documents."""
     begin, end = mask.begin, mask.end
     positions = torch.arange(mask.seq_len, dtype=torch.int32, device="cpu")
     holds = (begin <= positions) & (positions < end)
@@ -159,4 +155,11 @@ def _resets(mask: IntervalMask) -> Tensor:
             "from the first token of its document to itself: a recurrence has no window, so pass the sequence without "
             "it, and no prefix"
         )
-    return starts.to(torch.uint8) * STARTS + (~holds).to(torch.uint8) * PADDING
+    return torch.where(holds, starts.cumsum(1, dtype=torch.int32), -1)
+
+
+def _of_piece(seq_idx: Tensor, begin: int, length: int) -> Tensor:
+    """(Bm, length): a piece's tokens, with 0 for the document of the last token before it that is no padding."""
+    before = seq_idx[:, :begin].amax(1, keepdim=True).clamp(min=0) if begin else 0
+    of_piece = seq_idx[:, begin : begin + length]
+    return torch.where(of_piece < 0, -1, of_piece - before)

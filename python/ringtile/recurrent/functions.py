@@ -1,7 +1,7 @@
 """Causal convolution, gated delta rule, Mamba and Mamba-2 over a sequence sharded over the ranks of a group.
 
-The public functions: what they check, and how they part the work. What travels is in state_passing.py and heads.py, who
-computes the tokens of one rank in local.py.
+The public functions, and every check of their arguments. What travels is in state_passing.py and heads.py, who computes
+the tokens of one rank in kernels.py and torch_path.py.
 
 Shape letters: B batch, N local tokens, C channels, W width, H heads, G heads of q and k (or groups of B and C), K key
 dim (or state dim), V value dim.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec
 
 import torch
@@ -20,11 +20,10 @@ from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.recurrent.costs import units_of_channels
+from ringtile.recurrent.costs import groups_of_channels
 from ringtile.recurrent.documents import Documents
-from ringtile.recurrent.kernels import MAX_WIDTH, check_scale
-from ringtile.recurrent.local import computing_on
-from ringtile.recurrent.recurrence import Operand, Recurrence, check_tensors
+from ringtile.recurrent.kernels import MAX_WIDTH
+from ringtile.recurrent.recurrence import Operand, Recurrence, functions_on
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.state_passing import Halos
 from ringtile.sequence.given import check_given, tell_others
@@ -34,12 +33,24 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 
+# Of each tensor, a letter for each dim. The output is shaped as the first one; its third dim is that of the heads.
+_DIMS = {
+    "causal_conv1d": {"x": "BNC", "weight": "CW", "bias": "C"},
+    "gated_delta_rule": {"v": "BNHV", "q": "BNGK", "k": "BNGK", "g": "BNH or BNHK", "beta": "BNH"},
+    "ssd": {"x": "BNHV", "B": "BNGK", "C": "BNGK", "dt": "BNH", "A": "H", "D": "H"},
+    "selective_scan": {"x": "BNC", "B": "BNK", "C": "BNK", "dt": "BNC", "A": "CK", "D": "C"},
+}
+_OPTIONAL = ("bias", "D")
+_OF_ONE_DTYPE = ("q", "k", "B", "C")  # that of the first tensor
+_STATE = {"gated_delta_rule": "BHKV", "ssd": "BHVK", "selective_scan": "BCK"}
+_Given = tuple[Any, Any, Any, Any]  # sequence, mask, layout, group
+
 _P = ParamSpec("_P")
 PUBLIC: set[Callable[..., Tensor]] = set()  # the functions of this module
 
 
 def _public(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Lets function modes see the call, such as that of `context_parallel`, which knows the sequence."""
+    """Let function modes see the call, such as that of `context_parallel`, which knows the sequence."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @functools.wraps(function)
@@ -64,7 +75,7 @@ def causal_conv1d(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Each channel's convolution with the W - 1 tokens before, of the same document: depthwise and causal.
+    """Convolve each channel with the W - 1 tokens before, of the same document: depthwise and causal.
 
     x (B, N, C): the local tokens; weight (C, W), weight[:, W - 1] for the token itself; W of 2..8; bias (C);
     activation: "" or "silu". sequence, or mask, layout and group, as in `ring_attention`, on every rank alike: causal
@@ -74,28 +85,21 @@ def causal_conv1d(
 
     Raises InputError, Refused (another mask or layout), RingMismatch, PeerLost.
     """
-    op = "causal_conv1d"
-    with _checking(op, sequence, mask, layout, group, x, weight, optional=bias) as documents:
-        channels = x.size(2) if x.dim() == 3 else None
-        check_tensors(
-            documents,
-            {"x": (x, (None, _num_tokens(documents), None)), "weight": (weight, (channels, None))}
-            | {"bias": (bias, (channels,))},
-        )
-        if not 2 <= weight.size(1) <= MAX_WIDTH:
+    op, tensors = "causal_conv1d", {"x": x, "weight": weight, "bias": bias}
+    with _checking(op, tensors, (sequence, mask, layout, group)) as documents:
+        _, sizes = _check_tensors(op, tensors, documents)
+        if not 2 <= sizes["W"] <= MAX_WIDTH:
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
         pieces = documents.pieces
-    terms = _terms(x, documents) | {"channels": x.size(2), "width": weight.size(1)}
-    halos = Halos(op, documents, terms, weight.size(1) - 1)
-    compute, resets = computing_on(x.device).causal_conv1d, documents.resets
+    compute = functools.partial(functions_on(x.device).causal_conv1d, weight=weight, bias=bias, activation=activation)
     if documents.sequence.world_size == 1 and len(pieces) == 1:
-        y: Tensor = compute(x, weight, bias, resets, None, activation)[0]
+        y: Tensor = compute(x, seq_idx=pieces[0].seq_idx, initial_state=None)[0]
         return y
-    x, halo_of_piece = halos.of(x)
+    x, halo_of_piece = Halos(op, documents, _terms(x, documents, sizes), sizes["W"] - 1).of(x)
     outs = {
-        piece.begin: compute(x[:, piece.tokens], weight, bias, resets[:, piece.tokens], halo, activation)[0]
+        piece.begin: compute(x[:, piece.tokens], seq_idx=piece.seq_idx, initial_state=halo)[0]
         for piece, halo in zip(pieces, halo_of_piece, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
@@ -116,55 +120,20 @@ def gated_delta_rule(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """The gated delta rule (arXiv:2412.06464), and Kimi delta attention where g has a decay for each channel.
+    """Compute the gated delta rule (arXiv:2412.06464), or Kimi delta attention where g has a decay for each channel.
 
     For each document: S_t = diag(exp g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t^T S_t)^T; out_t = scale q_t^T S_t, with
     S = 0 before it. q, k (B, N, G, K), v (B, N, H, V), H a multiple of G; g (B, N, H) or (B, N, H, K), the log of the
     decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. scheme:
-    "states", "heads" (which takes any layout), "auto" for the cheaper one, or None for the one that goes with the
+    "states", "heads" (which takes any layout), "auto" for the one that is faster at
+    its first call of a kind, or None for the one that goes with the
     sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to rounding. sequence, mask, layout,
     group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
     are in float32 (float64 for float64). Differentiable once.
     """
-    op = "gated_delta_rule"
-    with _checking(op, sequence, mask, layout, group, q, k, v, g, beta) as documents:
-        if k.dim() != 4 or v.dim() != 4:
-            raise InputError(f"k is {tuple(k.shape)}, v {tuple(v.shape)}; expected (B, N, G, K) and (B, N, H, V)")
-        batch, num_tokens, num_heads, value_dim = v.size(0), _num_tokens(documents), v.size(2), v.size(3)
-        num_key_heads, key_dim = k.shape[2:]
-        by_channel = (key_dim,) if g.dim() == 4 else ()
-        check_tensors(
-            documents,
-            {
-                "v": (v, (batch, num_tokens, num_heads, value_dim)),
-                "q": (q, (batch, num_tokens, num_key_heads, key_dim)),
-                "k": (k, (batch, num_tokens, num_key_heads, key_dim)),
-                "g": (g, (batch, num_tokens, num_heads, *by_channel)),
-                "beta": (beta, (batch, num_tokens, num_heads)),
-            },
-        )
-        _check_heads("v", v, "k", k, "q", q)
-        scale = check_scale(key_dim**-0.5 if scale is None else scale, v.dtype)
-        alone = num_key_heads == 1  # then the heads of v are parted, and q and k go to every part
-        key_heads = None if alone else 2
-
-        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-            q, k, v, g, beta = given
-            return computing_on(v.device).gated_delta_rule(q, k, v, g, beta, resets, state, scale)  # type: ignore[no-any-return]
-
-        terms = {"num_heads": num_heads, "num_key_heads": num_key_heads, "key_dim": key_dim, "value_dim": value_dim}
-        recurrence = Recurrence(
-            op,
-            documents,
-            _terms(v, documents) | terms | {"scale": scale, "decays a head": key_dim if by_channel else 1},
-            compute,
-            [Operand(q, heads=key_heads), Operand(k, heads=key_heads), Operand(v), Operand(g), Operand(beta)],
-            Operand(v),
-            (batch, num_heads, key_dim, value_dim),
-            num_heads if alone else num_key_heads,
-        )
-        scheme = decide(recurrence, scheme)
-    return run(recurrence, scheme)
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    options = {"scale": scale}
+    return _recurrence("gated_delta_rule", tensors, (sequence, mask, layout, group), scheme, options)
 
 
 @_public
@@ -182,54 +151,15 @@ def ssd(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Mamba-2's state space layer (arXiv:2405.21060).
+    """Compute Mamba-2's state space layer (arXiv:2405.21060).
 
     For each document: h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t, with h = 0 before it.
     x (B, N, H, V), dt (B, N, H) after its softplus, A (H) negative, B, C (B, N, G, K), H a multiple of G, D (H).
     scheme: as in `gated_delta_rule`. sequence, mask, layout, group, padding, errors: as in `causal_conv1d`. Returns y
     (B, N, H, V) of x's dtype; states and sums are in float32 (float64 for float64). Differentiable once.
     """
-    op = "ssd"
-    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, optional=D) as documents:
-        if x.dim() != 4 or B.dim() != 4:
-            raise InputError(f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (B, N, H, V) and (B, N, G, K)")
-        batch, num_tokens, num_heads, value_dim = x.size(0), _num_tokens(documents), x.size(2), x.size(3)
-        num_groups, state_dim = B.shape[2:]
-        check_tensors(
-            documents,
-            {
-                "x": (x, (batch, num_tokens, num_heads, value_dim)),
-                "dt": (dt, (batch, num_tokens, num_heads)),
-                "A": (A, (num_heads,)),
-                "B": (B, (batch, num_tokens, num_groups, state_dim)),
-                "C": (C, (batch, num_tokens, num_groups, state_dim)),
-                "D": (D, (num_heads,)),
-            },
-        )
-        _check_heads("x", x, "B", B, "C", C)
-        alone = num_groups == 1
-        group_heads = None if alone else 2
-
-        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-            x, dt, A, B, C, *D = given
-            return computing_on(x.device).ssd(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
-
-        operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0)]
-        operands += [Operand(B, heads=group_heads), Operand(C, heads=group_heads)]
-        operands += [] if D is None else [Operand(D, tokens=False, heads=0)]
-        terms = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": value_dim, "state_dim": state_dim}
-        recurrence = Recurrence(
-            op,
-            documents,
-            _terms(x, documents) | terms | {"D": "given" if D is not None else "none"},
-            compute,
-            operands,
-            Operand(x),
-            (batch, num_heads, value_dim, state_dim),
-            num_heads if alone else num_groups,
-        )
-        scheme = decide(recurrence, scheme)
-    return run(recurrence, scheme)
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+    return _recurrence("ssd", tensors, (sequence, mask, layout, group), scheme, {})
 
 
 @_public
@@ -247,7 +177,7 @@ def selective_scan(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Mamba's selective scan (arXiv:2312.00752).
+    """Compute Mamba's selective scan (arXiv:2312.00752).
 
     For each document, and each channel of x with a state h of K numbers: h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t;
     y_t = h_t C_t + D x_t, with h = 0 before it. x, dt (B, N, C), dt after its softplus, A (C, K) negative, B, C
@@ -256,45 +186,36 @@ def selective_scan(
     `causal_conv1d`. Returns y (B, N, C) of x's dtype; states and sums are in float32 (float64 for float64).
     Differentiable once.
     """
-    op = "selective_scan"
-    with _checking(op, sequence, mask, layout, group, x, dt, A, B, C, optional=D) as documents:
-        if x.dim() != 3 or B.dim() != 3:
-            raise InputError(f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (B, N, C) and (B, N, K)")
-        batch, num_tokens, num_channels, state_dim = x.size(0), _num_tokens(documents), x.size(2), B.size(2)
-        check_tensors(
-            documents,
-            {
-                "x": (x, (batch, num_tokens, num_channels)),
-                "dt": (dt, (batch, num_tokens, num_channels)),
-                "A": (A, (num_channels, state_dim)),
-                "B": (B, (batch, num_tokens, state_dim)),
-                "C": (C, (batch, num_tokens, state_dim)),
-                "D": (D, (num_channels,)),
-            },
-        )
-        if num_channels < 1 or not 1 <= state_dim <= ops.MAX_HEAD_DIM:
-            raise InputError(
-                f"x has {num_channels} channels, B a state dim of {state_dim}; expected 1 or more, and "
-                f"1..{ops.MAX_HEAD_DIM}"
-            )
-        _check_dtype("x", x, B=B, C=C)
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+    return _recurrence("selective_scan", tensors, (sequence, mask, layout, group), scheme, {})
 
-        def compute(given: list[Tensor], resets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-            x, dt, A, B, C, *D = given
-            return computing_on(x.device).selective_scan(x, dt, A, B, C, D[0] if D else None, resets, state)  # type: ignore[no-any-return]
 
-        operands = [Operand(x), Operand(dt), Operand(A, tokens=False, heads=0), Operand(B, heads=None)]
-        operands += [Operand(C, heads=None)] + ([] if D is None else [Operand(D, tokens=False, heads=0)])
-        terms = {"channels": num_channels, "state_dim": state_dim, "D": "given" if D is not None else "none"}
+def _recurrence(
+    op: str, tensors: Mapping[str, Tensor | None], given: _Given, scheme: str | None, options: dict[str, Any]
+) -> Tensor:
+    with _checking(op, tensors, given) as documents:
+        dims, sizes = _check_tensors(op, tensors, documents)
+        _check_heads(op, sizes)
+        first = tensors[next(iter(dims))]
+        assert first is not None
+        if "scale" in options:
+            options["scale"] = _check_scale(options["scale"], sizes["K"], first.dtype)
+        shared = sizes.get("G") == 1  # then the heads of v (x) are split, and q and k (B and C) go with every share
+        letters = ("H", "C") if shared else ("H", "C", "G")
+        operands = {
+            name: Operand(name, x, "N" in of, next((i for i, letter in enumerate(of) if letter in letters), None))
+            for name, of in dims.items()
+            if (x := tensors[name]) is not None
+        }
         recurrence = Recurrence(
             op,
             documents,
-            _terms(x, documents) | terms,
-            compute,
-            operands,
-            Operand(x),
-            (batch, num_channels, state_dim),
-            units_of_channels(num_channels),
+            {**_terms(first, documents, sizes), **options, "inputs": ", ".join(f"{n} {dims[n]}" for n in operands)},
+            options,
+            list(operands.values()),
+            operands[next(iter(dims))],
+            tuple(sizes[letter] for letter in _STATE[op]),
+            groups_of_channels(sizes["C"]) if "C" in sizes else sizes["H" if shared else "G"],
         )
         scheme = decide(recurrence, scheme)
     return run(recurrence, scheme)
@@ -304,45 +225,81 @@ def selective_scan(
 
 
 @contextlib.contextmanager
-def _checking(
-    op: str, sequence: Any, mask: Any, layout: Any, group: Any, *tensors: Any, optional: Any = None
-) -> Iterator[Documents]:
-    """The documents of the call; any error here or in the body is told to the other ranks, who would wait."""
+def _checking(op: str, tensors: Mapping[str, Tensor | None], given: _Given) -> Iterator[Documents]:
+    """Yield the documents of the call; any error here or in the body is told to the other ranks, who would wait."""
+    sequence, mask, layout, group = given
     try:
-        for x in (*tensors, *([] if optional is None else [optional])):
-            arguments.check_tensor("an argument", x)
-        derivatives.check_once(op, *tensors, optional, vmap=False)
+        for name, x in tensors.items():
+            if x is not None or name not in _OPTIONAL:
+                arguments.check_tensor(name, x)
+        derivatives.check_once(op, *tensors.values(), vmap=False)
         check_given(op, sequence, mask, layout, group)
         if sequence is None:
             sequence = ShardedSequence.of(mask, layout, group)
         documents = Documents(sequence)
-        _ = documents.resets  # refused here, where the other ranks are told
+        _ = documents.facts.seq_idx  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
         tell_others(op, error, sequence, layout, group)
         raise
 
 
-def _num_tokens(documents: Documents) -> int:
-    return documents.sequence.layout.local_len(documents.sequence.rank)
+def _check_tensors(
+    op: str, tensors: Mapping[str, Tensor | None], documents: Documents
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the dims of each tensor, and the size of each letter. InputError for other tensors than _DIMS says."""
+    sequence = documents.sequence
+    dims, sizes = {}, {"N": sequence.layout.local_len(sequence.rank)}
+    first_name = next(iter(_DIMS[op]))
+    first = tensors[first_name]
+    assert first is not None
+    for name, text in _DIMS[op].items():
+        x = tensors[name]
+        if x is None:
+            continue
+        if x.dtype not in ops.FLOAT_DTYPES:
+            raise InputError(f"{name} is {x.dtype}; expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
+        options = text.split(" or ")
+        dims[name] = next((option for option in options if len(option) == x.dim()), "")
+        wanted = [sizes.setdefault(letter, size) for letter, size in zip(dims[name], x.shape, strict=False)]
+        if not dims[name] or list(x.shape) != wanted:
+            numbers = [[str(sizes.get(letter, letter)) for letter in option] for option in options]
+            expected, letters = (" or ".join(f"({', '.join(of)})" for of in either) for either in (numbers, options))
+            raise InputError(f"{name} is {tuple(x.shape)}; expected {expected}: {letters}")
+        if name in _OF_ONE_DTYPE and x.dtype != first.dtype:
+            raise InputError(f"{name} has dtype {x.dtype} but {first_name} has {first.dtype}; cast them to one dtype")
+        arguments.check_devices(first_name, first, **{name: x})
+    rows = sequence.mask.begin.size(0)
+    if rows not in (1, sizes["B"]):
+        raise InputError(f"the mask has {rows} rows, the batch {sizes['B']}; expected the same number, or 1")
+    if first.device.type == "meta" and sequence.world_size > 1:
+        raise InputError(f"{first_name} is on meta, which holds no data for the other ranks; expected a real device")
+    sequence.check_unchanged()
+    return dims, sizes
 
 
-def _check_heads(name: str, x: Tensor, k_name: str, k: Tensor, q_name: str, q: Tensor) -> None:
-    """InputError, before a message is sent, for what no kernel computes. x (B, N, H, V), k and q (B, N, G, K)."""
-    num_heads, num_groups = x.size(2), k.size(2)
-    if num_groups < 1 or num_heads < 1 or num_heads % num_groups:
-        raise InputError(f"{name} has {num_heads} heads, {k_name} {num_groups}; expected a multiple")
-    _check_dtype(name, x, **{k_name: k, q_name: q})
-    for other, y in ((name, x), (k_name, k)):
-        if not 1 <= y.size(3) <= ops.MAX_HEAD_DIM:
-            raise InputError(f"{other} has head dim {y.size(3)}; expected 1..{ops.MAX_HEAD_DIM}")
+def _check_heads(op: str, sizes: Mapping[str, int]) -> None:
+    """InputError for numbers of heads, and for dims, that no kernel computes."""
+    heads, groups = sizes.get("H", 1), sizes.get("G", 1)
+    v, k = ("v", "q and k") if op == "gated_delta_rule" else ("x", "B and C")
+    if heads < 1 or groups < 1 or heads % groups:
+        raise InputError(f"{v} has {heads} heads, {k} {groups}; expected a positive multiple")
+    if sizes.get("C", 1) < 1:
+        raise InputError("x has 0 channels; expected 1 or more")
+    for name, letter in ((v, "V"), (k, "K")):
+        if not 1 <= sizes.get(letter, 1) <= ops.MAX_HEAD_DIM:
+            raise InputError(f"{letter}, the last dim of {name}, is {sizes[letter]}; expected 1..{ops.MAX_HEAD_DIM}")
 
 
-def _check_dtype(name: str, x: Tensor, **others: Tensor) -> None:
-    for other, y in others.items():
-        if y.dtype != x.dtype:
-            raise InputError(f"{other} has dtype {y.dtype} but {name} has {x.dtype}; cast them to one dtype")
+def _check_scale(scale: Any, key_dim: int, dtype: torch.dtype) -> float:
+    """Return the scale, 1 / sqrt(key_dim) for None. InputError: no arithmetic for the dtype holds the number."""
+    number = arguments.check_number("scale", key_dim**-0.5 if scale is None else scale)
+    state = ops.state_dtype(dtype)
+    if not abs(number) <= torch.finfo(state).max:
+        raise InputError(f"scale is {number}; expected a finite number of {state}")
+    return number
 
 
-def _terms(x: Tensor, documents: Documents) -> dict[str, HeaderValue]:
-    return {"batch": x.size(0), "seq_len": documents.sequence.seq_len, "dtype": str(x.dtype)}
+def _terms(x: Tensor, documents: Documents, sizes: Mapping[str, int]) -> dict[str, HeaderValue]:
+    own = {f"size {letter}": size for letter, size in sizes.items() if letter not in "BN"}  # N is of this rank alone
+    return {"batch": x.size(0), "seq_len": documents.sequence.seq_len, "dtype": str(x.dtype), **own}

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.costs import parts
+from ringtile.recurrent.costs import shares
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.messages import all_to_all
 
 
 def run(recurrence: Recurrence) -> Tensor:
-    """out (B, N, ...) of the local tokens; a collective, differentiable."""
+    """Return out (B, N, ...) of the local tokens; a collective, differentiable."""
     out: Tensor = _Heads.apply(recurrence, *recurrence.tensors)  # type: ignore[no-untyped-call]
     return out
 
@@ -38,7 +38,7 @@ class _Heads(torch.autograd.Function):
         with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor, data):
             exchange = _Exchange(recurrence)
             given = exchange.to_heads(recurrence.operands, tensors, "the inputs")
-            out, _ = recurrence.compute(given, documents.facts.global_resets, None)
+            out, _ = recurrence.compute(given, documents.facts.seq_idx, None)
             (out,) = exchange.to_tokens([recurrence.out], [out], "the outputs")
         ctx.save_for_backward(*given)
         ctx.recurrence, ctx.number = recurrence, documents.sequence.transport.num_calls
@@ -73,7 +73,7 @@ def _backward(
     with agreed(f"{recurrence.op} backward", documents, terms, dout, forward_call=forward_call):
         exchange = _Exchange(recurrence)
         (whole,) = exchange.to_heads([recurrence.out], [dout], "the gradients of the outputs")
-        gradients, _ = recurrence.gradients(given, needed, documents.facts.global_resets, None, whole, None)
+        gradients, _ = recurrence.gradients(given, needed, documents.facts.seq_idx, None, whole, None)
         wanted = [i for i, need in enumerate(needed) if need]
         found = [given[i].new_zeros(given[i].shape) if (x := gradients[i]) is None else x for i in wanted]
         of_tokens = exchange.to_tokens([operands[i] for i in wanted], found, "the gradients of the inputs")
@@ -90,7 +90,7 @@ class _Exchange:
         sequence = recurrence.documents.sequence
         self._rank, self._transport = sequence.rank, sequence.transport
         self._seq_len, ranks = sequence.seq_len, range(sequence.world_size)
-        self._shares = parts(recurrence.num_units, sequence.world_size)
+        self._shares = shares(recurrence.num_head_groups, sequence.world_size)
         self._runs = [ops.runs_tensor(sequence.layout.runs(rank)) for rank in ranks]
         self._local_lens = [sequence.layout.local_len(rank) for rank in ranks]
 

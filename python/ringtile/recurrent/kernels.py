@@ -5,9 +5,10 @@
     selective_scan     S = exp(dt A) S + dt B x;  y = S C + D x, of each channel       (arXiv:2312.00752)
     causal_conv1d      y = act(bias + sum over i of weight[i] x_(t - width + 1 + i))
 
-resets, uint8 (B or 1, N), on the CPU. Bit 0: a document starts at this token, so that nothing before it reaches it, the
-initial state included. Bit 1: padding, which is skipped: its numbers are not read, its output and gradients are 0. The
-final state is that of the document that is open after the last token. States are float32, or float64 for float64.
+seq_idx, int32 (B or 1, N), on the CPU: each token's document, as in mamba_ssm and causal_conv1d. Neighbouring tokens of
+one number are of one document, and no other reaches them. A first document 0 goes on from the initial state, all others
+start from 0. Negative: padding, which is skipped: its numbers are not read, its output and gradients are 0. The final
+state is that after the last token. States are float32, or float64 for float64.
 
 Shape letters: B batch, N tokens, H heads, G heads of q and k (of B and C; H is a multiple), K and V their dims, C
 channels, W width.
@@ -15,20 +16,19 @@ channels, W width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops, self_test
-from ringtile.errors import InputError, Refused
+from ringtile import derivatives, ops, self_test
+from ringtile.errors import Refused
 from ringtile.recurrent import self_test as recurrent_self_test
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 MAX_WIDTH = 8
-ACTIVATIONS = ("", "silu")
 _CHUNK = 64  # tokens between the states that a forward keeps for its backward (csrc/scan/chunks.h)
 
 _ops = torch.ops.ringtile
@@ -41,12 +41,12 @@ KERNELS["convolution"] = "causal convolution"
 
 
 def why_not_kernel(name: str, dtype: torch.dtype) -> str:
-    """What is wrong with one of KERNELS on the CPU; "" if nothing is. Found out once a process."""
+    """Return what is wrong with one of KERNELS on the CPU, "" if nothing is. Found out once a process."""
     return self_test.why_not((KERNELS[name], dtype), lambda: recurrent_self_test.of(_ops)[name](dtype))
 
 
 def _check_kernel(name: str, x: Tensor) -> None:
-    """Refused where a kernel for tensors such as x is wrong."""
+    """Raise Refused where a kernel for tensors such as x is wrong."""
     if torch.compiler.is_compiling() or x.device.type == "meta":
         return
     if reason := why_not_kernel(name, x.dtype):
@@ -56,32 +56,20 @@ def _check_kernel(name: str, x: Tensor) -> None:
         )
 
 
-# ---- the functions ------------------------------------------------------------------------------
+# ---- the functions: functions.py has checked the tensors ----------------------------------------
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, seq_idx: Tensor, initial_state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """A causal depthwise convolution of x (B, N, C) with weight (C, W), W <= 8, and bias (C).
+    """Convolve x (B, N, C) with weight (C, W), causal and depthwise, and add bias (C).
 
     initial_state (B, W - 1, C): the inputs before the first token, 0 if None. activation: "" or "silu". Returns y
-    (B, N, C) of x's dtype, and the last W - 1 inputs of the open document, 0 before its start.
+    (B, N, C) of x's dtype, and the last W - 1 inputs of the last document, 0 before its start.
     """
-    op = "causal_conv1d"
-    _check_tensors(op, 3, x=x, weight=weight, bias=bias, resets=resets, initial_state=initial_state)
-    if activation not in ACTIVATIONS:
-        raise InputError(f'activation is {activation!r}; expected "silu", or "" for none')
-    width = weight.size(1) if weight.dim() == 2 else 0
-    if not 1 <= width <= MAX_WIDTH:
-        raise InputError(f"weight is {tuple(weight.shape)}; expected (channels, width) with a width in 1..{MAX_WIDTH}")
-    batch, num_tokens, num_channels = x.shape
-    _check_shape("weight", weight, (num_channels, width), "the channels of x")
-    _check_shape("bias", bias, (num_channels,), "the channels of x")
-    _check_shape("initial_state", initial_state, (batch, width - 1, num_channels), "(batch, width - 1, channels)")
-    _check_resets(resets, batch, num_tokens)
-    state = ops.state_dtype(x.dtype)
     _check_kernel("convolution", x)
-    tensors = (_as(state, weight), _maybe(state, bias), resets.contiguous(), _maybe(state, initial_state))
+    state = ops.state_dtype(x.dtype)
+    tensors = (_as(state, weight), _as(state, bias), seq_idx.contiguous(), _as(state, initial_state))
     y, final_state = _ops.causal_conv1d(_unit_last_stride(x), *tensors, activation == "silu")
     return y, final_state
 
@@ -92,30 +80,22 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    resets: Tensor,
+    *,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule of q, k (B, N, G, K) and v (B, N, H, V), with log decay g <= 0 and strength beta (B, N, H).
+    """Compute the gated delta rule of q, k (B, N, G, K) and v (B, N, H, V), with g <= 0 and beta (B, N, H).
 
     g (B, N, H), or (B, N, H, K) for a decay of each channel (KDA). initial_state (B, H, K, V), 0 if None. Returns out
     (B, N, H, V) of v's dtype and the final state.
     """
-    op = "gated_delta_rule"
-    _check_tensors(op, 4, q=q, k=k, v=v, g=g, beta=beta, resets=resets, initial_state=initial_state)
-    _check_heads(("q", q), ("k", k), ("v", v), initial_state)
-    batch, num_tokens, num_heads, dim = *v.shape[:3], q.size(3)
-    expected = (batch, num_tokens, num_heads)
-    _check_shape("beta", beta, expected, "(batch, tokens, heads) of v")
-    if g.dim() == 4:
-        _check_shape("g", g, (*expected, dim), "the tokens and heads of v and the head dim of k")
-    else:
-        _check_shape("g", g, expected, "(batch, tokens, heads) of v, or with the head dim of k for KDA")
-    _check_resets(resets, batch, num_tokens)
-    scale, state = check_scale(scale, v.dtype), ops.state_dtype(v.dtype)
-    before = _maybe(state, initial_state)
     _check_kernel("kda" if g.dim() == 4 else "delta", v)
-    return _scan(q, k, v, _as(state, g), _as(state, beta), None, None, resets, before, scale)
+    state = ops.state_dtype(v.dtype)
+    rows = [_unit_last_stride(x) for x in (q, k, v)]
+    given = (*rows, _as(state, g), _as(state, beta), None, None, seq_idx.contiguous(), _as(state, initial_state))
+    out, final_state, _ = _ops.scan(*given, scale, _keeps(given))
+    return out, final_state
 
 
 def ssd(
@@ -124,30 +104,26 @@ def ssd(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    resets: Tensor,
+    D: Tensor | None = None,
+    *,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's scan of x (B, N, H, V) with B and C (B, N, G, K), A (H) < 0, D (H).
+    """Compute Mamba-2's scan of x (B, N, H, V) with B and C (B, N, G, K), A (H) < 0, D (H).
 
-    dt (B, N, H): the step, after its softplus. initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's
-    dtype and the final state.
+    dt (B, N, H) after its softplus. initial_state (B, H, V, K), 0 if None. Returns y (B, N, H, V) of x's dtype and the
+    final state.
     """
-    _check_tensors("ssd", 4, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
-    transposed = None if initial_state is None else initial_state.transpose(-1, -2)
-    _check_heads(("C", C), ("B", B), ("x", x), transposed)
-    batch, num_tokens, num_heads = x.shape[:3]
-    _check_shape("dt", dt, (batch, num_tokens, num_heads), "(batch, tokens, heads) of x")
-    _check_shape("A", A, (num_heads,), "the heads of x")
-    _check_shape("D", D, (num_heads,), "the heads of x")
-    _check_resets(resets, batch, num_tokens)
-    state = ops.state_dtype(x.dtype)
     _check_kernel("ssd", x)
-    step = _as(state, dt)
+    state = ops.state_dtype(x.dtype)
+    dt = _as(state, dt)
     # Padding may hold anything, which autograd would multiply by its gradient of 0.
-    decay = torch.where((resets & 2 > 0)[..., None], 0, step) * A.to(state)
-    y, final_state = _scan(C, B, x, decay, None, step, _maybe(state, D), resets, _maybe(state, transposed), 1.0)
-    return y, final_state.transpose(-1, -2)
+    g = torch.where((seq_idx < 0)[..., None], 0, dt) * A.to(state)
+    rows = [_unit_last_stride(x) for x in (C, B, x)]
+    before = None if initial_state is None else _as(state, initial_state.mT)
+    given = (*rows, g.contiguous(), None, dt, _as(state, D), seq_idx.contiguous(), before)
+    y, final_state, _ = _ops.scan(*given, 1.0, _keeps(given))
+    return y, final_state.mT
 
 
 def selective_scan(
@@ -156,140 +132,40 @@ def selective_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    resets: Tensor,
+    D: Tensor | None = None,
+    *,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba's scan of x (B, N, C) with B and C (B, N, K), A (C, K) < 0, D (C).
+    """Compute Mamba's scan of x (B, N, C) with B and C (B, N, K), A (C, K) < 0, D (C).
 
-    dt (B, N, C): the step, after its softplus. initial_state (B, C, K), 0 if None. Returns y (B, N, C) of x's dtype and
-    the final state.
+    dt (B, N, C) after its softplus. initial_state (B, C, K), 0 if None. Returns y (B, N, C) of x's dtype and the final
+    state.
     """
-    _check_tensors("selective_scan", 3, x=x, dt=dt, A=A, B=B, C=C, D=D, resets=resets, initial_state=initial_state)
-    batch, num_tokens, num_channels = x.shape
-    state_dim = B.size(2) if B.dim() == 3 else 0
-    if num_channels < 1 or not 1 <= state_dim <= ops.MAX_HEAD_DIM:
-        raise InputError(
-            f"x is {tuple(x.shape)}, B {tuple(B.shape)}; expected (batch, tokens, channels) and (batch, tokens, state "
-            f"dim) with a state dim of 1..{ops.MAX_HEAD_DIM}"
-        )
-    for name, other in (("B", B), ("C", C)):
-        _check_shape(name, other, (batch, num_tokens, state_dim), "(batch, tokens) of x and the state dim of B")
-        if other.dtype != x.dtype:
-            raise InputError(f"{name} has dtype {other.dtype} but x has {x.dtype}; cast them to one dtype")
-    _check_shape("dt", dt, (batch, num_tokens, num_channels), "as x")
-    _check_shape("A", A, (num_channels, state_dim), "the channels of x and the state dim of B")
-    _check_shape("D", D, (num_channels,), "the channels of x")
-    _check_shape("initial_state", initial_state, (batch, num_channels, state_dim), "(batch, channels, state dim)")
-    _check_resets(resets, batch, num_tokens)
-    state = ops.state_dtype(x.dtype)
     _check_kernel("selective", x)
+    state = ops.state_dtype(x.dtype)
     before = None if initial_state is None else _as(state, initial_state.mT)
-    inputs = (x, dt, A, B, C, D, initial_state)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     x, B, C = (_unit_last_stride(x) for x in (x, B, C))
-    y, final_state, _ = _ops.selective_scan(
-        x, _as(state, dt), _as(state, A.mT), B, C, _maybe(state, D), resets.contiguous(), before, keep
-    )
+    given = (x, _as(state, dt), _as(state, A.mT), B, C, _as(state, D), seq_idx.contiguous(), before)
+    y, final_state, _ = _ops.selective_scan(*given, _keeps(given))
     return y, final_state.mT
 
 
-def _scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    step: Tensor | None,
-    skip: Tensor | None,
-    resets: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    q, k, v = (_unit_last_stride(x) for x in (q, k, v))
-    inputs = (q, k, v, decay, beta, step, skip, initial_state)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out, final_state, _ = _ops.scan(
-        q, k, v, decay.contiguous(), beta, step, skip, resets.contiguous(), initial_state, scale, keep
-    )
-    return out, final_state
+def _keeps(given: tuple[Tensor | None, ...]) -> bool:
+    """Return whether a backward will follow, which needs the states between chunks."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
-def _as(dtype: torch.dtype, x: Tensor) -> Tensor:
-    return x.to(dtype).contiguous()
-
-
-def _maybe(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
-    return None if x is None else _as(dtype, x)
+@overload
+def _as(dtype: torch.dtype, x: Tensor) -> Tensor: ...
+@overload
+def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None: ...
+def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(dtype).contiguous()
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:
     return x if x.size(-1) < 2 or x.stride(-1) == 1 else x.contiguous()
-
-
-# ---- checks -------------------------------------------------------------------------------------
-
-
-def check_scale(scale: Any, dtype: torch.dtype) -> float:
-    """A scale of the gated delta rule for tensors of a dtype. InputError: no arithmetic for it holds the number."""
-    number, state = arguments.check_number("scale", scale), ops.state_dtype(dtype)
-    if not abs(number) <= torch.finfo(state).max:
-        raise InputError(f"scale is {number}; expected a finite number of {state}")
-    return number
-
-
-def _check_tensors(op: str, num_dims: int, **tensors: Tensor | None) -> None:
-    """Types, devices, dtypes, storages and derivatives of an op's tensors; the first has num_dims dims."""
-    first_name, first = next(iter(tensors.items()))
-    for name, x in tensors.items():
-        if x is None and name in ("bias", "D", "initial_state"):
-            continue
-        arguments.check_tensor(name, x)
-        assert isinstance(x, Tensor)
-        if name != "resets" and x.dtype not in ops.FLOAT_DTYPES:
-            raise InputError(f"{name} has dtype {x.dtype}, expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
-    assert isinstance(first, Tensor)
-    if first.device.type not in ("cpu", "meta"):
-        raise InputError(f"{first_name} is on {first.device}; expected a CPU tensor: {op} has no kernel there yet")
-    arguments.check_devices(first_name, first, **tensors)
-    derivatives.check_once(op, *tensors.values(), vmap=False)
-    if first.dim() != num_dims:
-        words = "(batch, tokens, channels)" if num_dims == 3 else "(batch, tokens, heads, head dim)"
-        raise InputError(f"{first_name} is {tuple(first.shape)}; expected {words}")
-
-
-def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...], why: str) -> None:
-    if x is not None and tuple(x.shape) != expected:
-        raise InputError(f"{name} is {tuple(x.shape)}; expected {expected}: {why}")
-
-
-def _check_resets(resets: Tensor, batch: int, num_tokens: int) -> None:
-    if resets.dtype != torch.uint8:
-        raise InputError(f"resets has dtype {resets.dtype}; expected torch.uint8: 1 a document starts, 2 padding")
-    if tuple(resets.shape) not in ((batch, num_tokens), (1, num_tokens)):
-        raise InputError(f"resets is {tuple(resets.shape)}; expected ({batch}, {num_tokens}) or (1, {num_tokens})")
-
-
-def _check_heads(of_q: tuple[str, Tensor], of_k: tuple[str, Tensor], of_v: tuple[str, Tensor], state: Any) -> None:
-    """q, k (B, N, G, K), v (B, N, H, V) and the initial state (B, H, K, V), by the names that the caller gave them."""
-    (q_name, q), (k_name, k), (v_name, v) = of_q, of_k, of_v
-    for name, x in (of_q, of_k, of_v):
-        if x.dim() != 4:
-            raise InputError(f"{name} is {tuple(x.shape)}; expected (batch, tokens, heads, head dim)")
-        if x.dtype != v.dtype:
-            raise InputError(f"{name} has dtype {x.dtype} but {v_name} has {v.dtype}; cast them to one dtype")
-        if not 1 <= x.size(3) <= ops.MAX_HEAD_DIM:
-            raise InputError(f"{name} has head dim {x.size(3)}, expected 1..{ops.MAX_HEAD_DIM}")
-    _check_shape(k_name, k, tuple(q.shape), f"as {q_name}")
-    if q.shape[:2] != v.shape[:2]:
-        raise InputError(f"{q_name} has (batch, tokens) {tuple(q.shape[:2])} but {v_name} {tuple(v.shape[:2])}")
-    if q.size(2) == 0 or v.size(2) == 0 or v.size(2) % q.size(2):
-        raise InputError(
-            f"{v_name} has {v.size(2)} heads and {q_name} {q.size(2)}; expected a positive multiple of the latter"
-        )
-    if state is not None and tuple(state.shape) != (v.size(0), v.size(2), q.size(3), v.size(3)):
-        dims = f"heads of {v_name}, head dims of {k_name} and {v_name} (ssd: the other way round)"
-        raise InputError(f"initial_state is {tuple(state.shape)} (as head dims of {k_name}, {v_name}); expected {dims}")
 
 
 # ---- the ops: shapes and derivatives ------------------------------------------------------------
@@ -301,61 +177,102 @@ def _num_states(num_tokens: int) -> int:
 
 @torch.library.register_fake("ringtile::scan")  # type: ignore[untyped-decorator]
 def _(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, step: Tensor | None, skip: Tensor | None,
-    resets: Tensor, initial_state: Tensor | None, scale: float, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    dt: Tensor | None,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: D
     batch, num_tokens, num_heads, v_dim = v.shape
     state = (q.size(3), v_dim)
     kept = (batch, num_heads, _num_states(num_tokens) if keep else 0, *state)
-    return v.new_empty(v.shape), decay.new_empty(batch, num_heads, *state), decay.new_empty(kept)
+    return v.new_empty(v.shape), g.new_empty(batch, num_heads, *state), g.new_empty(kept)
 
 
 @torch.library.register_fake("ringtile::scan_backward")  # type: ignore[untyped-decorator]
 def _(
-    dout: Tensor, dfinal_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None,
-    step: Tensor | None, skip: Tensor | None, resets: Tensor, initial_state: Tensor | None, states: Tensor,
+    dout: Tensor,
+    dfinal_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    dt: Tensor | None,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    states: Tensor,
     scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: D
     batch, num_tokens, num_heads, v_dim = v.shape
-    has_factor = beta is not None or step is not None
-    shapes = [q.shape, k.shape, v.shape, decay.shape]
-    shapes += [torch.Size([batch, num_tokens, num_heads if has else 0]) for has in (has_factor, skip is not None)]
+    has_factor = beta is not None or dt is not None
+    shapes = [q.shape, k.shape, v.shape, g.shape]
+    shapes += [torch.Size([batch, num_tokens, num_heads if has else 0]) for has in (has_factor, D is not None)]
     shapes.append(torch.Size([batch, num_heads, q.size(3), v_dim]))
-    return tuple(decay.new_empty(shape) for shape in shapes)
+    return tuple(g.new_empty(shape) for shape in shapes)
 
 
 @torch.library.register_fake("ringtile::selective_scan")  # type: ignore[untyped-decorator]
 def _(
-    x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor, skip: Tensor | None, resets: Tensor,
-    initial_state: Tensor | None, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: D
     batch, num_tokens, _ = x.shape
-    kept = rate.new_empty(batch, _num_states(num_tokens) if keep else 0, *rate.shape)
-    return x.new_empty(x.shape), rate.new_empty(batch, *rate.shape), kept
+    kept = A.new_empty(batch, _num_states(num_tokens) if keep else 0, *A.shape)
+    return x.new_empty(x.shape), A.new_empty(batch, *A.shape), kept
 
 
 @torch.library.register_fake("ringtile::selective_scan_backward")  # type: ignore[untyped-decorator]
 def _(
-    dout: Tensor, dfinal_state: Tensor | None, x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor,
-    skip: Tensor | None, resets: Tensor, initial_state: Tensor | None, states: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    shapes = [x.shape, step.shape, rate.shape, k.shape, q.shape]
-    shapes += [torch.Size([0 if skip is None else x.size(2)]), torch.Size([x.size(0), *rate.shape])]
-    return tuple(rate.new_empty(shape) for shape in shapes)
+    dout: Tensor,
+    dfinal_state: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    states: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: D
+    shapes = [x.shape, dt.shape, A.shape, B.shape, C.shape]
+    shapes += [torch.Size([0 if D is None else x.size(2)]), torch.Size([x.size(0), *A.shape])]
+    return tuple(A.new_empty(shape) for shape in shapes)
 
 
 @torch.library.register_fake("ringtile::causal_conv1d")  # type: ignore[untyped-decorator]
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2))
 
 
 @torch.library.register_fake("ringtile::causal_conv1d_backward")  # type: ignore[untyped-decorator]
 def _(
-    dy: Tensor, dfinal_state: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor,
-    initial_state: Tensor | None, silu: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dy: Tensor,
+    dfinal_state: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor,
+    initial_state: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, ...]:  # fmt: D
     dbias = weight.new_empty(0 if bias is None else x.size(2))
     return (
         x.new_empty(x.shape),
@@ -376,19 +293,19 @@ def _scan_backward(
     ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
 ) -> tuple[Tensor | None, ...]:
     *tensors, states = ctx.saved_tensors
-    q, k, v, _, beta, step, skip, _, initial_state = tensors
+    q, k, v, _, beta, dt, D, _, initial_state = tensors
     derivatives.check_once("the backward of a recurrence", dout, dfinal_state)
     dout = v.new_zeros(v.shape) if dout is None else _unit_last_stride(dout)
     dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dq, dk, dv, ddecay, dfactor, dskip, dinitial = _ops.scan_backward(dout, dfinal_state, *tensors, states, ctx.scale)
+    dq, dk, dv, dg, dfactor, dD, dinitial = _ops.scan_backward(dout, dfinal_state, *tensors, states, ctx.scale)
     return (
         dq.to(q.dtype),
         dk.to(k.dtype),
         dv.to(v.dtype),
-        ddecay,
+        dg,
         None if beta is None else dfactor,
-        None if step is None else dfactor,
-        None if skip is None else dskip.sum((0, 1)),
+        None if dt is None else dfactor,
+        None if D is None else dD.sum((0, 1)),
         None,
         None if initial_state is None else dinitial,
         None,
@@ -407,13 +324,13 @@ def _selective_backward(
     ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
 ) -> tuple[Tensor | None, ...]:
     *tensors, states = ctx.saved_tensors
-    x, _, _, k, q, skip, _, initial_state = tensors
+    x, _, _, B, C, D, _, initial_state = tensors
     derivatives.check_once("the backward of selective_scan", dout, dfinal_state)
     dout = x.new_zeros(x.shape) if dout is None else _unit_last_stride(dout)
     dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dx, dstep, drate, dk, dq, dskip, dinitial = _ops.selective_scan_backward(dout, dfinal_state, *tensors, states)
-    dskip, dinitial = (None if given is None else y for given, y in ((skip, dskip), (initial_state, dinitial)))
-    return dx.to(x.dtype), dstep, drate, dk.to(k.dtype), dq.to(q.dtype), dskip, None, dinitial, None
+    dx, ddt, dA, dB, dC, dD, dinitial = _ops.selective_scan_backward(dout, dfinal_state, *tensors, states)
+    dD, dinitial = (None if given is None else y for given, y in ((D, dD), (initial_state, dinitial)))
+    return dx.to(x.dtype), ddt, dA, dB.to(B.dtype), dC.to(C.dtype), dD, None, dinitial, None
 
 
 def _setup_conv(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ringtile import ops
 from ringtile.errors import InputError, Refused
-from ringtile.recurrent.costs import SCHEMES, Cost, Size, cheaper, cost, size_of, units_of_channels
+from ringtile.recurrent.costs import SCHEMES, Cost, Size, cost, groups_of_channels, size_of
 from ringtile.recurrent.documents import Facts
 from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.sequence.layout import Layout
@@ -20,7 +20,6 @@ KINDS = {  # of a layer, and the numbers that say how large it is
     "selective": ("channels", "state dim"),
     "conv": ("channels", "width"),
 }
-_DEVICES = ("cpu", "cuda")
 
 
 class SchemeCost(NamedTuple):
@@ -32,14 +31,13 @@ class SchemeCost(NamedTuple):
     backward_bytes: int
     busiest_forward_bytes: int
     busiest_backward_bytes: int
-    auto_on: tuple[str, ...]  # devices on which "auto" is this scheme
     refused: str  # why it cannot run; "" if it can
 
 
 def scheme_costs(
     kind: str, numbers: Sequence[int], mask: IntervalMask, layout: Layout, dtype: torch.dtype, batch: int
 ) -> list[SchemeCost]:
-    """Of a layer of one of KINDS in every scheme that it has. Raises InputError; Refused: it cannot have this mask."""
+    """Return the bytes of a layer of one of KINDS in each scheme. Raises InputError; Refused: not with this mask."""
     names = KINDS.get(kind, ())
     if not names or len(numbers) != len(names) or not all(1 <= n < 2**31 for n in (*numbers, batch)):
         raise InputError(
@@ -55,15 +53,14 @@ def scheme_costs(
         size = Size(1, 0, 0, 0, batch * (width - 1) * channels, state)
     elif kind == "selective":
         channels, state_dim = numbers
-        units = units_of_channels(channels)
-        size = size_of(kind, units, 1, state_dim, channels // units, dtype, batch)
+        num_groups = groups_of_channels(channels)
+        size = size_of(kind, num_groups, 1, state_dim, channels // num_groups, dtype, batch)
     else:
         num_heads, num_groups, key_dim, value_dim = numbers
         if num_heads % num_groups:
             raise InputError(f"the layer is {kind} of {num_heads} heads and {num_groups}; expected a multiple")
         size = size_of(kind, num_heads, num_groups, key_dim, value_dim, dtype, batch)
-    _ = Facts(mask, layout, 0).global_resets  # refused
-    auto = {device: cheaper(mask, layout, size, device) for device in _DEVICES}
+    _ = Facts(mask, layout, 0).seq_idx  # refused
     costs = []
     for scheme in SCHEMES[:1] if kind == "conv" else SCHEMES:
         refused, sent = "", Cost((0,), (0,))
@@ -79,7 +76,6 @@ def scheme_costs(
                 sum(sent.backward_sent),
                 max(sent.forward_sent),
                 max(sent.backward_sent),
-                tuple(d for d in _DEVICES if auto[d] == scheme and kind != "conv" and not refused),
                 refused,
             )
         )
@@ -87,10 +83,10 @@ def scheme_costs(
 
 
 def table(costs: Sequence[SchemeCost]) -> str:
-    rows = [["recurrent layer", "scheme", "fwd MB", "bwd MB", "busiest fwd MB", "busiest bwd MB", "auto on"]]
+    rows = [["recurrent layer", "scheme", "fwd MB", "bwd MB", "busiest fwd MB", "busiest bwd MB", ""]]
     for of_scheme in costs:
         row = ["-"] * 4 if of_scheme.refused else [f"{count / 1e6:.3f}" for count in of_scheme[2:6]]
-        rows.append([of_scheme.layer, of_scheme.scheme, *row, of_scheme.refused or ", ".join(of_scheme.auto_on)])
+        rows.append([of_scheme.layer, of_scheme.scheme, *row, of_scheme.refused])
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
     lines = []
     for layer, scheme, *numbers, last in rows:

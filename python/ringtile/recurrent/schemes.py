@@ -2,42 +2,83 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, shown
+from ringtile.errors import InputError, Refused, shown
 from ringtile.recurrent import heads, state_passing
-from ringtile.recurrent.costs import SCHEMES, cheaper, check_heads
+from ringtile.recurrent.costs import SCHEMES, check_heads
 from ringtile.recurrent.recurrence import Recurrence
 from ringtile.scheme import Scheme
+from ringtile.transport.measure import measure
+from ringtile.transport.transport import Transport
+
+# Of a group's layers whose time decided, by what they are.
+_fastest: weakref.WeakKeyDictionary[Transport, dict[object, str]] = weakref.WeakKeyDictionary()
 
 
 def decide(recurrence: Recurrence, scheme: str | None) -> str:
-    """ "states" or "heads". None: what goes with the sequence's scheme of attention, "auto": the cheaper one.
+    """Return "states", "heads", or "auto" where time decides. None: what goes with the sequence's scheme of attention.
 
-    By numbers that are the same on all ranks. Raises InputError, and Refused where the scheme cannot compute this.
+    By what is the same on all ranks. Raises InputError, and Refused where the scheme cannot compute this.
     """
-    documents, size = recurrence.documents, recurrence.size
-    sequence = documents.sequence
-    if scheme == "auto" or (scheme is None and sequence.scheme == "auto"):
-        device, known = recurrence.out.tensor.device.type, documents.facts.schemes
-        if (size, device) not in known:
-            known[size, device] = cheaper(sequence.mask, sequence.layout, size, device)
-        scheme = known[size, device]
-    elif scheme is None:
+    sequence, num_groups = recurrence.documents.sequence, recurrence.num_head_groups
+    if scheme is None and sequence.scheme != "auto":
         shares_heads = Scheme.parse(sequence.scheme).group_size is None  # all ranks: ulysses, staged
-        scheme = "heads" if shares_heads and 1 < sequence.world_size <= size.num_units else "states"
-    if scheme not in SCHEMES:
+        scheme = "heads" if shares_heads and 1 < sequence.world_size <= num_groups else "states"
+    elif scheme is None or scheme == "auto":
+        scheme = _of_auto(recurrence)
+    if scheme not in (*SCHEMES, "auto"):
         raise InputError(f"the scheme is {shown(scheme)}; expected {', '.join(SCHEMES)}, auto, or None")
     if scheme == "heads":
-        check_heads(size.num_units, sequence.world_size)
-    else:
-        _ = documents.pieces  # refused here, where the other ranks are told
+        check_heads(num_groups, sequence.world_size)
+    elif scheme == "states":
+        _ = recurrence.documents.pieces  # refused here, where the other ranks are told
     return scheme
 
 
-def run(recurrence: Recurrence, scheme: str) -> Tensor:
-    """out (B, N, ...) of the local tokens; a collective, differentiable. scheme: as `decide` found."""
+def _of_auto(recurrence: Recurrence) -> str:
+    """Return the scheme that needs no clock: the only possible one, or states where none travels; else "auto"."""
     documents = recurrence.documents
+    try:
+        _ = documents.pieces
+    except Refused:
+        return "heads"
+    enough_heads = 1 < documents.sequence.world_size <= recurrence.num_head_groups
+    return "auto" if enough_heads and documents.facts.states_travel else "states"
+
+
+def run(recurrence: Recurrence, scheme: str) -> Tensor:
+    """Return out (B, N, ...) of the local tokens; a collective, differentiable. scheme: as `decide` found."""
+    documents = recurrence.documents
+    if scheme == "auto":
+        scheme = _measured(recurrence)
     if documents.sequence.world_size == 1 and scheme == "states" and len(documents.pieces) == 1:
-        return recurrence.compute(recurrence.tensors, documents.resets, None)[0]
+        return recurrence.compute(recurrence.tensors, documents.pieces[0].seq_idx, None)[0]
     return heads.run(recurrence) if scheme == "heads" else state_passing.run(recurrence)
+
+
+def _measured(recurrence: Recurrence) -> str:
+    """Return the scheme whose forward and backward took the slowest rank less time, when this kind was first called."""
+    sequence, device = recurrence.documents.sequence, recurrence.out.tensor.device
+    known = _fastest.setdefault(sequence.transport, {})
+    kind = (recurrence.op, device.type, *recurrence.terms.values(), sequence.digests[0])
+    if kind not in known:
+        candidates = [partial(_forward_and_backward, recurrence, scheme) for scheme in SCHEMES]
+        seconds = measure(candidates, sequence.transport, device)
+        known[kind] = SCHEMES[seconds.index(min(seconds))]
+    return known[kind]
+
+
+def _forward_and_backward(recurrence: Recurrence, scheme: str) -> None:
+    with torch.enable_grad():
+        operands = [
+            dataclasses.replace(operand, tensor=operand.tensor.detach().requires_grad_())
+            for operand in recurrence.operands
+        ]
+        out = run(dataclasses.replace(recurrence, operands=operands), scheme)
+        torch.autograd.grad(out, [operand.tensor for operand in operands], out.detach())

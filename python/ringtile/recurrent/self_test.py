@@ -15,12 +15,12 @@ from torch import Tensor
 
 N, H, K, V, C, WIDTH = 67, 2, 5, 3, 20, 4  # 67 tokens, heads that share keys: more than a chunk (csrc/scan/chunks.h)
 CHANNELS = 70  # of the selective scan: more than one task (csrc/scan/chunks.h)
-BEGIN, PADDING = {1, 70}, {4, 66}
+BEGIN, PADDING = {1}, {4, 66}
 
 
-def _resets() -> Tensor:
-    bits = [(t in BEGIN) + 2 * (t in PADDING) for t in range(N)]
-    return torch.tensor([bits], dtype=torch.uint8, device="cpu")
+def _seq_idx() -> Tensor:
+    documents = [-1 if t in PADDING else sum(begin <= t for begin in BEGIN) for t in range(N)]
+    return torch.tensor([documents], dtype=torch.int32, device="cpu")
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -32,29 +32,37 @@ def recurrence(forward: Callable[..., Any], backward: Callable[..., Any], kind: 
     generator, state = torch.Generator("cpu").manual_seed(0), torch.promote_types(dtype, torch.float32)
     q, k, v, dout = (_normal(generator, 1, N, heads, dim).to(dtype) for heads, dim in ((1, K), (1, K), (H, V), (H, V)))
     k /= 4
-    decay = -_normal(generator, 1, N, H, *([K] if kind == "kda" else [])).abs().to(state) / 8
+    g = -_normal(generator, 1, N, H, *([K] if kind == "kda" else [])).abs().to(state) / 8
     factor = _normal(generator, 1, N, H).sigmoid().to(state)
-    skip = _normal(generator, H).to(state) if kind == "ssd" else None
+    D = _normal(generator, H).to(state) if kind == "ssd" else None
     before, dfinal = (_normal(generator, 1, H, K, V).to(state) for _ in range(2))
-    beta, step = (None, factor) if kind == "ssd" else (factor, None)
-    given = (q, k, v, decay, beta, step, skip, _resets(), before)
+    beta, dt = (None, factor) if kind == "ssd" else (factor, None)
+    given = (q, k, v, g, beta, dt, D, _seq_idx(), before)
     out, final, states = forward(*given, 0.5, True)
     gradients = backward(dout, dfinal, *given, states, 0.5)
-    names = ("output", "final state", *(f"gradient of {name}" for name in ("q", "k", "v", "the decay", "the factor")))
-    inputs = {"q": q, "k": k, "v": v, "decay": decay, "factor": factor, "before": before}
-    inputs |= {"dout": dout, "dfinal": dfinal, "skips": torch.zeros(H) if skip is None else skip}
+    names = ("output", "final state", *(f"gradient of {name}" for name in ("q", "k", "v", "g", "beta or dt")))
+    inputs = {"q": q, "k": k, "v": v, "g": g, "factor": factor, "before": before}
+    inputs |= {"dout": dout, "dfinal": dfinal, "D": torch.zeros(H) if D is None else D}
     expected = _recurrence(kind, **{name: x.double() for name, x in inputs.items()})
     got = (out, final, *gradients[:5], gradients[6])
     return _first_difference((*names, "gradient of the state"), got, expected, N + K + V)
 
 
 def _recurrence(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, factor: Tensor, before: Tensor, dout: Tensor,
-    dfinal: Tensor, skips: Tensor,
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    factor: Tensor,
+    before: Tensor,
+    dout: Tensor,
+    dfinal: Tensor,
+    D: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """out, the final state, dq, dk, dv, ddecay, dfactor and the gradient of the initial state."""
+    """out, the final state, dq, dk, dv, dg, dfactor and the gradient of the initial state."""
     delta = kind != "ssd"
-    keeps = decay.exp() if kind == "kda" else decay.exp()[..., None].expand(1, N, H, K)
+    keeps = g.exp() if kind == "kda" else g.exp()[..., None].expand(1, N, H, K)
     out, dq, dk, dv = (torch.zeros_like(x) for x in (v, q, k, v))
     dkeeps, dfactor, now, kept = torch.zeros_like(keeps), torch.zeros_like(factor), before[0], {}
     for t in range(N):
@@ -64,7 +72,7 @@ def _recurrence(
         decayed = keeps[0, t, :, :, None] * now
         surprise = v[0, t] - (k[0, t] @ decayed)[:, 0] if delta else v[0, t]
         after = decayed + k[0, t, 0, :, None] * (factor[0, t, :, None] * surprise)[:, None]
-        out[0, t] = 0.5 * (q[0, t] @ after)[:, 0] + skips[:, None] * v[0, t]
+        out[0, t] = 0.5 * (q[0, t] @ after)[:, 0] + D[:, None] * v[0, t]
         kept[t], now = (now, decayed, surprise, after), after
     final, dnow = now, dfinal[0]
     for t in reversed(range(N)):
@@ -78,57 +86,64 @@ def _recurrence(
             if delta:
                 dk[0, t, 0] -= torch.einsum("hkv,hv->k", decayed, dv[0, t])
                 dnow = dnow - k[0, t, 0, :, None] * dv[0, t, :, None]
-            dv[0, t] += skips[:, None] * dout[0, t]
+            dv[0, t] += D[:, None] * dout[0, t]
             dkeeps[0, t] = (dnow * earlier).sum(-1)
             dnow = keeps[0, t, :, :, None] * dnow
         dnow = torch.zeros_like(dnow) if t in BEGIN else dnow
-    ddecay = dkeeps * keeps
-    return out, final[None], dq, dk, dv, ddecay if kind == "kda" else ddecay.sum(-1), dfactor, dnow[None]
+    dg = dkeeps * keeps
+    return out, final[None], dq, dk, dv, dg if kind == "kda" else dg.sum(-1), dfactor, dnow[None]
 
 
 def selective(forward: Callable[..., Any], backward: Callable[..., Any], dtype: torch.dtype) -> str:
     generator, state = torch.Generator("cpu").manual_seed(0), torch.promote_types(dtype, torch.float32)
-    x, dout, k, q = (_normal(generator, 1, N, size).to(dtype) for size in (CHANNELS, CHANNELS, K, K))
-    k, q = k / 4, q / 16  # gradients of the states and of k are sums over q and over the channels
-    step = _normal(generator, 1, N, CHANNELS).sigmoid().to(state)
-    rate, skip = -_normal(generator, K, CHANNELS).abs().to(state), _normal(generator, CHANNELS).to(state)
+    x, dout, B, C = (_normal(generator, 1, N, size).to(dtype) for size in (CHANNELS, CHANNELS, K, K))
+    B, C = B / 4, C / 16  # gradients of the states and of B are sums over C and over the channels
+    dt = _normal(generator, 1, N, CHANNELS).sigmoid().to(state)
+    A, D = -_normal(generator, K, CHANNELS).abs().to(state), _normal(generator, CHANNELS).to(state)
     before, dfinal = (_normal(generator, 1, K, CHANNELS).to(state) for _ in range(2))
-    given = (x, step, rate, k, q, skip, _resets(), before)
+    given = (x, dt, A, B, C, D, _seq_idx(), before)
     out, final, states = forward(*given, True)
     got = (out, final, *backward(dout, dfinal, *given, states))
-    names = ("x", "the step", "the rate", "k", "q", "the skip", "the state")
-    expected = _selective(*(x.double() for x in (x, step, rate, k, q, skip, before, dout, dfinal)))
+    names = ("x", "dt", "A", "B", "C", "D", "the state")
+    expected = _selective(*(x.double() for x in (x, dt, A, B, C, D, before, dout, dfinal)))
     return _first_difference(
         ("output", "final state", *(f"gradient of {name}" for name in names)), got, expected, N + K + CHANNELS
     )
 
 
 def _selective(
-    x: Tensor, step: Tensor, rate: Tensor, k: Tensor, q: Tensor, skip: Tensor, before: Tensor, dout: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    before: Tensor,
+    dout: Tensor,
     dfinal: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """out, the final state, and the gradients of x, step, rate, k, q, skip and the initial state."""
-    out, dx, dstep, drate, dk, dq, dskip = (torch.zeros_like(y) for y in (x, x, step, rate, k, q, skip))
+    """out, the final state, and the gradients of x, dt, A, B, C, D and the initial state."""
+    out, dx, ddt, dA, dB, dC, dD = (torch.zeros_like(y) for y in (x, x, dt, A, B, C, D))
     now, kept = before[0], {}
     for t in range(N):
         now = torch.zeros_like(now) if t in BEGIN else now
         if t not in PADDING:
-            decayed = (step[0, t] * rate).exp() * now
-            after = decayed + k[0, t, :, None] * (step[0, t] * x[0, t])
-            out[0, t] = q[0, t] @ after + skip * x[0, t]
+            decayed = (dt[0, t] * A).exp() * now
+            after = decayed + B[0, t, :, None] * (dt[0, t] * x[0, t])
+            out[0, t] = C[0, t] @ after + D * x[0, t]
             kept[t], now = (decayed, after), after
     final, dnow = now, dfinal[0]
     for t in reversed(range(N)):
         if t not in PADDING:
             decayed, after = kept[t]
-            dnow = dnow + q[0, t, :, None] * dout[0, t]
-            dq[0, t], dk[0, t] = after @ dout[0, t], dnow @ (step[0, t] * x[0, t])
-            du, moved = k[0, t] @ dnow, dnow * decayed
-            dx[0, t], dstep[0, t] = du * step[0, t] + skip * dout[0, t], du * x[0, t] + (moved * rate).sum(0)
-            drate, dskip = drate + moved * step[0, t], dskip + dout[0, t] * x[0, t]
-            dnow = (step[0, t] * rate).exp() * dnow
+            dnow = dnow + C[0, t, :, None] * dout[0, t]
+            dC[0, t], dB[0, t] = after @ dout[0, t], dnow @ (dt[0, t] * x[0, t])
+            du, moved = B[0, t] @ dnow, dnow * decayed
+            dx[0, t], ddt[0, t] = du * dt[0, t] + D * dout[0, t], du * x[0, t] + (moved * A).sum(0)
+            dA, dD = dA + moved * dt[0, t], dD + dout[0, t] * x[0, t]
+            dnow = (dt[0, t] * A).exp() * dnow
         dnow = torch.zeros_like(dnow) if t in BEGIN else dnow
-    return out, final[None], dx, dstep, drate, dk, dq, dskip, dnow[None]
+    return out, final[None], dx, ddt, dA, dB, dC, dD, dnow[None]
 
 
 def convolution(forward: Callable[..., Any], backward: Callable[..., Any], dtype: torch.dtype) -> str:
@@ -136,8 +151,8 @@ def convolution(forward: Callable[..., Any], backward: Callable[..., Any], dtype
     x, dy = (_normal(generator, 1, N, C).to(dtype) for _ in range(2))
     weight, bias = _normal(generator, C, WIDTH).to(state), _normal(generator, C).to(state)
     before, dafter = (_normal(generator, 1, WIDTH - 1, C).to(state) for _ in range(2))
-    y, after = forward(x, weight, bias, _resets(), before, True)
-    got = (y, after, *backward(dy, dafter, x, weight, bias, _resets(), before, True))
+    y, after = forward(x, weight, bias, _seq_idx(), before, True)
+    got = (y, after, *backward(dy, dafter, x, weight, bias, _seq_idx(), before, True))
     names = ("output", "final state", *(f"gradient of {name}" for name in ("x", "the weight", "the bias", "the state")))
     expected = _convolution(*(x.double() for x in (x, weight, bias, before, dy, dafter)))
     return _first_difference(names, got, expected, N)

@@ -1,9 +1,9 @@
-"""The *states* scheme: states travel along the pieces of a sharded sequence, from each rank to the one that goes on.
+"""The *states* scheme: each rank passes states to the ranks that hold the next pieces of a sharded sequence.
 
-All ranks go through their pieces in the order of the sequence, and through the parts of a piece's heads in order. So a
-piece waits only for what comes before it in the sequence, and no two ranks wait for each other. A state goes to the
-next rank as soon as its part of the heads is done: with P parts, each of W ranks works in P of P + W - 1 steps. The
-backward goes through the same steps the other way.
+All ranks go through their pieces in the order of the sequence, and through shares of a piece's heads in order. So a
+piece waits only for what comes before it in the sequence, and no two ranks wait for each other. A state is passed on as
+soon as its share of the heads is done: with P shares, each of W ranks works in P of P + W - 1 steps. The backward goes
+through the same steps the other way.
 
 Shape letters: B batch, N local tokens, C channels, W width of a convolution.
 """
@@ -17,24 +17,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.costs import parts_of_states
+from ringtile.recurrent.costs import shares_in_time
 from ringtile.recurrent.documents import Documents, Piece
 from ringtile.recurrent.recurrence import Recurrence, agreed
-from ringtile.recurrent.resets import kept_after
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
 
 
 def run(recurrence: Recurrence) -> Tensor:
-    """out (B, N, ...) of the local tokens; a collective, differentiable."""
+    """Return out (B, N, ...) of the local tokens; a collective, differentiable."""
     out: Tensor = _Run.apply(recurrence, *recurrence.tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Run(torch.autograd.Function):
-    """Keeps the inputs and the states that came in; the backward computes each part again."""
+    """Keeps the inputs and the states that came in; the backward computes each share again."""
 
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor) -> Tensor:
@@ -61,25 +61,24 @@ class _Run(torch.autograd.Function):
         return None, *gradients
 
 
-_States = dict[tuple[int, int], Tensor]  # by piece and part
+_States = dict[tuple[int, int], Tensor]  # by piece and share
 
 
 def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, _States]:
-    """out, and the states that pieces of this rank go on with."""
+    """Return out, and the states that were passed to pieces of this rank."""
     documents, operands = recurrence.documents, recurrence.operands
-    parts = parts_of_states(recurrence.num_units, documents.sequence.world_size)
+    shares = shares_in_time(recurrence.num_head_groups, documents.sequence.world_size)
     out = recurrence.out.tensor.new_empty(recurrence.out.tensor.shape)
     states: _States = {}
     with _call(recurrence, "forward", out, documents.sequence.data_of(*tensors)) as messages:
-        resets = documents.resets
         for i, piece in enumerate(documents.pieces):
-            for j, part in enumerate(parts):
+            for j, share in enumerate(shares):
                 if piece.source is not None:
-                    like = out.new_empty(recurrence.state_of(part), dtype=ops.state_dtype(out.dtype))
+                    like = out.new_empty(recurrence.state_of(share), dtype=ops.state_dtype(out.dtype))
                     states[i, j] = messages.receive(piece.source, j, like)
-                given = [one.of(x, piece.tokens, part) for one, x in zip(operands, tensors, strict=True)]
-                out_, state = recurrence.compute(given, resets[:, piece.tokens], states.get((i, j)))
-                recurrence.out.of(out, piece.tokens, part).copy_(out_)
+                given = [one.of(x, piece.tokens, share) for one, x in zip(operands, tensors, strict=True)]
+                out_, state = recurrence.compute(given, piece.seq_idx, states.get((i, j)))
+                recurrence.out.of(out, piece.tokens, share).copy_(out_)
                 if piece.target is not None:
                     messages.send(piece.target, j, state)
     return out, states
@@ -94,26 +93,25 @@ def _backward(
     forward_call: int,
 ) -> list[Tensor | None]:
     documents, operands = recurrence.documents, recurrence.operands
-    parts = parts_of_states(recurrence.num_units, documents.sequence.world_size)
+    shares = shares_in_time(recurrence.num_head_groups, documents.sequence.world_size)
     gradients = [
         x.new_zeros(x.shape, dtype=ops.state_dtype(x.dtype)) if need else None
         for x, need in zip(tensors, needed, strict=True)
     ]
     with _call(recurrence, "backward", dout, 0, forward_call) as messages:
-        resets = documents.resets
         for i, piece in reversed(list(enumerate(documents.pieces))):
-            for j, part in enumerate(parts):
+            for j, share in enumerate(shares):
                 dstate = None
                 if piece.target is not None:
-                    like = dout.new_empty(recurrence.state_of(part), dtype=ops.state_dtype(dout.dtype))
+                    like = dout.new_empty(recurrence.state_of(share), dtype=ops.state_dtype(dout.dtype))
                     dstate = messages.receive(piece.target, j, like)
-                given = [one.of(x, piece.tokens, part) for one, x in zip(operands, tensors, strict=True)]
+                given = [one.of(x, piece.tokens, share) for one, x in zip(operands, tensors, strict=True)]
                 state = states[i, j] if piece.source is not None else None
-                of_part = recurrence.out.of(dout, piece.tokens, part)
-                found, dinitial = recurrence.gradients(given, needed, resets[:, piece.tokens], state, of_part, dstate)
+                of_share = recurrence.out.of(dout, piece.tokens, share)
+                found, dinitial = recurrence.gradients(given, needed, piece.seq_idx, state, of_share, dstate)
                 for one, total, gradient in zip(operands, gradients, found, strict=True):
                     if total is not None and gradient is not None:
-                        one.of(total, piece.tokens, part).add_(gradient)
+                        one.of(total, piece.tokens, share).add_(gradient)
                 if piece.source is not None and state is not None:
                     messages.send(piece.source, j, torch.zeros_like(state) if dinitial is None else dinitial)
     return [None if total is None else total.to(x.dtype) for total, x in zip(gradients, tensors, strict=True)]
@@ -124,33 +122,33 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Messages:
-    """Those of one call: at most one between two neighbouring pieces, for each part."""
+    """Those of one call: at most one between two neighbouring pieces, for each share."""
 
     transport: Transport
-    kept: dict[int, Tensor] = field(default_factory=dict)  # for the next piece, if it is of this rank too, by part
+    kept: dict[int, Tensor] = field(default_factory=dict)  # for the next piece, if it is of this rank too, by share
     sent: list[Exchange] = field(default_factory=list)
     arriving: list[Exchange] = field(default_factory=list)
 
-    def send(self, rank: int, part: int, state: Tensor) -> None:
+    def send(self, rank: int, share: int, state: Tensor) -> None:
         if rank == self.transport.rank:
-            self.kept[part] = state
+            self.kept[share] = state
         else:
             self.sent.append(self.transport.start({rank: state.contiguous()}, {}, f"a state for rank {rank}"))
 
-    def start_receiving(self, rank: int, part: int, like: Tensor) -> Tensor:
-        """A tensor like `like`, which may be it; it holds what was sent after `wait`."""
+    def start_receiving(self, rank: int, share: int, like: Tensor) -> Tensor:
+        """Return a tensor like `like`, which may be it; after `wait` it holds what was sent."""
         if rank == self.transport.rank:
-            return self.kept.pop(part)
+            return self.kept.pop(share)
         self.arriving.append(self.transport.start({}, {rank: like}, f"the state of rank {rank}"))
         return like
 
     def wait(self) -> None:
-        """For all that is arriving, in the order in which it was sent."""
+        """Wait for all that is arriving, in the order in which it was sent."""
         while self.arriving:
             self.arriving.pop(0).wait()
 
-    def receive(self, rank: int, part: int, like: Tensor) -> Tensor:
-        state = self.start_receiving(rank, part, like)
+    def receive(self, rank: int, share: int, like: Tensor) -> Tensor:
+        state = self.start_receiving(rank, share, like)
         self.wait()
         return state
 
@@ -159,7 +157,7 @@ class _Messages:
 def _call(
     recurrence: Recurrence | Halos, direction: str, x: Tensor, data: int, forward_call: int = 0
 ) -> Iterator[_Messages]:
-    """Agrees with the other ranks that they make the same call, and waits at the end for what was sent."""
+    """Agree with the other ranks that they make the same call; wait at the end for what was sent."""
     documents = recurrence.documents
     messages = _Messages(documents.sequence.transport)
     terms = {**recurrence.terms, "scheme": "states"}
@@ -183,14 +181,14 @@ class Halos:
     before: int  # W - 1
 
     def of(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """x (B, N, C) -> x, to be used instead, so that a rank that only sends takes part in the backward too; and for
-        each piece (B, W - 1, C) in the state dtype, or None where no document reaches into it."""
+        """Return x (B, N, C), to be used instead, so that a rank that only sends takes part in the backward too; and of
+        each piece the halo (B, W - 1, C) in the state dtype, or None where no document reaches into it."""
         x, *found = _Halos.apply(self, x)  # type: ignore[no-untyped-call]
         halos = iter(found)
         return x, [None if piece.source is None else next(halos) for piece in self.documents.pieces]
 
     def is_long(self, piece: Piece) -> bool:
-        """Whether a piece holds all that the next one needs, so that it need not wait for its own halo."""
+        """Return whether a piece holds all that the next one needs, so that it need not wait for its own halo."""
         return piece.length >= self.before
 
 
@@ -198,7 +196,6 @@ class _Halos(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halos: Halos, x: Tensor) -> tuple[Tensor, ...]:
         documents, before, dtype = halos.documents, halos.before, ops.state_dtype(x.dtype)
-        resets = documents.resets
         received: list[Tensor] = []
         with _call(halos, "forward", x, documents.sequence.data_of(x)) as messages:
             for piece in documents.pieces:
@@ -213,7 +210,7 @@ class _Halos(torch.autograd.Function):
                         messages.wait()
                         earlier = own.new_zeros(x.size(0), before, x.size(2)) if halo is None else halo
                         own = torch.cat([earlier[:, piece.length :], own], dim=1)
-                    kept = kept_after(resets[:, piece.tokens], before)[..., None].to(x.device)
+                    kept = _kept_after(piece.seq_idx, before)[..., None].to(x.device)
                     messages.send(piece.target, 0, torch.where(kept, own, 0))
         ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
         return (x.view_as(x), *received)
@@ -235,17 +232,16 @@ class _Halos(torch.autograd.Function):
 def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], forward_call: int) -> Tensor:
     documents, before = halos.documents, halos.before
     dx = dx_of_x.to(ops.state_dtype(dx_of_x.dtype), copy=True)
-    resets = documents.resets
     incoming = iter(reversed(dhalos))
     arriving: list[tuple[Piece, Tensor]] = []
 
     def add(piece: Piece, dwindow: Tensor) -> Tensor:
-        """Adds the gradient of what was sent to that of the piece's inputs; returns that of its own halo."""
-        kept = kept_after(resets[:, piece.tokens], before)[..., None].to(dx.device)
+        """Add the gradient of what was sent to that of the piece's inputs; return that of its own halo."""
+        kept = _kept_after(piece.seq_idx, before)[..., None].to(dx.device)
         dwindow = torch.where(kept, dwindow, 0)
         own = min(before, piece.length)
         dx[:, piece.tokens][:, -own:] += dwindow[:, before - own :]
-        return torch.nn.functional.pad(dwindow[:, : before - own], (0, 0, own, 0))
+        return functional.pad(dwindow[:, : before - own], (0, 0, own, 0))
 
     with _call(halos, "backward", dx, 0, forward_call) as messages:
         for piece in reversed(documents.pieces):
@@ -265,3 +261,9 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
         for piece, dwindow in arriving:
             add(piece, dwindow)
     return dx.to(dx_of_x.dtype)
+
+
+def _kept_after(seq_idx: Tensor, before: int) -> Tensor:
+    """Return which of the last inputs, with those before the first token, are of the last document: (Bm, before)."""
+    last = functional.pad(seq_idx, (before, 0))[:, -before:]
+    return (last == last[:, -1:]) & (last >= 0)

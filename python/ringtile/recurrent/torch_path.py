@@ -20,47 +20,43 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ringtile import ops
-from ringtile.recurrent.resets import PADDING, STARTS, holds
 
 _CHUNK = 64
 _CHUNK_OF_CHANNELS = 16  # with a decay per channel: a chunk makes n x n x K numbers of each head
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, resets: Tensor, initial_state: Tensor | None, activation: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, seq_idx: Tensor, initial_state: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """x (B, N, C), weight (C, W), bias (C), initial_state (B, W - 1, C): the inputs before the first token.
+    """Convolve x (B, N, C) with weight (C, W), and add bias (C). initial_state (B, W - 1, C): the inputs before.
 
-    Returns y (B, N, C) of x's dtype, and the last W - 1 inputs of the open document, zeros before its start.
+    Returns y (B, N, C) of x's dtype, and the last W - 1 inputs of the last document, zeros before its start.
     activation: "" or "silu".
     """
     batch, num_tokens, num_channels = x.shape
     before = weight.size(1) - 1
     dtype = ops.state_dtype(x.dtype)
-    resets = resets.to(x.device)
-    held = holds(resets)[..., None]
-    inputs = torch.where(held, x.to(dtype), 0)
+    seq_idx = functional.pad(seq_idx.to(x.device), (before, 0)).expand(batch, -1)[..., None]  # before: document 0
+    own = seq_idx[:, before:]
+    inputs = torch.where(own >= 0, x.to(dtype), 0)
     if initial_state is None:
         initial_state = inputs.new_zeros(batch, before, num_channels)
     inputs = torch.cat([initial_state.to(dtype), inputs], dim=1)
-    positions = torch.arange(num_tokens, device=x.device)
-    start = torch.where((resets & STARTS) > 0, positions, -before).cummax(1).values
-    reach = (positions - start)[..., None]  # how many tokens back the document goes
     y = inputs.new_zeros(batch, num_tokens, num_channels)
     for back in range(before + 1):
         at = before - back
         tap = weight[:, at].to(dtype) * inputs[:, at : at + num_tokens]
-        y = y + torch.where(reach >= back, tap, 0)
+        y = y + torch.where(seq_idx[:, at : at + num_tokens] == own, tap, 0)
     if bias is not None:
         y = y + bias.to(dtype)
     if activation:
         y = functional.silu(y)
-    last = torch.where(held[..., 0], positions, -1).amax(1, keepdim=True)  # (Bm, 1), of the open document
+    positions = torch.arange(before + num_tokens, device=x.device)[:, None]
+    last = torch.where(seq_idx >= 0, positions, before - 1).amax(1)  # (B, 1), counting the tokens before
     recent = last + 1 - before + torch.arange(before, device=x.device)
-    of_document = recent >= torch.where(last < 0, -before, start.gather(1, last.clamp(min=0)))
     rows = torch.arange(batch, device=x.device)[:, None]
-    final_state = torch.where(of_document[..., None], inputs[rows, recent + before], 0)
-    return torch.where(held, y, 0).to(x.dtype), final_state
+    final_state = torch.where(seq_idx[rows, recent] == seq_idx[rows, last], inputs[rows, recent], 0)
+    return torch.where(own >= 0, y, 0).to(x.dtype), final_state
 
 
 def gated_delta_rule(
@@ -69,11 +65,12 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    resets: Tensor,
+    *,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t S_t)^T; out_t = scale q_t S_t (arXiv:2412.06464).
+    """Compute S_t = exp(g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t S_t)^T; out_t = scale q_t S_t (arXiv:2412.06464).
 
     q, k (B, N, G, K), v (B, N, H, V), beta (B, N, H), g (B, N, H), or (B, N, H, K) for a decay of each channel of K.
     Returns out (B, N, H, V) of v's dtype and the state (B, H, K, V).
@@ -87,7 +84,7 @@ def gated_delta_rule(
 
     if initial_state is None:
         initial_state = v.new_zeros(batch, num_heads, k.size(3), value_dim, dtype=dtype)
-    out, state = _each_document(of_document, [q, k, v, g, beta], resets, initial_state.to(dtype))
+    out, state = _each_document(of_document, [q, k, v, g, beta], seq_idx, initial_state.to(dtype))
     return out.to(v.dtype), state
 
 
@@ -97,11 +94,12 @@ def ssd(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    resets: Tensor,
+    D: Tensor | None = None,
+    *,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t: Mamba-2 (arXiv:2405.21060).
+    """Compute h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t: Mamba-2 (arXiv:2405.21060).
 
     x (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K), D (H). Returns y (B, N, H, V) of x's dtype and the state
     (B, H, V, K).
@@ -116,7 +114,7 @@ def ssd(
 
     if initial_state is None:
         initial_state = x.new_zeros(batch, num_heads, value_dim, B.size(3), dtype=dtype)
-    y, state = _each_document(of_document, [x, dt, B, C], resets, initial_state.to(dtype).mT)
+    y, state = _each_document(of_document, [x, dt, B, C], seq_idx, initial_state.to(dtype).mT)
     return y.to(x.dtype), state.mT
 
 
@@ -126,11 +124,12 @@ def selective_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    resets: Tensor,
+    D: Tensor | None = None,
+    *,
+    seq_idx: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t of each channel; y_t = h_t C_t + D x_t: Mamba (arXiv:2312.00752).
+    """Compute h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t of each channel; y_t = h_t C_t + D x_t (arXiv:2312.00752).
 
     x, dt (B, N, C), A (C, K), B, C (B, N, K), D (C). Returns y (B, N, C) of x's dtype and the state (B, C, K).
     """
@@ -153,7 +152,7 @@ def selective_scan(
 
     if initial_state is None:
         initial_state = x.new_zeros(x.size(0), *A.shape, dtype=dtype)
-    y, state = _each_document(of_document, [x, dt, B, C], resets, initial_state.to(dtype)[..., None])
+    y, state = _each_document(of_document, [x, dt, B, C], seq_idx, initial_state.to(dtype)[..., None])
     return y[..., 0].to(x.dtype), state[..., 0]
 
 
@@ -174,36 +173,35 @@ def _selective_chunk(A: Tensor, dt: Tensor, u: Tensor, B: Tensor, C: Tensor, sta
 def _each_document(
     compute: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]],
     tensors: list[Tensor],
-    resets: Tensor,
+    seq_idx: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """compute(tensors of a document's tokens, state) -> (out, state), for each document of each row, joined."""
-    num_rows = resets.size(0)
+    """Join compute(tensors of a document's tokens, state) -> (out, state) over the documents of each row."""
+    num_rows = seq_idx.size(0)
     rows = [slice(None)] if num_rows == 1 else [slice(row, row + 1) for row in range(num_rows)]
     outs, states, kind = [], [], state.device.type
     # It would compute products of float32 in bfloat16.
     off = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
     with off:
-        for row, of_row in zip(rows, resets, strict=True):
-            state_, out_ = state[row], []
+        for row, of_row in zip(rows, seq_idx, strict=True):
+            state_, out_, document = state[row], [], 0
             for begin, end in itertools.pairwise(_bounds(of_row)):
                 given = [x[row, begin:end] for x in tensors]
-                if of_row[begin] & PADDING:
+                if of_row[begin] < 0:
                     out_.append(state.new_zeros(*given[0].shape[:2], state.size(1), state.size(3)))
                     continue
-                out, state_ = compute(given, torch.zeros_like(state_) if of_row[begin] & STARTS else state_)
+                out, state_ = compute(given, state_ if of_row[begin] == document else torch.zeros_like(state_))
+                document = int(of_row[begin])
                 out_.append(out)
             outs.append(torch.cat(out_, dim=1))
             states.append(state_)
     return torch.cat(outs), torch.cat(states)
 
 
-def _bounds(resets: Tensor) -> list[int]:
-    """resets (N,) -> where documents and stretches of padding begin, and N."""
-    padding = (resets & PADDING) > 0
-    changes = (resets & STARTS) > 0
-    changes[1:] |= padding[1:] != padding[:-1]
-    return sorted({0, *changes.nonzero().flatten().tolist(), resets.numel()})
+def _bounds(seq_idx: Tensor) -> list[int]:
+    """Return where documents and stretches of padding begin in seq_idx (N,), and N."""
+    changes = (seq_idx[1:] != seq_idx[:-1]).nonzero().flatten() + 1
+    return sorted({0, *changes.tolist(), seq_idx.numel()})
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +211,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, sta
     q, k = (x.to(v.dtype).repeat_interleave(repeats, dim=2).transpose(1, 2) for x in (q, k))  # (B, H, n, K)
     v = v.transpose(1, 2)
     g = (g if by_channel else g[..., None]).double().transpose(1, 2)  # (B, H, n, K or 1)
-    strength = None if beta is None else beta.to(v.dtype).transpose(1, 2)[..., None]
+    beta = None if beta is None else beta.to(v.dtype).transpose(1, 2)[..., None]
     outs = []
     chunk = _CHUNK_OF_CHANNELS if by_channel else _CHUNK
     for begin in range(0, v.size(2), chunk):
@@ -225,11 +223,11 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, sta
         between = (total[:, :, :, None] - total[:, :, None]).masked_fill(own[..., None], 0)
         between = between.masked_fill(later[..., None], -torch.inf).exp().to(v.dtype)
         since = total.exp().to(v.dtype)  # what is left of the state
-        if strength is not None:  # v_i less what the state before it holds for k_i, which is linear in those before
-            strength_ = strength[:, :, of_chunk]
-            system = (strength_ * _pairs(k_, k_, between)).tril(-1)  # and 1 on the diagonal
+        if beta is not None:  # v_i less what the state before it holds for k_i, which is linear in those before
+            beta_ = beta[:, :, of_chunk]
+            system = (beta_ * _pairs(k_, k_, between)).tril(-1)  # and 1 on the diagonal
             v_ = torch.linalg.solve_triangular(
-                system, strength_ * (v_ - (since * k_) @ state), upper=False, unitriangular=True
+                system, beta_ * (v_ - (since * k_) @ state), upper=False, unitriangular=True
             )
         outs.append((since * q_) @ state + _pairs(q_, k_, between) @ v_)
         state = since[:, :, -1, :, None] * state + (between[:, :, -1] * k_).mT @ v_

@@ -58,10 +58,10 @@ def mask_of(draw: Draw, batch: int, seq_len: int) -> Any:
     return mask.padded(padding) if padding else mask
 
 
-def resets_of(mask: IntervalMask) -> Tensor:
+def seq_idx_of(mask: IntervalMask) -> Tensor:
     positions = torch.arange(mask.seq_len)
     held = (mask.begin <= positions) & (positions < mask.end)
-    return (held & (mask.begin == positions)) * scan_oracle.BEGIN + ~held * scan_oracle.PADDING
+    return torch.where(held, (held & (mask.begin == positions)).cumsum(1), -1)
 
 
 def is_usable(x: Any) -> bool:
@@ -124,7 +124,7 @@ def run(
     exact = {n: x.detach().to(torch.float64, copy=True).requires_grad_() for n, x in given.items()}
     oracle: Callable[..., tuple[Tensor, Tensor]] = getattr(scan_oracle, name)
     absent = {n: None for n, x in tensors.items() if x is None}
-    expected, _ = oracle(**exact, **absent, **options, resets=resets_of(mask), state=None)
+    expected, _ = oracle(**exact, **absent, **options, seq_idx=seq_idx_of(mask), initial_state=None)
     dtype = next(iter(given.values())).dtype
     if problem := differ("out", out, expected.to(dtype), dtype):  # which may hold no number so large
         return problem

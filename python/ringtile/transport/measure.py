@@ -1,0 +1,35 @@
+"""How long the ways to compute one thing take over the ranks of a group: for a scheme called "auto"."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringtile.transport.transport import Transport
+
+
+def measure(candidates: Sequence[Callable[[], None]], transport: Transport, device: torch.device) -> list[float]:
+    """Return the seconds of each candidate on the slowest rank: the same numbers on every rank.
+
+    All ranks call it with the same candidates, each of which is a collective that leaves no trace. A rank's time is the
+    shorter of two runs, after one that warms up.
+    """
+    own = torch.tensor([_seconds(run, device) for run in candidates], dtype=torch.float32, device=device)
+    found = {rank: torch.empty_like(own) for rank in range(transport.world_size) if rank != transport.rank}
+    with transport.call("measure", {"candidates": len(candidates)}, device):
+        transport.start(dict.fromkeys(found, own), found, "the seconds").wait()
+    slowest: list[float] = torch.stack([own, *found.values()]).amax(0).tolist()
+    return slowest
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
