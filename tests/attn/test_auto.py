@@ -24,6 +24,7 @@ from ringtile import (
 from ringtile.attn import auto
 from ringtile.cli import main
 from ringtile.sequence.plan import Shape
+from ringtile.transport import measure
 from ringtile.transport.loopback import LoopbackGroup
 from ringtile.transport.placement import hosts_of
 from test_ring import FLOAT64_TOLERANCE, assert_close, problem, run_ring
@@ -32,9 +33,18 @@ from test_schemes import MASKS, SEQ_LEN, run_scheme
 SHAPE = Shape(1, 4, 4, 8, 8, torch.float64)
 
 
-def seconds_of(**seconds: float) -> Callable[..., float]:
-    """Stands for the clock: what a candidate takes on a rank, by scheme."""
-    return lambda call, *qkv: seconds[call.sequence.scheme.partition(":")[0]]
+@pytest.fixture
+def seconds_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int], float]], None]:
+    """Stands for the clock: what a candidate takes, by its scheme and the rank."""
+
+    def install(seconds: Callable[[str, int], float]) -> None:
+        def took(run: Any, device: torch.device) -> float:
+            sequence = run.args[0].sequence
+            return seconds(sequence.scheme, sequence.rank)
+
+        monkeypatch.setattr(measure, "_seconds", took)
+
+    return install
 
 
 def attend(group: LoopbackGroup, mask: IntervalMask = MASKS["full"], **options: Any) -> str:
@@ -47,30 +57,30 @@ def attend(group: LoopbackGroup, mask: IntervalMask = MASKS["full"], **options: 
     return auto.known_scheme(sequence, SHAPE, "cpu", kernel, drops)
 
 
-def test_the_slowest_rank_of_a_scheme_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_rank_of_a_scheme_counts(seconds_of: Any) -> None:
     """The ring is fastest on rank 0, but takes longest on rank 1."""
-    of_ranks = [seconds_of(ring=1, all_gather=2, ulysses=5), seconds_of(ring=9, all_gather=3, ulysses=1)]
-    monkeypatch.setattr(auto, "_seconds", lambda call, *qkv: of_ranks[call.sequence.rank](call))
+    of_schemes = {"ring": (1.0, 9.0), "all_gather": (2.0, 3.0), "ulysses": (5.0, 1.0)}
+    seconds_of(lambda scheme, rank: of_schemes[scheme][rank])
     assert LoopbackWorld(2).run(attend) == ["all_gather"] * 2
 
 
-def test_every_candidate_may_be_taken_with_any_kernel_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_candidate_may_be_taken_with_any_kernel_and_dropout(seconds_of: Any) -> None:
     dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 0)
     choices: list[dict[str, Any]] = [{}, {"dropout": dropout}, {"attention_kernel": "aten"}]
     for name in ("ring", "all_gather", "ulysses"):
-        monkeypatch.setattr(auto, "_seconds", lambda call, *qkv, name=name: float(call.sequence.scheme != name))
+        seconds_of(lambda scheme, rank, name=name: float(scheme != name))
         for options in choices:
             assert LoopbackWorld(4).run(lambda group, options=options: attend(group, **options)) == [name] * 4
 
 
-def test_a_kind_is_measured_once_and_masks_of_about_the_same_work_are_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_is_measured_once_and_masks_of_about_the_same_work_are_one_kind(seconds_of: Any) -> None:
     measured = []
 
-    def seconds(call: auto.AttentionCall, *qkv: object) -> float:
-        measured.append(call.sequence.mask)
+    def seconds(scheme: str, rank: int) -> float:
+        measured.append(scheme)
         return 1.0
 
-    monkeypatch.setattr(auto, "_seconds", seconds)
+    seconds_of(seconds)
 
     def on_rank(group: LoopbackGroup) -> list[int]:
         counts = []

@@ -8,11 +8,10 @@ packed batches change from step to step.
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from ringtile.attn import choose, ulysses
@@ -20,10 +19,9 @@ from ringtile.attn.choose import AttentionCall
 from ringtile.errors import Refused
 from ringtile.sequence.plan import Shape, plan_of
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.measure import measure
 from ringtile.transport.placement import gathered, hosts_of
 from ringtile.transport.transport import Transport
-
-_RUNS = 2  # after one that warms up; the shortest counts
 
 _chosen: weakref.WeakKeyDictionary[Transport, dict[object, str]] = weakref.WeakKeyDictionary()  # by kind
 _kinds: weakref.WeakKeyDictionary[ShardedSequence, dict[object, object]] = weakref.WeakKeyDictionary()  # by call
@@ -94,10 +92,9 @@ def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     # The ring is among them in any case: where it is refused, the call is.
     calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]
     sent = transport.bytes_sent
-    seconds = [_seconds(each, q, k, v) for each in calls]
+    seconds = measure([partial(_forward_and_backward, each, q, k, v) for each in calls], transport, q.device)
     transport.bytes_sent = sent  # no payload of a plan
-    slowest = [max(of_ranks) for of_ranks in zip(*gathered(transport, "agree on a scheme", seconds), strict=True)]
-    return calls[slowest.index(min(slowest))].sequence.scheme
+    return calls[seconds.index(min(seconds))].sequence.scheme
 
 
 def _is_able(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -109,19 +106,6 @@ def _is_able(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return True
 
 
-def _seconds(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Return the shortest time of a forward and backward of this rank."""
-    times = []
-    for _ in range(1 + _RUNS):
-        _finish(q)
-        began = time.perf_counter()
-        out, _, stages = ulysses.forward(call, q, k, v)
-        ulysses.backward(call, stages, Shape.of(q, k, v), out, None)
-        _finish(q)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
-
-
-def _finish(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+def _forward_and_backward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
+    out, _, stages = ulysses.forward(call, q, k, v)
+    ulysses.backward(call, stages, Shape.of(q, k, v), out, None)

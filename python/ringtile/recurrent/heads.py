@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.costs import shares
+from ringtile.recurrent.costs import Share, shares
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
+from ringtile.sequence.heads import HeadGroup, join
 from ringtile.transport.agreement import HeaderValue
-from ringtile.transport.messages import all_to_all
 
 
 def run(recurrence: Recurrence) -> Tensor:
@@ -87,73 +87,42 @@ class _Exchange:
     """Between local tokens of all heads and whole sequences of this rank's share."""
 
     def __init__(self, recurrence: Recurrence) -> None:
-        sequence = recurrence.documents.sequence
-        self._rank, self._transport = sequence.rank, sequence.transport
-        self._seq_len, ranks = sequence.seq_len, range(sequence.world_size)
+        self._sequence = sequence = recurrence.documents.sequence
         self._shares = shares(recurrence.num_head_groups, sequence.world_size)
-        self._runs = [ops.runs_tensor(sequence.layout.runs(rank)) for rank in ranks]
-        self._local_lens = [sequence.layout.local_len(rank) for rank in ranks]
+        ranks = range(sequence.world_size)
+        self._group = HeadGroup(ranks, sequence.rank, join(sequence.layout, sequence.world_size)[1])
 
     def to_heads(self, operands: Sequence[Operand], tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Of tensors like the operands' (B, N, H, ...), the share (B, S, h, ...); of one without tokens, a view."""
-        own = self._shares[self._rank]
-        result = [one.of(x, EVERY_TOKEN, own) for one, x in zip(operands, tensors, strict=True)]
+        result = [one.of(x, EVERY_TOKEN, self._own) for one, x in zip(operands, tensors, strict=True)]
         moving = [i for i, one in enumerate(operands) if one.tokens]
-        outgoing = {
-            rank: [operands[i].of(tensors[i], EVERY_TOKEN, share) for i in moving]
-            for rank, share in enumerate(self._shares)
-        }
-        incoming = {
-            rank: [(_resized(result[i], num_tokens), result[i].dtype) for i in moving]
-            for rank, num_tokens in enumerate(self._local_lens)
-        }
-        exchange, arriving = all_to_all(self._transport, outgoing, incoming, what)
-        for i in moving:
-            result[i] = result[i].new_empty(_resized(result[i], self._seq_len))
-        exchange.wait()
-        for runs, of_rank in zip(self._runs, arriving, strict=True):
-            for i, x in zip(moving, of_rank, strict=True):
-                ops.unshard_seq_(x, runs, 1, result[i])
+        parts = [[operands[i].of(tensors[i], EVERY_TOKEN, share) for i in moving] for share in self._shares]
+        for i, x in zip(moving, self._group.to_heads(self._sequence.transport, parts, what)(), strict=True):
+            result[i] = x
         return result
 
-    def to_tokens(self, operands: Sequence[Operand], shares: Sequence[Tensor], what: str) -> list[Tensor]:
+    def to_tokens(self, operands: Sequence[Operand], tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """Of shares (B, S, h, ...), of tensors like the operands', (B, N, H, ...): `to_heads` the other way.
 
         Where all ranks have the same heads, what they have is added; one without tokens is 0 in the other heads.
         """
-        own_len = self._local_lens[self._rank]
-        moving = [i for i, one in enumerate(operands) if one.tokens]
-        outgoing = {rank: [self._of_rank(shares[i], rank) for i in moving] for rank in range(len(self._shares))}
-        incoming = {
-            rank: [(operands[i].of(operands[i].tensor, EVERY_TOKEN, share).shape, shares[i].dtype) for i in moving]
-            for rank, share in enumerate(self._shares)
-        }
-        exchange, arriving = all_to_all(self._transport, outgoing, incoming, what)
         result = []
-        for one, x in zip(operands, shares, strict=True):
-            adds = one.heads is None or not one.tokens
-            shape = _resized(one.tensor, own_len) if one.tokens else one.tensor.shape
-            dtype = ops.state_dtype(x.dtype) if one.heads is None else x.dtype
-            result.append((x.new_zeros if adds else x.new_empty)(shape, dtype=dtype))
-        for i, one in enumerate(operands):
+        for one, x in zip(operands, tensors, strict=True):
+            shape = list(one.tensor.shape)
+            if one.tokens:
+                shape[1] = self._sequence.local_len
+            result.append(x.new_zeros(shape, dtype=ops.state_dtype(x.dtype) if one.heads is None else x.dtype))
             if not one.tokens:
-                one.of(result[i], EVERY_TOKEN, self._shares[self._rank]).copy_(shares[i])
-        exchange.wait()
-        for share, of_rank in zip(self._shares, arriving, strict=True):
-            for i, x in zip(moving, of_rank, strict=True):
-                part = operands[i].of(result[i], EVERY_TOKEN, share)
-                if operands[i].heads is None:
-                    part.add_(x)
-                else:
-                    part.copy_(x)
-        return [total.to(x.dtype) for total, x in zip(result, shares, strict=True)]
+                one.of(result[-1], EVERY_TOKEN, self._own).copy_(x)
+        moving = [i for i, one in enumerate(operands) if one.tokens]
+        if moving:
+            shapes = [[operands[i].of(result[i], EVERY_TOKEN, share).shape for i in moving] for share in self._shares]
+            wait = self._group.to_tokens(self._sequence.transport, [tensors[i] for i in moving], shapes, what)
+            for share, of_rank in zip(self._shares, wait(), strict=True):
+                for i, x in zip(moving, of_rank, strict=True):
+                    operands[i].of(result[i], EVERY_TOKEN, share).add_(x)
+        return [total.to(x.dtype) for total, x in zip(result, tensors, strict=True)]
 
-    def _of_rank(self, x: Tensor, rank: int) -> Tensor:
-        local = x.new_empty(_resized(x, self._local_lens[rank]))
-        ops.shard_seq_(x, self._runs[rank], 1, local)
-        return local
-
-
-def _resized(x: Tensor, num_tokens: int) -> tuple[int, ...]:
-    """The shape of x with another number of tokens."""
-    return (x.size(0), num_tokens, *x.shape[2:])
+    @property
+    def _own(self) -> Share:
+        return self._shares[self._sequence.rank]

@@ -24,8 +24,6 @@ def join(layout: Layout, size: int) -> tuple[Layout, list[Rows]]:
     A group holds its tokens in global order, as far as that takes no more runs than its ranks have.
     """
     world_size = layout.world_size
-    if size == 1:
-        return layout, [[Run(0, 1, 0, layout.local_len(rank))] for rank in range(world_size)]
     if size == world_size:
         return Layout.contiguous(layout.seq_len, 1), [[*layout.runs(rank)] for rank in range(size)]
     rows: list[Rows] = [[] for _ in range(world_size)]

@@ -168,10 +168,11 @@ class ShardedSequence:
     def ring(self) -> Ring:
         """The ring of this rank. InputError: the scheme is not resolved."""
         size = self._scheme.ranks_per_group(self.world_size)
-        (group, place), (layout, rows) = divmod(self.rank, size), join(self.layout, size)
+        (group, place), layout, heads = divmod(self.rank, size), self.layout, None
+        if size > 1 or self._scheme.num_stages > 1:
+            layout, rows = join(layout, size)
+            heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows)
         plan = rank_plan(self.mask, layout, group, at_once=self._scheme.at_once)
-        shares_heads = size > 1 or self._scheme.num_stages > 1
-        heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows) if shares_heads else None
         return Ring(tuple(range(place, self.world_size, size)), layout, plan, heads)
 
     def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:

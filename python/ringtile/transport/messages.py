@@ -1,4 +1,4 @@
-"""Several tensors in one message, and a message from every rank to every other.
+"""Several tensors in one message.
 
 A message is one flat buffer, its tensors one after another, so that nothing is copied where it is used as it arrived.
 """
@@ -6,13 +6,11 @@ A message is one flat buffer, its tensors one after another, so that nothing is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-
-from ringtile.transport.transport import Exchange, Transport
 
 Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
 
@@ -39,22 +37,3 @@ class Message(NamedTuple):
         for part, x in zip(message.parts, tensors, strict=True):
             part.copy_(x)
         return message
-
-
-def all_to_all(
-    transport: Transport, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Kind]], what: str
-) -> tuple[Exchange, list[tuple[Tensor, ...]]]:
-    """Starts a message to every other rank, and one from it; both by rank.
-
-    Returns the tensors from each rank of incoming, to be read after `wait`; this rank's are the outgoing ones
-    themselves.
-    """
-    sends, receives, arriving = {}, {}, []
-    for rank, kinds in incoming.items():
-        tensors = tuple(outgoing[rank])
-        if rank != transport.rank:
-            sends[rank] = Message.holding(tensors).flat
-            message = Message.empty(tensors[0], kinds)
-            receives[rank], tensors = message.flat, message.parts
-        arriving.append(tensors)
-    return transport.start(sends, receives, what), arriving
