@@ -82,7 +82,6 @@ def test_command_line_is_what_users_script_against() -> None:
             "--tiled-loss",
             "--tile-tokens",
             "--bf16",
-            "--product-rate",
             "--no-switches",
         },
     }

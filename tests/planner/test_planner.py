@@ -322,7 +322,7 @@ def test_a_plan_of_a_model_is_printed_drawn_and_written(
     folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, written = tmp_path / "plan.png", tmp_path / "plan.json"
-    sizes = ["--seq-len", "1K", "--devices", "2", "--memory", "64MiB", "--device", "cpu"]
+    sizes = ["--seq-len", "1K", "--devices", "2", "--memory", "64MiB", "--device", "cpu", "--rates", "1e9,1e9"]
     files = ["--plot", str(picture), "--json", str(written)]
     assert main(["plan", "--model", folder, *sizes, "--tiled-loss", *files]) == 0
     printed = capsys.readouterr().out
@@ -333,7 +333,8 @@ def test_a_plan_of_a_model_is_printed_drawn_and_written(
     assert report["total"] == sum(report["parts"].values())
     assert report["fits"]
     assert report["longest"] > 1024
-    assert report["time"]["seconds"] > 0
+    assert report["seconds"]["computing"] > 0 < report["seconds"]["sending"]
+    assert "A step of the busiest rank" in printed
 
 
 def test_a_plan_of_one_layer_says_so_and_reads_1k(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
     group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
+    group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose memory it is (cuda)")
     group.add_argument("--no-switches", action="store_true", help="leave out what each switch saves")
 
 

@@ -26,6 +26,8 @@ def join(layout: Layout, size: int) -> tuple[Layout, list[Rows]]:
     world_size = layout.world_size
     if size == world_size:
         return Layout.contiguous(layout.seq_len, 1), [[*layout.runs(rank)] for rank in range(size)]
+    if size == 1:
+        return layout, []
     rows: list[Rows] = [[] for _ in range(world_size)]
     groups = []
     for first in range(0, world_size, size):
