@@ -60,7 +60,7 @@ typedef struct rt_scan_params {
 
 // How many states between the chunks of a row a forward keeps for the backward.
 int64_t rt_scan_num_states(int64_t num_tokens);
-// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
+// Bytes of workspace for p with num_workers workers; 0 if its sizes are malformed or too large.
 int64_t rt_scan_fwd_workspace_bytes(const rt_scan_params *p, int64_t num_workers);
 int64_t rt_scan_bwd_workspace_bytes(const rt_scan_params *p, int64_t num_workers);
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_BAD_SCALE, RT_BAD_MASK (seq_idx_batch_stride),
@@ -105,7 +105,7 @@ typedef struct rt_selective_params {
     int64_t workspace_bytes;
 } rt_selective_params;
 
-// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
+// Bytes of workspace for p with num_workers workers; 0 if its sizes are malformed or too large.
 int64_t rt_selective_fwd_workspace_bytes(const rt_selective_params *p, int64_t num_workers);
 int64_t rt_selective_bwd_workspace_bytes(const rt_selective_params *p, int64_t num_workers);
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (state_dim), RT_BAD_MASK (seq_idx_batch_stride), RT_WORKSPACE

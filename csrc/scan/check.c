@@ -44,15 +44,20 @@ static rt_status check_arrays(const arrays *all) {
     return rt_outputs_share_memory(bytes, all->num_outputs, all->count) ? RT_SHARED_MEMORY : RT_OK;
 }
 
-rt_status rt_scan_check(const rt_scan_params *p, bool backward) {
+rt_status rt_scan_check_sizes(const rt_scan_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_tokens < 0) return RT_BAD_SHAPE;
     if (p->num_k_heads < 1 || p->num_heads < 1 || p->num_heads % p->num_k_heads != 0) return RT_BAD_HEADS;
     if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM)
         return RT_BAD_HEAD_DIM;
+    return p->seq_idx_batch_stride != 0 && p->seq_idx_batch_stride != p->num_tokens ? RT_BAD_MASK : RT_OK;
+}
+
+rt_status rt_scan_check(const rt_scan_params *p, bool backward) {
+    const rt_status status = rt_scan_check_sizes(p);
+    if (status != RT_OK) return status;
     if (!rt_is_finite(p->dtype, p->scale)) return RT_BAD_SCALE;
-    if (p->seq_idx_batch_stride != 0 && p->seq_idx_batch_stride != p->num_tokens) return RT_BAD_MASK;
     if (p->beta != NULL && (p->dt != NULL || p->D != NULL)) return RT_BAD_POINTER;
 
     const int64_t B = p->batch, N = p->num_tokens, H = p->num_heads, G = p->num_k_heads, K = p->head_dim,
@@ -88,13 +93,17 @@ rt_status rt_scan_check(const rt_scan_params *p, bool backward) {
     return check_arrays(&all);
 }
 
-rt_status rt_selective_check(const rt_selective_params *p, bool backward) {
+rt_status rt_selective_check_sizes(const rt_selective_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_tokens < 0 || p->num_channels < 1) return RT_BAD_SHAPE;
     if (p->state_dim < 1 || p->state_dim > RT_MAX_HEAD_DIM) return RT_BAD_HEAD_DIM;
-    if (p->seq_idx_batch_stride != 0 && p->seq_idx_batch_stride != p->num_tokens) return RT_BAD_MASK;
+    return p->seq_idx_batch_stride != 0 && p->seq_idx_batch_stride != p->num_tokens ? RT_BAD_MASK : RT_OK;
+}
 
+rt_status rt_selective_check(const rt_selective_params *p, bool backward) {
+    const rt_status status = rt_selective_check_sizes(p);
+    if (status != RT_OK) return status;
     const int64_t rows = p->batch, N = p->num_tokens, dim = p->num_channels, K = p->state_dim,
                   bytes = rt_element_bytes(p->dtype), wide = rt_state_bytes(p->dtype);
     const int64_t seq_idx[] = {p->seq_idx_batch_stride};

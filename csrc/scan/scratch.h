@@ -50,23 +50,29 @@ typedef struct scan_scratch {
     real dbeta[CHUNK_ROWS];
 } scan_scratch;
 
-// Takes n numbers off a workspace that may be NULL, to count its bytes.
-static real *scan_take(char **workspace, int64_t n) {
-    real *array = (real *)(void *)*workspace;
-    *workspace += round_up(n * (int64_t)sizeof(real), 64);
-    return array;
+// A workspace, of which num_bytes are taken; if its memory is NULL, they are only counted.
+typedef struct scan_arena {
+    char *memory;
+    int64_t num_bytes;
+} scan_arena;
+
+// Takes n numbers off a workspace.
+static real *scan_take(scan_arena *arena, int64_t n) {
+    char *const array = arena->memory == NULL ? NULL : arena->memory + arena->num_bytes;
+    arena->num_bytes += round_up(n * (int64_t)sizeof(real), 64);
+    return (real *)(void *)array;
 }
 
-static double *scan_take_doubles(char **workspace, int64_t n) {
-    return (double *)(void *)scan_take(workspace, n * (int64_t)(sizeof(double) / sizeof(real)));
+static double *scan_take_doubles(scan_arena *arena, int64_t n) {
+    return (double *)(void *)scan_take(arena, n * (int64_t)(sizeof(double) / sizeof(real)));
 }
 
-// Lays the scratch out from `workspace` on; returns its end.
-static char *scan_lay_out(const rt_scan_params *p, bool backward, char *workspace, scan_scratch *s) {
+// Lays the scratch out in a workspace, or with NULL only counts; returns its bytes.
+static int64_t scan_lay_out(const rt_scan_params *p, bool backward, char *workspace, scan_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t rows = CHUNK_ROWS * d, v_rows = CHUNK_ROWS * dv, pairs = CHUNK_ROWS * CHUNK_ROWS;
     *s = (scan_scratch){.d = d, .dv = dv};
-    char **at = &workspace;
+    scan_arena arena = {workspace, 0}, *const at = &arena;
     s->q = scan_take(at, rows), s->k = scan_take(at, rows), s->k_columns = scan_take(at, rows);
     s->decay_in = scan_take(at, rows), s->decay_out = scan_take(at, rows), s->decay_all = scan_take(at, d);
     s->q_in = scan_take(at, rows), s->k_in = scan_take(at, rows), s->k_out = scan_take(at, rows);
@@ -80,20 +86,19 @@ static char *scan_lay_out(const rt_scan_params *p, bool backward, char *workspac
         s->token_decay = scan_take(at, BLOCK_ROWS * d);
         s->sums = scan_take_doubles(at, rows);
     }
-    if (!backward) return workspace;
+    if (!backward) return arena.num_bytes;
     s->du = scan_take(at, v_rows), s->u_columns = scan_take(at, v_rows);
     s->dqk = scan_take(at, pairs), s->dkk = scan_take(at, pairs);
     s->dq = scan_take(at, rows), s->dk = scan_take(at, rows);
     s->dq_in = scan_take(at, rows), s->dk_in = scan_take(at, rows), s->dk_out = scan_take(at, rows);
     s->dstate = scan_take(at, d * dv), s->state_columns = scan_take(at, d * dv);
     s->flow = scan_take_doubles(at, (CHUNK_ROWS + 1) * (p->channel_decay ? d : 1));
-    return workspace;
+    return arena.num_bytes;
 }
 
 static int64_t scan_scratch_bytes(const rt_scan_params *p, bool backward) {
     scan_scratch s;
-    char *const none = NULL;
-    return scan_lay_out(p, backward, none, &s) - none;
+    return scan_lay_out(p, backward, NULL, &s);
 }
 
 // ---- rows ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ static rt_status lay_out(const rt_selective_params *p, const rt_kernels *kernels
 static int64_t workspace_bytes(const rt_selective_params *p, bool backward, int64_t num_workers) {
     const rt_kernels *kernels;
     rt_scan_space space;
-    if (num_workers < 1 || rt_selective_check(p, backward) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
+    if (num_workers < 1 || rt_selective_check_sizes(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK)
         return 0;
     return lay_out(p, kernels, backward, num_workers, &space) == RT_OK ? space.num_bytes : 0;
 }

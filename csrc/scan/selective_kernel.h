@@ -32,29 +32,28 @@ typedef struct selective_scratch {
     real *dB, *dC;     // (CHUNK_ROWS, K, LANES): the sums of every LANES-th channel
 } selective_scratch;
 
-static char *selective_lay_out(const rt_selective_params *p, bool backward, int64_t first, int64_t last,
-                               char *workspace, selective_scratch *s) {
+static int64_t selective_lay_out(const rt_selective_params *p, bool backward, int64_t first, int64_t last,
+                                 char *workspace, selective_scratch *s) {
     const int64_t width = RT_SELECTIVE_CHANNELS, K = p->state_dim, rows = CHUNK_ROWS * width;
     *s = (selective_scratch){.first = first, .count = last - first, .width = width};
     s->num_states = rt_scan_num_states(p->num_tokens);
-    char **at = &workspace;
+    scan_arena arena = {workspace, 0}, *const at = &arena;
     s->x = scan_take(at, rows), s->dt = scan_take(at, rows), s->out = scan_take(at, rows);
     s->C = scan_take(at, CHUNK_ROWS * K), s->B = scan_take(at, CHUNK_ROWS * K);
     s->A = scan_take(at, K * width), s->state = scan_take(at, K * width), s->D = scan_take(at, width);
-    if (!backward) return workspace;
+    if (!backward) return arena.num_bytes;
     s->dx = scan_take(at, rows), s->ddt = scan_take(at, rows), s->dstate = scan_take(at, K * width);
     s->dA = scan_take(at, K * width), s->dA_sum = scan_take(at, K * width);
     s->dD = scan_take(at, width), s->dD_sum = scan_take(at, width);
     s->decays = scan_take(at, CHUNK_ROWS * K * LANES);
     s->states = scan_take(at, (CHUNK_ROWS + 1) * K * LANES);
     s->dC = scan_take(at, CHUNK_ROWS * K * LANES), s->dB = scan_take(at, CHUNK_ROWS * K * LANES);
-    return workspace;
+    return arena.num_bytes;
 }
 
 static int64_t selective_scratch_bytes(const rt_selective_params *p, bool backward) {
     selective_scratch s;
-    char *const none = NULL;
-    return selective_lay_out(p, backward, 0, 0, none, &s) - none;
+    return selective_lay_out(p, backward, 0, 0, NULL, &s);
 }
 
 static rt_dtype selective_state_dtype(const rt_selective_params *p) { return p->dtype == RT_F64 ? RT_F64 : RT_F32; }

@@ -15,8 +15,8 @@ typedef struct arrays {
 } arrays;
 
 // strides: NULL if contiguous. Products of hostile sizes may wrap; judge_block refuses those by their sizes.
-static block *add(arrays *all, bool is_output, rt_dtype dtype, const void *field, int64_t ndim,
-                  const int64_t *sizes, const int64_t *strides) {
+static block *add(arrays *all, bool is_output, rt_dtype dtype, const void *field, int64_t ndim, const int64_t *sizes,
+                  const int64_t *strides) {
     const int64_t i = all->count++;
     block *x = &all->x[i];
     x->element_bytes = (int64_t)dtype_bytes(dtype), x->ndim = ndim, x->is_output = is_output;
@@ -54,8 +54,7 @@ static void scale_numbers(block *x, rt_dtype dtype, double factor, bool absolute
 
 // Points the params to the arrays, or to their copies.
 static void point(arrays *all, bool to_copies) {
-    for (int64_t i = 0; i < all->count; i++)
-        *all->pointer[i] = to_copies ? all->copies[i].data : all->x[i].data;
+    for (int64_t i = 0; i < all->count; i++) *all->pointer[i] = to_copies ? all->copies[i].data : all->x[i].data;
 }
 
 static void free_arrays(arrays *all) {
@@ -78,9 +77,14 @@ static void call_and_compare(arrays *all, const char *name, verdict expected, bo
     for (int64_t i = 0; i < all->count; i++)
         if (all->x[i].is_output) {
             const double u = unit_roundoff(all->dtype[i]);
-            compare(name, all->dtype[i], &all->x[i], &all->copies[i],
-                    4 * u + (all->dtype[i] == RT_F64 ? 1e-12 : 1e-4));
+            compare(name, all->dtype[i], &all->x[i], &all->copies[i], 4 * u + (all->dtype[i] == RT_F64 ? 1e-12 : 1e-4));
         }
+}
+
+// A call of hostile sizes may ask for more than there is; it gets less, and must refuse.
+static void *give_workspace(int64_t *num_bytes, verdict *expected) {
+    if (*num_bytes > (int64_t)1 << 30) *num_bytes = 0, *expected = FORBIDDEN;
+    return aligned_alloc(64, (size_t)*num_bytes + 64);
 }
 
 // ---- recurrences -------------------------------------------------------------------------------------------
@@ -136,8 +140,7 @@ static void try_scan(uint64_t *state) {
             *field = hostile(state, *field);
         }
     }
-    const int64_t B = p.batch, N = p.num_tokens, H = p.num_heads, G = p.num_k_heads, D = p.head_dim,
-                  Dv = p.v_head_dim;
+    const int64_t B = p.batch, N = p.num_tokens, H = p.num_heads, G = p.num_k_heads, D = p.head_dim, Dv = p.v_head_dim;
     const rt_dtype dtype = p.dtype, wide = state_of(dtype);
     const int64_t q[] = {B, N, G, D}, v[] = {B, N, H, Dv}, decay[] = {B, N, H, D}, states[] = {B, H, D, Dv};
     const int64_t kept[] = {B, H, rt_scan_num_states(N), D, Dv}, stride[] = {p.seq_idx_batch_stride};
@@ -166,17 +169,16 @@ static void try_scan(uint64_t *state) {
     } else {
         add(&all, true, dtype, &p.out, 4, v, NULL), add(&all, true, wide, &p.final_state, 4, states, NULL);
     }
-    const bool optional =
-        spoil >= 0 && spoil < all.count &&
-        (&all.x[spoil] == factor || all.pointer[spoil] == (const void **)(uintptr_t)&p.D ||
-         all.pointer[spoil] == (const void **)(uintptr_t)&p.initial_state ||
-         all.pointer[spoil] == (const void **)(uintptr_t)&p.dfinal_state || spoil == first_state);
+    const bool optional = spoil >= 0 && spoil < all.count &&
+                          (&all.x[spoil] == factor || all.pointer[spoil] == (const void **)(uintptr_t)&p.D ||
+                           all.pointer[spoil] == (const void **)(uintptr_t)&p.initial_state ||
+                           all.pointer[spoil] == (const void **)(uintptr_t)&p.dfinal_state || spoil == first_state);
     if (spoil >= 0 && spoil < all.count && !optional) {
         if (spoil_kind == 2) all.x[spoil].is_null = true;
         if (spoil_kind == 3) all.x[spoil].is_skewed = all.x[spoil].element_bytes > 1;
     }
-    const bool forbidden = no_params || !is_dtype(dtype) || H < 1 || G < 1 || H % (G > 0 ? G : 1) != 0 ||
-                           D < 1 || D > 512 || Dv < 1 || Dv > 512 || !is_real(dtype, p.scale) ||
+    const bool forbidden = no_params || !is_dtype(dtype) || H < 1 || G < 1 || H % (G > 0 ? G : 1) != 0 || D < 1 ||
+                           D > 512 || Dv < 1 || Dv > 512 || !is_real(dtype, p.scale) ||
                            (p.seq_idx_batch_stride != 0 && p.seq_idx_batch_stride != N);
     expected = judge_arrays(&all, forbidden ? FORBIDDEN : expected);
     if (expected == IMPOSSIBLE) {
@@ -194,11 +196,9 @@ static void try_scan(uint64_t *state) {
     point(&all, false);
     // A backward reads the states that its forward kept.
     rt_scan_params forward = p;
-    block out = {.element_bytes = (int64_t)dtype_bytes(dtype), .ndim = 4},
-          final = {.element_bytes = 8, .ndim = 4};
+    block out = {.element_bytes = (int64_t)dtype_bytes(dtype), .ndim = 4}, final = {.element_bytes = 8, .ndim = 4};
     if (backward && fair && expected != FORBIDDEN) {
-        out.num_bytes = (size_t)(B * N * H * Dv) * dtype_bytes(dtype),
-        final.num_bytes = (size_t)(B * H * D * Dv) * 8;
+        out.num_bytes = (size_t)(B * N * H * Dv) * dtype_bytes(dtype), final.num_bytes = (size_t)(B * H * D * Dv) * 8;
         forward.out = must_alloc(out.num_bytes), forward.final_state = must_alloc(final.num_bytes);
         forward.workspace_bytes = rt_scan_fwd_workspace_bytes(&forward, 1);
         forward.workspace = aligned_alloc(64, (size_t)forward.workspace_bytes + 64);
@@ -209,7 +209,7 @@ static void try_scan(uint64_t *state) {
     }
     p.workspace_bytes = backward ? rt_scan_bwd_workspace_bytes(&p, parallel.num_workers)
                                  : rt_scan_fwd_workspace_bytes(&p, parallel.num_workers);
-    void *const workspace = aligned_alloc(64, (size_t)p.workspace_bytes + 64);
+    void *const workspace = give_workspace(&p.workspace_bytes, &expected);
     p.workspace = workspace;
     if (small_workspace) p.workspace_bytes -= 64, expected = FORBIDDEN;
     if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {
@@ -275,8 +275,7 @@ static void try_conv(uint64_t *state) {
         add(&all, false, dtype, &p.dy, 3, rows, p.dy_stride);
         if (random_int(state, 0, 1)) add(&all, false, wide, &p.dfinal_state, 3, states, NULL);
         if (biased) add(&all, true, wide, &p.dbias, 1, &C, NULL);
-        add(&all, true, wide, &p.dweight, 2, weights, NULL),
-            add(&all, true, wide, &p.dinitial_state, 3, states, NULL);
+        add(&all, true, wide, &p.dweight, 2, weights, NULL), add(&all, true, wide, &p.dinitial_state, 3, states, NULL);
         add(&all, true, dtype, &p.dx, 3, rows, NULL);
     } else {
         add(&all, true, wide, &p.final_state, 3, states, NULL), add(&all, true, dtype, &p.y, 3, rows, NULL);
@@ -347,8 +346,7 @@ static void try_selective(uint64_t *state) {
                   kept[] = {B, rt_scan_num_states(N), K, C}, tokens[] = {B, N};
     arrays all = {0};
     add(&all, false, dtype, &p.x, 3, rows, p.x_stride);
-    add(&all, false, dtype, &p.C, 3, shared, p.C_stride),
-        add(&all, false, dtype, &p.B, 3, shared, p.B_stride);
+    add(&all, false, dtype, &p.C, 3, shared, p.C_stride), add(&all, false, dtype, &p.B, 3, shared, p.B_stride);
     block *dt = add(&all, false, wide, &p.dt, 3, rows, NULL);
     block *A = add(&all, false, wide, &p.A, 2, rates, NULL);
     block *seq_idx = add(&all, false, RT_F32, &p.seq_idx, 2, tokens, &p.seq_idx_batch_stride);
@@ -396,7 +394,7 @@ static void try_selective(uint64_t *state) {
     }
     p.workspace_bytes = backward ? rt_selective_bwd_workspace_bytes(&p, parallel.num_workers)
                                  : rt_selective_fwd_workspace_bytes(&p, parallel.num_workers);
-    void *const workspace = aligned_alloc(64, (size_t)p.workspace_bytes + 64);
+    void *const workspace = give_workspace(&p.workspace_bytes, &expected);
     p.workspace = workspace;
     if (small_workspace) p.workspace_bytes -= 64, expected = FORBIDDEN;
     if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {

@@ -4,13 +4,7 @@
 
 #include "scan_reference.h"
 
-typedef enum kind {
-    DELTA,
-    KDA,
-    SSD,
-    PLAIN,
-    NUM_KINDS
-} kind; // PLAIN: a decay of each channel, and nothing else
+typedef enum kind { DELTA, KDA, SSD, PLAIN, NUM_KINDS } kind; // PLAIN: a decay of each channel, and nothing else
 
 typedef struct shape {
     int64_t batch, num_tokens, k_heads, group, head_dim, v_head_dim;
@@ -62,8 +56,7 @@ static inline void bind(scan_case *c, kind which) {
 // Keys of length below 1 and beta in [0, 1): a step then never lengthens the state, and errors add up at most.
 static inline scan_case new_case(uint64_t *state, rt_dtype dtype, kind which, shape s, double documents,
                                  double padding) {
-    const int64_t B = s.batch, N = s.num_tokens, G = s.k_heads, H = G * s.group, D = s.head_dim,
-                  Dv = s.v_head_dim;
+    const int64_t B = s.batch, N = s.num_tokens, G = s.k_heads, H = G * s.group, D = s.head_dim, Dv = s.v_head_dim;
     const rt_dtype wide = state_of(dtype);
     const bool channels = which == KDA || which == PLAIN;
     const int64_t gap = random_int(state, 0, 1);
@@ -78,13 +71,11 @@ static inline scan_case new_case(uint64_t *state, rt_dtype dtype, kind which, sh
                          .scale = 0.7}};
     const int64_t rows = B * N * (H + gap) * (Dv + gap), shared = B * N * (G + gap) * (D + gap);
     const int64_t decays = channels ? B * N * H * D : B * N * H, states = B * H * D * Dv;
-    const int64_t counts[NUM_ARRAYS] = {shared,         shared,        rows,
-                                        decays,         B * N * H,     H,
-                                        states,         rows,          states,
-                                        B * N * H * Dv, states,        B * H * rt_scan_num_states(N) * D * Dv,
-                                        B * N * G * D,  B * N * G * D, B * N * H * Dv,
-                                        decays,         B * N * H,     B * N * H,
-                                        states};
+    const int64_t counts[NUM_ARRAYS] = {
+        shared,        shared,        rows,           decays,         B * N * H, H,
+        states,        rows,          states,         B * N * H * Dv, states,    B * H * rt_scan_num_states(N) * D * Dv,
+        B * N * G * D, B * N * G * D, B * N * H * Dv, decays,         B * N * H, B * N * H,
+        states};
     for (int i = 0; i < NUM_ARRAYS; i++) {
         const bool is_row = i == Q || i == K || i == V || i == DOUT || i == OUT;
         c.count[i] = counts[i], c.dtype[i] = is_row ? dtype : wide;
@@ -121,15 +112,15 @@ static inline void spoil_padding(scan_case *c) {
             for (int64_t h = 0; h < p->num_heads; h++) {
                 const int64_t at = (b * p->num_tokens + t) * p->num_heads + h;
                 for (int64_t j = 0; j < p->v_head_dim; j++) {
-                    store_element(p->dtype, c->x[V],
-                                  b * p->v_stride[0] + t * p->v_stride[1] + h * p->v_stride[2] + j, NAN);
+                    store_element(p->dtype, c->x[V], b * p->v_stride[0] + t * p->v_stride[1] + h * p->v_stride[2] + j,
+                                  NAN);
                     store_element(p->dtype, c->x[DOUT],
                                   b * p->v_stride[0] + t * p->v_stride[1] + h * p->v_stride[2] + j, NAN);
                 }
                 store_element(state_of(p->dtype), c->x[FACTOR], at, NAN);
                 for (int64_t i = 0; i < (p->channel_decay ? p->head_dim : 1); i++)
-                    store_element(state_of(p->dtype), c->x[LOG_DECAY],
-                                  p->channel_decay ? at * p->head_dim + i : at, NAN);
+                    store_element(state_of(p->dtype), c->x[LOG_DECAY], p->channel_decay ? at * p->head_dim + i : at,
+                                  NAN);
             }
             for (int64_t g = 0; g < p->num_k_heads; g++)
                 for (int64_t i = 0; i < p->head_dim; i++) {
@@ -141,8 +132,7 @@ static inline void spoil_padding(scan_case *c) {
 
 static inline rt_status run(rt_scan_params p, bool backward, rt_parallel parallel) {
     const int64_t workers = parallel.run == NULL ? 1 : parallel.num_workers;
-    p.workspace_bytes =
-        backward ? rt_scan_bwd_workspace_bytes(&p, workers) : rt_scan_fwd_workspace_bytes(&p, workers);
+    p.workspace_bytes = backward ? rt_scan_bwd_workspace_bytes(&p, workers) : rt_scan_fwd_workspace_bytes(&p, workers);
     CHECK(p.workspace_bytes % 64 == 0);
     p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes + 64);
     memset(p.workspace, 0xff, (size_t)p.workspace_bytes); // NaN
@@ -172,8 +162,7 @@ static inline void check_threads(uint64_t *state, rt_dtype dtype, kind which) {
     CHECK_STATUS(run(c.p, true, threads_of(4)), RT_OK);
     const int used[] = {OUT, FINAL, DQ, DK, DV, DLOG_DECAY, DINITIAL};
     for (int i = 0; i < 7; i++)
-        CHECK(memcmp(one[used[i]], c.x[used[i]], (size_t)c.count[used[i]] * dtype_bytes(c.dtype[used[i]])) ==
-              0);
+        CHECK(memcmp(one[used[i]], c.x[used[i]], (size_t)c.count[used[i]] * dtype_bytes(c.dtype[used[i]])) == 0);
     for (int i = OUT; i < NUM_ARRAYS; i++) free(one[i]);
     free_case(&c);
 }

@@ -27,16 +27,15 @@ static inline int32_t *random_seq_idx(uint64_t *state, int64_t rows, int64_t num
 typedef struct scan_head {
     const rt_scan_params *p;
     int64_t batch, head, k_head;
-    double *
-        states; // (2 N + 1, K, V): before and after each token, in turn; a document's begin changes only the former
+    double *states; // (2 N + 1, K, V): before and after each token, in turn; a document's begin changes only the former
     double *gradient; // (K, V) of the state
 } scan_head;
 
 static inline int64_t at_token(const scan_head *s, int64_t t) {
     return (s->batch * s->p->num_tokens + t) * s->p->num_heads + s->head;
 }
-static inline double at_row(const rt_scan_params *p, const void *x, const int64_t stride[3], int64_t batch,
-                            int64_t t, int64_t head, int64_t i) {
+static inline double at_row(const rt_scan_params *p, const void *x, const int64_t stride[3], int64_t batch, int64_t t,
+                            int64_t head, int64_t i) {
     return load_element(p->dtype, x, batch * stride[0] + t * stride[1] + head * stride[2] + i);
 }
 static inline double q_of(const scan_head *s, int64_t t, int64_t i) {
@@ -95,8 +94,7 @@ static inline scan_head walk_forward(const rt_scan_params *p, int64_t batch, int
                    must_alloc((size_t)((2 * p->num_tokens + 1) * size) * sizeof(double)),
                    must_alloc((size_t)size * sizeof(double))};
     for (int64_t i = 0; i < size; i++)
-        s.states[i] =
-            number(state_of(p->dtype), p->initial_state, (batch * p->num_heads + head) * size + i, 0);
+        s.states[i] = number(state_of(p->dtype), p->initial_state, (batch * p->num_heads + head) * size + i, 0);
     for (int64_t t = 0; t < p->num_tokens; t++) {
         double *before = s.states + 2 * t * size, *after = before + size, *next = after + size;
         if (restarts(&s, t)) memset(before, 0, (size_t)size * sizeof(double));
@@ -118,9 +116,8 @@ static inline void scan_reference_fwd(const rt_scan_params *p) {
         for (int64_t t = 0; t < N; t++)
             for (int64_t j = 0; j < V; j++) {
                 const bool padding = pads(&s, t);
-                double out = padding || p->D == NULL
-                                 ? 0
-                                 : load_element(state_of(p->dtype), p->D, s.head) * v_of(&s, t, j);
+                double out =
+                    padding || p->D == NULL ? 0 : load_element(state_of(p->dtype), p->D, s.head) * v_of(&s, t, j);
                 for (int64_t i = 0; i < K && !padding; i++)
                     out += p->scale * q_of(&s, t, i) * s.states[((2 * t + 1) * K + i) * V + j];
                 store_element(p->dtype, p->out, at_token(&s, t) * V + j, out);
@@ -180,8 +177,7 @@ static inline void scan_reference_bwd(const rt_scan_params *p) {
     } gradients[] = {{p->dq, G * K}, {p->dk, G * K}, {p->dv, H * V}, {p->dg, p->channel_decay ? H * K : H},
                      {p->dbeta, H},  {p->ddt, H},    {p->dD, H}};
     for (int i = 0; i < 7; i++)
-        if (gradients[i].array != NULL)
-            memset(gradients[i].array, 0, (size_t)(B * N * gradients[i].count * bytes));
+        if (gradients[i].array != NULL) memset(gradients[i].array, 0, (size_t)(B * N * gradients[i].count * bytes));
     for (int64_t row = 0; row < B * H; row++) {
         scan_head s = walk_forward(p, row / H, row % H);
         for (int64_t i = 0; i < K * V; i++) s.gradient[i] = number(wide, p->dfinal_state, row * K * V + i, 0);
@@ -189,8 +185,7 @@ static inline void scan_reference_bwd(const rt_scan_params *p) {
             if (!pads(&s, t)) walk_token_back(&s, t);
             if (restarts(&s, t)) memset(s.gradient, 0, (size_t)(K * V) * sizeof(double));
         }
-        for (int64_t i = 0; i < K * V; i++)
-            store_element(wide, p->dinitial_state, row * K * V + i, s.gradient[i]);
+        for (int64_t i = 0; i < K * V; i++) store_element(wide, p->dinitial_state, row * K * V + i, s.gradient[i]);
         free(s.states), free(s.gradient);
     }
 }
@@ -213,8 +208,7 @@ static inline int64_t token_before(const rt_conv_params *p, int64_t batch, int64
 static inline double conv_input(const rt_conv_params *p, int64_t batch, int64_t place, int64_t c) {
     if (place == NONE) return 0;
     if (place >= 0) return load_element(p->dtype, p->x, batch * p->x_stride[0] + place * p->x_stride[1] + c);
-    return number(state_of(p->dtype), p->initial_state,
-                  (batch * (p->width - 1) - 1 - place) * p->num_channels + c, 0);
+    return number(state_of(p->dtype), p->initial_state, (batch * (p->width - 1) - 1 - place) * p->num_channels + c, 0);
 }
 
 static inline double conv_reference_z(const rt_conv_params *p, int64_t batch, int64_t t, int64_t c) {
@@ -235,8 +229,7 @@ static inline void conv_reference_fwd(const rt_conv_params *p) {
                               p->silu ? z / (1 + exp(-z)) : z);
             }
             for (int64_t i = 0; i < p->width - 1; i++)
-                store_element(state_of(p->dtype), p->final_state,
-                              (b * (p->width - 1) + i) * p->num_channels + c,
+                store_element(state_of(p->dtype), p->final_state, (b * (p->width - 1) + i) * p->num_channels + c,
                               conv_input(p, b, token_before(p, b, p->num_tokens, p->width - 1 - i), c));
         }
 }
@@ -253,8 +246,7 @@ static inline void conv_reference_bwd(const rt_conv_params *p) {
             for (int64_t t = 0; t < N; t++) {
                 if (is_padding(p->seq_idx, p->seq_idx_batch_stride, b, t)) continue;
                 const double z = conv_reference_z(p, b, t, c), s = 1 / (1 + exp(-z));
-                const double dy =
-                    load_element(p->dtype, p->dy, b * p->dy_stride[0] + t * p->dy_stride[1] + c);
+                const double dy = load_element(p->dtype, p->dy, b * p->dy_stride[0] + t * p->dy_stride[1] + c);
                 const double dz = p->silu ? dy * (s + z * s * (1 - s)) : dy;
                 dbias += dz;
                 for (int64_t i = 0; i < K; i++) {
@@ -265,8 +257,7 @@ static inline void conv_reference_bwd(const rt_conv_params *p) {
             }
             for (int64_t i = 0; i < K - 1; i++) {
                 const int64_t place = token_before(p, b, N, K - 1 - i);
-                if (place != NONE)
-                    dx[K + place] += number(wide, p->dfinal_state, (b * (K - 1) + i) * C + c, 0);
+                if (place != NONE) dx[K + place] += number(wide, p->dfinal_state, (b * (K - 1) + i) * C + c, 0);
             }
             for (int64_t t = 0; t < N; t++) store_element(p->dtype, p->dx, (b * N + t) * C + c, dx[K + t]);
             for (int64_t i = 0; i < K - 1; i++)

@@ -53,8 +53,8 @@ static inline void bind_selective(selective_case *c) {
 }
 
 // dt in [0, 1) and A <= 0: no, gentle and strong decay, and one that even f64 takes for 0.
-static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, selective_shape s,
-                                           double documents, double padding) {
+static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, selective_shape s, double documents,
+                                           double padding) {
     const int64_t B = s.batch, N = s.num_tokens, C = s.num_channels, K = s.state_dim;
     const int64_t gap = random_int(state, 0, 1), rows = B * N * (C + gap), shared = B * N * (K + gap);
     const int64_t counts[SEL_ARRAYS] = {rows,
@@ -76,8 +76,7 @@ static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, sele
                                         C,
                                         B * K * C,
                                         B * rt_scan_num_states(N) * K * C};
-    selective_case c = {
-        .p = {.dtype = dtype, .batch = B, .num_tokens = N, .num_channels = C, .state_dim = K}};
+    selective_case c = {.p = {.dtype = dtype, .batch = B, .num_tokens = N, .num_channels = C, .state_dim = K}};
     for (int i = 0; i < SEL_ARRAYS; i++) {
         c.count[i] = counts[i], c.dtype[i] = i < SEL_DT || i == SEL_OUT ? dtype : state_of(dtype);
         c.x[i] = must_alloc((size_t)counts[i] * dtype_bytes(c.dtype[i]));
@@ -105,8 +104,8 @@ static inline selective_case new_selective(uint64_t *state, rt_dtype dtype, sele
 
 static inline rt_status run_selective_case(rt_selective_params p, bool backward, rt_parallel parallel) {
     const int64_t workers = parallel.run == NULL ? 1 : parallel.num_workers;
-    p.workspace_bytes = backward ? rt_selective_bwd_workspace_bytes(&p, workers)
-                                 : rt_selective_fwd_workspace_bytes(&p, workers);
+    p.workspace_bytes =
+        backward ? rt_selective_bwd_workspace_bytes(&p, workers) : rt_selective_fwd_workspace_bytes(&p, workers);
     CHECK(p.workspace_bytes % 64 == 0);
     p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes + 64);
     memset(p.workspace, 0xff, (size_t)p.workspace_bytes); // NaN

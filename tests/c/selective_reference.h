@@ -1,5 +1,5 @@
-// The selective scan from its definition in ringtile.h, in f64, channel by channel and token by token: the oracle of the C
-// tests. It knows nothing of chunks. The params are valid.
+// The selective scan from its definition in ringtile.h, in f64, channel by channel and token by token: the oracle of
+// the C tests. It knows nothing of chunks. The params are valid.
 #ifndef RINGTILE_TESTS_SELECTIVE_REFERENCE_H
 #define RINGTILE_TESTS_SELECTIVE_REFERENCE_H
 
@@ -19,8 +19,8 @@ static inline bool selective_pads(const rt_selective_params *p, int64_t batch, i
 static inline bool selective_restarts(const rt_selective_params *p, int64_t batch, int64_t t) {
     return begins(p->seq_idx, p->seq_idx_batch_stride, batch, t);
 }
-static inline double row_of(const rt_selective_params *p, const void *x, const int64_t stride[2],
-                            int64_t batch, int64_t t, int64_t i) {
+static inline double row_of(const rt_selective_params *p, const void *x, const int64_t stride[2], int64_t batch,
+                            int64_t t, int64_t i) {
     return load_element(p->dtype, x, batch * stride[0] + t * stride[1] + i);
 }
 static inline double dt_of(const rt_selective_params *p, int64_t batch, int64_t t, int64_t c) {
@@ -32,8 +32,8 @@ static inline double A_of(const rt_selective_params *p, int64_t i, int64_t c) {
 
 static inline void walk_states(selective_walk *w) {
     const rt_selective_params *p = w->p;
-    double now = number(state_of(p->dtype), p->initial_state,
-                        (w->batch * p->state_dim + w->i) * p->num_channels + w->c, 0);
+    double now =
+        number(state_of(p->dtype), p->initial_state, (w->batch * p->state_dim + w->i) * p->num_channels + w->c, 0);
     for (int64_t t = 0; t < p->num_tokens; t++) {
         if (selective_restarts(p, w->batch, t)) now = 0;
         w->before[t] = now;
@@ -54,15 +54,12 @@ static inline void selective_reference_fwd(const rt_selective_params *p) {
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t c = 0; c < C; c++) {
             for (int64_t t = 0; t < N; t++)
-                out[t] = selective_pads(p, b, t)
-                             ? 0
-                             : number(wide, p->D, c, 0) * row_of(p, p->x, p->x_stride, b, t, c);
+                out[t] = selective_pads(p, b, t) ? 0 : number(wide, p->D, c, 0) * row_of(p, p->x, p->x_stride, b, t, c);
             for (int64_t i = 0; i < K; i++) {
                 selective_walk w = {p, b, c, i, numbers, numbers + N, 0};
                 walk_states(&w);
                 for (int64_t t = 0; t < N; t++)
-                    if (!selective_pads(p, b, t))
-                        out[t] += row_of(p, p->C, p->C_stride, b, t, i) * w.after[t];
+                    if (!selective_pads(p, b, t)) out[t] += row_of(p, p->C, p->C_stride, b, t, i) * w.after[t];
                 store_element(wide, p->final_state, (b * K + i) * C + c, w.last);
             }
             for (int64_t t = 0; t < N; t++) store_element(p->dtype, p->out, (b * N + t) * C + c, out[t]);
@@ -85,8 +82,8 @@ static inline void walk_gradients(const selective_walk *w, const selective_sums 
     for (int64_t t = p->num_tokens - 1; t >= 0; t--) {
         if (!selective_pads(p, b, t)) {
             const double x = row_of(p, p->x, p->x_stride, b, t, c), dt = dt_of(p, b, t, c),
-                         B = row_of(p, p->B, p->B_stride, b, t, i),
-                         dout = row_of(p, p->dout, p->dout_stride, b, t, c), decay = exp(dt * A);
+                         B = row_of(p, p->B, p->B_stride, b, t, i), dout = row_of(p, p->dout, p->dout_stride, b, t, c),
+                         decay = exp(dt * A);
             dstate += row_of(p, p->C, p->C_stride, b, t, i) * dout;
             s->dC[t * K + i] += dout * w->after[t];
             s->dB[t * K + i] += dstate * dt * x;
