@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
 from ringtile.sequence.plan import Plan
@@ -58,7 +58,7 @@ class Meter(TrainerCallback):
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Counts the tokens of this rank, and plans the rings of all layers."""
-        sharded: ShardedBatch | None = kwargs.get(BATCH_ARGUMENT)
+        sharded = active_batch()
         if sharded is not None:
             self.sequence = sharded.sequence
         if not self.in_step:

@@ -4,13 +4,12 @@ configuration's peft_type, so that peft is not imported."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ringtile.errors import Refused
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
 _PAST = "its keys and values stand before every sequence in a cache, which no rank holds a shard of"
@@ -49,7 +48,7 @@ def adds_tokens(model: nn.Module | None) -> bool:
     return any(config.is_prompt_learning for config in _configs(model))
 
 
-def scale_regularizer(model: nn.Module, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def scale_regularizer(model: nn.Module, patches: Patches) -> None:
     """AdaLoRA's forward adds the distance of its factors from orthogonal ones to the loss, in full on every rank; here
     its share of it, like a balancing loss."""
     tuner: Any = getattr(model, "base_model", None)

@@ -26,7 +26,7 @@ from ringtile import ops
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import Refused
 from ringtile.hf import attention, neftune
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.model import text_modules
 from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
@@ -147,7 +147,7 @@ class CountedDropout(TrainerCallback):
         if not self._in_step:
             self._graphs = []  # the backward that follows is of other code, and so was the forward
             return
-        batch: ShardedBatch | None = kwargs.get(BATCH_ARGUMENT)
+        batch = active_batch()
         main = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         main = args[0] if main is None and args else main
         if not module.training or not isinstance(main, Tensor) or main.dim() < 2:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ringtile.hf import adapters, checks, data, model
 from ringtile.hf.attention import refuse_use_of_mask
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, activate
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
@@ -54,7 +54,7 @@ class LossOnSequences(Strategy):
                 base = model.base_model(wrapped)
                 self.switch_model(wrapped, base)
                 if not has_score(base):
-                    watch_loss(wrapped, base, self.patches, lambda: self.active_batch)
+                    watch_loss(wrapped, base, self.patches)
                 draws = RandomDraws(base)
                 hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
                 hooks.install(wrapped, base, self.patches)
@@ -71,7 +71,7 @@ class LossOnSequences(Strategy):
             raise
         finally:
             self.in_step = not outermost
-            self.active_batch = None
+            activate(None)
             for hooks in self.hooks:
                 hooks.stop_watching()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringtile.errors import Refused
 from ringtile.hf import checks, data
 from ringtile.hf.attention import refuse_use_of_mask
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.patches import Patches
@@ -56,7 +56,7 @@ class LossOnShards(Strategy):
             self.replace(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
-            watch_loss(self.entry, self.base, self.patches, lambda: self.active_batch)
+            watch_loss(self.entry, self.base, self.patches)
 
     @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
@@ -66,13 +66,12 @@ class LossOnShards(Strategy):
         if batch is None:
             yield local, None
             return
-        try:
-            yield local, batch
-        except RuntimeError as error:
-            refuse_use_of_mask(error)
-            raise
-        finally:
-            self.active_batch = None
+        with active(batch):
+            try:
+                yield local, batch
+            except RuntimeError as error:
+                refuse_use_of_mask(error)
+                raise
         self.check_used(batch, self.watches_loss and batch.num_targets is not None)
 
     # ---- training -------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class LossOnShards(Strategy):
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded."""
-        if self.active_batch is None:  # a whole batch, to prove the first one
+        if active_batch() is None:  # a whole batch, to prove the first one
             return original(outputs, labels, **kwargs)
         return original(outputs, labels, **{**kwargs, "shift_labels": False})
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf import attention, temperature
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import active_batch, forget_checkpoints
 from ringtile.hf.patches import Patches
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
@@ -40,7 +40,7 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
 
 
-def refuse_towers(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
     """Raises Refused in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
     for path, tower in _towers(model).items():
 
@@ -64,6 +64,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     attention.register()
     # On the outermost module: adapters call the inner module's forward, which skips its hooks.
     patches.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
+    patches.on_restore(functools.partial(forget_checkpoints, wrapped))
     model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
     without = []  # the configs of parts that do not attend: only the attribute takes None back
@@ -89,7 +90,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
         )
 
 
-def pin_rope_length(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
     """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
 
     "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
@@ -99,12 +100,10 @@ def pin_rope_length(model: PreTrainedModel, patches: Patches, active_batch: Call
         kinds = getattr(rotary, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
         if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            patches.set(rotary, "forward", _with_global_length(rotary.forward, active_batch))
+            patches.set(rotary, "forward", _with_global_length(rotary.forward))
 
 
-def _with_global_length(
-    original: Callable[..., Any], active_batch: Callable[[], ShardedBatch | None]
-) -> Callable[..., Any]:
+def _with_global_length(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         batch = active_batch()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
@@ -35,6 +37,15 @@ class Patches:
         self._entries.append((owner, name))
         setattr(owner, name, value)
 
+    def share(self, owner: ModuleType, name: str, replacement_of: Callable[[Any], Any]) -> None:
+        """Replaces a function of a module by replacement_of(it), until the last record that shares it is restored."""
+        original, users = _shared.get((owner, name), (getattr(owner, name), 0))
+        if users == 0:
+            setattr(owner, name, replacement_of(original))
+        _shared[owner, name] = original, users + 1
+        self._entries.append((owner, name))
+        self.on_restore(functools.partial(_unshare, owner, name))
+
     def on_restore(self, undo: Callable[[], None]) -> None:
         """Runs `undo` when everything is restored, for changes that are more than one attribute."""
         self._undo.append(undo)
@@ -44,6 +55,17 @@ class Patches:
         self._entries.clear()
         while self._undo:
             self._undo.pop()()
+
+
+_shared: dict[tuple[ModuleType, str], tuple[Any, int]] = {}  # the original, and how many records share it
+
+
+def _unshare(owner: ModuleType, name: str) -> None:
+    original, users = _shared.pop((owner, name))
+    if users > 1:
+        _shared[owner, name] = original, users - 1
+    else:
+        setattr(owner, name, original)
 
 
 _records: weakref.WeakSet[Patches] = weakref.WeakSet()

@@ -59,9 +59,8 @@ class Strategy(abc.ABC):
         hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
-        self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
-        self.positions = Positions(base, patches, lambda: self.active_batch)
+        self.positions = Positions(base, patches)
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
         self.proves_whole = False  # by one of the runs in which nothing is sharded
@@ -114,16 +113,16 @@ class Strategy(abc.ABC):
     def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.patches)
-        model.pin_rope_length(base, self.patches, lambda: self.active_batch)
-        model.refuse_towers(base, self.patches, lambda: self.active_batch)
-        recurrent.install(base, self.patches, lambda: self.active_batch)
-        install_balancing_loss(wrapped, base, self.patches, lambda: self.active_batch, self.group)
-        adapters.scale_regularizer(wrapped, self.patches, lambda: self.active_batch)
+        model.pin_rope_length(base, self.patches)
+        model.refuse_towers(base, self.patches)
+        recurrent.install(base, self.patches)
+        install_balancing_loss(wrapped, base, self.patches)
+        adapters.scale_regularizer(wrapped, self.patches)
 
     # ---- one batch ------------------------------------------------------------------------------
 
     def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
-        """This rank's part of a batch, for the model; it is the active batch from here on. A collective.
+        """This rank's part of a batch, for the model. A collective.
 
         While the first batch is proved whole, the batch itself, and None if transformers' own code keeps its documents
         apart; else ringtile does so, on one rank.
@@ -132,7 +131,7 @@ class Strategy(abc.ABC):
         self.group.check_same_batch(inputs)
         self.packing.check(inputs)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
-        local, self.active_batch = shard_batch(
+        local, batch = shard_batch(
             {name: value for name, value in inputs.items() if name not in routers},
             layout=self.config.layout,
             group=None if self.proves_whole else self.group.process_group,
@@ -149,12 +148,11 @@ class Strategy(abc.ABC):
         if self.proves_whole and self._is_plain(inputs):
             return self._whole(inputs), None
         local.update({name: inputs[name] for name in routers & inputs.keys()})
-        self.active_batch.mean_share = 1 / self.active_batch.sequence.world_size
+        batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         if self.trace is not None:
-            sequence = self.active_batch.sequence
-            shape = (local["attention_mask"].size(0), sequence.local_len)
-            self.trace.begin(Call(shape, sequence, self.active_batch.seq_len, _tokens(inputs)))
-        return local, self.active_batch
+            shape = (local["attention_mask"].size(0), batch.sequence.local_len)
+            self.trace.begin(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs)))
+        return local, batch
 
     # ---- the first batch ------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ class Strategy(abc.ABC):
         try:
             yield
         finally:
-            self.trace, self.proves_whole, self.active_batch = None, False, None
+            self.trace, self.proves_whole = None, False
 
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
@@ -188,7 +186,6 @@ class Strategy(abc.ABC):
         assert main is not None
         if self.trace is not None:
             self.trace.begin(Call((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs)))
-        self.active_batch = None
         return self.packing.kept_apart({**inputs, "use_cache": False})
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:

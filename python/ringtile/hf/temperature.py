@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.patches import Patches
 
 
@@ -44,7 +44,7 @@ def _has_temperature(module: nn.Module) -> bool:
 def _without_temperature(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get(BATCH_ARGUMENT) is None:
+        if active_batch() is None:
             return original(*args, **kwargs)
         module.attn_temperature_tuning = False
         try:
