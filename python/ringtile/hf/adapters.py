@@ -3,7 +3,7 @@ configuration's peft_type, so that peft is not imported."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -54,10 +54,8 @@ def scale_regularizer(model: nn.Module, patches: Patches) -> None:
     tuner: Any = getattr(model, "base_model", None)
     if type(tuner).__name__ != "AdaLoraModel":
         return
-    original = tuner.forward
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = active_batch()
         if batch is None:
             return original(*args, **kwargs)
@@ -69,7 +67,7 @@ def scale_regularizer(model: nn.Module, patches: Patches) -> None:
         finally:
             config.orth_reg_weight = weight
 
-    patches.set(tuner, "forward", forward)
+    patches.wrap(tuner, "forward", forward)
 
 
 def _configs(model: nn.Module | None) -> list[Any]:

@@ -29,8 +29,6 @@ NAME = "ringtile"
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
 
-_OF_MODES = {"__torch_function__", "handle_torch_function"}  # what runs below a function of torch, under a mode
-
 # Keyword arguments that change the scores in ways the kernels do not support.
 _REFUSED = {
     "sinks": "attention sinks under a name that no model of transformers uses",
@@ -56,28 +54,6 @@ def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
         empty = torch.empty(main.size(0), 1, 0, 0, dtype=torch.bool, device=main.device)
         kwargs = {**kwargs, "attention_mask": empty}
     return args, kwargs
-
-
-def refuse_use_of_mask(error: RuntimeError) -> None:
-    """Raises Refused if a model's forward failed because it computes with the empty mask.
-
-    A model that makes a mask of its own from the one it gets adds it to, or fills it into, a tensor of another shape.
-    The function that failed then holds a mask without elements.
-    """
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        if traceback.tb_next.tb_frame.f_code.co_name in _OF_MODES:
-            break
-        traceback = traceback.tb_next
-    if traceback is None or "(0)" not in str(error):  # The size of tensor a (8) must match the size of tensor b (0)
-        return
-    values, function = traceback.tb_frame.f_locals, traceback.tb_frame.f_code.co_name
-    if any(isinstance(value, Tensor) and value.dim() == 4 and value.shape[2:] == (0, 0) for value in values.values()):
-        owner = f"{type(values['self']).__name__}." if "self" in values else ""
-        raise Refused(
-            f"{owner}{function} makes an attention mask of its own; expected a model that hands the mask it gets "
-            f"unchanged to transformers' attention: a shard has none"
-        ) from error
 
 
 def attention_forward(

@@ -70,26 +70,26 @@ def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: 
     patches.on_restore(wrapped.register_forward_hook(without_share).remove)
 
 
-def _over_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def balancing_loss(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
-    ) -> Any:
-        batch = active_batch()
-        if batch is None or batch.group is None or not isinstance(gate_logits, tuple):
-            return original(gate_logits, num_experts, top_k, attention_mask)
-        assert num_experts is not None
-        weights = None if batch.token_weights is None else batch.token_weights.reshape(-1)
-        counts, probabilities, total = _sums(gate_logits, num_experts, top_k, weights)
-        sums = batch.group.sum(torch.cat([counts, probabilities.detach(), total[None]]))
-        counts, total = sums[:num_experts], sums[-1]
-        weighted = num_experts / total**2 * counts  # what each expert's sum of probabilities counts
-        part = batch.group.size * (weighted * probabilities).sum()
-        batch.balancing_loss = part + ((weighted * sums[num_experts:-1]).sum() - part).detach()
-        return batch.mean_share * batch.balancing_loss
-
-    replacement: Callable[..., Any] = balancing_loss
-    return replacement
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _over_group(
+    original: Callable[..., Any],
+    gate_logits: Any,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    batch = active_batch()
+    if batch is None or batch.group is None or not isinstance(gate_logits, tuple):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    assert num_experts is not None
+    weights = None if batch.token_weights is None else batch.token_weights.reshape(-1)
+    counts, probabilities, total = _sums(gate_logits, num_experts, top_k, weights)
+    sums = batch.group.sum(torch.cat([counts, probabilities.detach(), total[None]]))
+    counts, total = sums[:num_experts], sums[-1]
+    weighted = num_experts / total**2 * counts  # what each expert's sum of probabilities counts
+    part = batch.group.size * (weighted * probabilities).sum()
+    batch.balancing_loss = part + ((weighted * sums[num_experts:-1]).sum() - part).detach()
+    return batch.mean_share * batch.balancing_loss
 
 
 def _sums(gate_logits: _Logits, num_experts: int, top_k: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

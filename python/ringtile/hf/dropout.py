@@ -103,9 +103,8 @@ class CountedDropout(TrainerCallback):
                 "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
                 "set it to 0 in the model's config if you do not need it"
             )
-        patches.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
-        trainer.add_callback(self)
-        patches.on_restore(lambda: trainer.remove_callback(self))
+        patches.wrap(trainer, "compute_loss", self._compute_loss)
+        patches.add_callback(trainer, self)
         patches.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
         patches.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
 
@@ -130,15 +129,12 @@ class CountedDropout(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._num_rows = 0
 
-    def _compute_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            self._in_step, self._graphs = True, []
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._in_step, self._tokens = False, None
-
-        return compute_loss
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_step, self._graphs = True, []
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_step, self._tokens = False, None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ TEXT_ROWS = {
     **dict.fromkeys(("CohereCompassTextModel", "Qwen3VLTextModel", "Qwen3VLMoeTextModel", "Qwen4ExpTextModel"), True),
     **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), True),
     **dict.fromkeys(("Qwen3OmniMoeThinkerTextModel", "Qwen3OmniMoeTalkerModel"), True),
-    **dict.fromkeys(("Ernie4_5_VLMoeTextModel", "Ernie4_5_VL_MoeTextModel", "PaddleOCRTextModel"), False),
+    **dict.fromkeys(("Ernie4_5_VLMoeTextModel", "PaddleOCRTextModel"), False),
     **dict.fromkeys(("Glm4vTextModel", "Glm4vMoeTextModel", "GlmImageTextModel", "GlmOcrTextModel"), False),
     **dict.fromkeys(("Qwen2VLTextModel", "Qwen2_5_VLTextModel"), False),
     **dict.fromkeys(("Qwen2_5OmniThinkerTextModel", "Qwen2_5OmniTalkerModel"), False),

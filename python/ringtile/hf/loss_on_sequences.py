@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from ringtile.hf import adapters, checks, data, model
-from ringtile.hf.attention import refuse_use_of_mask
-from ringtile.hf.batch import ShardedBatch, activate
+from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
@@ -35,9 +34,6 @@ class LossOnSequences(Strategy):
     def entry(self) -> nn.Module:
         assert self.trainer.model is not None  # base_model has refused it otherwise
         return self.base.base_model if has_score(self.base) else adapters.receiver(self.trainer.model)
-
-    def counts_groups(self) -> bool:
-        return self.in_step
 
     def install_loss(self) -> None:
         trainer = self.trainer
@@ -63,15 +59,14 @@ class LossOnSequences(Strategy):
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
         self.check_training(model)
-        outermost, self.in_step = not self.in_step, True
-        try:
+        if self.in_step:
             return original(model, *args, **kwargs)
-        except RuntimeError as error:
-            refuse_use_of_mask(error)
-            raise
+        self.in_step = True
+        try:
+            with active(None), self.counting_groups():
+                return original(model, *args, **kwargs)
         finally:
-            self.in_step = not outermost
-            activate(None)
+            self.in_step = False
             for hooks in self.hooks:
                 hooks.stop_watching()
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ringtile.errors import Refused
 from ringtile.hf import checks, data
-from ringtile.hf.attention import refuse_use_of_mask
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
@@ -37,9 +36,6 @@ class LossOnShards(Strategy):
     def entry(self) -> nn.Module:
         assert self.trainer.model is not None  # base_model has refused it otherwise
         return self.trainer.model
-
-    def counts_groups(self) -> bool:
-        return self.proves_whole
 
     def install_loss(self) -> None:
         trainer = self.trainer
@@ -67,11 +63,7 @@ class LossOnShards(Strategy):
             yield local, None
             return
         with active(batch):
-            try:
-                yield local, batch
-            except RuntimeError as error:
-                refuse_use_of_mask(error)
-                raise
+            yield local, batch
         self.check_used(batch, self.watches_loss and batch.num_targets is not None)
 
     # ---- training -------------------------------------------------------------------------------
@@ -118,7 +110,7 @@ class LossOnShards(Strategy):
         """The loss of one process on the whole batch, of which `_compute_loss` gives the ranks' mean."""
         if num_items is not None and not self._trainer_scales():  # this rank's part of the count
             num_items = num_items * self.group.size
-        with self._sharded(inputs) as (local, batch):
+        with self._sharded(inputs) as (local, batch), self.counting_groups():
             if batch is not None:
                 batch.mean_share = 1.0
             return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items)

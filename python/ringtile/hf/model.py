@@ -100,21 +100,19 @@ def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
         kinds = getattr(rotary, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
         if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            patches.set(rotary, "forward", _with_global_length(rotary.forward))
+            patches.wrap(rotary, "forward", _with_global_length)
 
 
-def _with_global_length(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        batch = active_batch()
-        if batch is None:
-            cos, sin = original(x, position_ids, *args, **kwargs)
-            return cos, sin
-        last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
-        cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
-        return cos[:, :-1], sin[:, :-1]
-
-    return forward
+def _with_global_length(
+    original: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    batch = active_batch()
+    if batch is None:
+        cos, sin = original(x, position_ids, *args, **kwargs)
+        return cos, sin
+    last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
+    cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
+    return cos[:, :-1], sin[:, :-1]
 
 
 def _rotary_embeddings(model: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,6 @@ the tokens of the attention mask, RoBERTa those that are not padding.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,7 +42,7 @@ class Positions:
             and "position_ids" in inspect.signature(module.forward).parameters
         ]
         for module in self._counted_inside:
-            patches.set(module, "forward", _with_global_ids(module.forward))
+            patches.wrap(module, "forward", _with_global_ids)
         attends = num_layers(model.config.get_text_config())[0] > 0  # what is only recurrent counts nothing
         self.makes_ids = rotary or (ours and (takes_ids or not attends)) or bool(self._counted_inside)
         self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
@@ -75,13 +74,11 @@ class Positions:
         return None
 
 
-def _with_global_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        batch = active_batch()
-        if batch is not None:
-            assert batch.position_ids is not None
-            position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
-        return original(*args, position_ids=position_ids, **kwargs)
-
-    return forward
+def _with_global_ids(
+    original: Callable[..., Any], *args: Any, position_ids: Tensor | None = None, **kwargs: Any
+) -> Any:
+    batch = active_batch()
+    if batch is not None:
+        assert batch.position_ids is not None
+        position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
+    return original(*args, position_ids=position_ids, **kwargs)

@@ -64,7 +64,7 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
     """
     for path, mixer in mixers(model.named_modules()).items():
         if whole := _WHOLE.get(type(mixer).__name__):
-            patches.set(mixer, "forward", _either(functools.partial(whole, mixer), mixer.forward))
+            patches.wrap(mixer, "forward", functools.partial(_either, functools.partial(whole, mixer)))
         file = sys.modules[type(mixer).__module__]
         for name in MIXERS[type(mixer).__name__]:
             if not hasattr(file, name):
@@ -72,7 +72,7 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
                     f"{path} ({type(mixer).__name__}) is not transformers 5.17's: its file has no {name}; expected "
                     f"transformers' own, whose functions ringtile replaces"
                 )
-            patches.share(file, name, functools.partial(_instead_of, name))
+            patches.share(file, name, functools.partial(_either, functools.partial(_of_batch, name)))
         watch = _Watch(path, mixer)
         patches.on_restore(mixer.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
         patches.on_restore(mixer.register_forward_hook(watch.leave).remove)
@@ -184,24 +184,16 @@ class _Watch:
             )
 
 
-def _either(of_batch: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (original if active_batch() is None else of_batch)(*args, **kwargs)
-
-    return either
+def _either(of_batch: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (original if active_batch() is None else of_batch)(*args, **kwargs)
 
 
-def _instead_of(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that takes the place of one of transformers' in a model's file."""
-
-    def of_batch(*args: Any, **kwargs: Any) -> Any:
-        batch = active_batch()
-        assert batch is not None
-        batch.mixed_by.add(name)
-        return _FUNCTIONS[name](*args, **kwargs)
-
-    return _either(of_batch, original)
+def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call ringtile's equal of one of transformers' functions."""
+    batch = active_batch()
+    assert batch is not None
+    batch.mixed_by.add(name)
+    return _FUNCTIONS[name](*args, **kwargs)
 
 
 # ---- what stands in for transformers' functions -------------------------------------------------

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -78,10 +77,6 @@ class Strategy(abc.ABC):
     def install_loss(self) -> None:
         """Replaces what the strategy must: the loss, the prediction step, the number of items, the model's hooks."""
 
-    @abc.abstractmethod
-    def counts_groups(self) -> bool:
-        """Whether the Trainer is to count a group as one process now."""
-
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
@@ -95,20 +90,17 @@ class Strategy(abc.ABC):
         if self.config.context_parallel_rates is not None:
             use_rates(transport_of(self.group.process_group), self.config.context_parallel_rates)
         self.install_loss()
-        self._count_groups(accelerator)
         self.dropout.install(self.base, self.entry, self.patches)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
+        def unless_deepspeed_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if deepspeed_shards_sequences(self.trainer.accelerator):
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        self.patches.set(owner, name, patched)
+        self.patches.wrap(owner, name, unless_deepspeed_shards)
 
     def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
@@ -243,18 +235,16 @@ class Strategy(abc.ABC):
 
         self.replace(accelerator, "gather_for_metrics", gathered)
 
-    def _count_groups(self, accelerator: Accelerator) -> None:
+    @contextlib.contextmanager
+    def counting_groups(self) -> Iterator[None]:
         """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
-        cls = type(accelerator)
-
-        def num_processes(accelerator: Any) -> int:
-            num_ranks: int = cls.num_processes.fget(accelerator)
-            counts = self.counts_groups() and not deepspeed_shards_sequences(accelerator)
-            return num_ranks // self.group.size if counts else num_ranks
-
-        counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
-        accelerator.__class__ = counting
-        self.patches.on_restore(lambda: setattr(accelerator, "__class__", cls))
+        state = self.trainer.accelerator.state
+        num_ranks = state.num_processes
+        state.num_processes = num_ranks // self.group.size
+        try:
+            yield
+        finally:
+            state.num_processes = num_ranks
 
     # ---- data and counting ----------------------------------------------------------------------
 
