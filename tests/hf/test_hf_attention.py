@@ -8,7 +8,7 @@ import ringtile
 import torch
 from hf_models import tiny_model
 from ringtile.hf import attention, layers, model, packing
-from ringtile.hf.batch import active, active_batch
+from ringtile.hf.batch import active, active_batch, keep_in_checkpoints
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
@@ -231,6 +231,7 @@ def test_gradients_equal_the_whole_model(use_reentrant):
         if use_reentrant is not None:
             own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         local, sharded = shard_batch(batch, layout="zigzag", group=group, makes_positions=True)
+        keep_in_checkpoints(own)
         with active(sharded):
             loss = own(**local, num_items_in_batch=sharded.num_targets).loss
         loss.backward()

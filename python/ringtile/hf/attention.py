@@ -20,7 +20,7 @@ from ringtile.attn.attention import attention, ring_attention
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import Refused
 from ringtile.hf import temperature
-from ringtile.hf.batch import active_batch, keep_in_checkpoints, main_input
+from ringtile.hf.batch import active_batch, main_input
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.sequence.mask import IntervalMask
@@ -46,8 +46,6 @@ def register() -> None:
 
 def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the model: replaces the mask of a sharded batch by an empty one, (B, 1, 0, 0)."""
-    if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        keep_in_checkpoints(module)
     if active_batch() is not None:
         main = main_input(args, kwargs)
         assert main is not None  # of it the batch was made

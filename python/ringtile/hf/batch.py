@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from ringtile.attn.choose import AttentionKernel
 from ringtile.hf.group import ContextParallelGroup
@@ -71,6 +70,9 @@ def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 # ---- the active batch ---------------------------------------------------------------------------
 
 
+_CHECKPOINTS = frozenset({"_gradient_checkpointing_func", "checkpoint_fn"})
+
+
 class _Inside(threading.local):
     batch: ShardedBatch | None = None
     kept: bool = False  # by a checkpoint, whose layer runs here again
@@ -110,25 +112,23 @@ def keep_in_checkpoints(model: nn.Module) -> None:
 
     Call it before each forward pass with a backward: training begins with new checkpoints.
     """
-    for module in model.modules():
-        if isinstance(module, CheckpointWrapper):
-            name = "checkpoint_fn"
-        elif getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-            name = "_gradient_checkpointing_func"
-        else:
-            continue
-        checkpoint = getattr(module, name)
+    for module, name, checkpoint in _checkpoints(model):
         if not isinstance(checkpoint, _Keeping):
             setattr(module, name, _Keeping(checkpoint))
 
 
 def forget_checkpoints(model: nn.Module) -> None:
     """Undo `keep_in_checkpoints`."""
+    for module, name, checkpoint in _checkpoints(model):
+        if isinstance(checkpoint, _Keeping):
+            setattr(module, name, checkpoint.checkpoint)
+
+
+def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the functions that checkpoint layers: transformers', and those of torch's wrappers."""
     for module in model.modules():
-        for name in ("checkpoint_fn", "_gradient_checkpointing_func"):
-            checkpoint = vars(module).get(name)
-            if isinstance(checkpoint, _Keeping):
-                setattr(module, name, checkpoint.checkpoint)
+        for name in _CHECKPOINTS & vars(module).keys():
+            yield module, name, vars(module)[name]
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,6 @@ class _Keeping:
     checkpoint: Callable[..., Any]
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled graph computes again what it knows already
-            return self.checkpoint(function, *args, **kwargs)
         batch = active_batch()
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ class FirstBatch:
         if not self._trained and samples and isinstance(samples[0], Mapping):
             self._trained = True
             trainer = self._strategy.trainer
-            self._strategy.check_training(trainer.model_wrapped)
+            self._strategy.prepare_training(trainer.model_wrapped)
             model = _without_engine(trainer.model_wrapped)
             trainer.current_gradient_accumulation_steps = len(samples)  # as the Trainer sets it next
             modes = {module: module.training for module in model.modules()}

@@ -58,7 +58,7 @@ class LossOnSequences(Strategy):
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
-        self.check_training(model)
+        self.prepare_training(model)
         if self.in_step:
             return original(model, *args, **kwargs)
         self.in_step = True

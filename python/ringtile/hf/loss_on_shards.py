@@ -82,7 +82,7 @@ class LossOnShards(Strategy):
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
-        self.check_training(model)
+        self.prepare_training(model)
         if self.proves_whole:
             return self._whole_loss(original, model, inputs, return_outputs, num_items_in_batch)
         with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:

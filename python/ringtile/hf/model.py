@@ -3,7 +3,6 @@ length."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf import attention, temperature
-from ringtile.hf.batch import active_batch, forget_checkpoints
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
@@ -64,7 +63,6 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     attention.register()
     # On the outermost module: adapters call the inner module's forward, which skips its hooks.
     patches.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
-    patches.on_restore(functools.partial(forget_checkpoints, wrapped))
     model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
     without = []  # the configs of parts that do not attend: only the attribute takes None back

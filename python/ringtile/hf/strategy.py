@@ -23,7 +23,7 @@ from ringtile.first_batch.trace import Call, Trace
 from ringtile.hf import adapters, checks, data, model, recurrent
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.balancing_loss import install_balancing_loss
-from ringtile.hf.batch import ShardedBatch, main_input
+from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
 from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
@@ -110,6 +110,7 @@ class Strategy(abc.ABC):
         recurrent.install(base, self.patches)
         install_balancing_loss(wrapped, base, self.patches)
         adapters.scale_regularizer(wrapped, self.patches)
+        self.patches.on_restore(functools.partial(forget_checkpoints, wrapped))
 
     # ---- one batch ------------------------------------------------------------------------------
 
@@ -203,12 +204,14 @@ class Strategy(abc.ABC):
                 f"the logits and labels of full sequences"
             )
 
-    def check_training(self, model: nn.Module) -> None:
-        """Checks the first model that trains: only then has its engine wrapped it."""
+    def prepare_training(self, model: nn.Module) -> None:
+        """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
             checks.check_training_model(model)
             self.dropout.check(self.base)
             self.training_checked = True
+        if model.training:
+            keep_in_checkpoints(model)
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
 
