@@ -8,7 +8,7 @@ import ringtile
 import torch
 from hf_models import tiny_model
 from ringtile.hf import attention, layers, model, packing
-from ringtile.hf.batch import active, active_batch, keep_in_checkpoints
+from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
@@ -185,6 +185,23 @@ def test_layer_that_is_computed_again_without_its_batch_is_refused():
     with pytest.raises(ringtile.Refused, match="got a shard of a sequence outside of the forward pass of its batch"):
         loss.backward()
     assert active_batch() is None
+
+
+def test_checkpoint_functions_of_other_libraries_find_the_layer():
+    """axolotl's, which moves what it saves to the host, looks for the layer in the partial that transformers makes."""
+    found, whole = [], tiny_model()
+
+    def checkpoint(call, *args):
+        found.append(call.func.__self__)
+        return call(*args)
+
+    for layer in whole.train().model.layers:
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, checkpoint
+    keep_in_checkpoints(whole)
+    whole(_ids())
+    assert found == [*whole.model.layers]
+    forget_checkpoints(whole)
+    assert {layer._gradient_checkpointing_func for layer in whole.model.layers} == {checkpoint}
 
 
 def test_attention_dropout_is_refused_in_training_only():

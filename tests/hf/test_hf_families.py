@@ -6,11 +6,13 @@ import ast
 import functools
 import pathlib
 import re
+import types
 from collections.abc import Iterator
 
 import pytest
 import transformers
 from ringtile.hf import families
+from ringtile.hf.patches import Patches
 
 FILES = pathlib.Path(transformers.__file__).parent / "models"
 # The arguments of the functions that ringtile replaces. One more of them may change what a recurrence computes.
@@ -126,3 +128,17 @@ def test_models_that_read_a_row_of_text_are_declared() -> None:
 @pytest.mark.parametrize("table", ["UNKNOWN_RECURRENCES", "WHOLE_SEQUENCES", "SAMPLING"])
 def test_classes_that_are_refused_exist(table: str) -> None:
     assert set(getattr(families, table)) <= {cls.name for _, cls in classes()}
+
+
+def test_trainers_that_share_a_replacement_are_restored_in_any_order() -> None:
+    """Another Trainer may compute with it still."""
+    module = types.ModuleType("modeling")
+    module.mix = original = lambda x: x
+    records = [Patches(), Patches()]
+    for patches in records:
+        patches.share(module, "mix", lambda mix, x: mix(x) + 1)
+        assert module.mix(1) == 2
+    records[0].restore()
+    assert module.mix(1) == 2
+    records[1].restore()
+    assert module.mix is original

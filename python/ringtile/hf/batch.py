@@ -9,6 +9,7 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,14 +139,20 @@ class _Keeping:
     checkpoint: Callable[..., Any]
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = active_batch()
+        kept = _Kept(function)
+        kept.batch = active_batch()
+        return self.checkpoint(kept, *args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            kept, _inside.kept = _inside.kept, True
-            try:
-                with active(batch):
-                    return function(*args, **kwargs)
-            finally:
-                _inside.kept = kept
 
-        return self.checkpoint(run, *args, **kwargs)
+class _Kept(functools.partial[Any]):
+    """A call of a layer, with its batch; a partial, in which checkpoint functions of other libraries find the layer."""
+
+    batch: ShardedBatch | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept, _inside.kept = _inside.kept, True
+        try:
+            with active(self.batch):
+                return super().__call__(*args, **kwargs)
+        finally:
+            _inside.kept = kept
