@@ -1,7 +1,6 @@
 """Attention and mask functions under transformers: equal to the whole model on one rank, or refused."""
 
 import copy
-import functools
 import itertools
 
 import pytest
@@ -9,7 +8,7 @@ import ringtile
 import torch
 from hf_models import tiny_model
 from ringtile.hf import attention, layers, model, packing
-from ringtile.hf.batch import BATCH_ARGUMENT
+from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
@@ -48,8 +47,8 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
         local, sharded = shard_batch(
             batch, layout=layout, group=group, makes_positions=True, positions_separate=separate
         )
-        model.pin_rope_length(own, Patches(), lambda: sharded)
-        with torch.no_grad():
+        model.pin_rope_length(own, Patches())
+        with torch.no_grad(), active(sharded):
             return sharded.unshard(own(**local).logits)
 
     return LoopbackWorld(world_size).run(run)[0]
@@ -166,31 +165,49 @@ def test_switching_is_undone():
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def _shard(batch=None):
-    """The local batch of rank 0 of 2, for models that refuse before anything is sent."""
+def _run_shard(switched, batch=None):
+    """Calls a model that refuses before anything is sent on the local batch of rank 0 of 2."""
     inputs, group = batch or {"input_ids": _ids()}, LoopbackWorld(2).groups[0]
-    return shard_batch(inputs, layout="zigzag", group=group, makes_positions=True)[0]
+    local, sharded = shard_batch(inputs, layout="zigzag", group=group, makes_positions=True)
+    with active(sharded):
+        return switched(**local)
 
 
-def test_batch_that_does_not_arrive_is_refused():
+def test_layer_that_is_computed_again_without_its_batch_is_refused():
+    """A checkpoint that ringtile has not seen, since it was set inside the forward pass."""
     switched, _ = _on_ringtile(tiny_model())
-    switched.model.layers[0].self_attn.forward = functools.partial(
-        _forward_without_batch, switched.model.layers[0].self_attn.forward
-    )
-    with pytest.raises(ringtile.Refused, match="ringtile_batch"):
-        switched(**_shard())
+    local, sharded = shard_batch({"input_ids": _ids()}, layout="zigzag", group=None, makes_positions=True)
+    layer, checkpoint = switched.model.layers[1], torch.utils.checkpoint.checkpoint
+    original = layer.forward
+    layer.forward = lambda *args, **kwargs: checkpoint(original, *args, use_reentrant=False, **kwargs)
+    with active(sharded):
+        loss = switched.train()(**local).logits.sum()
+    with pytest.raises(ringtile.Refused, match="got a shard of a sequence outside of the forward pass of its batch"):
+        loss.backward()
+    assert active_batch() is None
 
 
-def _forward_without_batch(original, *args, **kwargs):
-    kwargs.pop(BATCH_ARGUMENT)
-    kwargs["attention_mask"] = kwargs["attention_mask"].clone()
-    return original(*args, **kwargs)
+def test_checkpoint_functions_of_other_libraries_find_the_layer():
+    """axolotl's, which moves what it saves to the host, looks for the layer in the partial that transformers makes."""
+    found, whole = [], tiny_model()
+
+    def checkpoint(call, *args):
+        found.append(call.func.__self__)
+        return call(*args)
+
+    for layer in whole.train().model.layers:
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, checkpoint
+    keep_in_checkpoints(whole)
+    whole(_ids())
+    assert found == [*whole.model.layers]
+    forget_checkpoints(whole)
+    assert {layer._gradient_checkpointing_func for layer in whole.model.layers} == {checkpoint}
 
 
 def test_attention_dropout_is_refused_in_training_only():
     switched, _ = _on_ringtile(tiny_model("llama", attention_dropout=0.1))
     with pytest.raises(ringtile.Refused, match=r"dropout 0\.1"):
-        switched.train()(**_shard())
+        _run_shard(switched.train())
 
 
 def test_sinks_that_transformers_would_leave_out_are_refused():
@@ -205,16 +222,15 @@ def test_bidirectional_attention_is_refused():
     for layer in switched.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ringtile.Refused, match="bidirectional"):
-        switched(**_shard())
+        _run_shard(switched)
 
 
 def test_mask_of_a_shard_is_refused():
     switched, patches = _on_ringtile(tiny_model())
-    local = _shard({"input_ids": _ids(), "attention_mask": LEFT_PADDED})
     patches.restore()  # takes the hook off that hides the mask, and sets the attention back
     switched.set_attn_implementation("ringtile")
     with pytest.raises(ringtile.Refused, match="attention mask of shape"):
-        switched(**local)
+        _run_shard(switched, {"input_ids": _ids(), "attention_mask": LEFT_PADDED})
 
 
 # ---- gradients, under activation checkpointing too ------------------------------------------------
@@ -232,7 +248,10 @@ def test_gradients_equal_the_whole_model(use_reentrant):
         if use_reentrant is not None:
             own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         local, sharded = shard_batch(batch, layout="zigzag", group=group, makes_positions=True)
-        own(**local, num_items_in_batch=sharded.num_targets).loss.backward()
+        keep_in_checkpoints(own)
+        with active(sharded):
+            loss = own(**local, num_items_in_batch=sharded.num_targets).loss
+        loss.backward()
         return [parameter.grad for parameter in own.parameters()]
 
     gradients = [sum(ranks) for ranks in zip(*LoopbackWorld(2).run(run), strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import ringtile
@@ -17,6 +18,7 @@ from pool import run_ranks
 from ringtile.cli.tiny_models import tiny_config
 from ringtile.errors import Refused
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 FAMILIES = {  # by mechanism
@@ -182,24 +184,25 @@ def test_documents_that_attention_would_not_tell_apart_are_refused(name: str) ->
 
 
 def test_a_mixer_that_would_miss_the_batch_is_refused() -> None:
-    """A layer that drops its keyword arguments, a mixer that goes another way, one whose forward was replaced."""
+    """A checkpoint that ringtile has not seen, a cache, a mixer that goes another way."""
     trainer = make_trainer(model=hybrid("lfm2"))
-    layer = trainer.model.model.layers[0]
+    layer, ids = trainer.model.model.layers[0], torch.arange(3, 19)[None]
     ringtile.enable(trainer, {"context_parallel_size": 1})
-
-    def drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {name: value for name, value in kwargs.items() if name != "seq_idx"}
-
-    handle = layer.register_forward_pre_hook(drop, with_kwargs=True)
-    with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a shard .* without the keyword"):
-        loss_of(trainer.model)
-    handle.remove()
+    again = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    with mock.patch.object(layer, "forward", again):
+        loss = trainer.model(input_ids=ids, labels=ids).loss
+    with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) is computed again in the backward"):
+        loss.backward()
     with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a cache; expected none"):
         trainer.model.train(False)(torch.ones(1, 4).long(), use_cache=False, past_key_values=_filled(trainer.model))
     ringtile.restore(trainer)
-    layer.conv.forward = layer.conv.forward
-    with pytest.raises(Refused, match="something has replaced it; expected transformers' own"):
-        ringtile.enable(trainer, {"context_parallel_size": 1})
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    with (
+        mock.patch.object(layer.conv, "forward", lambda hidden_states, **kwargs: hidden_states),
+        pytest.raises(Refused, match=r"\(Lfm2ShortConv\) called none of the functions that mix its tokens"),
+    ):
+        loss_of(trainer.model)
+    ringtile.restore(trainer)
 
 
 def _filled(model: nn.Module) -> Any:

@@ -89,9 +89,7 @@ def test_attention_mask_is_sharded_for_code_that_counts_tokens():
     shards = _shard({"input_ids": _ids(2, 9), "attention_mask": RIGHT[:, :9]})
     assert torch.equal(_unshard(shards, "attention_mask"), functional.pad(RIGHT[:, :9], (0, 3)))
     assert sum(local["attention_mask"].sum() for local, _ in _shard({"input_ids": _ids(2, 9)})) == 18
-    (local, batch), _ = shards
-    assert local["ringtile_batch"] is batch
-    assert local["use_cache"] is False
+    assert shards[0][0]["use_cache"] is False
 
 
 # ---- the mask is that of transformers -----------------------------------------------------------

@@ -103,17 +103,24 @@ def _squared(outputs, labels, num_items_in_batch=None):
     return losses.sum() / (num_items_in_batch if num_items_in_batch is not None else labels.ne(-100).sum())
 
 
-def _accelerator_class():
-    trainer = make_trainer(trainer_class=LastThird)
-    before = type(trainer.accelerator)
-    ringtile.enable(trainer, CONFIG)
-    assert trainer.accelerator.num_processes == 2
+def _num_processes():
+    """Inside a step, and after one that has failed."""
+    counted, trainer = [], make_trainer()
+
+    def fail(*args, **kwargs):
+        counted.append(trainer.accelerator.num_processes)
+        raise KeyError
+
+    trainer.compute_loss_func = fail
+    ringtile.enable(trainer, {**CONFIG, "first_batch_check": False})
+    with pytest.raises(KeyError):
+        trainer.train()
     ringtile.restore(trainer)
-    return type(trainer.accelerator) is before
+    return [*counted, trainer.accelerator.num_processes]
 
 
-def test_restore_leaves_the_class_of_the_accelerator():
-    assert run_ranks(2, _accelerator_class) == [True, True]
+def test_a_group_counts_as_one_process_inside_a_step():
+    assert run_ranks(2, _num_processes) == [[1, 2], [1, 2]]
 
 
 def _mean(outputs, labels, num_items_in_batch=None):

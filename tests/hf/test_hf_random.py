@@ -121,7 +121,9 @@ def test_only_training_is_watched():
 
 def test_a_model_that_makes_its_own_mask_is_refused_by_name():
     for message in run_ranks(2, _refusal_of_own_mask, Trainer) + run_ranks(2, _refusal_of_own_mask, LastThird):
-        assert message.startswith("Refused: OwnAttention.prepare_dynamic_mask makes an attention mask of its own")
+        assert message.startswith(
+            "Refused: model.layers.0.self_attn (OwnAttention) fails on a shard of the first batch"
+        )
 
 
 class OwnAttention(DogeAttention):

@@ -4,6 +4,7 @@ import pytest
 import ringtile
 import torch
 from ringtile.cli.tiny_models import tiny_config, tiny_model
+from ringtile.hf.batch import active
 from ringtile.hf.model import refuse_towers, text_modules
 from ringtile.hf.patches import Patches
 
@@ -14,11 +15,11 @@ def test_tower_runs_outside_of_a_shard_only():
     paths = [path for path, _ in text_modules(model)]
     assert not any(path.startswith(tower) for path in paths)
     assert any(path.endswith("self_attn") for path in paths)
-    batch, patches, images = None, Patches(), torch.zeros(1, 3, 32, 32)
-    refuse_towers(model, patches, lambda: batch)
+    patches, images = Patches(), torch.zeros(1, 3, 32, 32)
+    refuse_towers(model, patches)
     model.get_submodule(tower)(images)
-    batch = object()
-    with pytest.raises(ringtile.Refused, match=f"the batch makes {tower} run; expected text only"):
+    expected = f"the batch makes {tower} run; expected text only"
+    with active(object()), pytest.raises(ringtile.Refused, match=expected):
         model.get_submodule(tower)(images)
     patches.restore()
     model.get_submodule(tower)(images)

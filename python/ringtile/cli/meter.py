@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from ringtile.attn.auto import known_scheme
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
 from ringtile.sequence.plan import Plan, Shape, plan_of
@@ -60,7 +60,7 @@ class Meter(TrainerCallback):
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of this rank, and note the batch."""
-        sharded: ShardedBatch | None = kwargs.get(BATCH_ARGUMENT)
+        sharded = active_batch()
         if sharded is not None:
             self.sequence = sharded.sequence
         if not self.in_step:

@@ -104,6 +104,14 @@ class Trace:
             self._handles.pop().remove()
 
     @property
+    def place(self) -> str:
+        """The innermost module that runs, in words; "" outside of all."""
+        if not self._inside:
+            return ""
+        path = self._inside[-1].path
+        return f"{path} ({self.names[path]})" if path else self.names[path]
+
+    @property
     def unit(self) -> float:
         """The largest unit in the last place of what was recorded."""
         return max((unit for call in self.calls for unit in call.units.values()), default=0.0)

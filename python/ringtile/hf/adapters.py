@@ -3,14 +3,13 @@ configuration's peft_type, so that peft is not imported."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ringtile.errors import Refused
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
 _PAST = "its keys and values stand before every sequence in a cache, which no rank holds a shard of"
@@ -49,16 +48,14 @@ def adds_tokens(model: nn.Module | None) -> bool:
     return any(config.is_prompt_learning for config in _configs(model))
 
 
-def scale_regularizer(model: nn.Module, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def scale_regularizer(model: nn.Module, patches: Patches) -> None:
     """AdaLoRA's forward adds the distance of its factors from orthogonal ones to the loss, in full on every rank; here
     its share of it, like a balancing loss."""
     tuner: Any = getattr(model, "base_model", None)
     if type(tuner).__name__ != "AdaLoraModel":
         return
-    original = tuner.forward
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batch = active_batch()
         if batch is None:
             return original(*args, **kwargs)
@@ -70,7 +67,7 @@ def scale_regularizer(model: nn.Module, patches: Patches, active_batch: Callable
         finally:
             config.orth_reg_weight = weight
 
-    patches.set(tuner, "forward", forward)
+    patches.wrap(tuner, "forward", forward)
 
 
 def _configs(model: nn.Module | None) -> list[Any]:

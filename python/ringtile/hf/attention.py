@@ -1,10 +1,8 @@
 """The attention and mask functions that transformers calls under the name "ringtile".
 
-A sharded batch carries its `ShardedBatch` through the model as the keyword argument `ringtile_batch`: models hand
-unknown keyword arguments down to their attention function, also under activation checkpointing. Before the model runs,
-its attention mask is replaced by a 4-D tensor without elements. transformers returns 4-D masks unchanged, so no S x S
-mask is built. The empty mask holds the `ShardedBatch` too, for models that drop the keyword argument on the way to
-their layers (StableLM, Nemotron); an attention function that gets neither knows that it has a shard without its batch.
+They ask `active_batch` what is inside the model. Before a model runs on a shard, its attention mask is replaced by a
+4-D tensor without elements. transformers returns 4-D masks unchanged, so no S x S mask is built, and an attention
+function that gets the empty mask without an active batch knows that it has a shard.
 """
 
 from __future__ import annotations
@@ -22,18 +20,14 @@ from ringtile.attn.attention import attention, ring_attention
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import Refused
 from ringtile.hf import temperature
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
+from ringtile.hf.batch import active_batch, main_input
+from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.sequence.mask import IntervalMask
 
 NAME = "ringtile"
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
-
-# Models whose own eager function computes what scaled_dot_product_attention cannot: sinks.
-_EAGER = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
-
-_OF_MODES = {"__torch_function__", "handle_torch_function"}  # what runs below a function of torch, under a mode
 
 # Keyword arguments that change the scores in ways the kernels do not support.
 _REFUSED = {
@@ -52,35 +46,12 @@ def register() -> None:
 
 def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the model: replaces the mask of a sharded batch by an empty one, (B, 1, 0, 0)."""
-    if kwargs.get(BATCH_ARGUMENT) is not None:
+    if active_batch() is not None:
         main = main_input(args, kwargs)
         assert main is not None  # of it the batch was made
         empty = torch.empty(main.size(0), 1, 0, 0, dtype=torch.bool, device=main.device)
-        setattr(empty, BATCH_ARGUMENT, kwargs[BATCH_ARGUMENT])  # for models that do not hand keyword arguments down
         kwargs = {**kwargs, "attention_mask": empty}
     return args, kwargs
-
-
-def refuse_use_of_mask(error: RuntimeError) -> None:
-    """Raises Refused if a model's forward failed because it computes with the empty mask.
-
-    A model that makes a mask of its own from the one it gets adds it to, or fills it into, a tensor of another shape.
-    The function that failed then holds a mask without elements.
-    """
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        if traceback.tb_next.tb_frame.f_code.co_name in _OF_MODES:
-            break
-        traceback = traceback.tb_next
-    if traceback is None or "(0)" not in str(error):  # The size of tensor a (8) must match the size of tensor b (0)
-        return
-    values, function = traceback.tb_frame.f_locals, traceback.tb_frame.f_code.co_name
-    if any(isinstance(value, Tensor) and value.dim() == 4 and value.shape[2:] == (0, 0) for value in values.values()):
-        owner = f"{type(values['self']).__name__}." if "self" in values else ""
-        raise Refused(
-            f"{owner}{function} makes an attention mask of its own; expected a model that hands the mask it gets "
-            f"unchanged to transformers' attention: the mask of a shard lies in its {BATCH_ARGUMENT}"
-        ) from error
 
 
 def attention_forward(
@@ -96,12 +67,12 @@ def attention_forward(
     options: dropout, scaling, sliding_window, softcap, s_aux (attention sinks), and whatever else the model hands down.
     Raises Refused for options that the kernels cannot compute exactly, and for a shard without its ShardedBatch.
     """
-    batch: ShardedBatch | None = options.get(BATCH_ARGUMENT, getattr(attention_mask, BATCH_ARGUMENT, None))
+    batch = active_batch()
     if batch is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise Refused(
-                f"{type(module).__name__} got a shard of a sequence without the keyword argument {BATCH_ARGUMENT!r}; "
-                f"expected a model that hands its keyword arguments down to its attention function"
+                f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected "
+                f"a layer that the backward computes again to be checkpointed by the Trainer's gradient_checkpointing"
             )
         if options.get("dropout", 0.0) > 0:
             out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)
@@ -146,13 +117,13 @@ def attention_mask(**kwargs: Any) -> Tensor | None:
 
 def _needs_eager(config: Any) -> bool:
     """Whether the model has softcap or sinks, which scaled_dot_product_attention cannot compute."""
-    return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type in _EAGER
+    return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type in EAGER_SINKS
 
 
 def attends_whole(model: PreTrainedModel) -> bool:
     """Whether transformers' own attention, on a batch that is not sharded, leaves nothing of this model out."""
     has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
-    return not has_sinks or model.config.get_text_config().model_type in _EAGER
+    return not has_sinks or model.config.get_text_config().model_type in EAGER_SINKS
 
 
 def _counted_dropout(module: nn.Module, query: Tensor, probability: float) -> AttentionDropout | None:
@@ -223,7 +194,7 @@ def _transformers_attention(
     elif options.get("s_aux") is not None:
         raise Refused(
             f"{type(module).__name__} uses attention sinks (s_aux) on a batch that is not sharded, which transformers' "
-            f"scaled_dot_product_attention leaves out; expected one of {', '.join(sorted(_EAGER))}"
+            f"scaled_dot_product_attention leaves out; expected one of {', '.join(sorted(EAGER_SINKS))}"
         )
     return cast("tuple[Tensor, Tensor | None]", forward(module, query, key, value, attention_mask, **options))
 

@@ -12,7 +12,6 @@ gradient: the mean over all ranks, which the engine takes, is then the mean over
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from ringtile.errors import Refused
-from ringtile.hf.batch import ShardedBatch
-from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
 _NAME = "load_balancing_loss_func"  # in the file of each model that has a balancing loss
@@ -38,7 +36,7 @@ def check_balancing_loss(model: PreTrainedModel) -> None:
     function, name = _function_of(model), type(model).__name__
     what_to_do = "set model.config.output_router_logits = False to train without it"
     if function is None:
-        if _computes_one(model):
+        if not type(model).__module__.startswith("transformers.models."):  # of transformers' own none does without
             raise Refused(
                 f"{name} adds a balancing loss (config.output_router_logits is true) that ringtile does not know; "
                 f"expected transformers' {_NAME}: {what_to_do}"
@@ -50,13 +48,7 @@ def check_balancing_loss(model: PreTrainedModel) -> None:
         )
 
 
-def install_balancing_loss(
-    wrapped: nn.Module,
-    model: PreTrainedModel,
-    patches: Patches,
-    active_batch: Callable[[], ShardedBatch | None],
-    group: ContextParallelGroup,
-) -> None:
+def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:
     """Makes the model's balancing loss that of the group's sequence, for batches that are sharded.
 
     The function is one of the model's file, so other models of that type call the replacement too: without a sharded
@@ -67,25 +59,6 @@ def install_balancing_loss(
     if original is None or not _is_known(original):
         return
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def balancing_loss(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
-    ) -> Any:
-        batch = active_batch()
-        if batch is None or not isinstance(gate_logits, tuple):
-            return original(gate_logits, num_experts, top_k, attention_mask)
-        assert num_experts is not None
-        weights = None if batch.token_weights is None else batch.token_weights.reshape(-1)
-        counts, probabilities, total = _sums(gate_logits, num_experts, top_k, weights)
-        sums = group.sum(torch.cat([counts, probabilities.detach(), total[None]]))
-        counts, total = sums[:num_experts], sums[-1]
-        weighted = num_experts / total**2 * counts  # what each expert's sum of probabilities counts
-        part = group.size * (weighted * probabilities).sum()
-        batch.balancing_loss = part + ((weighted * sums[num_experts:-1]).sum() - part).detach()
-        return batch.mean_share * batch.balancing_loss
-
-    balancing_loss.formula_of = original
-
     def without_share(module: Any, args: Any, outputs: Any) -> None:
         """Callers of the model log the balancing loss, or add it to a loss of their own."""
         batch = active_batch()
@@ -93,8 +66,30 @@ def install_balancing_loss(
             outputs["aux_loss"] = batch.balancing_loss
 
     for module in {sys.modules[type(model).__module__], modeling_mixtral}:
-        patches.set(module, _NAME, balancing_loss)
+        patches.share(module, _NAME, _over_group)
     patches.on_restore(wrapped.register_forward_hook(without_share).remove)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _over_group(
+    original: Callable[..., Any],
+    gate_logits: Any,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    batch = active_batch()
+    if batch is None or batch.group is None or not isinstance(gate_logits, tuple):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    assert num_experts is not None
+    weights = None if batch.token_weights is None else batch.token_weights.reshape(-1)
+    counts, probabilities, total = _sums(gate_logits, num_experts, top_k, weights)
+    sums = batch.group.sum(torch.cat([counts, probabilities.detach(), total[None]]))
+    counts, total = sums[:num_experts], sums[-1]
+    weighted = num_experts / total**2 * counts  # what each expert's sum of probabilities counts
+    part = batch.group.size * (weighted * probabilities).sum()
+    batch.balancing_loss = part + ((weighted * sums[num_experts:-1]).sum() - part).detach()
+    return batch.mean_share * batch.balancing_loss
 
 
 def _sums(gate_logits: _Logits, num_experts: int, top_k: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,18 +112,8 @@ def _function_of(model: PreTrainedModel) -> Callable[..., Any] | None:
     return function
 
 
-def _computes_one(model: PreTrainedModel) -> bool:
-    """Whether a model without the function may still compute a balancing loss. Of transformers' own, the forward that
-    does has a variable for it."""
-    if not type(model).__module__.startswith("transformers.models."):
-        return True
-    return "aux_loss" in inspect.unwrap(type(model).forward).__code__.co_varnames
-
-
 def _is_known(function: Callable[..., Any]) -> bool:
     """Whether a function computes the formula: it is called on small logits of two layers, with and without a mask."""
-    if hasattr(function, "formula_of"):  # the replacement of another Trainer
-        return True
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(6, 5, generator=generator) for _ in range(2))
     for mask in (None, torch.tensor([[1, 1, 1], [1, 0, 0]])):

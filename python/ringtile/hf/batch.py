@@ -1,27 +1,33 @@
 """One batch under context parallelism: its sharded sequence, and what the Trainer layer must remember about it.
 
+The batch that is inside a model is the active one of its thread. Whatever mixes or counts tokens asks for it by
+`active_batch`; a checkpointed layer, which runs again in the backward, maybe in another thread, brings its own along.
+
 Shape letters: B batch, S global tokens, P padded global tokens, N local tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ringtile.attn.choose import AttentionKernel
+from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
-BATCH_ARGUMENT = "ringtile_batch"  # the keyword argument that carries a ShardedBatch through the model
-
 
 @dataclass(eq=False)
 class ShardedBatch:
-    """One batch, sharded over a group. Attention layers receive it as the keyword argument BATCH_ARGUMENT."""
+    """One batch, sharded over a group."""
 
     sequence: ShardedSequence  # of P tokens
     seq_len: int  # S, before padding
@@ -38,6 +44,8 @@ class ShardedBatch:
     attention_calls: int = 0  # attention layers that have used this batch
     recurrent_calls: int = 0  # recurrent mixers that have
     loss_calls: int = 0  # loss functions that have received it
+    mixed_by: set[str] = field(default_factory=set)  # functions that the last recurrent mixer has called
+    group: ContextParallelGroup | None = None
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 
     def narrowed(self, layer: LayerMask) -> ShardedSequence:
@@ -58,3 +66,93 @@ def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""
     main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
     return main if isinstance(main, Tensor) else None
+
+
+# ---- the active batch ---------------------------------------------------------------------------
+
+
+_CHECKPOINTS = frozenset({"_gradient_checkpointing_func", "checkpoint_fn"})
+
+
+class _Inside(threading.local):
+    batch: ShardedBatch | None = None
+    kept: bool = False  # by a checkpoint, whose layer runs here again
+
+
+_inside = _Inside()
+
+
+def active_batch() -> ShardedBatch | None:
+    """Return the batch that is inside a model in this thread; None: what is inside is not sharded, or nothing is."""
+    return _inside.batch
+
+
+def activate(batch: ShardedBatch | None) -> None:
+    """Make a batch the active one, until the next call."""
+    _inside.batch = batch
+
+
+@contextlib.contextmanager
+def active(batch: ShardedBatch | None) -> Iterator[None]:
+    """Make a batch the active one inside the context."""
+    before = _inside.batch
+    activate(batch)
+    try:
+        yield
+    finally:
+        activate(before)
+
+
+def is_recomputed_without_batch() -> bool:
+    """Return whether a backward computes a layer again through a checkpoint that `keep_in_checkpoints` has not seen."""
+    return not _inside.kept and torch._C._current_graph_task_id() != -1
+
+
+def keep_in_checkpoints(model: nn.Module) -> None:
+    """Make each checkpointed layer run with the same active batch again when the backward recomputes it.
+
+    Call it before each forward pass with a backward: training begins with new checkpoints.
+    """
+    for module, name, checkpoint in _checkpoints(model):
+        if not isinstance(checkpoint, _Keeping):
+            setattr(module, name, _Keeping(checkpoint))
+
+
+def forget_checkpoints(model: nn.Module) -> None:
+    """Undo `keep_in_checkpoints`."""
+    for module, name, checkpoint in _checkpoints(model):
+        if isinstance(checkpoint, _Keeping):
+            setattr(module, name, checkpoint.checkpoint)
+
+
+def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the functions that checkpoint layers: transformers', and those of torch's wrappers."""
+    for module in model.modules():
+        for name in _CHECKPOINTS & vars(module).keys():
+            yield module, name, vars(module)[name]
+
+
+@dataclass(frozen=True)
+class _Keeping:
+    """A checkpoint function whose function runs with the batch that is active at the call."""
+
+    checkpoint: Callable[..., Any]
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kept = _Kept(function)
+        kept.batch = active_batch()
+        return self.checkpoint(kept, *args, **kwargs)
+
+
+class _Kept(functools.partial[Any]):
+    """A call of a layer, with its batch; a partial, in which checkpoint functions of other libraries find the layer."""
+
+    batch: ShardedBatch | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept, _inside.kept = _inside.kept, True
+        try:
+            with active(self.batch):
+                return super().__call__(*args, **kwargs)
+        finally:
+            _inside.kept = kept

@@ -8,7 +8,6 @@ checkpoint is whole if its files are those of its manifest.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -44,9 +43,8 @@ class Checkpoints:
         self._trainer, self._peers = trainer, peers
 
     def install(self, patches: Patches) -> None:
-        for name, replacement in (("_save_checkpoint", self._save), ("train", self._train)):
-            original = getattr(self._trainer, name)
-            patches.set(self._trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
+        patches.wrap(self._trainer, "_save_checkpoint", self._save)
+        patches.wrap(self._trainer, "train", self._train)
         args = self._trainer.args
         if args.device.type == "cpu":  # accelerate calls the CPU of a rank cpu:0, which torch.load does not know
             patches.set(args, "_setup_devices", torch.device("cpu"))

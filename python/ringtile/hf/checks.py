@@ -22,6 +22,7 @@ from ringtile.errors import ConfigError, Refused
 from ringtile.hf import recurrent
 from ringtile.hf.adapters import adds_tokens
 from ringtile.hf.balancing_loss import check_balancing_loss
+from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
@@ -76,15 +77,6 @@ _REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "Dist
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
-# Modules that do not run on a shard, by class: the attribute that makes them so, if one does, and what they do.
-_WHOLE_SEQUENCES = {
-    "DogeAttention": ("", "picks the keys of each query (keep_window_size) by the values of all keys of the sequence"),
-    "EsmEmbeddings": ("token_dropout", "scales embeddings by how many tokens of the row are masked (token_dropout)"),
-    "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighbouring tokens (trigram_input)"),
-}
-_SAMPLING = {
-    "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),
-}
 _TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each token by itself
 _ENGINES = (DistributedDataParallel, FSDPModule)
 _ENGINE_NAMES = {"DeepSpeedEngine"}  # by name, so that deepspeed is not imported
@@ -232,7 +224,7 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
         raise Refused(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
-    _refuse_modules(model, _WHOLE_SEQUENCES)
+    _refuse_modules(model, WHOLE_SEQUENCES)
     check_balancing_loss(model)
 
 
@@ -290,7 +282,7 @@ def has_engine(model: nn.Module) -> bool:
 
 def check_sampling(model: PreTrainedModel) -> None:
     """Raises Refused for a model that draws random numbers in training and has no setting against it."""
-    _refuse_modules(model, _SAMPLING)
+    _refuse_modules(model, SAMPLING)
 
 
 def _refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:

@@ -26,7 +26,7 @@ from ringtile import ops
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import Refused
 from ringtile.hf import attention, neftune
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.model import text_modules
 from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
@@ -103,9 +103,8 @@ class CountedDropout(TrainerCallback):
                 "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
                 "set it to 0 in the model's config if you do not need it"
             )
-        patches.set(trainer, "compute_loss", self._compute_loss(trainer.compute_loss))
-        trainer.add_callback(self)
-        patches.on_restore(lambda: trainer.remove_callback(self))
+        patches.wrap(trainer, "compute_loss", self._compute_loss)
+        patches.add_callback(trainer, self)
         patches.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
         patches.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
 
@@ -130,15 +129,12 @@ class CountedDropout(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._num_rows = 0
 
-    def _compute_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            self._in_step, self._graphs = True, []
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._in_step, self._tokens = False, None
-
-        return compute_loss
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_step, self._graphs = True, []
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_step, self._tokens = False, None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,7 +143,7 @@ class CountedDropout(TrainerCallback):
         if not self._in_step:
             self._graphs = []  # the backward that follows is of other code, and so was the forward
             return
-        batch: ShardedBatch | None = kwargs.get(BATCH_ARGUMENT)
+        batch = active_batch()
         main = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
         main = args[0] if main is None and args else main
         if not module.training or not isinstance(main, Tensor) or main.dim() < 2:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringtile.errors import Refused, RingtileError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.proof import prove
 from ringtile.first_batch.run import Run, record
 from ringtile.first_batch.trace import Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
+from ringtile.hf.peers import of_a_collective
 from ringtile.hf.strategy import Strategy
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
@@ -50,7 +52,7 @@ class FirstBatch:
         if not self._trained and samples and isinstance(samples[0], Mapping):
             self._trained = True
             trainer = self._strategy.trainer
-            self._strategy.check_training(trainer.model_wrapped)
+            self._strategy.prepare_training(trainer.model_wrapped)
             model = _without_engine(trainer.model_wrapped)
             trainer.current_gradient_accumulation_steps = len(samples)  # as the Trainer sets it next
             modes = {module: module.training for module in model.modules()}
@@ -107,7 +109,11 @@ class FirstBatch:
             @contextlib.contextmanager
             def within(trace: Trace) -> Iterator[None]:
                 with strategy.proving(trace, whole), at_most(0 if whole else self._tile_tokens(cut)):
-                    yield
+                    try:
+                        yield
+                    except RuntimeError as error:
+                        _refuse_failure(error, trace)
+                        raise
 
             return record(lambda: loss_of(model, dict(cut)), paths, within, **options)
 
@@ -133,6 +139,18 @@ class FirstBatch:
 
     def _tile_tokens(self, cut: dict[str, Any]) -> int:
         return max(1, _num_tokens(cut) // (_TILES * self._strategy.group.size))
+
+
+def _refuse_failure(error: RuntimeError, trace: Trace) -> None:
+    """Raises Refused where the forward pass of a module fails on tokens of a batch that ringtile has prepared."""
+    prepared = bool(trace.calls) and trace.calls[-1].sequence is not None
+    is_known = isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error)
+    if is_known or not prepared or not trace.place:
+        return
+    raise Refused(
+        f"{trace.place} fails on a shard of the first batch ({' '.join(str(error).split())}); expected a module that "
+        f"makes no attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
+    ) from error
 
 
 def _without_engine(model: nn.Module) -> nn.Module:

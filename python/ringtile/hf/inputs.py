@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ringtile.attn.choose import AttentionKernel
 from ringtile.errors import InputError, Refused
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
+from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import first_tokens, mask_of_batch
 from ringtile.sequence.layout import PADDED_LIKE, Layout
@@ -62,7 +62,7 @@ def shard_batch(
     attention_kernel: AttentionKernel = "ringtile",
     scheme: str = "ring",
 ) -> tuple[dict[str, Any], ShardedBatch]:
-    """This rank's part of a global batch, and its ShardedBatch (also in the part, for the attention layers).
+    """This rank's part of a global batch, and its ShardedBatch.
 
     `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
     `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is left
@@ -110,7 +110,7 @@ def shard_batch(
     batch.token_weights, batch.position_ids = local["attention_mask"], _of_text(local["position_ids"])
     if shifts_labels and inputs.get("labels") is not None:
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
-    local.update({"use_cache": False, BATCH_ARGUMENT: batch})
+    local["use_cache"] = False
     return local, batch
 
 

@@ -15,8 +15,7 @@ from typing import Any
 from torch import nn
 
 from ringtile.hf import adapters, checks, data, model
-from ringtile.hf.attention import refuse_use_of_mask
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.random_draws import RandomDraws
@@ -36,9 +35,6 @@ class LossOnSequences(Strategy):
         assert self.trainer.model is not None  # base_model has refused it otherwise
         return self.base.base_model if has_score(self.base) else adapters.receiver(self.trainer.model)
 
-    def counts_groups(self) -> bool:
-        return self.in_step
-
     def install_loss(self) -> None:
         trainer = self.trainer
         self.in_step = False  # inside compute_loss or prediction_step
@@ -54,7 +50,7 @@ class LossOnSequences(Strategy):
                 base = model.base_model(wrapped)
                 self.switch_model(wrapped, base)
                 if not has_score(base):
-                    watch_loss(wrapped, base, self.patches, lambda: self.active_batch)
+                    watch_loss(wrapped, base, self.patches)
                 draws = RandomDraws(base)
                 hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
                 hooks.install(wrapped, base, self.patches)
@@ -62,16 +58,15 @@ class LossOnSequences(Strategy):
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
-        self.check_training(model)
-        outermost, self.in_step = not self.in_step, True
-        try:
+        self.prepare_training(model)
+        if self.in_step:
             return original(model, *args, **kwargs)
-        except RuntimeError as error:
-            refuse_use_of_mask(error)
-            raise
+        self.in_step = True
+        try:
+            with active(None), self.counting_groups():
+                return original(model, *args, **kwargs)
         finally:
-            self.in_step = not outermost
-            self.active_batch = None
+            self.in_step = False
             for hooks in self.hooks:
                 hooks.stop_watching()
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ringtile.errors import Refused
 from ringtile.hf import checks, data
-from ringtile.hf.attention import refuse_use_of_mask
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.patches import Patches
@@ -38,9 +37,6 @@ class LossOnShards(Strategy):
         assert self.trainer.model is not None  # base_model has refused it otherwise
         return self.trainer.model
 
-    def counts_groups(self) -> bool:
-        return self.proves_whole
-
     def install_loss(self) -> None:
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
@@ -56,7 +52,7 @@ class LossOnShards(Strategy):
             self.replace(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
-            watch_loss(self.entry, self.base, self.patches, lambda: self.active_batch)
+            watch_loss(self.entry, self.base, self.patches)
 
     @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
@@ -66,13 +62,8 @@ class LossOnShards(Strategy):
         if batch is None:
             yield local, None
             return
-        try:
+        with active(batch):
             yield local, batch
-        except RuntimeError as error:
-            refuse_use_of_mask(error)
-            raise
-        finally:
-            self.active_batch = None
         self.check_used(batch, self.watches_loss and batch.num_targets is not None)
 
     # ---- training -------------------------------------------------------------------------------
@@ -91,7 +82,7 @@ class LossOnShards(Strategy):
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
-        self.check_training(model)
+        self.prepare_training(model)
         if self.proves_whole:
             return self._whole_loss(original, model, inputs, return_outputs, num_items_in_batch)
         with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:
@@ -119,7 +110,7 @@ class LossOnShards(Strategy):
         """The loss of one process on the whole batch, of which `_compute_loss` gives the ranks' mean."""
         if num_items is not None and not self._trainer_scales():  # this rank's part of the count
             num_items = num_items * self.group.size
-        with self._sharded(inputs) as (local, batch):
+        with self._sharded(inputs) as (local, batch), self.counting_groups():
             if batch is not None:
                 batch.mean_share = 1.0
             return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items)
@@ -159,7 +150,7 @@ class LossOnShards(Strategy):
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded."""
-        if self.active_batch is None:  # a whole batch, to prove the first one
+        if active_batch() is None:  # a whole batch, to prove the first one
             return original(outputs, labels, **kwargs)
         return original(outputs, labels, **{**kwargs, "shift_labels": False})
 

@@ -14,7 +14,6 @@ The last line of a training has no loss and none of them. bytes_moved and wait_s
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -45,10 +44,8 @@ class LogMetrics(TrainerCallback):
     def install(self, patches: Patches) -> None:
         replacements = {"get_batch_samples": self._get_batch_samples, "training_step": self._training_step}
         for name, replacement in (replacements | {"log": self._log}).items():
-            original = getattr(self.trainer, name)
-            patches.set(self.trainer, name, functools.wraps(original)(functools.partial(replacement, original)))
-        self.trainer.add_callback(self)
-        patches.on_restore(functools.partial(self.trainer.remove_callback, self))
+            patches.wrap(self.trainer, name, replacement)
+        patches.add_callback(self.trainer, self)
 
     def _begin(self) -> None:
         """Begins the next line."""

@@ -3,7 +3,6 @@ length."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf import attention, temperature
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
@@ -40,7 +39,7 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
 
 
-def refuse_towers(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
     """Raises Refused in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
     for path, tower in _towers(model).items():
 
@@ -89,7 +88,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
         )
 
 
-def pin_rope_length(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
+def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
     """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
 
     "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
@@ -99,23 +98,19 @@ def pin_rope_length(model: PreTrainedModel, patches: Patches, active_batch: Call
         kinds = getattr(rotary, "rope_type", None)
         kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
         if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            patches.set(rotary, "forward", _with_global_length(rotary.forward, active_batch))
+            patches.wrap(rotary, "forward", _with_global_length)
 
 
 def _with_global_length(
-    original: Callable[..., Any], active_batch: Callable[[], ShardedBatch | None]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        batch = active_batch()
-        if batch is None:
-            cos, sin = original(x, position_ids, *args, **kwargs)
-            return cos, sin
-        last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
-        cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
-        return cos[:, :-1], sin[:, :-1]
-
-    return forward
+    original: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    batch = active_batch()
+    if batch is None:
+        cos, sin = original(x, position_ids, *args, **kwargs)
+        return cos, sin
+    last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
+    cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
+    return cos[:, :-1], sin[:, :-1]
 
 
 def _rotary_embeddings(model: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from ringtile.errors import Refused
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 
@@ -43,12 +43,7 @@ def _loss_of(model: PreTrainedModel) -> Any:
     return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
 
 
-def watch_loss(
-    wrapped: nn.Module,
-    model: PreTrainedModel,
-    patches: Patches,
-    active_batch: Callable[[], ShardedBatch | None],
-) -> None:
+def watch_loss(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:
     """Counts, on the ShardedBatch, calls of the model's loss function with the labels and their number over all shards.
 
     A causal model that computes its loss in another way would shift the labels again, within each shard, and take its
@@ -57,12 +52,12 @@ def watch_loss(
     shifts = shifts_labels(model)
     patches.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function, shifts))
     if not shifts:
-        part = _PartOfMean(type(model).__name__, active_batch)
+        part = _PartOfMean(type(model).__name__)
         patches.on_restore(wrapped.register_forward_hook(part.replace_loss, with_kwargs=True).remove)
 
 
 def _watched_loss(original: Callable[..., Any], shifts: bool, *args: Any, **kwargs: Any) -> Any:
-    batch: ShardedBatch | None = kwargs.pop(BATCH_ARGUMENT, None)
+    batch = active_batch()
     wanted = ("shift_labels", "num_items_in_batch") if shifts else ("num_items_in_batch",)
     if batch is not None and all(kwargs.get(name) is not None for name in wanted):
         batch.loss_calls += 1
@@ -76,13 +71,13 @@ class _PartOfMean:
     either. The first loss of a shard is compared with the cross entropy that replaces it.
     """
 
-    def __init__(self, model: str, active_batch: Callable[[], ShardedBatch | None]) -> None:
-        self._model, self._active_batch = model, active_batch
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._compared = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def replace_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
-        batch, labels = self._active_batch(), kwargs.get("labels")
+        batch, labels = active_batch(), kwargs.get("labels")
         if batch is None or batch.loss_calls > 0 or labels is None or not isinstance(outputs, dict):
             return
         logits, mean = outputs.get("logits"), outputs.get("loss")

@@ -9,11 +9,7 @@ Shape letters: B batch, S global tokens.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import logging
-import sys
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,16 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
+from ringtile.hf.families import JOIN_DOCUMENTS, TEXT_ROWS
 from ringtile.hf.layers import layer_masks
 from ringtile.hf.masks import documents_of, positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
 from ringtile.hf.patches import Patches
 
 logger = logging.getLogger("ringtile")
-
-_READS_TEXT_ROW = "position_ids.shape[0] == 4"  # in a forward that tells documents apart by the first row of (4, B, S)
-_MAKES_TEXT_ROW = "expand(4, position_ids"  # in one that also makes that row, of position_ids (B, S)
-_NEVER_APART = "HunYuanVLTextModel"  # transformers 5.17: it raises ValueError for the row that its mask needs
 
 
 class Packing:
@@ -44,9 +37,8 @@ class Packing:
         self._model, self._causal, self._hybrid, self._speaks = model, causal, hybrid, speaks
         self.separate = hybrid or positions_separate(model, causal)  # by position ids alone; None: not known
         self._flash = _is_flash(model)
-        sources = [_source(type(module)) for _, module in text_modules(model)]
-        self.takes_rows = any(_READS_TEXT_ROW in source for source in sources)  # position_ids (3 or 4, B, S)
-        self._makes_text_row = any(_MAKES_TEXT_ROW in source for source in sources)
+        rows = [TEXT_ROWS[name] for name in _classes(model) if name in TEXT_ROWS]
+        self.takes_rows, self._makes_text_row = bool(rows), any(rows)  # position_ids (3 or 4, B, S)
         self._said: set[str] = set()
 
     def check(self, inputs: Mapping[str, Any]) -> None:
@@ -143,12 +135,17 @@ def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | No
     """Whether documents packed into a row are told apart by position ids that start again; None: not known.
 
     Flash attention looks at the position ids itself. Other attention follows the masks that the model makes, and some
-    models (GPT-OSS, AFMoE, all encoders) hand these no position ids: in one process the documents of a row attend each
-    other.
+    models (`JOIN_DOCUMENTS`, all encoders) hand these no position ids: in one process the documents of a row attend
+    each other.
     """
     if not causal:  # ModernBERT keeps the ids from flash attention, EuroBERT hands them on
         return None if _is_flash(model) else False
-    return _is_flash(model) or all(_hands_positions(cls) for cls in {type(module) for _, module in text_modules(model)})
+    return _is_flash(model) or not _classes(model) & JOIN_DOCUMENTS
+
+
+def _classes(model: PreTrainedModel) -> set[str]:
+    """Return the names of the classes of the modules that run for text, and of those that they extend."""
+    return {cls.__name__ for _, module in text_modules(model) for cls in type(module).__mro__}
 
 
 def _is_flash(model: PreTrainedModel) -> bool:
@@ -159,41 +156,3 @@ def _path_of_text_config(model: PreTrainedModel) -> str:
     text, config = model.config.get_text_config(), model.config
     name = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     return "model.config" if name is None else f"model.config.{name}"
-
-
-def _source(cls: type[nn.Module]) -> str:
-    """Of a class's forward; "" where it is not there."""
-    try:
-        return textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
-    except (OSError, TypeError):
-        return ""
-
-
-def _hands_positions(cls: type[nn.Module]) -> bool:
-    """Whether every causal mask that the forward of a class makes is made from position ids."""
-    if cls.__name__ == _NEVER_APART:
-        return False
-    if not hasattr(sys.modules.get(cls.__module__), "create_causal_mask"):
-        return True
-    try:
-        tree = ast.parse(_source(cls))
-    except SyntaxError:
-        return True
-    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
-        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }
-    return all(
-        any(
-            keyword.arg == "position_ids"
-            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
-            for keyword in node.keywords
-        )
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and (node.func.id.endswith("causal_mask") or node.func.id == "mask_function")
-    )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+from transformers import Trainer, TrainerCallback
 
 
 class Patches:
@@ -35,6 +39,24 @@ class Patches:
         self._entries.append((owner, name))
         setattr(owner, name, value)
 
+    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Replaces a function `owner.name` by replacement(original, ...)."""
+        self.set(owner, name, _around(getattr(owner, name), replacement))
+
+    def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
+        """Adds a callback to a Trainer."""
+        trainer.add_callback(callback)
+        self.on_restore(functools.partial(trainer.remove_callback, callback))
+
+    def share(self, owner: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
+        """Does so with a function of a module, until the last record that shares its replacement is restored."""
+        original, users = _shared.get((owner, name), (getattr(owner, name), 0))
+        if users == 0:
+            setattr(owner, name, _around(original, replacement))
+        _shared[owner, name] = original, users + 1
+        self._entries.append((owner, name))
+        self.on_restore(functools.partial(_unshare, owner, name))
+
     def on_restore(self, undo: Callable[[], None]) -> None:
         """Runs `undo` when everything is restored, for changes that are more than one attribute."""
         self._undo.append(undo)
@@ -44,6 +66,25 @@ class Patches:
         self._entries.clear()
         while self._undo:
             self._undo.pop()()
+
+
+def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return around
+
+
+_shared: dict[tuple[ModuleType, str], tuple[Any, int]] = {}  # the original, and how many records share it
+
+
+def _unshare(owner: ModuleType, name: str) -> None:
+    original, users = _shared.pop((owner, name))
+    if users > 1:
+        _shared[owner, name] = original, users - 1
+    else:
+        setattr(owner, name, original)
 
 
 _records: weakref.WeakSet[Patches] = weakref.WeakSet()

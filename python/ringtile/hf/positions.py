@@ -7,7 +7,6 @@ the tokens of the attention mask, RoBERTa those that are not padding.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.layers import num_layers
 from ringtile.hf.patches import Patches
 
@@ -27,9 +26,7 @@ _COUNTS_IDS = "create_position_ids_from_input_ids"  # the method of RoBERTa's em
 class Positions:
     """How one model numbers the tokens of a batch without position ids."""
 
-    def __init__(
-        self, model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, patches: Patches) -> None:
         self._name = type(model).__name__
         modules = list(model.modules())
         rotary = any(type(module).__name__.endswith("RotaryEmbedding") for module in modules)
@@ -45,7 +42,7 @@ class Positions:
             and "position_ids" in inspect.signature(module.forward).parameters
         ]
         for module in self._counted_inside:
-            patches.set(module, "forward", _with_global_ids(module.forward, active_batch))
+            patches.wrap(module, "forward", _with_global_ids)
         attends = num_layers(model.config.get_text_config())[0] > 0  # what is only recurrent counts nothing
         self.makes_ids = rotary or (ours and (takes_ids or not attends)) or bool(self._counted_inside)
         self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
@@ -78,14 +75,10 @@ class Positions:
 
 
 def _with_global_ids(
-    original: Callable[..., Any], active_batch: Callable[[], ShardedBatch | None]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        batch = active_batch()
-        if batch is not None:
-            assert batch.position_ids is not None
-            position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
-        return original(*args, position_ids=position_ids, **kwargs)
-
-    return forward
+    original: Callable[..., Any], *args: Any, position_ids: Tensor | None = None, **kwargs: Any
+) -> Any:
+    batch = active_batch()
+    if batch is not None:
+        assert batch.position_ids is not None
+        position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
+    return original(*args, position_ids=position_ids, **kwargs)

@@ -1,8 +1,7 @@
 """Recurrent layers of transformers' models: convolution, gated delta rule, Mamba and Mamba-2, lightning attention.
 
-Their mixers call functions of their module by name, which know nothing of documents or shards. A mixer gets a forward
-whose names mean ringtile's functions; the module, and so every other model of its kind, keeps its own. The forward
-finds the `ShardedBatch` in the keyword arguments that layers hand down, also under activation checkpointing.
+Their mixers (`families.MIXERS`) call functions of their file, which know nothing of documents or shards. Each of these
+functions is replaced by one that computes on the active batch, and is the original where there is none.
 
 Shape letters: B batch, S global tokens, N local tokens, C channels, W width, H heads, G groups, K key dim, V value dim.
 """
@@ -10,8 +9,7 @@ Shape letters: B batch, S global tokens, N local tokens, C channels, W width, H 
 from __future__ import annotations
 
 import functools
-import inspect
-import types
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,11 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ringtile import ops
 from ringtile.errors import Refused
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch, main_input
+from ringtile.hf.batch import (
+    ShardedBatch,
+    activate,
+    active_batch,
+    forget_checkpoints,
+    is_recomputed_without_batch,
+    keep_in_checkpoints,
+    main_input,
+)
+from ringtile.hf.families import MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import switch_attention
 from ringtile.hf.packing import positions_separate
@@ -34,62 +40,42 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
-_CONV = frozenset({"causal_conv1d_fn"})
-_DELTA = _CONV | {"torch_chunk_gated_delta_rule"}
-_MAMBA = _CONV | {"mamba_selective_scan"}
-_MAMBA2 = _CONV | {"mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
-# The mixers whose forward was read and tested, by class, with the functions that mix their tokens.
-_MIXERS = {
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONV),
-    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
-    "OlmoHybridGatedDeltaNet": _DELTA,
-    "KimiLinearDeltaAttention": _CONV | {"chunk_kimi_delta_attention"},
-    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _MAMBA2),
-    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer", "Mamba2Mixer"), _MAMBA2),
-    **dict.fromkeys(("JambaMambaMixer", "ZambaMambaMixer"), _MAMBA),
-    **dict.fromkeys(("MambaMixer", "FalconMambaMixer"), _MAMBA | {"mamba_inner_fn"}),
-    # It calls none: its forward is replaced, as long as it has these tables of its decays.
-    "MiniMaxLightningAttention": frozenset({"slope_rate", "query_decay", "key_decay", "diagonal_decay"}),
-}
-# Fused functions, of which mixers try one in training only, and go on without.
-_SHORT_CUTS = {"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"}
 _CACHES = ("cache_params", "past_key_values")  # the names under which mixers take one
-# Modules that hand no keyword arguments down to their mixers, but this one. The models get the batch from outside.
-_HANDED_DOWN = {
-    **dict.fromkeys(("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer"), "seq_idx"),
-    **dict.fromkeys(("JambaMambaDecoderLayer", "MambaModel", "FalconMambaModel"), "attention_mask"),
-    "Mamba2Model": BATCH_ARGUMENT,
-}
-# Recurrences that no op of ringtile computes, by the class of the module that has them.
-_UNKNOWN = {
-    "RecurrentGemmaRglru": "the RG-LRU (real-gated linear recurrent unit)",
-    "RwkvSelfAttention": "RWKV's WKV recurrence and token shift",
-    "xLSTMBlock": "xLSTM's mLSTM, with its running maximum",
-}
 
 
 def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Those of _MIXERS, by path."""
-    return {path: module for path, module in modules if type(module).__name__ in _MIXERS}
+    """Return the mixers among modules, by path."""
+    return {path: module for path, module in modules if type(module).__name__ in MIXERS}
 
 
 def unknown(modules: Iterable[tuple[str, nn.Module]]) -> str:
-    """The first recurrence among them that no op computes, in words; "" if there is none."""
+    """Return the first recurrence among modules that no op computes, in words; "" if there is none."""
     found = ((path, type(module).__name__) for path, module in modules)
-    return next((f"{path} ({name}) is {_UNKNOWN[name]}" for path, name in found if name in _UNKNOWN), "")
+    return next(
+        (f"{path} ({name}) is {UNKNOWN_RECURRENCES[name]}" for path, name in found if name in UNKNOWN_RECURRENCES), ""
+    )
 
 
-def install(model: PreTrainedModel, patches: Patches, active_batch: Callable[[], ShardedBatch | None]) -> None:
-    """Makes the mixers of a model compute on shards, and each document alone. Raises Refused.
+def install(model: PreTrainedModel, patches: Patches) -> None:
+    """Make the mixers of a model compute on shards, and each document alone. Raises Refused.
 
-    active_batch: the batch that is inside the model now; a mixer that does not get it would mix a shard's tokens only.
+    The functions that mix tokens are those of the model's file, so other models of that type call the replacements too:
+    without an active batch these are the originals.
     """
-    for path, module in model.named_modules():
-        if type(module).__name__ in _MIXERS:
-            patches.set(module, "forward", _forward_of(path, module, active_batch))
-        if argument := _HANDED_DOWN.get(type(module).__name__):  # which FSDP2 renames later
-            hand_down = functools.partial(_hand_down_batch, argument, active_batch)
-            patches.on_restore(module.register_forward_pre_hook(hand_down, with_kwargs=True).remove)
+    for path, mixer in mixers(model.named_modules()).items():
+        if whole := _WHOLE.get(type(mixer).__name__):
+            patches.wrap(mixer, "forward", functools.partial(_either, functools.partial(whole, mixer)))
+        file = sys.modules[type(mixer).__module__]
+        for name in MIXERS[type(mixer).__name__]:
+            if not hasattr(file, name):
+                raise Refused(
+                    f"{path} ({type(mixer).__name__}) is not transformers 5.17's: its file has no {name}; expected "
+                    f"transformers' own, whose functions ringtile replaces"
+                )
+            patches.share(file, name, functools.partial(_either, functools.partial(_of_batch, name)))
+        watch = _Watch(path, mixer)
+        patches.on_restore(mixer.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
+        patches.on_restore(mixer.register_forward_hook(watch.leave).remove)
 
 
 def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:
@@ -99,11 +85,11 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) 
     masks tell documents apart, and else ringtile's.
     """
     own = bool(positions_separate(model))
-    inside: list[ShardedBatch] = []  # the model now: at most one
 
-    def add_batch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if module.training:
             kwargs = {**kwargs, "use_cache": False}  # which nothing reads in training
+            keep_in_checkpoints(module)
         use_cache = kwargs.get("use_cache")
         if model.config.get_text_config().use_cache if use_cache is None else use_cache:
             return args, kwargs  # generation: one document in a row
@@ -115,14 +101,16 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) 
             _refuse_unseen(kwargs, main, mask)
         sequence = ShardedSequence.of(mask, Layout.contiguous(main.size(1), 1), None)
         places = torch.arange(main.size(1), device=main.device)
-        batch = ShardedBatch(sequence, main.size(1), max_position=0, num_targets=None, places=places)
-        inside[:] = [batch]
-        return args, {**kwargs, BATCH_ARGUMENT: batch}
+        activate(ShardedBatch(sequence, main.size(1), max_position=0, num_targets=None, places=places))
+        return args, kwargs
 
-    patches.on_restore(wrapped.register_forward_pre_hook(add_batch, with_kwargs=True).remove)
-    leave = wrapped.register_forward_hook(lambda module, args, out: inside.clear(), always_call=True)
-    patches.on_restore(leave.remove)
-    install(model, patches, lambda: inside[0] if inside else None)
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        activate(None)
+
+    patches.on_restore(wrapped.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    patches.on_restore(wrapped.register_forward_hook(leave, always_call=True).remove)
+    patches.on_restore(functools.partial(forget_checkpoints, wrapped))
+    install(model, patches)
     if not own:
         switch_attention(wrapped, patches)
 
@@ -162,102 +150,62 @@ def _refuse_unseen(inputs: dict[str, Any], main: Tensor, mask: IntervalMask) -> 
         )
 
 
-def _hand_down_batch(
-    argument: str,
-    active_batch: Callable[[], ShardedBatch | None],
-    module: nn.Module,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> tuple[Any, dict[str, Any]]:
-    """Of a layer, which may run again in the backward of an earlier batch, from its keyword arguments alone."""
-    batch = kwargs.get(BATCH_ARGUMENT)
-    if batch is None and isinstance(module, PreTrainedModel):
-        batch = active_batch()
-    return args, kwargs if batch is None else {**kwargs, argument: batch}
-
-
 # ---- a mixer ------------------------------------------------------------------------------------
 
 
-def _forward_of(path: str, mixer: nn.Module, active_batch: Callable[[], ShardedBatch | None]) -> Callable[..., Any]:
-    """The mixer's forward, on ringtile's functions for a batch with documents, and as it was without."""
-    name, expected = type(mixer).__name__, _MIXERS[type(mixer).__name__]
-    plain = inspect.unwrap(type(mixer).forward)
-    missing = expected - set(plain.__code__.co_names)
-    if missing or "forward" in vars(mixer):
-        raise Refused(
-            f"{path} ({name}) has a forward that is not transformers 5.17's: "
-            + (f"it does not call {', '.join(sorted(missing))}" if missing else "something has replaced it")
-            + "; expected transformers' own, whose functions ringtile replaces"
-        )
-    original = mixer.forward
-    called: list[str] = []
-    inside: list[ShardedBatch] = []  # this forward, which hands it to some of its functions only
+class _Watch:
+    """The hooks of one mixer, which see that it mixes its tokens by the functions that are replaced."""
 
-    def counting(function: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(function)
-            return _FUNCTIONS[function](*args, **{**kwargs, BATCH_ARGUMENT: inside[-1]})
+    def __init__(self, path: str, mixer: nn.Module) -> None:
+        self._place = f"{path} ({type(mixer).__name__})"
+        self._expected = MIXERS[type(mixer).__name__]
 
-        return call
-
-    whole = _WHOLE.get(name)
-    replaced = {} if whole else {function: counting(function) for function in expected}
-    ours = types.FunctionType(
-        plain.__code__, {**plain.__globals__, **replaced}, name, plain.__defaults__, plain.__closure__
-    )
-    ours.__kwdefaults__ = plain.__kwdefaults__
-    # Children whose weights it reads without calling them.
-    read = [child for child, module in mixer.named_children() if isinstance(module, nn.Conv1d) or child == "dt_proj"]
-    with_hooks = force_accelerate_hooks(read)(ours)
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        batch, kwargs = _batch_of(kwargs)
+    def enter(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        batch = active_batch()
         if batch is None:
-            if active_batch() is not None:
+            if is_recomputed_without_batch():
                 raise Refused(
-                    f"{path} ({name}) got a shard of a sequence without the keyword argument {BATCH_ARGUMENT!r}; "
-                    f"expected layers that hand their keyword arguments down to it"
+                    f"{self._place} is computed again in the backward, outside of the forward pass of its batch; "
+                    f"expected it to be checkpointed by the Trainer's gradient_checkpointing"
                 )
-            return original(*args, **kwargs)
+            return args, kwargs
         if any(kwargs.get(cache) is not None for cache in _CACHES):
-            raise Refused(f"{path} ({name}) got a cache; expected none: its states are those of whole sequences")
+            raise Refused(f"{self._place} got a cache; expected none: its states are those of whole sequences")
         batch.recurrent_calls += 1
-        if whole:
-            return whole(mixer, *args, **{**kwargs, BATCH_ARGUMENT: batch})
-        called.clear()
-        inside[:] = [batch]
-        try:
-            out = with_hooks(mixer, *args, **kwargs)
-        finally:
-            inside.clear()
-        if set(called) | _SHORT_CUTS & expected != expected:
+        batch.mixed_by.clear()
+        return args, {**kwargs, "attention_mask": None}  # padding belongs to no document of the batch
+
+    def leave(self, mixer: nn.Module, args: Any, output: Any) -> None:
+        batch = active_batch()
+        if batch is not None and batch.mixed_by | SHORT_CUTS & self._expected != self._expected:
             raise Refused(
-                f"{path} ({name}) called {', '.join(called) or 'none'} of the functions that mix its tokens; expected "
-                f"{', '.join(sorted(expected))}: ringtile knows no other way of mixing them"
+                f"{self._place} called {', '.join(sorted(batch.mixed_by)) or 'none'} of the functions that mix its "
+                f"tokens; expected {', '.join(sorted(self._expected))}: ringtile knows no other way of mixing them"
             )
-        return out
-
-    return forward
 
 
-def _batch_of(kwargs: dict[str, Any]) -> tuple[ShardedBatch | None, dict[str, Any]]:
-    """The batch, and the arguments without it."""
-    found = [value for value in kwargs.values() if isinstance(value, ShardedBatch)]
-    others = {name: value for name, value in kwargs.items() if not isinstance(value, ShardedBatch)}
-    return (found[0] if found else None), others
+def _either(of_batch: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (original if active_batch() is None else of_batch)(*args, **kwargs)
+
+
+def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call ringtile's equal of one of transformers' functions."""
+    batch = active_batch()
+    assert batch is not None
+    batch.mixed_by.add(name)
+    return _FUNCTIONS[name](*args, **kwargs)
 
 
 # ---- what stands in for transformers' functions -------------------------------------------------
 
 
-def _sequence_of(kwargs: dict[str, Any]) -> ShardedSequence:
-    batch = kwargs[BATCH_ARGUMENT]
-    if kwargs.get("initial_state") is not None or kwargs.get("initial_states") is not None:
+def _sequence(state: Any = None) -> ShardedSequence:
+    """Return the sequence of the active batch. state: one that a function is to begin with, or to return."""
+    batch = active_batch()
+    assert batch is not None
+    if state is not None and state is not False:
         raise Refused("a recurrent layer with a cache; expected use_cache false: a state belongs to whole sequences")
-    sequence: ShardedSequence = batch.sequence
-    return sequence
+    return batch.sequence
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -270,7 +218,9 @@ def _causal_conv1d_fn(
     """hidden_states (B, C, N) -> (B, C, N)."""
     known = "silu" if activation in ("silu", "swish") else ""
     x = hidden_states.transpose(1, 2)
-    y: Tensor = causal_conv1d(x, weight, _sequence_of(kwargs), bias=bias, activation=known).transpose(1, 2)
+    y: Tensor = causal_conv1d(
+        x, weight, _sequence(kwargs.get("initial_states")), bias=bias, activation=known
+    ).transpose(1, 2)
     return y if known or activation is None else ACT2FN[activation](y)
 
 
@@ -285,7 +235,7 @@ def _gated_delta_rule(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query, key (B, N, H, K), value (B, N, H, V), g (B, N, H) or (B, N, H, K), beta (B, N, H) -> (B, N, H, V)."""
-    sequence = _sequence_of({**kwargs, "initial_state": output_final_state or kwargs.get("initial_state")})
+    sequence = _sequence(output_final_state or kwargs.get("initial_state"))
     q, k, v, decay, strength = (_wide(x) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:  # with an epsilon under the root, as in fla, and not as functional.normalize
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -308,7 +258,7 @@ def _mamba2_chunk_scan(
     **kwargs: Any,
 ) -> Tensor:
     """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32."""
-    sequence = _sequence_of({**kwargs, "initial_state": return_final_states or kwargs.get("initial_states")})
+    sequence = _sequence(return_final_states or kwargs.get("initial_states"))
     if z is not None:
         raise Refused("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
     dt = _wide(dt)
@@ -333,7 +283,7 @@ def _mamba_selective_scan(
     **kwargs: Any,
 ) -> Tensor:
     """hidden_states, dt, z (B, C, N), A (C, K), B, C (B, K, N), D, delta_bias (C) -> (B, C, N)."""
-    sequence = _sequence_of({**kwargs, "initial_state": return_last_state or None})
+    sequence = _sequence(return_last_state)
     x, dt, B, C = (_wide(y).transpose(1, 2) for y in (hidden_states, dt, B, C))
     dt = dt if delta_bias is None else dt + _wide(delta_bias)
     dt = functional.softplus(dt) if delta_softplus else dt
@@ -343,11 +293,10 @@ def _mamba_selective_scan(
 
 def _lightning_attention(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """hidden_states (B, N, E) -> (B, N, E): plain decay (arXiv:2501.08313), which is Mamba-2's with a step of 1."""
-    sequence = _sequence_of(kwargs)
     num_heads, dim = mixer.num_attention_heads, mixer.head_dim
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (num_heads, 3 * dim))
     q, k, v = (_wide(x) for x in qkv.split(dim, dim=3))
-    out = ssd(v, torch.ones_like(v[..., 0]), -_wide(mixer.slope_rate).flatten(), k, q, sequence)
+    out = ssd(v, torch.ones_like(v[..., 0]), -_wide(mixer.slope_rate).flatten(), k, q, _sequence())
     out = mixer.norm(out.flatten(2).to(hidden_states.dtype))
     return mixer.out_proj(functional.sigmoid(mixer.output_gate(hidden_states)) * out), None
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -24,7 +23,7 @@ from ringtile.first_batch.trace import Call, Trace
 from ringtile.hf import adapters, checks, data, model, recurrent
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.balancing_loss import install_balancing_loss
-from ringtile.hf.batch import ShardedBatch, main_input
+from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
 from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
@@ -57,9 +56,8 @@ class Strategy(abc.ABC):
         hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
-        self.active_batch: ShardedBatch | None = None  # the batch that is inside the model now
         self.training_checked = False
-        self.positions = Positions(base, patches, lambda: self.active_batch)
+        self.positions = Positions(base, patches)
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
         self.proves_whole = False  # by one of the runs in which nothing is sharded
@@ -77,10 +75,6 @@ class Strategy(abc.ABC):
     def install_loss(self) -> None:
         """Replaces what the strategy must: the loss, the prediction step, the number of items, the model's hooks."""
 
-    @abc.abstractmethod
-    def counts_groups(self) -> bool:
-        """Whether the Trainer is to count a group as one process now."""
-
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
@@ -92,34 +86,32 @@ class Strategy(abc.ABC):
             self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
-        self._count_groups(accelerator)
         self.dropout.install(self.base, self.entry, self.patches)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
+        def unless_deepspeed_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if deepspeed_shards_sequences(self.trainer.accelerator):
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        self.patches.set(owner, name, patched)
+        self.patches.wrap(owner, name, unless_deepspeed_shards)
 
     def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.patches)
-        model.pin_rope_length(base, self.patches, lambda: self.active_batch)
-        model.refuse_towers(base, self.patches, lambda: self.active_batch)
-        recurrent.install(base, self.patches, lambda: self.active_batch)
-        install_balancing_loss(wrapped, base, self.patches, lambda: self.active_batch, self.group)
-        adapters.scale_regularizer(wrapped, self.patches, lambda: self.active_batch)
+        model.pin_rope_length(base, self.patches)
+        model.refuse_towers(base, self.patches)
+        recurrent.install(base, self.patches)
+        install_balancing_loss(wrapped, base, self.patches)
+        adapters.scale_regularizer(wrapped, self.patches)
+        self.patches.on_restore(functools.partial(forget_checkpoints, wrapped))
 
     # ---- one batch ------------------------------------------------------------------------------
 
     def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
-        """This rank's part of a batch, for the model; it is the active batch from here on. A collective.
+        """This rank's part of a batch, for the model. A collective.
 
         While the first batch is proved whole, the batch itself, and None if transformers' own code keeps its documents
         apart; else ringtile does so, on one rank.
@@ -128,7 +120,7 @@ class Strategy(abc.ABC):
         self.group.check_same_batch(inputs)
         self.packing.check(inputs)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
-        local, self.active_batch = shard_batch(
+        local, batch = shard_batch(
             {name: value for name, value in inputs.items() if name not in routers},
             layout=self.config.layout,
             group=None if self.proves_whole else self.group.process_group,
@@ -145,12 +137,11 @@ class Strategy(abc.ABC):
         if self.proves_whole and self._is_plain(inputs):
             return self._whole(inputs), None
         local.update({name: inputs[name] for name in routers & inputs.keys()})
-        self.active_batch.mean_share = 1 / self.active_batch.sequence.world_size
+        batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         if self.trace is not None:
-            sequence = self.active_batch.sequence
-            shape = (local["attention_mask"].size(0), sequence.local_len)
-            self.trace.begin(Call(shape, sequence, self.active_batch.seq_len, _tokens(inputs)))
-        return local, self.active_batch
+            shape = (local["attention_mask"].size(0), batch.sequence.local_len)
+            self.trace.begin(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs)))
+        return local, batch
 
     # ---- the first batch ------------------------------------------------------------------------
 
@@ -161,7 +152,7 @@ class Strategy(abc.ABC):
         try:
             yield
         finally:
-            self.trace, self.proves_whole, self.active_batch = None, False, None
+            self.trace, self.proves_whole = None, False
 
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
@@ -184,7 +175,6 @@ class Strategy(abc.ABC):
         assert main is not None
         if self.trace is not None:
             self.trace.begin(Call((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs)))
-        self.active_batch = None
         return self.packing.kept_apart({**inputs, "use_cache": False})
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
@@ -210,12 +200,14 @@ class Strategy(abc.ABC):
                 f"the logits and labels of full sequences"
             )
 
-    def check_training(self, model: nn.Module) -> None:
-        """Checks the first model that trains: only then has its engine wrapped it."""
+    def prepare_training(self, model: nn.Module) -> None:
+        """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
             checks.check_training_model(model)
             self.dropout.check(self.base)
             self.training_checked = True
+        if model.training:
+            keep_in_checkpoints(model)
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
 
@@ -242,18 +234,16 @@ class Strategy(abc.ABC):
 
         self.replace(accelerator, "gather_for_metrics", gathered)
 
-    def _count_groups(self, accelerator: Accelerator) -> None:
+    @contextlib.contextmanager
+    def counting_groups(self) -> Iterator[None]:
         """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
-        cls = type(accelerator)
-
-        def num_processes(accelerator: Any) -> int:
-            num_ranks: int = cls.num_processes.fget(accelerator)
-            counts = self.counts_groups() and not deepspeed_shards_sequences(accelerator)
-            return num_ranks // self.group.size if counts else num_ranks
-
-        counting = type(cls.__name__, (cls,), {"num_processes": property(num_processes)})
-        accelerator.__class__ = counting
-        self.patches.on_restore(lambda: setattr(accelerator, "__class__", cls))
+        state = self.trainer.accelerator.state
+        num_ranks = state.num_processes
+        state.num_processes = num_ranks // self.group.size
+        try:
+            yield
+        finally:
+            state.num_processes = num_ranks
 
     # ---- data and counting ----------------------------------------------------------------------
 

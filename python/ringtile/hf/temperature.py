@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.hf.batch import BATCH_ARGUMENT, ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.patches import Patches
 
 
@@ -22,7 +22,7 @@ def leave_to_ringtile(model: nn.Module, patches: Patches) -> None:
     """Turns the temperature of every module off while it runs on a sharded batch."""
     for module in model.modules():
         if _has_temperature(module):
-            patches.set(module, "forward", _without_temperature(module, module.forward))
+            patches.wrap(module, "forward", functools.partial(_without_temperature, module))
             patches.set(module, "ringtile_temperature", True)
 
 
@@ -41,15 +41,11 @@ def _has_temperature(module: nn.Module) -> bool:
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def _without_temperature(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get(BATCH_ARGUMENT) is None:
-            return original(*args, **kwargs)
-        module.attn_temperature_tuning = False
-        try:
-            return original(*args, **kwargs)
-        finally:
-            module.attn_temperature_tuning = True
-
-    return forward
+def _without_temperature(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if active_batch() is None:
+        return original(*args, **kwargs)
+    module.attn_temperature_tuning = False
+    try:
+        return original(*args, **kwargs)
+    finally:
+        module.attn_temperature_tuning = True

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, Refused
@@ -20,6 +19,7 @@ from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.dropout import CountedDropout, drops_attention
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gc_callback import CollectGarbage
+from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
@@ -112,12 +112,9 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         install_tiled_loss(base, config, patches)
     if config.activation_offload:
         offload = OffloadActivations()
-        _add_callback(trainer, offload, patches)
+        patches.add_callback(trainer, offload)
         patches.on_restore(offload.patches.restore)
-    if config.gc_steps is not None:
-        _add_callback(trainer, CollectGarbage(config.gc_steps), patches)
     checks.check_sizes(trainer, config)
-    world_rank: Callable[[int], int] = int
     group, first_batch = None, None
     if config.context_parallel_size > 1 and not deepspeed_shards_sequences(trainer.accelerator):
         checks.check_trainer(trainer)
@@ -131,40 +128,48 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         if config.first_batch_check:
             first_batch = FirstBatch(strategy)
             first_batch.install()
-        group, world_rank = strategy.group, strategy.group.world_rank
+        group = strategy.group
     elif only_data_parallel(trainer):
-        assert trainer.model is not None  # base_model has refused it otherwise
-        hybrid = bool(recurrent.mixers(model.text_modules(base)))
-        packing = Packing(base, causal=shifts_labels(base), hybrid=hybrid, speaks=trainer.args.process_index == 0)
-        packing.install_alone(trainer.model, patches)
-        if hybrid:
-            checks.check_recurrent(trainer, base)
-            recurrent.install_alone(trainer.model, base, patches)
-        elif reason := recurrent.unknown(model.text_modules(base)):
-            recurrent.refuse_packed(trainer.model, reason, patches)
-        dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
-        dropout.install(base, trainer.model, patches)
-        # Not of a hybrid model, whose batches would look like shards to ringtile's attention.
-        if (
-            not hybrid
-            and drops_attention(base)
-            and base.config.get_text_config()._attn_implementation in ("sdpa", "eager")
-        ):
-            _count_attention_dropout(trainer.model, patches)
+        _install_alone(trainer, base, patches)
+    _attach_callbacks(trainer, config, group, patches)
+    patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
+
+
+def _install_alone(trainer: Trainer, base: PreTrainedModel, patches: Patches) -> None:
+    """What is exact on many ranks is on one: packed documents stay apart, dropout draws from counters."""
+    assert trainer.model is not None  # base_model has refused it otherwise
+    hybrid = bool(recurrent.mixers(model.text_modules(base)))
+    packing = Packing(base, causal=shifts_labels(base), hybrid=hybrid, speaks=trainer.args.process_index == 0)
+    packing.install_alone(trainer.model, patches)
+    if hybrid:
+        checks.check_recurrent(trainer, base)
+        recurrent.install_alone(trainer.model, base, patches)
+    elif reason := recurrent.unknown(model.text_modules(base)):
+        recurrent.refuse_packed(trainer.model, reason, patches)
+    dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
+    dropout.install(base, trainer.model, patches)
+    # Not of a hybrid model, whose batches would look like shards to ringtile's attention.
+    if not hybrid and drops_attention(base) and base.config.get_text_config()._attn_implementation in ("sdpa", "eager"):
+        _count_attention_dropout(trainer.model, patches)
+
+
+def _attach_callbacks(trainer: Trainer, config: Config, group: ContextParallelGroup | None, patches: Patches) -> None:
+    """What has nothing to do with sharding, each in a module of its own that knows the Trainer alone."""
+    if config.gc_steps is not None:
+        patches.add_callback(trainer, CollectGarbage(config.gc_steps))
     if config.log_metrics:
         transport = None if group is None else transport_of(group.process_group)
         LogMetrics(trainer, transport, 1 if group is None else group.size).install(patches)
-    peers = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        peers = Peers(config.timeout_seconds, world_rank)
-        patches.on_restore(peers.close)
-        _add_callback(trainer, LimitTimeouts(config.timeout_seconds), patches)
-        workers.install(trainer.accelerator, patches)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        Checkpoints(trainer, None).install(patches)
+        return
+    peers = Peers(config.timeout_seconds, int if group is None else group.world_rank)
+    patches.on_restore(peers.close)
+    patches.add_callback(trainer, LimitTimeouts(config.timeout_seconds))
+    workers.install(trainer.accelerator, patches)
     Checkpoints(trainer, peers).install(patches)
-    if peers is not None:
-        for name in _ENTRIES:
-            peers.wrap(trainer, name, patches)
-    patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
+    for name in _ENTRIES:
+        peers.wrap(trainer, name, patches)
 
 
 def _count_attention_dropout(wrapped: nn.Module, patches: Patches) -> None:
@@ -202,8 +207,3 @@ def _log(line: str) -> None:
         logger.addHandler(logging.StreamHandler())
         logger.setLevel(logging.INFO)
     logger.info(line)
-
-
-def _add_callback(trainer: Trainer, callback: TrainerCallback, patches: Patches) -> None:
-    trainer.add_callback(callback)
-    patches.on_restore(functools.partial(trainer.remove_callback, callback))

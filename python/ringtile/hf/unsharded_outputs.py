@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import Refused
 from ringtile.hf.attention import hide_attention_mask
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, activate, active_batch
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.loss import TiledLogits
 from ringtile.hf.patches import Patches
@@ -45,7 +45,6 @@ class UnshardedOutputs:
     ) -> None:
         self._shard, self._check_used, self._group, self._draws = shard, check_used, group, draws
         self._watch: Watch | None = None
-        self._batch: ShardedBatch | None = None  # the batch that is inside the model now
 
     def install(self, model: nn.Module, base: PreTrainedModel, patches: Patches) -> None:
         """Hooks the model. A model with a `score` head (a classifier) pools its outputs, so its head is hooked."""
@@ -67,11 +66,12 @@ class UnshardedOutputs:
         sharded = self._shard({name: value for name, value in inputs.items() if name not in _IGNORED})
         if sharded is None:
             return None
-        local, self._batch = sharded
-        if self._batch is None:
+        local, batch = sharded
+        if batch is None:
             return (), local
+        activate(batch)
         if local.get("labels") is not None and local.get("num_items_in_batch") is None:
-            local["num_items_in_batch"] = self._batch.num_targets  # a mean over the batch, not over the shard
+            local["num_items_in_batch"] = batch.num_targets  # a mean over the batch, not over the shard
         self._watch = self._draws.watch(module)
         return hide_attention_mask(module, (), local)
 
@@ -87,16 +87,18 @@ class UnshardedOutputs:
         self._check_used(batch, watches_loss)
 
     def _unshard_scores(self, module: nn.Module, args: Any, scores: Tensor) -> Tensor | None:
-        batch, self._batch = self._batch, None
+        batch = active_batch()
         if batch is None:
             return None
+        activate(None)
         self._check_forward(batch, False)
         return batch.unshard(scores)
 
     def _unshard_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-        batch, self._batch = self._batch, None
+        batch = active_batch()
         if batch is None:
             return None
+        activate(None)
         name = type(module).__name__
         if not isinstance(outputs, dict):
             raise Refused(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")

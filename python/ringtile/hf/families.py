@@ -1,0 +1,86 @@
+"""What ringtile takes for granted of transformers' models, by the name of a class: the one table of such facts.
+
+Everything else is asked of the model (its config, its modules), or proved on the first batch. Attention needs no entry:
+all models of transformers call one interface. A new release of transformers may add classes to any table, or change
+what an entry says: `ringtile models` tries every type, and tests/hf/test_hf_families.py reads the installed release and
+names the first class that is not as it is written here.
+"""
+
+from __future__ import annotations
+
+# ---- recurrent layers ---------------------------------------------------------------------------
+
+_CONV = frozenset({"causal_conv1d_fn"})
+_DELTA = _CONV | {"torch_chunk_gated_delta_rule"}
+_MAMBA = _CONV | {"mamba_selective_scan"}
+_MAMBA2 = _CONV | {"mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
+
+# Mixers that were read and tested, with the functions of their file that their forward calls to mix tokens. Each has
+# an equal in ringtile (hf/recurrent.py). Check: the forward calls no other function that mixes tokens, and each of
+# these takes the arguments of its equal. Documents and padding are in the batch; a mixer gets no mask.
+MIXERS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONV),
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
+    "OlmoHybridGatedDeltaNet": _DELTA,
+    "KimiLinearDeltaAttention": _CONV | {"chunk_kimi_delta_attention"},
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _MAMBA2),
+    **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer", "Mamba2Mixer"), _MAMBA2),
+    **dict.fromkeys(("JambaMambaMixer", "ZambaMambaMixer"), _MAMBA),
+    **dict.fromkeys(("MambaMixer", "FalconMambaMixer"), _MAMBA | {"mamba_inner_fn"}),
+    "MiniMaxLightningAttention": frozenset(),  # it calls none: its forward is replaced
+}
+# Fused functions, of which mixers try one in training only, and go on without.
+SHORT_CUTS = frozenset({"mamba_inner_fn", "mamba2_split_conv1d_scan_combined"})
+# Recurrences that no op of ringtile computes, by the class of the module that has them.
+UNKNOWN_RECURRENCES = {
+    "RecurrentGemmaRglru": "the RG-LRU (real-gated linear recurrent unit)",
+    "RwkvSelfAttention": "RWKV's WKV recurrence and token shift",
+    "xLSTMBlock": "xLSTM's mLSTM, with its running maximum",
+}
+
+# ---- attention and masks ------------------------------------------------------------------------
+
+# Types whose own eager function computes what scaled_dot_product_attention cannot: sinks.
+EAGER_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
+
+# Models whose causal masks know no position ids: in one process packed documents attend each other. HunYuanVL raises
+# ValueError for the row of ids that its mask needs.
+JOIN_DOCUMENTS = frozenset(
+    [
+        *("AfmoeModel", "BartDecoder", "BigBirdPegasusDecoder", "BioGptModel", "BlenderbotDecoder"),
+        *("BlenderbotSmallDecoder", "BlipTextModel", "BloomModel", "CLIPSegTextModel", "CLIPTextModel"),
+        *("ClvpDecoder", "DeepseekOcr2VisionEncoder", "DiaDecoder", "EvollaModel", "FalconModel", "GptOssModel"),
+        *("GraniteMoeHybridModel", "GroupViTTextTransformer", "HunYuanVLTextModel", "ImageGPTModel"),
+        *("InformerDecoder", "Kosmos2_5TextTransformer", "LEDDecoder", "LongT5Stack", "M2M100Decoder"),
+        *("MBartDecoder", "MT5Stack", "MarianDecoder", "MetaClip2TextModel", "MptModel", "MusicgenDecoder"),
+        *("MusicgenMelodyDecoder", "MvpDecoder", "NllbMoeDecoder", "OPTDecoder", "OwlViTTextTransformer"),
+        *("Owlv2TextTransformer", "PI0Model", "PLBartDecoder", "PPFormulaNetTextModel", "PegasusDecoder"),
+        *("PegasusXDecoder", "Pix2StructTextModel", "Pop2PianoStack", "SeamlessM4TDecoder", "SeamlessM4Tv2Decoder"),
+        *("Speech2TextDecoder", "SpeechT5Decoder", "SwitchTransformersStack", "T5Stack"),
+        *("TimeSeriesTransformerDecoder", "TimesFm2_5Model", "TrOCRDecoder", "UMT5Stack", "UdopStack"),
+        *("VideoPrismTextModel", "XCLIPTextModel", "XGLMModel"),
+    ]
+)
+# Models with M-RoPE that tell documents apart by the first row of position ids (4, B, S): True where they make that row
+# themselves of ids (B, S).
+TEXT_ROWS = {
+    **dict.fromkeys(("CohereCompassTextModel", "Qwen3VLTextModel", "Qwen3VLMoeTextModel", "Qwen4ExpTextModel"), True),
+    **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), True),
+    **dict.fromkeys(("Qwen3OmniMoeThinkerTextModel", "Qwen3OmniMoeTalkerModel"), True),
+    **dict.fromkeys(("Ernie4_5_VLMoeTextModel", "PaddleOCRTextModel"), False),
+    **dict.fromkeys(("Glm4vTextModel", "Glm4vMoeTextModel", "GlmImageTextModel", "GlmOcrTextModel"), False),
+    **dict.fromkeys(("Qwen2VLTextModel", "Qwen2_5_VLTextModel"), False),
+    **dict.fromkeys(("Qwen2_5OmniThinkerTextModel", "Qwen2_5OmniTalkerModel"), False),
+}
+
+# ---- modules that need whole sequences ----------------------------------------------------------
+
+# By class: the attribute that makes them so, if one does, and what they do.
+WHOLE_SEQUENCES = {
+    "DogeAttention": ("", "picks the keys of each query (keep_window_size) by the values of all keys of the sequence"),
+    "EsmEmbeddings": ("token_dropout", "scales embeddings by how many tokens of the row are masked (token_dropout)"),
+    "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighbouring tokens (trigram_input)"),
+}
+SAMPLING = {
+    "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),
+}
