@@ -1,7 +1,7 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
 # make test    set up, build, lint, and test: C under sanitizers, Python (five minutes on two cores)
 # make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
-# make test-all  both with every cell of every matrix, and CUDA kernels for every architecture (an hour)
+# make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
 #              minutes); `cd tests/campaigns && python -m faults --trials N MODULE` for more of one kind

@@ -50,8 +50,8 @@ def _verify(
     ("model_type", "keys"),
     [
         ("llama", {"tiled_mlp": True, "tiled_loss": True}),
-        pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.matrix),
-        pytest.param("mistral", {}, marks=pytest.mark.matrix),
+        pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.long),
+        pytest.param("mistral", {}, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(240)

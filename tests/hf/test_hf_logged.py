@@ -134,7 +134,7 @@ def _assert_equal(got, expected):
 
 def _cases(in_every_run):
     for name, options in CASES:
-        marks = () if (name, options) in in_every_run else (pytest.mark.matrix,)
+        marks = () if (name, options) in in_every_run else (pytest.mark.long,)
         label = "-".join([name.rpartition(".")[2], *map(str, options.values())])
         yield pytest.param(name, options, marks=marks, id=label)
 
@@ -185,7 +185,7 @@ def _evaluate_with_precomputed(config, name, folder):
         ringtile.restore(trainer)
 
 
-@pytest.mark.parametrize("name", [DPO, pytest.param(KTO, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", [DPO, pytest.param(KTO, marks=pytest.mark.long)])
 def test_precomputed_references_are_those_of_their_rows(name, tmp_path):
     pytest.importorskip("trl")
     for folder in ("one", "two"):

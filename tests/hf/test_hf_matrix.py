@@ -1,7 +1,7 @@
 """Trainers x engines x meshes x weights x ways to train: every cell has the losses and weights of one process.
 
 pytest tests/hf/test_hf_matrix.py                           16 cells, in which every pair of choices occurs
-pytest tests/hf/test_hf_matrix.py -m "matrix or not matrix" all 128
+pytest tests/hf/test_hf_matrix.py -m "long or not long" all 128
 """
 
 import functools
@@ -63,7 +63,7 @@ def test_cells_of_every_run_hold_every_pair():
 def _cells():
     for numbers in itertools.product(*(range(len(choices)) for choices in CHOICES)):
         values = [list(choices)[number] for choices, number in zip(CHOICES, numbers, strict=True)]
-        marks = () if _in_every_run(*numbers) else (pytest.mark.matrix,)
+        marks = () if _in_every_run(*numbers) else (pytest.mark.long,)
         yield pytest.param(*values, marks=marks, id="-".join(values))
 
 

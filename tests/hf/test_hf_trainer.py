@@ -65,7 +65,7 @@ LONG = ("left", "packed", "all-counted", "own-token-average", "evaluated-first",
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.matrix] * (name in LONG)) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, case in CASES.items()],
 )
 def test_two_ranks_equal_one_process(layout, options):
     expected = _reference(**options)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-LAYERS, E, V = 4, 64, 320
+LAYERS, E, V = 3, 64, 320
 _TINY: dict[str, Any] = {
     **{"hidden_size": E, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": V, "head_dim": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
@@ -293,7 +293,7 @@ def _keys_and_values() -> Iterator[Any]:
     in_every_run = [("_attn_implementation", "someone/kernel"), ("_experts_implementation", "spiral")]
     for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
         for value in ("someone/kernel", "flash_attention_2", "spiral", ["x"], {"": "someone/kernel"}):
-            marks = () if (key, value) in in_every_run else (pytest.mark.matrix,)
+            marks = () if (key, value) in in_every_run else (pytest.mark.long,)
             yield pytest.param(key, value, marks=marks)
 
 
