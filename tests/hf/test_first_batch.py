@@ -212,7 +212,7 @@ def _with_and_without(options):
     return runs
 
 
-SHORT = ("LoRA with dropout", "experts", "ZeRO-3")
+SHORT = ("LoRA with dropout", "ZeRO-3")
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def _train_on_mesh(config, mesh, **options):
 @pytest.mark.parametrize(
     ("world_size", "mesh"),
     [
-        (4, {"dp_shard_size": 2, "cp_size": 2}),
         (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+        pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.long),
         pytest.param(2, {"cp_size": 2}, marks=pytest.mark.long),  # test_mesh_of_accelerate_launch has it too
         pytest.param(2, {"dp_shard_size": 2}, marks=pytest.mark.long),
         pytest.param(8, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.long),

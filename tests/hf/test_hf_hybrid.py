@@ -29,7 +29,7 @@ FAMILIES = {  # by mechanism
 }
 ALL = [family for families in FAMILIES.values() for family in families]
 FIRST = [families[0] for families in FAMILIES.values()]
-OPTIONS: dict[str, Any] = {"max_steps": 5, "evaluate": False, "learning_rate": 0.01, "num_rows": 40}
+OPTIONS: dict[str, Any] = {"max_steps": 3, "evaluate": False, "learning_rate": 0.01, "num_rows": 24}
 
 
 def hybrid(family: str) -> nn.Module:

@@ -77,8 +77,11 @@ class MeanPerBatch(Trainer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"label_smoothing_factor": 0.1},
-        *(pytest.param(o, marks=pytest.mark.long) for o in ({}, {"average_tokens_across_devices": False})),
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.long)
+            for options in ({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False})
+        ),
     ],
 )
 def test_mean_of_means_equals_one_process(options):
@@ -215,11 +218,11 @@ def _train_sft(config, **options):
 
 
 SFT = [
-    {"packing": True, "packing_strategy": "bfd", "max_length": 48},
     {"padding_free": True, "max_length": None},
     {"loss_type": "dft"},
 ]
 MORE_SFT = [
+    {"packing": True, "packing_strategy": "bfd", "max_length": 48},  # test_hf_matrix.py packs in every run
     {"packing": True, "packing_strategy": "bfd_split", "max_length": 16},
     {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
     {"label_smoothing_factor": 0.1},
@@ -307,9 +310,8 @@ def _train_kto(config, **options):
     return _train_trl("KTOTrainer", config, trainer_arguments=data, max_steps=2, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"loss_type": "apo_zero_unpaired", "desirable_weight": 2.0}, marks=pytest.mark.long)]
-)
+@pytest.mark.long  # test_hf_logged.py trains KTO in every run
+@pytest.mark.parametrize("options", [{}, {"loss_type": "apo_zero_unpaired", "desirable_weight": 2.0}])
 def test_kto_equals_one_process(options):
     pytest.importorskip("trl")
     _assert_equal(_train_kto, per_device_train_batch_size=4, **options)
@@ -366,6 +368,7 @@ def _train_margins(config):
     return _train_reward(config, trainer_arguments={"train_dataset": datasets.Dataset.from_list(rows)})
 
 
+@pytest.mark.long
 def test_rewards_with_margins_equal_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_margins)
