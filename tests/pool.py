@@ -64,9 +64,10 @@ def _fork(executable: str, arguments: Sequence[str], descriptors: Sequence[int])
     try:
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest has its own
         faulthandler.disable()
+        pipe = os.fstat(descriptors[-1]).st_ino  # the server ends when pytest, and nothing else, closes the other end
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor not in descriptors:
-                with contextlib.suppress(OSError):  # that of listdir
+            with contextlib.suppress(OSError):  # that of listdir
+                if descriptor not in descriptors and os.fstat(descriptor).st_ino == pipe:
                     os.close(descriptor)
         exec(arguments[-1], {})
     finally:
