@@ -1,7 +1,7 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
 # make test    set up, build, lint, and test: C under sanitizers, Python (five minutes on two cores)
 # make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
-# make test-all  both with every cell of every matrix, and CUDA kernels for every architecture (an hour)
+# make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
 #              minutes); `cd tests/campaigns && python -m faults --trials N MODULE` for more of one kind
@@ -29,7 +29,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-ranks pytest-alone pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-training pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -94,24 +94,23 @@ test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
 
 # C tests, which are many small jobs, fill both cores at the end.
-checks: build lint pytest-ranks pytest-alone ctest
+checks: build lint pytest-training pytest-others ctest
 ifeq ($(MAKECMDGOALS),checks)
-ctest: | pytest-alone
+ctest: | pytest-others
 endif
 
 cuda-checks: pytest-nvcc emulator
 
-# Tests that start ranks, and the others, which keep one core busy; some of the former go with those, which end sooner.
-RANKS := $(filter-out tests/torch_cp/% tests/cli/test_cli_% tests/package/test_docs.py,\
-	$(shell grep -lwE 'run_ranks|run_command|Pool' tests/*/test_*.py))
+# Two halves, which take equally long: tests that mostly train, and the others.
+TRAINING := tests/hf tests/recurrent tests/tiled tests/transport
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
-pytest-ranks: build
-	$(PYTEST) $(CELLS) $(RANKS)
+pytest-training: build
+	$(PYTEST) $(CELLS) $(TRAINING)
 
-pytest-alone: build
-	$(PYTEST) $(CELLS) $(RANKS:%=--ignore=%) tests
+pytest-others: build
+	$(PYTEST) $(CELLS) $(TRAINING:%=--ignore=%) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")

@@ -12,7 +12,7 @@ import torch
 
 pytest.register_assert_rewrite("hf_training")
 
-from pool import close_pools  # noqa: E402
+from pool import close_pools, start_server  # noqa: E402
 
 _folder = tempfile.TemporaryDirectory(prefix="ringtile-")
 
@@ -45,6 +45,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # the Trainer collects garbage often: not to search all modules each time halves a short training
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """What ranks print is captured as what tests print."""
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
+    start_server()
+    capture.suspend_global_capture()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,11 +1,14 @@
 """Gloo ranks for tests: processes that are started once per session and run one test's function after another.
 
-All are forked from one server process, which has imported what they need: torch and transformers take seconds.
+All are forked from one server, itself a fork of pytest before the first test: torch and transformers take seconds to
+import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -18,11 +21,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
 Result = TypeVar("Result")
 GRACE_SECONDS = 10.0  # once a rank has failed, for the others to notice
@@ -40,12 +45,33 @@ TRAINERS = [
 ]
 
 
-def _context() -> ForkServerContext:
-    """Imports the trainers only where a test of the session uses them; the server leaves out what is not installed."""
-    context = multiprocessing.get_context("forkserver")
-    trainers = TRAINERS if "hf_training" in sys.modules else []
-    context.set_forkserver_preload(["torch.distributed", "ringtile.attn.attention", *trainers])
-    return context
+CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
+
+
+def start_server() -> None:
+    """Forks the server of all ranks, while this process has no threads. It imports the trainers, if a test of the
+    session uses them, beside the first tests, and leaves out what is not installed."""
+    CONTEXT.set_forkserver_preload(TRAINERS if "hf_training" in sys.modules else [])
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """A fork instead of a new Python: runs the `-c` program of `arguments` with these file descriptors."""
+    if child := os.fork():
+        return child
+    try:
+        sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest has its own
+        faulthandler.disable()
+        pipe = os.fstat(descriptors[-1]).st_ino  # the server ends when pytest, and nothing else, closes the other end
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of listdir
+                if descriptor not in descriptors and os.fstat(descriptor).st_ino == pipe:
+                    os.close(descriptor)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 class Pool:
@@ -54,14 +80,13 @@ class Pool:
     def __init__(
         self, world_size: int, group_timeout: float = 180.0, prepare: Callable[[int], None] | None = None
     ) -> None:
-        context = _context()
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self.processes = []
         self.broken = False
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve,
                 args=(theirs, rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, prepare),
                 daemon=True,
@@ -207,7 +232,6 @@ def run_command(
 
     prepare is called first, in each of the processes. In the result, args are the statuses of the ranks.
     """
-    context = _context()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -218,7 +242,7 @@ def run_command(
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment = os.environ | {name: str(value) for name, value in world.items()} | (variables or {})
-            command = context.Process(
+            command = CONTEXT.Process(
                 target=_run_command, args=(arguments, prepare, environment, str(cwd or Path.cwd()), outputs)
             )
             command.start()
@@ -235,7 +259,7 @@ def run_program(
     """`python -c program`, in a process that has imported torch and ringtile."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("out", "err")]
-        process = _context().Process(
+        process = CONTEXT.Process(
             target=_run_program, args=(program, os.environ | variables, str(cwd or Path.cwd()), outputs)
         )
         process.start()

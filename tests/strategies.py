@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import torch
 from hypothesis import settings
@@ -11,9 +12,10 @@ from ringtile.sequence.layout import Layout, Run
 from ringtile.sequence.mask import IntervalMask
 from torch import Tensor
 
-# A busy machine makes single examples slow; pytest-timeout watches the whole test.
-settings.register_profile("ringtile", deadline=None)
-settings.load_profile("ringtile")
+# Two budgets. A busy machine makes single examples slow; pytest-timeout watches the whole test.
+settings.register_profile("push", max_examples=25, deadline=None)
+settings.register_profile("all", max_examples=200, deadline=None)
+settings.load_profile("all" if os.environ.get("RINGTILE_TESTS") == "all" else "push")
 
 
 def dense(mask: IntervalMask) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention, dense_gradients
 from pool import run_ranks
@@ -105,7 +105,6 @@ def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, float, Attent
     return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), draw(st.sampled_from([0.0, 1.5])), drop
 
 
-@settings(max_examples=40)
 @given(cases())
 def test_ring_equals_the_definition(case: tuple[Problem, IntervalMask, Layout, float, AttentionDropout]) -> None:
     """Any layout, mask (documents, windows, rows without keys), softcap, group of heads."""

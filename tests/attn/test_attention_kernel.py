@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from aten_stand_ins import STAND_INS, in_a_sequence
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
 from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, Refused, ring_attention
@@ -95,7 +95,6 @@ def drawn_in_packs(pieces: tuple[tuple[Piece, ...], ...], batch: int, picture: T
     return picture
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
     """Of any round: together they say what the mask says of the block's rows, and nothing twice."""

@@ -320,7 +320,7 @@ def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: in
         assert seconds < 5, message
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(fresh_pool: Any, world_size: int) -> None:
     group_timeout, victim = 2.0, world_size - 1
     outcomes = fresh_pool(world_size, group_timeout).outcomes(

@@ -63,8 +63,8 @@ def every_case(world_size: int, dtype: torch.dtype) -> dict[tuple[str, str], Any
     [
         (2, torch.bfloat16),
         (3, torch.float64),
-        pytest.param(4, torch.float64, marks=pytest.mark.matrix),
-        *(pytest.param(size, torch.bfloat16, marks=pytest.mark.matrix) for size in (3, 4)),
+        pytest.param(4, torch.float64, marks=pytest.mark.long),
+        *(pytest.param(size, torch.bfloat16, marks=pytest.mark.long) for size in (3, 4)),
     ],
 )
 def test_processes_equal_virtual_ranks_and_send_what_the_plan_says(world_size: int, dtype: torch.dtype) -> None:

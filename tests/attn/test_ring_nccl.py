@@ -171,7 +171,7 @@ class OneAfterTheOther:
         return Exchange([((of.rank,), batch)] if sends or receives else [], [], of, what)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mask", MASKS)
 def test_ring_over_batches_in_order_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, mask: str, world_size: int

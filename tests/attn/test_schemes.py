@@ -133,7 +133,7 @@ def test_schemes_equal_one_rank_and_send_what_is_planned() -> None:
         check_cell(*cell)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_cells_equal_one_rank_and_send_what_is_planned(scheme: str) -> None:
     for cell in cells():

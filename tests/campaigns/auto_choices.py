@@ -29,7 +29,7 @@ from ringtile.transport.placement import hosts_of
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "transport")]
 from nodes import two_nodes
-from pool import Pool
+from pool import Pool, start_server
 
 LINKS = ("1gbit", "40gbit")  # the second is more than two network namespaces of one machine reach
 RANKS_PER_NODE = {2: 1, 4: 2}
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--settings", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    start_server()
     rows, ratios = [], []
     for (link, world_size), group in itertools.groupby(settings(args.settings), key=lambda each: each[:2]):
         with two_nodes(link) as nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import pathlib
@@ -12,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import dense_gradients
-from pool import run_ranks
-from ringtile.bench import attention, ring
+from pool import CONTEXT, run_ranks
+from ringtile.bench import attention, compare, measure, ring
 from ringtile.bench.cases import Workload, bytes_of, flops_of, make_case, make_inputs
 from ringtile.bench.compare import results
 from ringtile.bench.measure import (
@@ -27,6 +28,7 @@ from ringtile.bench.measure import (
 from ringtile.cli import main
 from ringtile.errors import ConfigError
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 ROW_KEYS = {
     *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "device", "threads", "scheme"),
@@ -233,17 +235,30 @@ def test_every_case_is_compared_with_what_can_compute_it(attention_report: dict[
                 assert row["ratio_to"][other["backend"]] == other["median_s"] / row["median_s"]
 
 
-def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path) -> None:
+def test_memory_is_measured_in_a_process_of_its_own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S = 4096, 4 heads of 8, float32: q and out are 512 KiB each, k and v half of that."""
+    monkeypatch.setattr(compare.multiprocessing, "get_context", lambda method: CONTEXT)  # has imported torch
     options = ["--case", "causal", "--dtype", "float32", "--backend", "ringtile", "--memory", *TINY]
     options[options.index("24")] = "4096"
     rows = {row["pass"]: row["peak_bytes"] for row in bench(tmp_path, "attention", *options)["rows"]}
     assert 512 << 10 <= rows["forward"] <= rows["backward"] == rows["forward+backward"] < 64 << 20
 
 
-def test_ring_moves_what_is_planned(tmp_path: pathlib.Path) -> None:
+def serve_quickly(*arguments: Any) -> None:
+    """A rank of the bench, whose samples are short too."""
+    measure.SAMPLE_SECONDS, measure.COPY_BYTES = 0.005, 1 << 20
+    ring.serve_rank(*arguments)
+
+
+def test_ring_moves_what_is_planned(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of 12 tokens, zigzag: rank 0 needs all 12 keys of rank 1, which needs 6 of rank 0's. A key and its
     value are 2 heads x 16 numbers x 4 bytes; they travel again in the backward, and their gradients travel back."""
+    ranks = functools.partial(start_processes, serve_quickly)  # from the server, which has imported torch
+
+    def start(function: Any, arguments: Any, **options: Any) -> Any:
+        return ranks(arguments, **{**options, "start_method": "forkserver"})
+
+    monkeypatch.setattr(ring, "start_processes", start)
     schemes = ["--scheme", "ring", "--scheme", "ulysses"]
     report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *schemes, *TINY)
     assert set(report["machine"]) == MACHINE_KEYS

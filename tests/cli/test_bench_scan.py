@@ -32,7 +32,7 @@ def test_flops_are_those_of_the_products_with_the_state() -> None:
     assert cost.flops == dict(zip(PASSES, (3 * unit, 6 * unit, 9 * unit), strict=True))
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_report_has_a_row_for_each_provider_and_pass(tmp_path: pathlib.Path) -> None:
     sizes = ["--seq-len", "9", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "4", "--case", "delta"]
     command = ["bench", "scan", *sizes, "--threads", "1", "--repeats", "1", "--backend", "ringtile"]

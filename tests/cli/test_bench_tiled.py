@@ -109,7 +109,7 @@ def test_errors_are_the_largest_of_their_pass() -> None:
     assert relative == dict(zip(PASSES, (0.1, 0.25, 0.25), strict=True))  # 0.5 / 5; 0.25 / 1, 0.25 / 2
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_a_tiled_mlp_grows_less_than_a_plain_one(tmp_path: pathlib.Path) -> None:
     """512 tokens of 64, F = 4096, float32: gate, up, act and their product are 8 MiB each. The output and the gradients
     of x and of the three weights (1 MiB each) add 3.25 MiB. A tile needs a sixteenth of the 32 MiB."""

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ringtile.cli.data import (
     IGNORE_INDEX,
@@ -184,7 +184,6 @@ def test_tokenizer_that_cannot_serve_is_refused(tmp_path: pathlib.Path) -> None:
 # ---- rows -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), seq_len=st.integers(2, 50))
 def test_packed_rows_hold_every_token_once_in_order(lengths: list[int], seq_len: int) -> None:
     rows = PackedRows(tokenized(lengths), seq_len)

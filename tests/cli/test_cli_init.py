@@ -217,7 +217,7 @@ def replace(path: pathlib.Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["trainer", "torch", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("sft", "zero3", "fsdp2"))]
+    "kind", ["trainer", "torch", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "zero3", "fsdp2"))]
 )
 def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Path) -> None:
     if kind == "zero3":
@@ -245,7 +245,7 @@ def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Pa
         assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["trainer", "torch", pytest.param("sft", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kind", ["trainer", "torch", pytest.param("sft", marks=pytest.mark.long)])
 def test_project_ends_without_a_group_or_its_threads(kind: str, tmp_path: pathlib.Path) -> None:
     if kind == "sft":
         pytest.importorskip("trl")
@@ -287,7 +287,7 @@ def test_launch_without_a_head_is_refused(tmp_path: pathlib.Path) -> None:
     assert "NODE is 0 or 1, HEAD the name or address" in done.stderr
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_two_torchruns_train_as_one_process(tmp_path: pathlib.Path) -> None:
     """Two "nodes" of one rank each, which meet on the loopback; the losses are read from the checkpoint."""
     folder = make("trainer", tmp_path / "project")

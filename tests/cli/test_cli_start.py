@@ -75,7 +75,7 @@ STATUS = {"a kill": -signal.SIGKILL, "an error that is not ours": 1, "in trainin
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.matrix) if name in LONG else name for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES]
 )
 def test_failure_of_one_rank_ends_all_with_its_reason(name: str, tmp_path: pathlib.Path) -> None:
     prepare, reason = CASES[name]
@@ -172,7 +172,7 @@ def test_a_port_that_another_program_has_is_named_in_time(
         thread.join(10.0)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_output_folder_that_rank_0_cannot_make_ends_all(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     training = TRAINING | {"output_dir": str(tmp_path / "file" / "out")}

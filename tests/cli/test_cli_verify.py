@@ -50,8 +50,8 @@ def _verify(
     ("model_type", "keys"),
     [
         ("llama", {"tiled_mlp": True, "tiled_loss": True}),
-        pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.matrix),
-        pytest.param("mistral", {}, marks=pytest.mark.matrix),
+        pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.long),
+        pytest.param("mistral", {}, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(240)
@@ -69,6 +69,7 @@ def test_tiny_model_is_verified(model_type, keys, tmp_path):
     assert done.stdout.count("equal") == len(names)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_smallest_configuration_of_the_docs_is_verified(tmp_path):
     page = (pathlib.Path(__file__).parents[2] / "docs/guide/verify.md").read_text()

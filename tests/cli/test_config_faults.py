@@ -370,7 +370,7 @@ def _another_rate() -> None:
     Recipe.load = load_another
 
 
-@pytest.mark.parametrize("verb", [pytest.param("train"), pytest.param("verify", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("verb", [pytest.param("train"), pytest.param("verify", marks=pytest.mark.long)])
 def test_another_learning_rate_of_a_rank_is_refused(tmp_path: pathlib.Path, verb: str) -> None:
     done = run_command(2, verb, str(write_config(tmp_path)), prepare=_another_rate)
     assert done.returncode == 2

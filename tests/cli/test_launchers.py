@@ -36,7 +36,7 @@ def test_argument_of_deepspeeds_launcher_is_accepted(
     assert "missing.yaml: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["accelerate", "deepspeed", "ray"])
 def test_losses_are_those_of_one_process(launcher: str, tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec(launcher) is None:

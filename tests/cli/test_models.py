@@ -95,7 +95,7 @@ def test_page_is_right(name):
     _check(name)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(TYPES) - set(FEW)))
 def test_page_is_right_for_every_type(name):
     _check(name)

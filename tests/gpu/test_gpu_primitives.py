@@ -31,7 +31,7 @@ def program() -> pathlib.Path:
     return PROGRAM
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 def test_the_tiny_kernels_compile() -> None:
     assert os.access(program(), os.X_OK)

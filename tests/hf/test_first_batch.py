@@ -212,11 +212,11 @@ def _with_and_without(options):
     return runs
 
 
-SHORT = ("LoRA with dropout", "experts", "ZeRO-3")
+SHORT = ("LoRA with dropout", "ZeRO-3")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.matrix) for name in EXACT]
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in EXACT]
 )
 def test_a_run_that_was_proved_is_the_run_that_was_not_bit_for_bit(name):
     for proved, other in run_ranks(2, _with_and_without, EXACT[name]):

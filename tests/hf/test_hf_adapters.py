@@ -64,19 +64,19 @@ def _assert_equal(world_size, expected, *args, **options):
 
 
 @pytest.mark.parametrize(
-    "adapter", [pytest.param(name, marks=() if name in IN_EVERY_RUN else (pytest.mark.matrix,)) for name in EXACT]
+    "adapter", [pytest.param(name, marks=() if name in IN_EVERY_RUN else (pytest.mark.long,)) for name in EXACT]
 )
 def test_adapter_trains_as_in_one_process(adapter):
     _assert_equal(2, _train(None, adapter), adapter)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("adapter", ["AdaLoraConfig", "PromptTuningConfig"])
 def test_adapter_of_two_groups_trains_as_on_two_ranks(adapter):
     _assert_equal(4, run_ranks(2, _train, None, adapter)[0], adapter)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
 def test_prompts_train_under_trl_as_in_one_process(trainer):
     """At a rate at which DPO's rewards, which begin at 0, are more than rounding after a step."""

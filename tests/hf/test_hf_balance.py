@@ -57,7 +57,7 @@ def test_balancing_loss_of_evaluation_equals_one_process(world_size):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("trainer_class", [Trainer, pytest.param(OwnLoss, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("trainer_class", [Trainer, pytest.param(OwnLoss, marks=pytest.mark.long)])
 def test_balancing_loss_equals_data_parallel_ranks(trainer_class):
     """Each batch has a balancing loss of its own, as in data parallelism without ringtile."""
     options = {**OPTIONS, "num_rows": 32, "evaluate": False, "gradient_accumulation_steps": 1}
@@ -83,7 +83,7 @@ def _with_balancing_loss(outputs, labels, num_items_in_batch=None):
     return losses / num_items_in_batch + outputs.aux_loss
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_balancing_loss_in_a_loss_function_equals_data_parallel_ranks():
     options = {**OPTIONS, "num_rows": 32, "evaluate": False, "gradient_accumulation_steps": 1}
     options["trainer_arguments"] = {"compute_loss_func": _with_balancing_loss}
@@ -92,7 +92,7 @@ def test_balancing_loss_in_a_loss_function_equals_data_parallel_ranks():
         assert_equal_training(run, expected)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_balancing_loss_of_dpo_equals_one_process():
     pytest.importorskip("trl")
     expected = _train_dpo(None)

@@ -130,7 +130,7 @@ def _layouts(size):
     return {layout: _train(config, collator=packed) for layout, config in configs.items()}
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_layout_drops_the_same(size):
     expected = _train({}, collator=packed)
@@ -139,7 +139,7 @@ def test_every_layout_drops_the_same(size):
             assert_equal_training(run, expected)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("config", [{}, {"tiled_mlp": True, "tile_tokens": 3}])
 @pytest.mark.parametrize("make_model", [_gpt2, _llama, _phi])
@@ -152,7 +152,7 @@ def test_what_is_computed_again_drops_the_same(make_model, config, reentrant):
         assert_equal_training(run, expected)
 
 
-@pytest.mark.parametrize("engine", ["DDP", *(pytest.param(e, marks=pytest.mark.matrix) for e in ("FSDP2", "ZeRO-3"))])
+@pytest.mark.parametrize("engine", ["DDP", *(pytest.param(e, marks=pytest.mark.long) for e in ("FSDP2", "ZeRO-3"))])
 def test_data_parallel_ranks_drop_by_the_row_of_the_step(engine):
     """2 x 2: each pair of ranks has one of the two rows that one process has in a batch."""
     if engine == "ZeRO-3":
@@ -163,7 +163,7 @@ def test_data_parallel_ranks_drop_by_the_row_of_the_step(engine):
         assert_equal_training(run, expected)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_a_loss_of_full_sequences_drops_the_same():
     expected = _train({}, trainer_class=LastThird)
     for run in run_ranks(2, _train, {"context_parallel_size": 2}, trainer_class=LastThird):
@@ -176,7 +176,7 @@ def _resumed(config, folder):
     return whole, again
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_resumed_run_drops_the_same_bit_for_bit(size, tmp_path):
     config = {"context_parallel_size": size}
     for whole, again in run_ranks(2, _resumed, config, str(tmp_path)) if size > 1 else [_resumed({}, str(tmp_path))]:
@@ -225,7 +225,7 @@ def _trained(make_model):
     return make_model().train()
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_neftune_outside_of_training_steps_is_transformers():
     trainer = make_trainer(model=tiny_model().train(), neftune_noise_alpha=5.0)
     model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)

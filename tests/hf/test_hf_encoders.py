@@ -112,18 +112,18 @@ def test_encoders_equal_one_process():
     _check(CASES, _reference())
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "balanced", "per_document"])
 def test_encoders_in_every_layout_equal_one_process(layout):
     _check(CASES, _reference(), layout=layout)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_more_encoders_equal_one_process():
     _check(LONG, _train_all(None, _plain(LONG)))
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_two_groups_equal_two_ranks_without():
     cases = {**CASES, **LONG}
     _check(cases, run_ranks(2, _train_all, None, _plain(cases), timeout=100.0)[0], world_size=4)

@@ -48,11 +48,11 @@ def _train_on_mesh(config, mesh, **options):
 @pytest.mark.parametrize(
     ("world_size", "mesh"),
     [
-        (4, {"dp_shard_size": 2, "cp_size": 2}),
         (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
-        pytest.param(2, {"cp_size": 2}, marks=pytest.mark.matrix),  # test_mesh_of_accelerate_launch has it too
-        pytest.param(2, {"dp_shard_size": 2}, marks=pytest.mark.matrix),
-        pytest.param(8, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.matrix),
+        pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"cp_size": 2}, marks=pytest.mark.long),  # test_mesh_of_accelerate_launch has it too
+        pytest.param(2, {"dp_shard_size": 2}, marks=pytest.mark.long),
+        pytest.param(8, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -102,7 +102,7 @@ def test_engine_is_the_one_asked_for(engine, wrapper):
         assert wrapper in classes
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_checkpointing_of_fsdp2_equals_one_process():
     fsdp_config = {"version": 2, "activation_checkpointing": True, "reshard_after_forward": False}
     runs = run_ranks(2, train, SIZE_TWO, engine="FSDP2", evaluate=False, fsdp_config=fsdp_config)
@@ -142,7 +142,7 @@ def _without_flops(run: Run) -> Run:
     return dataclasses.replace(run, total_flos=_reference().total_flos)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ZeRO-1", marks=pytest.mark.matrix), "ZeRO-3"])
+@pytest.mark.parametrize("engine", [pytest.param("ZeRO-1", marks=pytest.mark.long), "ZeRO-3"])
 def test_zero_evaluates_and_predicts_as_one_process(engine):
     needs_deepspeed()
     _assert_equal([_without_flops(run) for run in run_ranks(2, train, SIZE_TWO, engine=engine)])
@@ -231,7 +231,7 @@ def _train_ulysses(config):
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_deepspeeds_own_sequence_parallelism_keeps_its_numbers():
     """Bit for bit with context parallelism enabled beside it; tiles work under it. Its group is made once a process."""
     needs_deepspeed()

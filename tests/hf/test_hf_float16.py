@@ -76,7 +76,7 @@ def test_step_with_an_inf_is_skipped_on_all_ranks():
         assert_equal_training(run, expected)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_float16_is_as_close_to_float32_as_one_process():
     """Under autocast activations have 11 significant bits: a sum of rounded terms is off by 2^-12 of them, on one rank
     and on two. The weights and their gradients stay float32."""

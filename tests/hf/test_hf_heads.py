@@ -36,7 +36,7 @@ def reference(kv_heads: int) -> Run:
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(ranks, scheme) for ranks in SCHEMES for scheme in SCHEMES[ranks]])
-@pytest.mark.parametrize("kv_heads", [3, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kv_heads", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_three_heads_equal_one_process(ranks: int, scheme: str, kv_heads: int) -> None:
     config = {"context_parallel_size": ranks, "context_parallel_scheme": scheme}
     for each in run_ranks(ranks, run, config, kv_heads, collator=packed):

@@ -31,7 +31,7 @@ FAMILIES = {  # by mechanism
 }
 ALL = [family for families in FAMILIES.values() for family in families]
 FIRST = [families[0] for families in FAMILIES.values()]
-OPTIONS: dict[str, Any] = {"max_steps": 5, "evaluate": False, "learning_rate": 0.01, "num_rows": 40}
+OPTIONS: dict[str, Any] = {"max_steps": 3, "evaluate": False, "learning_rate": 0.01, "num_rows": 24}
 
 
 def hybrid(family: str) -> nn.Module:
@@ -63,7 +63,7 @@ def alone(family: str, rows_of_a_batch: int = 2) -> Run:
 
 def cells(quick: list[tuple[str, int, str]]) -> list[Any]:
     every = [(f, w, layout) for f in ALL for w in (2, 3, 4) for layout in ("contiguous", "zigzag")]
-    return [pytest.param(*cell, marks=() if cell in quick else pytest.mark.matrix) for cell in every]
+    return [pytest.param(*cell, marks=() if cell in quick else pytest.mark.long) for cell in every]
 
 
 QUICK = [
@@ -83,7 +83,7 @@ def test_packed_documents_on_ranks_train_as_each_alone(family: str, world_size: 
         assert_equal_training(of_rank, alone(family))
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("family", ALL)
 def test_in_the_heads_scheme_packed_documents_train_as_each_alone(family: str) -> None:
     config = {"context_parallel_size": 2, "layout": "zigzag", "context_parallel_scheme": "ulysses"}
@@ -91,7 +91,7 @@ def test_in_the_heads_scheme_packed_documents_train_as_each_alone(family: str) -
         assert_equal_training(of_rank, alone(family))
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.matrix) for f in ALL])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.long) for f in ALL])
 def test_two_groups_of_two_train_as_one_process(family: str) -> None:
     """On padded rows, with activation checkpointing."""
     config = {"context_parallel_size": 2, "layout": "zigzag"}
@@ -100,7 +100,7 @@ def test_two_groups_of_two_train_as_one_process(family: str) -> None:
         assert_equal_training(of_rank, alone(family))
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK_ALONE else pytest.mark.matrix) for f in ALL])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in QUICK_ALONE else pytest.mark.long) for f in ALL])
 def test_packing_in_one_process_trains_as_each_document_alone(family: str) -> None:
     expected = alone(family)
     assert_equal_training(run(family, {"context_parallel_size": 1}, collator=packed), expected)
@@ -117,7 +117,7 @@ def test_a_model_whose_masks_know_no_positions_attends_through_ringtile_in_one_p
     assert_equal_training(run(family, config, **padded), run(family, None, **padded))
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("family", FIRST)
 def test_autocast_to_bfloat16_does_not_depend_on_the_ranks(family: str) -> None:
     """Losses of one forward, to a unit of bfloat16: products are rounded alike, and states are in float32."""
@@ -225,7 +225,7 @@ def test_compilation_and_unknown_mixers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["recurrent_gemma", *(pytest.param(f, marks=pytest.mark.matrix) for f in ("rwkv", "xlstm"))]
+    "family", ["recurrent_gemma", *(pytest.param(f, marks=pytest.mark.long) for f in ("rwkv", "xlstm"))]
 )
 def test_an_unknown_recurrence_trains_on_rows_of_one_document_alone(family: str) -> None:
     options = {"max_steps": 2, "collator": Padded()}
@@ -254,7 +254,7 @@ WRAPPED = {  # the layers that FSDP2 must be told of: a text model has no vision
     [
         pytest.param(
             *(family, engine, collator),
-            marks=() if (family, engine, collator) == ("qwen3_next", "FSDP2", packed) else pytest.mark.matrix,
+            marks=() if (family, engine, collator) == ("qwen3_next", "FSDP2", packed) else pytest.mark.long,
         )
         for family in ALL
         for engine in ("FSDP2", "ZeRO-3")

@@ -48,7 +48,7 @@ def _train_all(config, **options):
     return [train(config, family=family, **{**OPTIONS, **options}) for family in FAMILIES]
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_families_train_as_one_process_for_each_group(world_size):
     """Five steps on packed rows. Of two groups, each row has a balancing loss of its own, as on two ranks without."""

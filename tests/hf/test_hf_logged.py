@@ -45,7 +45,6 @@ CASES = [
     (ORPO, {"model": "qwen3-moe"}),
     (REWARD, {}),
 ]
-IN_EVERY_RUN = [(SFT, {"model": "qwen3-moe"}), (KTO, {})]  # the others in `make test-all`
 
 
 def _accuracy(prediction):
@@ -132,14 +131,14 @@ def _assert_equal(got, expected):
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def _cases(in_every_run):
+def _cases(*in_every_run):
     for name, options in CASES:
-        marks = () if (name, options) in in_every_run else (pytest.mark.matrix,)
+        marks = () if (name, options) in in_every_run else (pytest.mark.long,)
         label = "-".join([name.rpartition(".")[2], *map(str, options.values())])
         yield pytest.param(name, options, marks=marks, id=label)
 
 
-@pytest.mark.parametrize(("name", "options"), _cases(IN_EVERY_RUN))
+@pytest.mark.parametrize(("name", "options"), _cases((KTO, {})))
 def test_two_ranks_log_the_numbers_of_one_process(name, options):
     pytest.importorskip(name.split(".")[0])
     expected = _log_of(None, name, options)
@@ -148,7 +147,7 @@ def test_two_ranks_log_the_numbers_of_one_process(name, options):
         _assert_equal(got, expected)
 
 
-@pytest.mark.parametrize(("name", "options"), _cases(IN_EVERY_RUN[1:]))
+@pytest.mark.parametrize(("name", "options"), _cases((SFT, {"model": "qwen3-moe"})))
 def test_two_groups_log_the_numbers_of_two_ranks(name, options):
     pytest.importorskip(name.split(".")[0])
     expected = run_ranks(2, _log_of, None, name, options)[0]
@@ -185,7 +184,7 @@ def _evaluate_with_precomputed(config, name, folder):
         ringtile.restore(trainer)
 
 
-@pytest.mark.parametrize("name", [DPO, pytest.param(KTO, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", [DPO, pytest.param(KTO, marks=pytest.mark.long)])
 def test_precomputed_references_are_those_of_their_rows(name, tmp_path):
     pytest.importorskip("trl")
     for folder in ("one", "two"):

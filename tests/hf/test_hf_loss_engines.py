@@ -95,7 +95,7 @@ def trained_without_tiles() -> list[Run]:
 
 
 @pytest.mark.parametrize(
-    "engine", ["FSDP2", "ZeRO-3", *(pytest.param(e, marks=pytest.mark.matrix) for e in ("DDP", "ZeRO-1", "ZeRO-2"))]
+    "engine", ["FSDP2", "ZeRO-3", *(pytest.param(e, marks=pytest.mark.long) for e in ("DDP", "ZeRO-1", "ZeRO-2"))]
 )
 def test_training_equals_training_without_tiles(engine) -> None:
     """Three steps of SGD in float32, two rows a rank: weights equal to 1e-6 of the largest."""

@@ -54,7 +54,7 @@ class SumOverItems(Trainer):
 
 
 @pytest.mark.parametrize(
-    "trainer_class", [LastThird, *(pytest.param(c, marks=pytest.mark.matrix) for c in (TwiceTheLoss, SumOverItems))]
+    "trainer_class", [LastThird, *(pytest.param(c, marks=pytest.mark.long) for c in (TwiceTheLoss, SumOverItems))]
 )
 def test_custom_compute_loss_sees_unsharded_sequences(trainer_class):
     options = {"trainer_class": trainer_class}
@@ -77,8 +77,11 @@ class MeanPerBatch(Trainer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"label_smoothing_factor": 0.1},
-        *(pytest.param(o, marks=pytest.mark.matrix) for o in ({}, {"average_tokens_across_devices": False})),
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.long)
+            for options in ({"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False})
+        ),
     ],
 )
 def test_mean_of_means_equals_one_process(options):
@@ -89,7 +92,7 @@ def test_mean_of_means_equals_one_process(options):
         assert run.eval_loss == pytest.approx(expected.eval_loss, rel=TOLERANCE)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_mean_of_means_of_two_groups_equals_two_ranks():
     expected = run_ranks(2, train, None, trainer_class=MeanPerBatch)[0]
     for run in run_ranks(4, train, CONFIG, trainer_class=MeanPerBatch):
@@ -134,12 +137,12 @@ def _train_squared(config, **options):
     return train(config, evaluate=False, **options)
 
 
-@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_compute_loss_func_sees_unsharded_sequences(average):
     _assert_equal(_train_squared, average_tokens_across_devices=average)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_compute_loss_func_of_one_batch_equals_one_process():
     _assert_equal(_train_squared, trainer_arguments={"compute_loss_func": _mean})
 
@@ -160,7 +163,7 @@ def _train_bart(config):
     return _train_squared(config, model=model.train())
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_compute_loss_func_serves_a_model_that_would_shift_labels_itself():
     _assert_equal(_train_bart)
 
@@ -194,7 +197,7 @@ class HiddenStates(Trainer):
         return sum(hidden[:, 3].square().mean() for hidden in outputs.hidden_states)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_hidden_states_are_unsharded():
     _assert_equal(train, trainer_class=HiddenStates, evaluate=False, learning_rate=0.01)
 
@@ -222,11 +225,11 @@ def _train_sft(config, **options):
 
 
 SFT = [
-    {"packing": True, "packing_strategy": "bfd", "max_length": 48},
     {"padding_free": True, "max_length": None},
     {"loss_type": "dft"},
 ]
 MORE_SFT = [
+    {"packing": True, "packing_strategy": "bfd", "max_length": 48},  # test_hf_matrix.py packs in every run
     {"packing": True, "packing_strategy": "bfd_split", "max_length": 16},
     {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
     {"label_smoothing_factor": 0.1},
@@ -236,7 +239,7 @@ MORE_SFT = [
 
 @pytest.mark.parametrize(
     "options",
-    [*SFT, *(pytest.param(options, marks=pytest.mark.matrix) for options in MORE_SFT)],
+    [*SFT, *(pytest.param(options, marks=pytest.mark.long) for options in MORE_SFT)],
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_sft_equals_one_process(options):
@@ -253,7 +256,7 @@ def _train_completions(config):
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_sft_on_completions_equals_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_completions)
@@ -276,7 +279,7 @@ DPO = [
     "options",
     [
         {"loss_type": ["ipo", "sft"], "loss_weights": [0.7, 0.3]},
-        *(pytest.param(options, marks=pytest.mark.matrix) for options in DPO),
+        *(pytest.param(options, marks=pytest.mark.long) for options in DPO),
     ],
     ids=lambda options: "-".join(options["loss_type"]),
 )
@@ -291,7 +294,7 @@ def _train_dpo_lora(config, engine="DDP"):
 
 
 @pytest.mark.parametrize(
-    "engine", ["DDP", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("FSDP2", "ZeRO-2"))]
+    "engine", ["DDP", *(pytest.param(name, marks=pytest.mark.long) for name in ("FSDP2", "ZeRO-2"))]
 )
 def test_dpo_with_lora_equals_one_process(engine):
     pytest.importorskip("trl")
@@ -314,15 +317,14 @@ def _train_kto(config, **options):
     return _train_trl("KTOTrainer", config, trainer_arguments=data, max_steps=2, **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"loss_type": "apo_zero_unpaired", "desirable_weight": 2.0}, marks=pytest.mark.matrix)]
-)
+@pytest.mark.long  # test_hf_logged.py trains KTO in every run
+@pytest.mark.parametrize("options", [{}, {"loss_type": "apo_zero_unpaired", "desirable_weight": 2.0}])
 def test_kto_equals_one_process(options):
     pytest.importorskip("trl")
     _assert_equal(_train_kto, per_device_train_batch_size=4, **options)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_kto_of_two_groups_equals_two_ranks():
     pytest.importorskip("trl")
     expected = run_ranks(2, _train_kto, None)[0]
@@ -340,7 +342,7 @@ def test_orpo_equals_one_process():
     _assert_equal(_train_orpo)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_orpo_of_two_groups_equals_two_ranks():
     pytest.importorskip("trl")
     _assert_equal(_train_orpo, world_size=4, expected=run_ranks(2, _train_orpo, None)[0])
@@ -354,13 +356,13 @@ def _train_reward(config, engine="DDP", **options):
     return _train_trl("RewardTrainer", config, model=model, max_steps=2, num_rows=16, engine=engine, **options)
 
 
-@pytest.mark.parametrize("engine", ["DDP", pytest.param("FSDP2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("engine", ["DDP", pytest.param("FSDP2", marks=pytest.mark.long)])
 def test_reward_model_equals_one_process(engine):
     pytest.importorskip("trl")
     _assert_equal(_train_reward, expected=_train_reward(None), engine=engine)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_centered_rewards_equal_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_reward, center_rewards_coefficient=0.1)
@@ -373,6 +375,7 @@ def _train_margins(config):
     return _train_reward(config, trainer_arguments={"train_dataset": datasets.Dataset.from_list(rows)})
 
 
+@pytest.mark.long
 def test_rewards_with_margins_equal_one_process():
     pytest.importorskip("trl")
     _assert_equal(_train_margins)
@@ -394,7 +397,7 @@ def _evaluate(config):
     return losses
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_preferences_evaluate_as_one_process():
     pytest.importorskip("trl")
     expected = _evaluate(None)

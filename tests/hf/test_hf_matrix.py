@@ -1,7 +1,7 @@
 """Trainers x engines x meshes x weights x ways to train: every cell has the losses and weights of one process.
 
-pytest tests/hf/test_hf_matrix.py                           16 cells, in which every pair of choices occurs
-pytest tests/hf/test_hf_matrix.py -m "matrix or not matrix" all 128
+pytest tests/hf/test_hf_matrix.py                       8 cells, in which every pair of choices occurs
+pytest tests/hf/test_hf_matrix.py -m "long or not long" all 256
 """
 
 import functools
@@ -12,70 +12,69 @@ from hf_engines import needs_deepspeed
 from hf_training import Run, assert_equal_training, packed, train
 from pool import run_ranks
 
-TRAINERS = ("Trainer", "SFTTrainer")
-ENGINES = ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3")
+CHOICES = {
+    "engine": ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"),
+    "trainer": ("Trainer", "SFTTrainer"),
+    "world": ("cp2", "dp2 x cp2"),
+    "weights": ("full", "LoRA"),
+    "activations": ("kept", "checkpointing"),
+    "batches": ("one", "accumulation"),
+    "rows": ("padded", "packing"),
+}
 WORLDS = {"cp2": 2, "dp2 x cp2": 4}
-WEIGHTS = ("full", "LoRA")
-WAYS = ("plain", "checkpointing", "accumulation", "packing")
+ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111)  # none is another's complement
 
 
-def _options(trainer: str, weights: str, way: str) -> dict:
+def _options(trainer: str, weights: str, activations: str, batches: str, rows: str) -> dict:
     """What `hf_training.train` is given, apart from the engine and the number of rows of a batch."""
-    options = {"num_rows": 48, "max_steps": 3, "gradient_accumulation_steps": 1, "evaluate": False}
+    options = {"num_rows": 128, "max_steps": 2, "gradient_accumulation_steps": 1, "evaluate": False}
     if trainer == "SFTTrainer":
         import trl
 
         options["trainer_class"] = trl.SFTTrainer
-    if way == "checkpointing":
+    if activations == "checkpointing":
         options["gradient_checkpointing"] = True
-    elif way == "accumulation":
+    if batches == "accumulation":
         options["gradient_accumulation_steps"] = 4
-    elif way == "packing":
+    if rows == "packing":
         options |= {"packing": True, "max_length": 48} if trainer == "SFTTrainer" else {"collator": packed}
     return options | {"lora": weights == "LoRA"}
 
 
 @functools.cache
-def _reference(trainer: str, weights: str, way: str, rows_of_a_batch: int) -> Run:
+def _reference(rows_of_a_batch: int, *choices: str) -> Run:
     """The same in one process without ringtile, on the batches of all data-parallel groups at once."""
-    return train(None, per_device_train_batch_size=rows_of_a_batch, **_options(trainer, weights, way))
+    return train(None, per_device_train_batch_size=rows_of_a_batch, **_options(*choices))
 
 
-CHOICES = (TRAINERS, ENGINES, WORLDS, WEIGHTS, WAYS)
-
-
-def _in_every_run(trainer: int, engine: int, world: int, weights: int, way: int) -> bool:
-    """A cell for each engine and way, given by the numbers of its choices: an orthogonal array over their bits."""
-    low, high = (engine ^ way) & 1, (engine ^ way) >> 1
-    return (trainer, world, weights) == (low, high, low ^ high)
+def _in_every_run(engine: int, *others: int) -> bool:
+    """Two cells for each engine, which differ in all other choices."""
+    first = tuple(order >> engine & 1 for order in ORDERS)
+    return others in (first, tuple(1 - choice for choice in first))
 
 
 def test_cells_of_every_run_hold_every_pair():
-    cells = [
-        numbers
-        for numbers in itertools.product(*(range(len(choices)) for choices in CHOICES))
-        if _in_every_run(*numbers)
-    ]
-    for i, j in itertools.combinations(range(len(CHOICES)), 2):
-        assert len({(cell[i], cell[j]) for cell in cells}) == len(CHOICES[i]) * len(CHOICES[j])
+    sizes = [len(values) for values in CHOICES.values()]
+    cells = [numbers for numbers in itertools.product(*map(range, sizes)) if _in_every_run(*numbers)]
+    for i, j in itertools.combinations(range(len(sizes)), 2):
+        assert len({(cell[i], cell[j]) for cell in cells}) == sizes[i] * sizes[j]
 
 
 def _cells():
-    for numbers in itertools.product(*(range(len(choices)) for choices in CHOICES)):
-        values = [list(choices)[number] for choices, number in zip(CHOICES, numbers, strict=True)]
-        marks = () if _in_every_run(*numbers) else (pytest.mark.matrix,)
-        yield pytest.param(*values, marks=marks, id="-".join(values))
+    for cell in itertools.product(*map(enumerate, CHOICES.values())):
+        numbers, values = zip(*cell, strict=True)
+        yield pytest.param(*values, marks=() if _in_every_run(*numbers) else (pytest.mark.long,), id="-".join(values))
 
 
-@pytest.mark.parametrize(("trainer", "engine", "world", "weights", "way"), _cells())
-def test_cell_equals_one_process(trainer, engine, world, weights, way):
+@pytest.mark.parametrize(list(CHOICES), _cells())
+def test_cell_equals_one_process(engine, trainer, world, weights, activations, batches, rows):
     if trainer == "SFTTrainer":
         pytest.importorskip("trl")
     if weights == "LoRA":
         pytest.importorskip("peft")
     if engine.startswith("ZeRO"):
         needs_deepspeed()
-    expected = _reference(trainer, weights, way, WORLDS[world])
-    config, options = {"context_parallel_size": 2}, _options(trainer, weights, way)
-    for run in run_ranks(WORLDS[world], train, config, engine=engine, **options):
+    choices = (trainer, weights, activations, batches, rows)
+    expected = _reference(WORLDS[world], *choices)
+    for run in run_ranks(WORLDS[world], train, {"context_parallel_size": 2}, engine=engine, **_options(*choices)):
         assert_equal_training(run, expected)

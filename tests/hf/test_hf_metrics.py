@@ -150,7 +150,7 @@ def reported(folder: str, to: str, **variables: str) -> None:
             importlib.import_module("wandb").finish()  # a rank of a test ends too abruptly
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_tensorboard_gets_them(tmp_path: pathlib.Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_ranks(2, reported, str(tmp_path), "tensorboard", TENSORBOARD_LOGGING_DIR=str(tmp_path / "events"))
@@ -160,7 +160,7 @@ def test_tensorboard_gets_them(tmp_path: pathlib.Path) -> None:
         assert len(events.Scalars(f"train/{key}")) == 4, key
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_wandb_gets_them_offline(tmp_path: pathlib.Path) -> None:
     """Rank 0 writes a run, which holds the names as they are."""
     pytest.importorskip("wandb")

@@ -49,7 +49,7 @@ def _quiet() -> None:
 @pytest.mark.parametrize(
     ("model_type", "names"),
     [
-        pytest.param(model_type, names, marks=[pytest.mark.matrix] * (i > 1))
+        pytest.param(model_type, names, marks=[pytest.mark.long] * (i > 1))
         for names, types in FOUND.items()
         for i, model_type in enumerate(types.split())
     ],
@@ -208,7 +208,7 @@ def test_a_router_may_write_jitter_into_its_input() -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("use_original_mlp", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("use_original_mlp", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_compiled_model_has_the_same_gradients(use_original_mlp) -> None:
     model = double_model("llama")
     logits, expected = logits_and_gradients(model)

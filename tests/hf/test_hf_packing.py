@@ -86,7 +86,7 @@ FAMILIES = ["internvl", "llava", "kimi_k25", "aya_vision", "cohere2_vision", "qw
 @pytest.mark.parametrize(
     ("family", "world_size"),
     [
-        pytest.param(family, world_size, marks=() if (family, world_size) in QUICK else pytest.mark.matrix)
+        pytest.param(family, world_size, marks=() if (family, world_size) in QUICK else pytest.mark.long)
         for family in FAMILIES
         for world_size in (1, 2)
     ],
@@ -103,7 +103,7 @@ def test_documents_that_transformers_alone_joins_stay_apart_and_the_log_says_so(
     [
         *[("qwen2_vl", 4, 2), ("qwen2_vl", 3, 2), ("qwen2_vl", 3, 1)],
         *[
-            pytest.param(family, count, world_size, marks=pytest.mark.matrix)
+            pytest.param(family, count, world_size, marks=pytest.mark.long)
             for family in ("glm4v", "qwen2_5_vl", "ernie4_5_vl_moe")
             for count in (3, 4)
             for world_size in (1, 2)

@@ -35,7 +35,7 @@ LONG = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("trial", [*KILLS, *(pytest.param(trial, marks=pytest.mark.matrix) for trial in LONG)], ids=str)
+@pytest.mark.parametrize("trial", [*KILLS, *(pytest.param(trial, marks=pytest.mark.long) for trial in LONG)], ids=str)
 def test_lost_rank_is_named_by_all_others(trial):
     counts = Counts()
     run(trial, counts)
@@ -51,7 +51,7 @@ def _rank_1_dies_while_saving():
     original, Trainer._save_checkpoint = Trainer._save_checkpoint, save
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_train_says_who_was_lost(size, tmp_path):
     """Without context parallelism too."""
     training = {**TRAINING, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}

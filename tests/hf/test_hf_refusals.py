@@ -117,7 +117,7 @@ def _slice_over_half_of_the_ranks(folder):
     return str(raised.value)
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_tensor_parallelism_takes_every_rank(tmp_path):
     """Why it is refused: of four ranks, transformers cannot make two groups of two."""
     tiny_model().save_pretrained(tmp_path)

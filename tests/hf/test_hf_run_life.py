@@ -33,7 +33,7 @@ def _reference(**options) -> Run:
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4, "max_grad_norm": 0.5}
 
 
-@pytest.mark.parametrize("scheduler", [pytest.param("linear", marks=pytest.mark.matrix), "cosine"])
+@pytest.mark.parametrize("scheduler", [pytest.param("linear", marks=pytest.mark.long), "cosine"])
 def test_epochs_with_uneven_batches_equal_one_process(scheduler):
     options = {**EPOCHS, "lr_scheduler_type": scheduler}
     for run in run_ranks(2, train, CONFIG, **options):
@@ -69,10 +69,10 @@ TILES = ("_TiledForward.__call__", "_head_forward", "tiled_linear_cross_entropy"
 @pytest.mark.parametrize(
     ("backend", "config", "breaks"),
     [
-        pytest.param("aot_eager", CONFIG, (), marks=pytest.mark.matrix),
-        pytest.param("aot_eager", TILED, TILES, marks=pytest.mark.matrix),
-        pytest.param("inductor", CONFIG, (), marks=pytest.mark.matrix),
-        pytest.param("inductor", TILED, TILES, marks=pytest.mark.matrix),
+        pytest.param("aot_eager", CONFIG, (), marks=pytest.mark.long),
+        pytest.param("aot_eager", TILED, TILES, marks=pytest.mark.long),
+        pytest.param("inductor", CONFIG, (), marks=pytest.mark.long),
+        pytest.param("inductor", TILED, TILES, marks=pytest.mark.long),
     ],
 )
 def test_compiled_model_equals_one_process(backend, config, breaks):
@@ -184,7 +184,7 @@ def _live(config, folder, engine, crash, resume=None):
     )
 
 
-@pytest.mark.parametrize("engine", [pytest.param("DDP", marks=pytest.mark.matrix), "FSDP2"])
+@pytest.mark.parametrize("engine", [pytest.param("DDP", marks=pytest.mark.long), "FSDP2"])
 def test_resume_after_a_kill_is_bitwise_the_uninterrupted_run(engine, tmp_path):
     expected = run_ranks(2, _live, CONFIG, tmp_path / "whole", engine, crash=False)
     doomed = Pool(2)
@@ -221,7 +221,7 @@ SHORT = (("DDP", 2, 2), ("DDP", 1, 1))
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        pytest.param(saved, resumed, marks=() if (saved, resumed) == SHORT else pytest.mark.matrix)
+        pytest.param(saved, resumed, marks=() if (saved, resumed) == SHORT else pytest.mark.long)
         for saved in WORLDS
         for resumed in WORLDS
         if saved != resumed and (saved[0] == resumed[0])

@@ -37,7 +37,7 @@ def test_stream_equals_one_process(make_stream, tmp_path):
         assert_equal_training(run, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("make_stream", [_of_torch, _of_datasets])
 def test_resumed_stream_is_bitwise_the_uninterrupted_run(make_stream, world_size, tmp_path):
     """Of 2 ranks, and of two groups of 2 ranks, each of which reads its share."""

@@ -59,13 +59,13 @@ CASES = {
 
 
 # Other cells hold most of what these do: "rank-without-targets" is padded on the left, "flash-kwargs" is packed, all
-# tokens are counted in most; `ringtile models` tries RoPE that grows.
-LONG = ("left", "packed", "all-counted", "own-token-average", "evaluated-first", "dynamic-rope")
+# tokens are counted in most; `ringtile models` tries RoPE that grows; test_hf_streams.py has iterable data.
+LONG = ("left", "packed", "all-counted", "own-token-average", "evaluated-first", "dynamic-rope", "iterable")
 
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.matrix] * (name in LONG)) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=[pytest.mark.long] * (name in LONG)) for name, case in CASES.items()],
 )
 def test_two_ranks_equal_one_process(layout, options):
     expected = _reference(**options)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-LAYERS, E, V = 4, 64, 320
+LAYERS, E, V = 3, 64, 320
 _TINY: dict[str, Any] = {
     **{"hidden_size": E, "intermediate_size": 96, "num_hidden_layers": LAYERS, "vocab_size": V, "head_dim": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
@@ -160,7 +160,7 @@ def test_offload_leaves_two_hidden_states_on_the_device() -> None:
 
 
 def test_a_step_leaves_nothing_behind() -> None:
-    with TrainingStep(Setup(config_of(), devices=2, engine="fsdp2")) as step:
+    with TrainingStep(Setup(config_of(num_hidden_layers=1), devices=2, engine="fsdp2")) as step:
         first = step.run(64)
         again = step.run(128), step.run(64)
     assert first.parts == again[1].parts
@@ -196,7 +196,7 @@ def test_memory_that_no_sequence_fits_names_the_largest_part() -> None:
 
 
 def test_each_switch_that_is_off_is_tried() -> None:
-    setup = Setup(config_of(vocab_size=8192), devices=2, engine="ddp")
+    setup = Setup(config_of(vocab_size=8192, num_hidden_layers=1), devices=2, engine="ddp")
     saved = {switch.key: switch.total for switch in switches(setup, 512)}
     assert {key.split(":")[0] for key in saved} == {
         *("gradient_checkpointing", "tiled_loss", "tiled_mlp", "context_parallel_size"),
@@ -224,7 +224,7 @@ def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(config_of().to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(num_hidden_layers=1).to_dict()))
     return str(tmp_path)
 
 
@@ -293,7 +293,7 @@ def _keys_and_values() -> Iterator[Any]:
     in_every_run = [("_attn_implementation", "someone/kernel"), ("_experts_implementation", "spiral")]
     for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):
         for value in ("someone/kernel", "flash_attention_2", "spiral", ["x"], {"": "someone/kernel"}):
-            marks = () if (key, value) in in_every_run else (pytest.mark.matrix,)
+            marks = () if (key, value) in in_every_run else (pytest.mark.long,)
             yield pytest.param(key, value, marks=marks)
 
 
@@ -308,7 +308,7 @@ def test_configuration_loads_no_kernel_of_a_hub(
 
     monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", load)
     monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", load, raising=False)
-    (tmp_path / "config.json").write_text(json.dumps({**config_of().to_dict(), key: value}))
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(num_hidden_layers=1).to_dict(), key: value}))
     assert main(["plan", "--model", str(tmp_path), "--seq-len", "64", "--no-switches"]) == 0
 
 

@@ -67,7 +67,7 @@ QUICK += [
     ("selective", "zigzag", 3, "two rows", torch.float32),
 ]
 CELLS = [
-    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.matrix)
+    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.long)
     for cell in itertools.product(
         NAMES,
         ("contiguous", "zigzag", "striped", "uneven", "many", "one rank"),
@@ -114,7 +114,7 @@ def test_three_ranks_pass_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
 
 
-@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
     """Another second document of three: no bit of the others' outputs and gradients changes. There is no decay."""
@@ -159,7 +159,7 @@ def sent(name: str, scheme: str, seq_len: int, layout: Layout, mask: IntervalMas
     ("name", "seq_len"),
     [
         *((name, 64) for name in NAMES),
-        *(pytest.param(name, n, marks=pytest.mark.matrix) for name in NAMES for n in (1024, 4096, 16384)),
+        *(pytest.param(name, n, marks=pytest.mark.long) for name in NAMES for n in (1024, 4096, 16384)),
     ],
 )
 def test_bytes_are_as_planned(name: str, seq_len: int) -> None:

@@ -172,7 +172,7 @@ QUICK += [("many", "two rows", 0.0), ("zigzag", "padded", 0.0)]
 
 
 CELLS = [  # name, layout, rows, decay: none in growing states, some, strong
-    pytest.param(*cell, marks=() if cell[1:] in QUICK else pytest.mark.matrix)
+    pytest.param(*cell, marks=() if cell[1:] in QUICK else pytest.mark.long)
     for cell in itertools.product(CASES, LAYOUTS, ROWS, (0.0, 0.5, 300.0))
     if cell[0] != "conv" or cell[3] == 0.0
 ]
@@ -261,7 +261,7 @@ def test_three_ranks_pass_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["zigzag", *(pytest.param(n, marks=pytest.mark.matrix) for n in ("contiguous", "many"))]
+    "layout", ["zigzag", *(pytest.param(n, marks=pytest.mark.long) for n in ("contiguous", "many"))]
 )
 @pytest.mark.parametrize("name", CASES)
 def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
@@ -289,7 +289,7 @@ def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
     ("name", "lengths"),
     [
         *((name, (64, 512)) for name in CASES),
-        *(pytest.param(name, (1024, 4096, 16384), marks=pytest.mark.matrix) for name in CASES),
+        *(pytest.param(name, (1024, 4096, 16384), marks=pytest.mark.long) for name in CASES),
     ],
 )
 def test_bytes_are_as_planned_and_do_not_depend_on_the_length(name: str, lengths: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LayoutError, ops
 from ringtile.sequence.balance import TOLERANCE
@@ -84,7 +84,6 @@ def test_trades_cost_fewer_keys_than_dealing_chunks_around() -> None:
         assert travelling(mask, layout) < travelling(mask, dealt)
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 60), st.data())
 def test_any_mask_gets_a_partition(world_size: int, chunk: int, extra: int, data: st.DataObject) -> None:
     """Layout checks that it is one; chunk counts differ by at most one, and the work is never above contiguous's."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError, LayoutError, RingMismatch
@@ -122,7 +122,6 @@ def gather_and_differentiate(
 
 
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(-3, 2), st.sampled_from(DTYPES), st.data())
-@settings(max_examples=30)
 def test_unshard_puts_the_pieces_back(
     world_size: int, extra: int, dim: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:

@@ -116,7 +116,7 @@ def _wrapped_cells():
     places = (("llama", "layer"), ("llama", "mlp"), ("mixtral", "mlp"))
     for place, use_original_mlp, checkpointed in itertools.product(places, (False, True), (False, True)):
         cell = (*place, use_original_mlp, checkpointed)
-        yield pytest.param(*cell, marks=() if cell in every_run else (pytest.mark.matrix,))
+        yield pytest.param(*cell, marks=() if cell in every_run else (pytest.mark.long,))
 
 
 @pytest.mark.parametrize(("family", "wrapped", "use_original_mlp", "checkpointed"), _wrapped_cells())
@@ -172,7 +172,7 @@ def _cells():
         engine, family, use_original_mlp = cell
         number = ENGINES.index(engine)
         of_every_run = (family == "mixtral", use_original_mlp) == (number % 2 == 1, number % 4 > 1)
-        yield pytest.param(*cell, marks=() if of_every_run else (pytest.mark.matrix,))
+        yield pytest.param(*cell, marks=() if of_every_run else (pytest.mark.long,))
 
 
 @pytest.mark.parametrize(("engine", "family", "use_original_mlp"), _cells())
@@ -199,7 +199,7 @@ def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
     assert run_ranks(2, zero3_collectives, {"tiled_mlp": True, "tile_tokens": 7}) == [one, other]
 
 
-@pytest.mark.parametrize("engine", ["FSDP2", *(pytest.param(e, marks=pytest.mark.matrix) for e in ("DDP", "ZeRO-3"))])
+@pytest.mark.parametrize("engine", ["FSDP2", *(pytest.param(e, marks=pytest.mark.long) for e in ("DDP", "ZeRO-3"))])
 def test_adapters_have_the_weights_of_one_process(engine) -> None:
     pytest.importorskip("peft")
     if engine.startswith("ZeRO"):

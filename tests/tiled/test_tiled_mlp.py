@@ -51,7 +51,7 @@ def test_output_and_gradients_equal_the_untiled_module(kind, activation, bias, u
         assert_near(ours, theirs, num_terms=22)
 
 
-@pytest.mark.parametrize("counts", [(1, 3, 16, 17, 31), pytest.param(range(1, 65), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("counts", [(1, 3, 16, 17, 31), pytest.param(range(1, 65), marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_every_number_of_tokens_and_tiles(use_original_mlp, counts) -> None:
     """Others lose gradients when torch.chunk returns fewer pieces than requested, e.g. 1000 tokens in 62 tiles."""

@@ -63,7 +63,7 @@ def assert_same(got: list[list[float]], wanted: list[float]) -> None:
         assert losses == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.matrix  # two of the meshes are in the next test too
+@pytest.mark.long  # two of the meshes are in the next test too
 @pytest.mark.parametrize(("dp", "cp", "tp"), [(2, 2, 1), (1, 2, 2), (1, 1, 1), (1, 4, 1)])
 def test_every_mesh_has_the_losses_of_one_process(single_process: list[float], dp: int, cp: int, tp: int) -> None:
     assert_same(run_ranks(dp * cp * tp, train, dp=dp, cp=cp, tp=tp), single_process)

@@ -72,7 +72,7 @@ def compiled_and_plain(way: str) -> int:
     return sum(any("ring_attention" in str(node.target) for node in graph.graph.nodes) for graph in counter.graphs)
 
 
-@pytest.mark.parametrize("way", ["context", pytest.param("style", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("way", ["context", pytest.param("style", marks=pytest.mark.long)])
 def test_a_block_compiles_whole_and_once_for_all_lengths(way: str) -> None:
     assert run_ranks(2, compiled_and_plain, way) == [1, 1]
 

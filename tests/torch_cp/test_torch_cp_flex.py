@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import dense_attention
 from pool import run_ranks
@@ -277,7 +277,6 @@ def test_block_mask_of_the_global_sequence_is_sharded_once() -> None:
 # ---- which masks are intervals ------------------------------------------------------------------
 
 
-@settings(max_examples=20)
 @given(st.integers(1, 140), st.data())
 def test_interval_masks_are_recognised_exactly(seq_len: int, data: st.DataObject) -> None:
     mask = data.draw(masks(2, seq_len))

@@ -128,7 +128,7 @@ def every_case() -> None:
             assert_within_1e_6(full, exact, (way.__name__, is_causal, layout, seq_len, heads))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_way_in_is_attention(world_size: int) -> None:
     run_ranks(world_size, every_case)
 

@@ -92,7 +92,7 @@ def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
 @pytest.mark.parametrize("mask", [DOCUMENTS, None], ids=["documents", "no mask"])
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_recurrences_in_a_block_are_over_its_sequence(world_size: int, mask: IntervalMask | None, scheme: str) -> None:
     """Documents of either direction: a recurrence is causal, as a call of attention with is_causal is."""
     ours = in_context(world_size, mask, scheme=scheme)
@@ -124,7 +124,7 @@ def compiled_on_a_rank(world_size: int) -> bool:
     return torch.allclose(out, expected_out, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_compiled_functions_break_their_graph_at_recurrences(world_size: int) -> None:
     calls = run_ranks(world_size, compiled_on_a_rank, world_size) if world_size > 1 else [compiled_on_a_rank(1)]
     assert all(calls)

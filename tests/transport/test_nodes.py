@@ -73,7 +73,7 @@ def lost() -> tuple[str, float]:
     return "nothing was lost", 0.0
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_a_link_that_goes_down_is_named_by_all_within_the_timeout(nodes: TwoNodes) -> None:
     pool = Pool(4, TIMEOUT, prepare=functools.partial(nodes.enter, ranks_per_node=2))
     try:
@@ -89,7 +89,7 @@ def test_a_link_that_goes_down_is_named_by_all_within_the_timeout(nodes: TwoNode
         assert seconds < TIMEOUT + 3, message
 
 
-@pytest.mark.matrix
+@pytest.mark.long
 def test_torchrun_on_two_nodes_trains_as_one_process(nodes: TwoNodes, tmp_path: Path) -> None:
     report, config = tmp_path / "report.json", tmp_path / "config.yaml"
     settings = yaml.safe_load((ROOT / "configs/tiny_cpu.yaml").read_text())

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_training  # noqa: F401  the server from which ranks are forked imports it too
-from pool import _context
+from pool import CONTEXT
 from torch.distributed import TCPStore
 
 from faults.counts import Counts
@@ -103,7 +103,6 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
 
     On a busy machine a rank may be silent for longer than a short timeout before any is stopped: it is tried again.
     """
-    context = _context()
     ends: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if trial.store == "agent" else None
@@ -113,7 +112,7 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
         variables = {"TORCHELASTIC_USE_AGENT_STORE": str(agent is not None), "MASTER_PORT": str(port)}
         _write_recipe(trial, Path(folder))
         ranks = [
-            context.Process(target=_rank, args=(rank, trial, folder, variables)) for rank in range(trial.world_size)
+            CONTEXT.Process(target=_rank, args=(rank, trial, folder, variables)) for rank in range(trial.world_size)
         ]
         for rank in ranks:
             rank.start()
