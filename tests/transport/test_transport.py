@@ -93,7 +93,7 @@ def test_strangers_that_say_nothing_delay_no_rank() -> None:
                 strangers[-1].close()
             return {1 - rank: hellos[1 - rank]}
 
-        return sockets.connect(rank, 2, 20.0, exchange)
+        return sockets.connect(rank, [1 - rank], 20.0, exchange)
 
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -111,7 +111,7 @@ def test_a_peer_that_does_not_connect_is_named_in_time() -> None:
     began = time.monotonic()
     hello = b'{"version": %d, "host": "", "port": 0, "token": ""}' % agreement.HEADER_VERSION
     with pytest.raises(agreement.Gone, match="it did not connect") as gone:
-        sockets.connect(0, 3, 0.5, lambda mine: dict.fromkeys((1, 2), hello))
+        sockets.connect(0, [1, 2], 0.5, lambda mine: dict.fromkeys((1, 2), hello))
     assert gone.value.peer == 1
     assert time.monotonic() - began < 5.0
 

@@ -235,10 +235,10 @@ class Headers:
         return Gone(blamed, f"rank {peer} gave up when it lost rank {blamed} ({fields['gave up']})")
 
 
-def farewell(reason: str, blamed: int, **more: HeaderValue) -> bytes:
+def farewell(reason: str, blamed: int) -> bytes:
     """HEADER_BYTES bytes in place of a header: a rank gives up, why, and whom it blames."""
     said = reason[:MAX_REASON].encode("ascii", "replace").decode()
-    text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed, **more})
+    text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
     return text.encode("ascii").ljust(HEADER_BYTES)
 
 
