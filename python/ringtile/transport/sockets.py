@@ -52,10 +52,10 @@ class SocketChannel(Channel):
         self._close = weakref.finalize(self, close_all, sockets.values())
         to_close_in_child.add(self)
 
-    def send(self, header: bytes) -> None:
-        for peer, connection in self._sockets.items():
+    def send(self, header: bytes, peers: Collection[int]) -> None:
+        for peer in peers:
             try:
-                sent = connection.send(header)
+                sent = self._sockets[peer].send(header)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
