@@ -144,7 +144,7 @@ def tree_neighbours(rank: int, world_size: int) -> list[int]:
     return [peer for peer in (up, 2 * rank + 2, 2 * rank + 3) if peer < world_size]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Sent:
     """This rank's header of a call, and what is known of those of the others."""
 
@@ -232,17 +232,16 @@ class Headers:
     def _read(self) -> bool:
         """Take in what has arrived, and answer it; return whether there was anything."""
         arrived = False
-        for peer in self._peers if any(sent.differs for sent in self._open) else self._neighbours:
-            while (sent := self._next_of(peer)) is not None and (header := self._channel.receive(peer)) is not None:
-                arrived = True
-                self._hear(sent, peer, header)
+        nothing_came: set[int] = set()  # of these peers, so what comes later belongs to no later call
+        for sent in self._open:
+            for peer in self._peers if sent.differs else self._neighbours:
+                while peer not in sent.done and peer not in nothing_came and self._mismatch is None:
+                    if (header := self._channel.receive(peer)) is None:
+                        nothing_came.add(peer)
+                    else:
+                        arrived = True
+                        self._hear(sent, peer, header)
         return arrived
-
-    def _next_of(self, peer: int) -> _Sent | None:
-        """Return the call that the next header of a peer belongs to; None: none is to come, or does not matter."""
-        is_neighbour = peer in self._neighbours
-        calls = (sent for sent in self._open if (is_neighbour or sent.differs) and peer not in sent.done)
-        return next(calls, None) if self._mismatch is None else None
 
     def _hear(self, sent: _Sent, peer: int, header: bytes) -> None:
         says = header[-1:]
