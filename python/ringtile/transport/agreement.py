@@ -42,7 +42,7 @@ _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 _AGREES, _HERE, _DIFFERS = b" ", b"\t", b"\n"
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
-_FAREWELL_SECONDS = 1.0  # how long a rank that lost a peer waits to hear why the peer gave up
+_NOTICE_SECONDS = 1.0  # how long a rank that lost a peer waits to hear why the peer gave up
 
 HeaderValue = int | float | str
 
@@ -289,7 +289,7 @@ class Headers:
         if self._gave_up:
             return
         self._gave_up = True
-        self._channel.send_last(farewell(reason, blamed))
+        self._channel.send_last(abort_notice(reason, blamed))
 
     def close(self) -> None:
         self._channel.close()
@@ -302,12 +302,12 @@ class Headers:
         seen = {self._rank}
         while gone.peer not in seen:
             seen.add(gone.peer)
-            gone = self._farewell(gone.peer) or gone
+            gone = self._abort_notice_of(gone.peer) or gone
         return gone
 
-    def _farewell(self, peer: int) -> Gone | None:
+    def _abort_notice_of(self, peer: int) -> Gone | None:
         """What a peer said when it gave up; None: it is silent, or ended without a word."""
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + _NOTICE_SECONDS
         try:
             while (left := deadline - time.monotonic()) > 0:
                 while (header := self._channel.receive(peer)) is not None:
@@ -325,7 +325,7 @@ class Headers:
         return Gone(blamed, f"rank {peer} gave up when it lost rank {blamed} ({fields['gave up']})")
 
 
-def farewell(reason: str, blamed: int) -> bytes:
+def abort_notice(reason: str, blamed: int) -> bytes:
     """HEADER_BYTES bytes in place of a header: a rank gives up, why, and whom it blames."""
     said = reason[:MAX_REASON].encode("ascii", "replace").decode()
     text = json.dumps({"version": HEADER_VERSION, "gave up": said, "blamed": blamed})
