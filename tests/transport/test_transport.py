@@ -6,11 +6,12 @@ import concurrent.futures
 import contextlib
 import gc
 import os
+import random
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,7 @@ from ringtile import (
     ShardedSequence,
     ring_attention,
 )
-from ringtile.transport import agreement, shared_memory, sockets
+from ringtile.transport import agreement, loopback, shared_memory, sockets
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.loopback import LoopbackGroup
@@ -93,13 +94,13 @@ def test_strangers_that_say_nothing_delay_no_rank() -> None:
                 strangers[-1].close()
             return {1 - rank: hellos[1 - rank]}
 
-        return sockets.connect(rank, 2, 20.0, exchange)
+        return sockets.connect(rank, [1 - rank], 20.0, exchange)
 
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor() as threads:
         first, second = threads.map(join, range(2))
     assert time.monotonic() - began < sockets._INTRODUCTION_SECONDS
-    second.send(b"x" * HEADER_BYTES)
+    second.send(b"x" * HEADER_BYTES, [0])
     first.wait([1])
     assert first.receive(1) == b"x" * HEADER_BYTES
     assert strangers[2].recv(1) == b""  # closed: it said what no peer says
@@ -111,7 +112,7 @@ def test_a_peer_that_does_not_connect_is_named_in_time() -> None:
     began = time.monotonic()
     hello = b'{"version": %d, "host": "", "port": 0, "token": ""}' % agreement.HEADER_VERSION
     with pytest.raises(agreement.Gone, match="it did not connect") as gone:
-        sockets.connect(0, 3, 0.5, lambda mine: dict.fromkeys((1, 2), hello))
+        sockets.connect(0, [1, 2], 0.5, lambda mine: dict.fromkeys((1, 2), hello))
     assert gone.value.peer == 1
     assert time.monotonic() - began < 5.0
 
@@ -162,7 +163,7 @@ def test_another_op_is_named() -> None:
 def test_a_message_that_is_no_header_is_named(noise: bytes) -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 1:
-            group.transport._open_channel().send(noise)
+            group.transport._open_channel().send(noise, [0])
             return ""
         return message_of(RingMismatch, lambda: pass_on(group))
 
@@ -240,6 +241,119 @@ def test_more_kinds_of_calls_than_are_remembered(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(agreement, "_MAX_AGREED", 2)
     calls = [1, 2, 3, 1, 2, 3, 3, 2, 1]
     assert LoopbackWorld(3).run(lambda group: [exchange(group, size) for size in calls]) == [calls] * 3
+
+
+def header_messages(world_size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """By rank, the headers that a call with new terms sends, and those of a later one."""
+    sent = [0] * world_size
+    send = loopback._LoopbackChannel.send
+
+    def rank_of(channel: Any) -> int:
+        (rank,) = set(range(world_size)) - set(channel._outgoing)
+        return rank
+
+    def counted(channel: Any, header: bytes, peers: Collection[int]) -> None:
+        assert len(header) == HEADER_BYTES
+        sent[rank_of(channel)] += len(peers)
+        send(channel, header, peers)
+
+    monkeypatch.setattr(loopback._LoopbackChannel, "send", counted)
+    met, counts = threading.Barrier(world_size), []
+
+    def on_rank(group: LoopbackGroup) -> None:
+        for _ in range(3):
+            pass_on(group)
+            if met.wait() == 0:
+                counts.append(list(sent))
+            met.wait()
+
+    LoopbackWorld(world_size).run(on_rank)
+    first, second, third = counts
+    steady = [y - x for x, y in zip(second, third, strict=True)]
+    assert steady == [y - x for x, y in zip(first, second, strict=True)]
+    return first, steady
+
+
+def test_headers_of_agreed_calls_do_not_grow_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for world_size in (2, 4, 8, 16, 32):
+        with monkeypatch.context() as patches:
+            first, steady = header_messages(world_size, patches)
+        assert first == [world_size - 1] * world_size
+        assert max(steady) <= 6
+        assert sum(steady) < 4 * world_size
+
+
+@pytest.mark.parametrize("world_size", range(1, 40))
+def test_the_tree_of_headers_is_a_tree(world_size: int) -> None:
+    edges = {(rank, peer) for rank in range(world_size) for peer in agreement.tree_neighbours(rank, world_size)}
+    assert edges == {(peer, rank) for rank, peer in edges}
+    assert len(edges) == 2 * (world_size - 1)
+    reached = {0}
+    for _ in range(2 * world_size.bit_length()):
+        reached |= {peer for rank, peer in edges if rank in reached}
+    assert reached == set(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 8, 9])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_agreed_call_that_differs_anywhere_is_named_by_all_in_that_call(world_size: int, seed: int) -> None:
+    """Each identity of a call in turn, on a random rank, with ranks that come at random times."""
+    rng = random.Random(seed)
+    usual: dict[str, Any] = {"op": "one", "fields": {}, "forward_call": 1, "data": 7, "step": 3}
+    fields = {
+        "op": "op",
+        "forward_call": "call of the forward",
+        "data": "fingerprint of the data",
+        "step": "dropout step",
+    }
+    others = {"op": "other", "forward_call": 2, "data": 8, "step": 4}
+    odds = [(name, rng.randrange(world_size)) for name in fields]
+    delays = [[rng.choice([0.0, 0.0, 0.01]) for _ in odds] for _ in range(world_size)]
+
+    def on_rank(group: LoopbackGroup) -> None:
+        transport = group.transport
+        for change in ({}, {"op": "other"}, {}):
+            with transport.call(**{**usual, **change}):
+                pass
+        for (name, odd), delay in zip(odds, delays[transport.rank], strict=True):
+            time.sleep(delay)
+            mine = {**usual, name: others[name]} if transport.rank == odd else usual
+            with pytest.raises(RingMismatch) as caught, transport.call(**mine):
+                pass
+            peer = odd if transport.rank != odd else 0 if odd else 1
+            values = (others[name], usual[name]) if transport.rank == odd else (usual[name], others[name])
+            said = (
+                f"disagree on {fields[name]} in call {transport.num_calls} ({mine['op']}): rank {transport.rank} has "
+            )
+            assert f"{said}{values[0]}, rank {peer} has {values[1]};" in str(caught.value)
+        with transport.call(**usual):
+            pass
+
+    LoopbackWorld(world_size, timeout_seconds=20).run(on_rank)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2, 7])
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_does_not_come_to_an_agreed_call_is_named_by_all(odd: int, dies: bool) -> None:
+    """Most of the others wait for ranks that only wait themselves, and that have come later."""
+    done = threading.Barrier(8)
+
+    def on_rank(group: LoopbackGroup) -> str:
+        transport = group.transport
+        pass_on(group)
+        if transport.rank == odd:
+            if dies:
+                transport.give_up(ValueError("the cause"))
+            done.wait(50)
+            return ""
+        time.sleep(0.3 * (transport.rank % 3))
+        message = message_of(PeerLost, lambda: pass_on(group))
+        done.wait(50)
+        return message
+
+    for rank, message in enumerate(LoopbackWorld(8, timeout_seconds=4.0).run(on_rank)):
+        reason = "ValueError: the cause" if dies else "nothing came for 4.0 s"
+        assert rank == odd or (message.startswith(f"rank {odd} was lost in ") and reason in message), message
 
 
 # ---- CUDA graphs --------------------------------------------------------------------------------

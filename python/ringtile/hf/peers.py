@@ -1,8 +1,9 @@
 """Who of all ranks is lost, when a collective of the engine, of accelerate or of torch fails.
 
 gloo's own error says that a connection was closed, on the rank that noticed, and names no rank. The ranks of a training
-are therefore connected once more, by sockets that carry nothing while all is well: the connection of a rank that has
-died shows it at once, and a rank that gives up says why, or whom it lost. A rank that is stopped says nothing.
+are therefore connected once more, each to a few others, by sockets that carry nothing while all is well
+(transport/failures.py): the connection of a rank that has died shows it at once, a rank that fails says why, and every
+rank hears of it. A rank that is stopped says nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,12 @@ from transformers import TrainerCallback
 from ringtile.ending import end_soon_if_uncaught
 from ringtile.errors import PeerLost, with_kind
 from ringtile.hf.patches import Patches
-from ringtile.transport import sockets
-from ringtile.transport.agreement import Gone, HeaderValue, decode, farewell
+from ringtile.transport import failures, sockets
+from ringtile.transport.failures import Loss
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
-_NOT_KNOWN = -1
-_SEARCH_SECONDS = 1.25  # how long a rank listens to what the others have to say, of the 2 s that its end may take
-_STEP_SECONDS = 0.05
+_SEARCH_SECONDS = 1.25  # how long a rank waits for its neighbours to fail too, of the 2 s that its end may take
 
 
 class LimitTimeouts(TrainerCallback):
@@ -45,33 +44,28 @@ class LimitTimeouts(TrainerCallback):
         limit_timeouts(self.seconds)
 
 
-class Lost(NamedTuple):
-    """A rank of the world, and what is known of its end."""
-
-    rank: int
-    reason: str
-
-
 class Peers:
-    """This rank's connections to all other ranks of the world. A collective.
+    """This rank's connections to some of the other ranks, by which each hears of the loss of any. A collective.
 
     world_rank: from a rank of this rank's context-parallel group, as the ring names it, to its rank in the world.
     """
 
     def __init__(self, timeout_seconds: float, world_rank: Callable[[int], int] = int) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, world_size = dist.get_rank(), dist.get_world_size()
         self._world_rank = world_rank
         self._failure: PeerLost | None = None
-        self._depth = self._entries = 0  # of `named`: how deep this rank is in it, and how often it has entered
-        self._channel = sockets.connect(self.rank, self.world_size, timeout_seconds, self._exchange)
+        self._depth = 0  # of `named`: how deep this rank is in it
+        neighbours = failures.neighbours(self.rank, world_size)
 
-    def _exchange(self, hello: bytes) -> dict[int, bytes]:
-        hellos: list[Any] = [None] * self.world_size
-        dist.all_gather_object(hellos, hello)
-        return {peer: hello for peer, hello in enumerate(hellos) if peer != self.rank}
+        def exchange(hello: bytes) -> dict[int, bytes]:
+            hellos: list[Any] = [None] * world_size
+            dist.all_gather_object(hellos, hello)
+            return {peer: hellos[peer] for peer in neighbours}
 
-    def close(self) -> None:
-        self._channel.close()
+        channel = sockets.connect(self.rank, neighbours, timeout_seconds, exchange)
+        self._detector = failures.FailureDetector(self.rank, world_size, channel)
+        self._detector.listen()
+        self.close = weakref.finalize(self, self._detector.close)
 
     def wrap(self, owner: Any, name: str, patches: Patches) -> None:
         """Makes a method raise PeerLost where a collective inside it fails because a rank was lost."""
@@ -90,31 +84,31 @@ class Peers:
 
         Any other error is told to the other ranks, which will lose this one, unless they fail too.
         """
-        self._entries += self._depth == 0
+        self._detector.period += self._depth == 0
         self._depth += 1
         try:
             yield
         except PeerLost as error:
             if error is self._failure:  # by an inner context
                 raise
-            self._give_up(what, error, None if error.rank is None else Lost(self._world_rank(error.rank), str(error)))
+            self._give_up(what, error, None if error.rank is None else Loss(self._world_rank(error.rank), str(error)))
         except Exception as error:
             if of_a_collective(error):
                 self._give_up(what, error, None)
             if self._depth == 1:
-                self._tell(with_kind(error), self.rank)
+                self._detector.fail(with_kind(error), self.rank)
             raise
         finally:
             self._depth -= 1
 
-    def _give_up(self, what: str, error: Exception, suspect: Lost | None) -> NoReturn:
-        """Raises PeerLost, and leaves the world: the others hear of it, and none of them waits for this rank."""
-        self._tell(str(error), _NOT_KNOWN)
+    def _give_up(self, what: str, error: Exception, suspect: Loss | None) -> NoReturn:
+        """Raise PeerLost, and leave the world: the others hear of it, and none of them waits for this rank."""
+        self._detector.fail(str(error))
         self._hang_up()  # at once: those that wait for this rank fail too, and say so
-        lost = self._find(str(error), suspect)
+        lost = self._detector.find(suspect, f"a collective failed: {reason_of(error)}", _SEARCH_SECONDS)
         if lost is None:  # all ranks are there: it is another error
             raise error
-        self._tell(lost.reason, lost.rank)
+        self._detector.fail(lost.reason, lost.rank)
         if isinstance(error, PeerLost) and error.rank == lost.rank:  # the ring has named it already
             self._failure = error
             raise error
@@ -128,57 +122,12 @@ class Peers:
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank fails, and why, and ends its messages."""
-        self._tell(with_kind(error), self.rank)
+        self._detector.fail(with_kind(error), self.rank)
         leave_groups(error)
 
     def _hang_up(self) -> None:
         if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
             world.hang_up()
-
-    def _tell(self, reason: str, blamed: int) -> None:
-        self._channel.send_last(farewell(reason, blamed, entry=self._entries))
-
-    def _find(self, reason: str, suspect: Lost | None) -> Lost | None:
-        """Who was lost: a rank that ended without a word, else whom another rank blames, else a rank that is silent.
-
-        suspect: who is lost if nothing is heard. None: every rank is there.
-        """
-        silent = {peer for peer in range(self.world_size) if peer != self.rank}
-        listening = set(silent)
-        deadline = time.monotonic() + _SEARCH_SECONDS
-        while listening and silent and time.monotonic() < deadline:
-            for peer in sorted(listening):
-                try:
-                    header = self._channel.receive(peer)
-                except Gone as gone:
-                    if peer in silent:
-                        return Lost(peer, gone.reason)
-                    listening.discard(peer)
-                    continue
-                if header is None:
-                    continue
-                fields = decode(header)
-                if fields.get("entry") != self._entries:  # all ranks failed then, and have gone on together
-                    continue
-                silent.discard(peer)
-                if (lost := self._blamed(peer, fields)) is not None:
-                    return lost
-            if suspect is not None and silent == {suspect.rank}:
-                break
-            with contextlib.suppress(Gone):
-                self._channel.wait(listening, _STEP_SECONDS)
-        if suspect is not None or not silent:
-            return suspect
-        others = f", as are ranks {', '.join(map(str, sorted(silent)[1:]))}" if len(silent) > 1 else ""
-        return Lost(min(silent), f"it is silent{others}, and a collective failed: {reason_of(reason)}")
-
-    def _blamed(self, peer: int, fields: Mapping[str, HeaderValue]) -> Lost | None:
-        blamed, said = fields.get("blamed"), str(fields.get("gave up"))
-        if not isinstance(blamed, int) or blamed == _NOT_KNOWN:
-            return None
-        if blamed in (peer, self.rank):
-            return Lost(peer, said)
-        return Lost(blamed, f"rank {peer} has lost it ({said})")
 
 
 def leave_groups(error: Exception) -> None:

@@ -109,15 +109,15 @@ class _LoopbackChannel(Channel):
 
     def __init__(self, rank: int, mailboxes: Mailboxes, timeout_seconds: float) -> None:
         self._incoming = {sender: mailbox for (sender, receiver), mailbox in mailboxes.items() if receiver == rank}
-        self._outgoing = [mailbox for (sender, _), mailbox in mailboxes.items() if sender == rank]
+        self._outgoing = {receiver: mailbox for (sender, receiver), mailbox in mailboxes.items() if sender == rank}
         self._timeout_seconds = timeout_seconds
 
-    def send(self, header: bytes) -> None:
-        for mailbox in self._outgoing:
-            mailbox.put(_HEADERS, header)
+    def send(self, header: bytes, peers: Collection[int]) -> None:
+        for peer in peers:
+            self._outgoing[peer].put(_HEADERS, header)
 
     def send_last(self, header: bytes) -> None:
-        self.send(header)
+        self.send(header, self._outgoing)
 
     def receive(self, peer: int) -> bytes | None:
         try:
@@ -136,7 +136,7 @@ class _LoopbackChannel(Channel):
                 raise Gone(min(peers), f"nothing came for {seconds} s")
 
     def close(self) -> None:
-        for mailbox in self._outgoing:
+        for mailbox in self._outgoing.values():
             mailbox.close()
 
 

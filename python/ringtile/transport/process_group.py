@@ -82,8 +82,9 @@ class ProcessGroupTransport(Transport):
             )
 
     def _open_channel(self) -> Channel:
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+
         def exchange(hello: bytes) -> dict[int, bytes]:
-            peers = [peer for peer in range(self.world_size) if peer != self.rank]
             mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
             theirs = {peer: torch.empty_like(mine) for peer in peers}
             self._post(dict.fromkeys(peers, mine), theirs, HELLO_TAG, "the first call").wait_for()
@@ -92,7 +93,7 @@ class ProcessGroupTransport(Transport):
         carrier = self._group_for(torch.empty(0, device="cpu"))._get_backend(torch.device("cpu"))
         timeout: datetime.timedelta = carrier.options._timeout
         seconds = timeout.total_seconds()
-        channel = sockets.connect(self.rank, self.world_size, seconds, exchange)
+        channel = sockets.connect(self.rank, peers, seconds, exchange)
         self._shared = shared_memory.share(self.rank, self.world_size, seconds, exchange)
         return channel
 

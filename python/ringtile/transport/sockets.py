@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 from ringtile.errors import RingMismatch
@@ -52,10 +52,10 @@ class SocketChannel(Channel):
         self._close = weakref.finalize(self, close_all, sockets.values())
         to_close_in_child.add(self)
 
-    def send(self, header: bytes) -> None:
-        for peer, connection in self._sockets.items():
+    def send(self, header: bytes, peers: Collection[int]) -> None:
+        for peer in peers:
             try:
-                sent = connection.send(header)
+                sent = self._sockets[peer].send(header)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -100,6 +100,12 @@ class SocketChannel(Channel):
         if not poll.poll(seconds * 1000):
             raise Gone(min(peers), f"nothing came for {seconds:g} s")
 
+    def shut_down(self) -> None:
+        """End the connections, which another thread may be waiting for; `close` frees them."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._close()
 
@@ -137,31 +143,33 @@ class _Address(NamedTuple):
 
 
 def connect(
-    rank: int, world_size: int, timeout_seconds: float, exchange: Callable[[bytes], dict[int, bytes]]
+    rank: int, peers: Collection[int], timeout_seconds: float, exchange: Callable[[bytes], Mapping[int, bytes]]
 ) -> SocketChannel:
-    """Connects this rank to all others, which call this at the same time.
+    """Connect this rank to others, which connect to it at the same time.
 
-    exchange: sends HEADER_BYTES bytes to every peer and returns theirs.
+    exchange: sends HEADER_BYTES bytes to these peers and returns theirs.
 
     Raises Gone, and RingMismatch where the peer runs another version of ringtile.
     """
     deadline = time.monotonic() + timeout_seconds
-    with _listen(world_size) as listener:
+    with _listen(len(peers)) as listener:
         host, port = listener.getsockname()[:2]
         own = _Address(host, port, secrets.token_hex(_TOKEN_BYTES))
         addresses = _exchange_addresses(rank, own, exchange)
         sockets: dict[int, socket.socket] = {}
         try:
-            for peer in range(rank):
+            for peer in (peer for peer in peers if peer < rank):
                 sockets[peer] = _connect(rank, peer, addresses[peer], deadline)
-            sockets |= _accept(listener, own.token, set(range(rank + 1, world_size)), deadline)
+            sockets |= _accept(listener, own.token, {peer for peer in peers if peer > rank}, deadline)
         except BaseException:
             close_all(sockets.values())
             raise
     return SocketChannel(sockets, timeout_seconds)
 
 
-def _exchange_addresses(rank: int, own: _Address, exchange: Callable[[bytes], dict[int, bytes]]) -> dict[int, _Address]:
+def _exchange_addresses(
+    rank: int, own: _Address, exchange: Callable[[bytes], Mapping[int, bytes]]
+) -> dict[int, _Address]:
     mine: dict[str, HeaderValue] = {"version": HEADER_VERSION}
     hellos = exchange(json.dumps({**mine, **own._asdict()}).encode("ascii").ljust(HEADER_BYTES))
     addresses = {}

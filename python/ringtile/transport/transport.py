@@ -196,49 +196,45 @@ class Transport(abc.ABC):
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self.num_calls)
-        self._send_header(op, terms.header(self.num_calls, forward_call, data, step))
+        header, runs_ahead = terms.header(self.num_calls, forward_call, data, step), self._host_runs_ahead(device)
+        self._send_header(op, header, agreed=agreed is not None, runs_ahead=runs_ahead)
         self._behind = True
         if agreed is None:
             self.compare_headers()
             self._agreed.add(key, terms)
             self._open(device)
-        elif self._host_runs_ahead(device):
-            self._compare_arrived()
+        elif runs_ahead:
+            self.compare_headers(wait=False)
 
-    def _send_header(self, op: str, header: bytes, *, refused: bool = False) -> None:
+    def _send_header(self, op: str, header: bytes, **options: bool) -> None:
+        """options: as of `Headers.send`."""
         with self.naming((), self._place("the header")):
             if self._headers is None:
                 self._headers = Headers(self.rank, self.world_size, self._open_channel())
-            self._headers.send(op, self.num_calls, header, refused=refused)
+            self._headers.send(op, self.num_calls, header, **options)
 
-    def compare_headers(self) -> None:
-        """Compares the headers of this call with those of all peers, once. Raises PeerLost, RingMismatch."""
+    def compare_headers(self, *, wait: bool = True) -> None:
+        """Make sure, once, that all ranks make this call; without waiting, as far as headers have arrived.
+
+        Raises PeerLost, RingMismatch.
+        """
         if not self._behind or self._headers is None:
             return
         self._behind = False
         began = time.perf_counter()
         with self.naming((), self._place("the header")):
-            mismatch = self._headers.compare(wait=True)
+            mismatch = self._headers.compare(wait=wait)
         self.wait_seconds += time.perf_counter() - began
         if mismatch is None:
             return
         error = RingMismatch(mismatch.text)
-        if mismatch.call < self.num_calls:
+        if mismatch.ran_ahead:
             self._failure = error
-        # A message between two ranks that agree is received whole, or the next one would never be read.
-        for exchange in self._under_way:
-            exchange.wait_for(self._headers.agreeing)
+            self._headers.announce(mismatch)
+        else:  # A message between two ranks that agree is received whole, or the next one would never be read.
+            for exchange in self._under_way:
+                exchange.wait_for(self._headers.agreeing)
         raise error
-
-    def _compare_arrived(self) -> None:
-        """Compares what has arrived of the headers, and leaves the others to the next call."""
-        self._behind = False
-        assert self._headers is not None
-        with self.naming((), self._place("the header")):
-            mismatch = self._headers.compare(wait=False)
-        if mismatch is not None:
-            self._failure = RingMismatch(mismatch.text)
-            raise self._failure
 
     def give_up(self, error: BaseException) -> None:
         """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""

@@ -1,0 +1,180 @@
+"""Which of many ranks was lost: each rank watches a few neighbours, and passes the first notice of a loss on to them.
+
+A connection carries nothing while all is well. The neighbours of a rank that dies see its connections end; a rank that
+fails says why. A notice travels from neighbour to neighbour, so every rank gets it within a few hops, and a rank needs
+at most MAX_NEIGHBOURS connections in a world of any size. A thread passes notices on, whatever the rank itself does.
+
+If ranks are lost together, the others still get a notice: survivors that are cut off from the rest have lost
+neighbours themselves. They may then name different ones of the lost ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, Gone, HeaderValue, decode
+from ringtile.transport.sockets import SocketChannel
+
+MAX_NEIGHBOURS = 16
+_RELAY_SECONDS = 0.5  # how long a rank whose own neighbours are there waits for notices of others
+_NOBODY = -1
+_FOR_EVER = -1  # the period of a notice that a connection has ended
+
+
+def neighbours(rank: int, world_size: int) -> list[int]:
+    """Return the ranks that a rank is connected to, and they to it: all others, or those at eight distances both ways.
+
+    The distances grow from 1 to world_size / 2 by one factor, so a notice takes few hops (6 among 1,024 ranks). A
+    connected graph in which all ranks are alike and have d neighbours stays connected without any (2 d - 1) / 3 of
+    them: here d >= 15, so without any 9.
+    """
+    if world_size - 1 <= MAX_NEIGHBOURS:
+        return [peer for peer in range(world_size) if peer != rank]
+    num_distances, distances = MAX_NEIGHBOURS // 2, [0]
+    for i in range(num_distances):
+        distances.append(max(distances[-1] + 1, round((world_size // 2) ** (i / (num_distances - 1)))))
+    return sorted({(rank + way * distance) % world_size for distance in distances[1:] for way in (-1, 1)})
+
+
+class Loss(NamedTuple):
+    """A rank of the world that is lost, and the reason."""
+
+    rank: int
+    reason: str
+
+
+class Notice(NamedTuple):
+    """What a rank says. by: that rank; lost: the rank that is lost, _NOBODY if it does not know yet.
+
+    period: the number of the period of work in which it says so; a loss counts in no other one.
+    """
+
+    by: int
+    period: int
+    lost: int
+    reason: str
+
+    def encode(self) -> bytes:
+        """Return HEADER_BYTES bytes."""
+        fields = self._replace(reason=self.reason[:MAX_REASON].encode("ascii", "replace").decode())._asdict()
+        return json.dumps({"version": HEADER_VERSION, **fields}).encode("ascii").ljust(HEADER_BYTES)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, HeaderValue]) -> Notice:
+        """Raise KeyError or ValueError where it is none."""
+        return cls(int(fields["by"]), int(fields["period"]), int(fields["lost"]), str(fields["reason"]))
+
+
+class FailureDetector:
+    """One rank's part: what it has heard, and what it passes on.
+
+    period: how many periods of work this rank has begun. All ranks begin the same ones; after one in which all of them
+    failed, and went on, its notices count no more.
+    """
+
+    def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
+        self.rank = rank
+        self.period = 0
+        self.neighbours = neighbours(rank, world_size)
+        self._knows_all = len(self.neighbours) == world_size - 1
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._notices: dict[int, Notice] = {}  # the first of a loss by period, in the order in which they came
+        self._spoke: dict[int, int] = {}  # by neighbour, the last period in which it has failed too
+        self._ended: dict[int, str] = {}  # by neighbour whose connection has ended, how
+        self._listener: threading.Thread | None = None
+        self._closing = False
+
+    # ---- what arrives ---------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Start the thread that reads what the neighbours send, and passes it on."""
+        self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
+            with contextlib.suppress(Gone):
+                self._channel.wait(listening, 3600.0)
+            for peer in listening:
+                self.read(peer)
+
+    def read(self, peer: int) -> None:
+        """Take in all that a neighbour has sent."""
+        with self._changed:
+            try:
+                while (header := self._channel.receive(peer)) is not None:
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._hear(peer, Notice.of(decode(header)))
+            except Gone as gone:
+                self._ended[peer] = gone.reason
+                if self._spoke.get(peer) != self.period:  # a rank that has failed too leaves; it is not the cause
+                    self._pass_on(Notice(self.rank, _FOR_EVER, peer, gone.reason))
+            self._changed.notify_all()
+
+    def _hear(self, peer: int, notice: Notice) -> None:
+        if notice.by == peer and notice.period != _FOR_EVER:
+            self._spoke[peer] = notice.period
+        if notice.lost != _NOBODY:
+            self._pass_on(notice)
+
+    def _pass_on(self, notice: Notice) -> None:
+        if notice.period not in self._notices and not self._closing:
+            self._notices[notice.period] = notice
+            self._channel.send_last(notice.encode())
+
+    # ---- what this rank does --------------------------------------------------------------------
+
+    def fail(self, reason: str, lost: int = _NOBODY) -> None:
+        """Tell all ranks that this one fails in this period, and which rank is lost, if it knows: itself, perhaps."""
+        notice = Notice(self.rank, self.period, lost, reason)
+        with self._changed:
+            if lost != _NOBODY:
+                self._notices.setdefault(self.period, notice)
+            self._channel.send_last(notice.encode())
+
+    def find(self, suspect: Loss | None, cause: str, seconds: float) -> Loss | None:
+        """Return who was lost, after `fail`: by the first notice, else a neighbour that after so long has not failed.
+
+        suspect: who is lost if nothing is heard. cause: what failed here. None: all ranks seem to be there.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while (lost := self._heard()) is None:
+                silent = [peer for peer in self.neighbours if self._spoke.get(peer) != self.period]
+                left = deadline - time.monotonic()
+                if silent == [suspect.rank if suspect else None] or (not silent and self._knows_all):
+                    return suspect
+                if not silent:
+                    left += _RELAY_SECONDS
+                if left <= 0:
+                    if suspect is not None or not silent:
+                        return suspect
+                    others = f", as are ranks {', '.join(map(str, silent[1:]))}" if len(silent) > 1 else ""
+                    return Loss(silent[0], f"it is silent{others}, and {cause}")
+                self._changed.wait(left)
+            return lost
+
+    def _heard(self) -> Loss | None:
+        for peer, reason in self._ended.items():
+            if self._spoke.get(peer) != self.period:
+                return Loss(peer, reason)
+        for notice in self._notices.values():
+            if notice.period in (_FOR_EVER, self.period):
+                if notice.lost in (notice.by, self.rank) or notice.by == self.rank:
+                    return Loss(notice.by if notice.lost == self.rank else notice.lost, notice.reason)
+                return Loss(notice.lost, f"rank {notice.by} has lost it ({notice.reason})")
+        return None
+
+    def close(self) -> None:
+        """End the connections; the neighbours see that."""
+        self._closing = True
+        self._channel.shut_down()  # which ends the listener's wait; a socket that is waited for cannot be closed
+        if self._listener is not None:
+            self._listener.join(1.0)
+        self._channel.close()

@@ -1,0 +1,247 @@
+"""A lost rank of a large world is known to all others soon, over few connections; simulated, and over sockets."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from ringtile.transport import sockets
+from ringtile.transport.agreement import Gone
+from ringtile.transport.failures import MAX_NEIGHBOURS, FailureDetector, Loss, neighbours
+
+W = 1024
+HOP_SECONDS = 0.05  # at most, from one rank's thread to another's: a busy host
+
+# ---- who is connected to whom -------------------------------------------------------------------
+
+
+def hops(world_size: int, gone: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
+    """By rank, how far it is from the first one that is not gone; without those that cannot be reached."""
+    first = min(set(range(world_size)) - gone)
+    distance, ready = {first: 0}, deque([first])
+    while ready:
+        rank = ready.popleft()
+        for peer in neighbours(rank, world_size):
+            if peer not in distance and peer not in gone:
+                distance[peer] = distance[rank] + 1
+                ready.append(peer)
+    return distance
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 16, 17, 18, 19, 33, 64, 100, 257, 1000, W, 4097])
+def test_a_rank_has_few_neighbours_and_is_theirs(world_size: int) -> None:
+    by_rank = [neighbours(rank, world_size) for rank in range(world_size)]
+    for rank, its in enumerate(by_rank):
+        assert len(set(its)) == len(its) == min(len(by_rank[0]), MAX_NEIGHBOURS)
+        assert rank not in its
+        assert all(rank in by_rank[peer] for peer in its)
+    assert max(hops(world_size).values()) <= (1 if world_size <= 17 else 6 if world_size <= W else 9)
+    assert len(hops(world_size)) == world_size
+
+
+@pytest.mark.parametrize("world_size", [18, 40, W])
+def test_the_rest_stays_connected_without_nine_ranks(world_size: int) -> None:
+    rng = random.Random(0)
+    for _ in range(30):
+        near = rng.sample(neighbours(rng.randrange(world_size), world_size), 9)  # what cuts off a rank soonest
+        for gone in (set(near), set(rng.sample(range(world_size), 9))):
+            assert len(hops(world_size, gone)) == world_size - 9
+
+
+# ---- 1,024 simulated ranks ----------------------------------------------------------------------
+
+
+class World:
+    """Detectors whose messages take a random time on a virtual clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.rng = random.Random(1)
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.number = itertools.count()
+        self.num_messages = [0] * W
+        self.lost: set[int] = set()
+        self.channels = [Channel(self, rank) for rank in range(W)]
+        self.detectors = [FailureDetector(rank, W, self.channels[rank]) for rank in range(W)]  # type: ignore[arg-type]
+        self.known: dict[int, float] = {}  # by rank, when it has heard of a loss
+
+    def post(self, sender: int, receiver: int, header: bytes | None) -> None:
+        """None: the end of the connection. Messages of a pair stay in order."""
+        at = max(self.now + self.rng.uniform(0.001, HOP_SECONDS), self.channels[receiver].last.get(sender, 0.0))
+        self.channels[receiver].last[sender] = at
+
+        def arrive() -> None:
+            if receiver in self.lost:
+                return
+            self.channels[receiver].boxes[sender].append(header)
+            self.detectors[receiver].read(sender)
+            if self.detectors[receiver]._heard() is not None:
+                self.known.setdefault(receiver, self.now)
+
+        heapq.heappush(self.events, (at, next(self.number), arrive))
+
+    def kill(self, ranks: set[int]) -> None:
+        self.lost |= ranks
+        for rank in ranks:
+            for peer in neighbours(rank, W):
+                self.post(rank, peer, None)
+
+    def run(self) -> None:
+        while self.events:
+            self.now, _, arrive = heapq.heappop(self.events)
+            arrive()
+
+
+class Channel:
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.boxes: dict[int, deque[bytes | None]] = {peer: deque() for peer in neighbours(rank, W)}
+        self.last: dict[int, float] = {}
+
+    def send_last(self, header: bytes) -> None:
+        for peer in self.boxes:
+            self.world.num_messages[self.rank] += 1
+            self.world.post(self.rank, peer, header)
+
+    def receive(self, peer: int) -> bytes | None:
+        if not self.boxes[peer]:
+            return None
+        if (header := self.boxes[peer].popleft()) is None:
+            raise Gone(peer, "it has closed the connection")
+        return header
+
+
+CHORDS = neighbours(0, W)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [{0}, {0, CHORDS[0], CHORDS[7]}, set(CHORDS), set(range(0, W, 3))],
+    ids=["one", "three neighbours", "all of one rank's", "a third of all"],
+)
+def test_every_survivor_hears_of_a_loss_within_a_second(lost: set[int]) -> None:
+    world = World()
+    world.kill(lost)
+    world.run()
+    survivors = set(range(W)) - lost
+    assert set(world.known) == survivors
+    assert max(world.known.values()) < 1.0
+    for rank in survivors:
+        found = world.detectors[rank].find(None, "", 0.0)
+        assert found is not None
+        assert found.rank in lost
+        assert "it has closed the connection" in found.reason
+        assert world.num_messages[rank] <= MAX_NEIGHBOURS  # passes on once
+
+
+def test_every_rank_hears_the_reason_of_one_that_fails() -> None:
+    world = World()
+    for detector in world.detectors:
+        detector.period = 1
+    world.detectors[700].fail("ValueError: a bad row", 700)
+    world.kill({700})
+    world.run()
+    for rank in set(range(W)) - {700}:
+        found = world.detectors[rank].find(None, "", 0.0)
+        assert found is not None
+        assert found.rank == 700
+    assert max(world.known.values()) < 1.0
+    reasons = [world.detectors[rank].find(None, "", 0.0) for rank in (3, 299)]
+    assert all(reason is not None and reason.reason == "ValueError: a bad row" for reason in reasons)
+
+
+def test_a_period_in_which_all_ranks_failed_and_went_on_counts_no_more() -> None:
+    world = World()
+    for detector in world.detectors:
+        detector.period = 1
+        detector.fail("ValueError: on every rank", detector.rank)
+    world.run()
+    for detector in world.detectors:
+        detector.period = 2
+    world.known.clear()
+    world.kill({5})
+    world.run()
+    assert {world.detectors[rank].find(None, "", 0.0).rank for rank in set(range(W)) - {5}} == {5}  # type: ignore[union-attr]
+
+
+# ---- over sockets -------------------------------------------------------------------------------
+
+
+def connected(world_size: int) -> tuple[list[FailureDetector], list[sockets.SocketChannel]]:
+    hellos: dict[int, bytes] = {}
+    met = threading.Barrier(world_size)
+
+    def join(rank: int) -> sockets.SocketChannel:
+        peers = neighbours(rank, world_size)
+
+        def exchange(hello: bytes) -> dict[int, bytes]:
+            hellos[rank] = hello
+            met.wait()
+            return {peer: hellos[peer] for peer in peers}
+
+        return sockets.connect(rank, peers, 20.0, exchange)
+
+    with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
+        channels = list(threads.map(join, range(world_size)))
+    detectors = [FailureDetector(rank, world_size, channel) for rank, channel in enumerate(channels)]
+    for detector in detectors:
+        detector.period = 1
+        detector.listen()
+    return detectors, channels
+
+
+@pytest.mark.parametrize("world_size", [3, 17, 40])
+def test_over_sockets_too(world_size: int) -> None:
+    """A rank dies; later one hears of it before it fails itself. No more sockets than neighbours."""
+    detectors, channels = connected(world_size)
+    assert max(len(channel._sockets) for channel in channels) <= MAX_NEIGHBOURS
+    victim = world_size - 1
+    began = time.monotonic()
+    detectors[victim].close()
+    for detector in detectors[:victim]:
+        detector.fail("a collective failed")
+        found = detector.find(None, "", 5.0)
+        assert found is not None
+        assert found.rank == victim
+    assert time.monotonic() - began < 1.0
+    for detector in detectors[:victim]:
+        detector.close()
+        assert not detector._listener.is_alive()  # type: ignore[union-attr]
+
+
+def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
+    """Rank 2 of 20 is stopped. Its neighbours say so, and the ranks that are not its neighbours hear it."""
+    detectors, _ = connected(20)
+    others = [detector for detector in detectors if detector.rank != 2]
+
+    def find(detector: FailureDetector) -> Loss | None:
+        detector.fail("a collective failed")
+        lost = detector.find(None, "a collective failed: Timed out", 0.5)
+        if lost is not None:
+            detector.fail(lost.reason, lost.rank)
+        return lost
+
+    with concurrent.futures.ThreadPoolExecutor(20) as threads:
+        found = list(threads.map(find, others))
+    assert all(each is not None and each.rank == 2 for each in found)
+    assert any(each == Loss(2, "it is silent, and a collective failed: Timed out") for each in found)
+    for detector in detectors:
+        detector.close()
+
+
+def test_nobody_is_lost_where_all_fail_together() -> None:
+    detectors, _ = connected(3)
+    for detector in detectors:
+        detector.fail("another error")
+    began = time.monotonic()
+    assert [detector.find(None, "", 5.0) for detector in detectors] == [None] * 3
+    assert time.monotonic() - began < 1.0
+    for detector in detectors:
+        detector.close()
