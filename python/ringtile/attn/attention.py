@@ -25,7 +25,7 @@ from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group, group_name, is_traced, telling, transport_of
+from ringtile.transport.groups import Group, group_name, is_traced, propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
-        with transport.telling("ring_attention backward"):
+        with transport.propagate_errors("ring_attention backward"):
             q, k, v, out, lse, sinks, _ = saved = ctx.saved_tensors
 
             def compute() -> tuple[Tensor | None, ...]:
@@ -250,7 +250,9 @@ class _RingAttention(torch.autograd.Function):
                 dsinks = ring.sink_gradient(sinks, final) if ctx.needs_input_grad[3] else None
                 return dq, dk, dv, dsinks
 
-            gradients = derivatives.gradients("ring_attention", compute, dout, dlse, *saved, telling=transport.telling)
+            gradients = derivatives.gradients(
+                "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors
+            )
         return *gradients, None
 
 
@@ -279,7 +281,7 @@ def _ring_attention(
     scheme: str = "ring",
 ) -> tuple[Tensor, Tensor]:
     sequence = _sequence_of_tensors("forward", begin, end, layout, group_name, scheme)
-    with sequence.transport.telling("ring_attention forward"):
+    with sequence.transport.propagate_errors("ring_attention forward"):
         drop = _dropout_of(q, dropout, seed, step, stream, rows)
         call = AttentionCall(sequence, scale, softcap, attention_kernel, _fixed(sinks, q), drop)
     return ring.forward(call, q, k, v)
@@ -317,7 +319,7 @@ def _ring_attention_backward(
 def _sequence_of_tensors(
     direction: str, begin: Tensor, end: Tensor, layout: Tensor, group_name: str, scheme: str
 ) -> ShardedSequence:
-    with transport_of(group_name).telling(f"ring_attention {direction}"):
+    with transport_of(group_name).propagate_errors(f"ring_attention {direction}"):
         return ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
 
 
@@ -363,7 +365,7 @@ def _setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tens
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, sinks, rows = ctx.saved_tensors
-    with telling(ctx.numbers[2], "ring_attention backward", tensors[0]):
+    with propagate_errors(ctx.numbers[2], "ring_attention backward", tensors[0]):
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
             dout = torch.zeros_like(tensors[3])
@@ -379,7 +381,7 @@ def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    with telling(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
+    with propagate_errors(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
         raise derivatives.differentiated_again("ring_attention")
 
 

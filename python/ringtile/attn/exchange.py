@@ -137,7 +137,7 @@ class Work:
                 message = self.keys(incoming.num_keys, own, self.k.dtype)
                 receives[incoming.rank] = message.flat
                 parts.append(message.parts)
-        exchange = self.transport.start(sends, receives, f"round {i}{self._place(stage)}")
+        exchange = self.transport.exchange(sends, receives, f"round {i}{self._place(stage)}")
         return Arriving(exchange, parts, (1, 1))
 
     def give_back(self, block: Block, partial: Message) -> ReturningKeys:
@@ -163,7 +163,7 @@ class Work:
                 receives[outgoing.rank] = message.flat
                 returned.append((outgoing.runs, heads, message.parts))
         what = f"the gradients of round {block.i}{self._place(block.stage)}"
-        return ReturningKeys(self.transport.start(sends, receives, what), returned)
+        return ReturningKeys(self.transport.exchange(sends, receives, what), returned)
 
     def keys(self, num_keys: int, heads: range, dtype: torch.dtype) -> Message:
         """Keys and values of n tokens, or their gradients: k (B, n, heads, D), then v (B, n, heads, Dv)."""

@@ -174,7 +174,7 @@ def _open(
     """
     transport = call.sequence.transport
     op = f"ring_attention {direction}"
-    with transport.telling(op):
+    with transport.propagate_errors(op):
         if direction == "forward":  # whose arguments the backward has too
             _check(call, q, k, v)
         sequence = call.sequence
@@ -210,7 +210,7 @@ def _open(
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
-    with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):
+    with transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step):
         yield call, work
 
 

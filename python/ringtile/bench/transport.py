@@ -221,11 +221,11 @@ def _messages(transport: Transport, pattern: Pattern, num_bytes: int, device: st
 
     def run(count: int, kernel: Callable[[], None] | None) -> float:
         dist.barrier()
-        with transport.call("bench transport", {"bytes": num_bytes, "link": pattern.link}, device):
+        with transport.agree("bench transport", {"bytes": num_bytes, "link": pattern.link}, device):
             transport.compare_headers()
             began = time.perf_counter()
             for _ in range(count):
-                exchange = transport.start(sends, receives, "a message")
+                exchange = transport.exchange(sends, receives, "a message")
                 if kernel is not None:
                     kernel()
                 exchange.wait()

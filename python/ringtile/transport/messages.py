@@ -57,4 +57,4 @@ def all_to_all(
             message = Message.empty(tensors[0], kinds)
             receives[rank], tensors = message.flat, message.parts
         arriving.append(tensors)
-    return transport.start(sends, receives, what), arriving
+    return transport.exchange(sends, receives, what), arriving

@@ -47,7 +47,7 @@ def rates_of(transport: Transport, device_type: str) -> Rates:
         op, num_hosts = f"agree on rates of {device_type}", len(set(hosts_of(transport)))
         mine: Mapping[str, Any] = {}
         if transport.rank == 0:
-            with transport.telling(op):
+            with transport.propagate_errors(op):
                 known = known_rates(device_type, _paths.get(transport), num_hosts)
                 mine = rates_json(with_threads(known, torch.get_num_threads()))
                 if len(json.dumps(mine)) > _MAX_BYTES:
@@ -63,8 +63,8 @@ def _tell(transport: Transport, op: str, mine: Mapping[str, Any]) -> list[Any]:
     peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
     own = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
     theirs = {peer: torch.empty_like(own) for peer in peers}
-    with transport.call(op, {}):
-        transport.start(dict.fromkeys(peers, own), theirs, op).wait()
+    with transport.agree(op, {}):
+        transport.exchange(dict.fromkeys(peers, own), theirs, op).wait()
         transport.bytes_sent -= len(peers) * _MAX_BYTES  # no payload of a plan
     said = {transport.rank: own} | theirs
     return [json.loads(bytes(said[rank].tolist())) for rank in range(transport.world_size)]
