@@ -57,26 +57,27 @@ def _transform_of(x: Tensor) -> str:
     return ""
 
 
-Telling = Callable[[str], contextlib.AbstractContextManager[None]]  # by an op's name: Transport.telling, where it is
+# By an op's name: `Transport.propagate_errors`, where other ranks are to hear of an error.
+PropagateErrors = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 def gradients(
     op: str,
     compute: Callable[[], Iterable[Tensor | None]],
     *inputs: Tensor | None,
-    telling: Telling = lambda op: contextlib.nullcontext(),
+    propagate_errors: PropagateErrors = lambda op: contextlib.nullcontext(),
 ) -> tuple[Tensor | None, ...]:
     """compute(), the gradients that a backward of op returns; to differentiate them raises Refused.
 
-    inputs: what the gradients depend on: the incoming gradients and the tensors saved by the forward. telling: around
-    a refusal of which other ranks are to hear.
+    inputs: what the gradients depend on: the incoming gradients and the tensors saved by the forward. propagate_errors:
+    around a refusal of which other ranks are to hear.
     """
     check_once(f"the backward of {op}", *inputs)
     with torch.no_grad():
         grads = tuple(compute())
     if not torch.is_grad_enabled():  # autograd: create_graph=False
         return grads
-    return _Refusing.apply(op, telling, len(grads), *grads, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return _Refusing.apply(op, propagate_errors, len(grads), *grads, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Refusing(torch.autograd.Function):
@@ -84,14 +85,14 @@ class _Refusing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: str, telling: Telling, num_grads: int, *tensors: Tensor | None
+        ctx: Any, op: str, propagate_errors: PropagateErrors, num_grads: int, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ctx.op, ctx.telling = op, telling
+        ctx.op, ctx.propagate_errors = op, propagate_errors
         return tensors[:num_grads]
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> None:
-        with ctx.telling(f"the second derivative of {ctx.op}"):
+        with ctx.propagate_errors(f"the second derivative of {ctx.op}"):
             raise differentiated_again(ctx.op)
 
 

@@ -287,7 +287,7 @@ def fresh_pool() -> Iterator[Any]:
 def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
     """The last rank sends itself a signal before it posts a message; what the others are told, and when (seconds)."""
     transport = transport_of(dist.group.WORLD)
-    start_messages = transport.start
+    start_messages = transport.exchange
 
     def fatal(sends: Any, receives: Any, what: str) -> Exchange:
         if what == where:
@@ -295,7 +295,7 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
         return start_messages(sends, receives, what)
 
     if transport.rank == transport.world_size - 1:
-        transport.start = fatal  # type: ignore[method-assign]
+        transport.exchange = fatal  # type: ignore[method-assign]
     start = time.monotonic()
     try:
         USUAL.forward(dist.group.WORLD).sum().backward()

@@ -93,7 +93,7 @@ def disagreement_after_agreement() -> list[str]:
     transport = as_over_nccl(group)
 
     def make(op: str) -> None:
-        with transport.call(op, {}):
+        with transport.agree(op, {}):
             pass
 
     def make_forever(op: str) -> None:
@@ -133,7 +133,7 @@ def test_ranks_on_different_devices_disagree() -> None:
     def on_rank(group: LoopbackGroup) -> str:
         with (
             pytest.raises(RingMismatch) as caught,
-            group.transport.call("test", {}, ("cpu", "cuda")[group.transport.rank]),
+            group.transport.agree("test", {}, ("cpu", "cuda")[group.transport.rank]),
         ):
             pass
         return str(caught.value)

@@ -325,15 +325,15 @@ MUTANTS = [
     Mutant(
         "transport: a backward does not say whose",
         "python/ringtile/attn/ring.py",
-        "with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):",
-        "with transport.call(op, fields, q.device, data=data):",
+        "with transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step):",
+        "with transport.agree(op, fields, q.device, data=data):",
         "tests/attn/test_ring_failures.py -k backwards",
     ),
     Mutant(
         "transport: data of a call not compared",
         "python/ringtile/attn/ring.py",
-        "with transport.call(op, fields, q.device, forward_call=forward_call, data=data, step=step):",
-        "with transport.call(op, fields, q.device, forward_call=forward_call, step=step):",
+        "with transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step):",
+        "with transport.agree(op, fields, q.device, forward_call=forward_call, step=step):",
         "tests/attn/test_ring_failures.py -k repeated",
     ),
     Mutant(

@@ -416,7 +416,7 @@ def scan_with_victim(direction: str) -> str:
     """Rank 1 of 3 is killed before it hands its state on; what the others are told."""
     transport, rank = transport_of(dist.group.WORLD), dist.get_rank()
     layout, case = Layout.contiguous(SEQ_LEN, 3), CASES["delta"]
-    start_messages = transport.start
+    start_messages = transport.exchange
 
     def fatal(sends: Any, receives: Any, what: str) -> Any:
         if sends and transport._op.endswith(direction):
@@ -424,7 +424,7 @@ def scan_with_victim(direction: str) -> str:
         return start_messages(sends, receives, what)
 
     if rank == 1:
-        transport.start = fatal  # type: ignore[method-assign]
+        transport.exchange = fatal  # type: ignore[method-assign]
     local = {n: layout.shard(x, 1, rank).requires_grad_() for n, x in problem(case, 1, SEQ_LEN).items()}
     sequence = ShardedSequence(IntervalMask.causal(SEQ_LEN), layout, dist.group.WORLD)
     try:

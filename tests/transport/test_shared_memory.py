@@ -39,7 +39,7 @@ def opened(value: str = "1") -> tuple[dist.ProcessGroup, frozenset[int]]:
     assert group is not None
     transport = transport_of(group)
     assert isinstance(transport, ProcessGroupTransport)
-    with switched(value), transport.call("test", {}):
+    with switched(value), transport.agree("test", {}):
         pass
     return group, frozenset() if transport._shared is None else transport._shared.peers
 
@@ -155,8 +155,8 @@ def long_message_to_a_busy_rank(busy: int) -> float:
     group, _ = opened()
     transport, rank = transport_of(group), dist.get_rank()
     x = torch.full((LONG,), 3.0) if rank == 0 else torch.zeros(LONG)
-    with transport.call("test", {"busy": busy}):
-        message = transport.start({1: x} if rank == 0 else {}, {} if rank == 0 else {0: x}, "round 0")
+    with transport.agree("test", {"busy": busy}):
+        message = transport.exchange({1: x} if rank == 0 else {}, {} if rank == 0 else {0: x}, "round 0")
         done = torch.ones(1)
         if rank == busy:
             dist.recv(done, 1 - rank)
@@ -217,19 +217,19 @@ def killed_with_a_child() -> tuple[str, float]:
         dist.recv(child, 1)
     x = torch.zeros(LONG)
     try:
-        with transport.call("test", {"long": 1}):
+        with transport.agree("test", {"long": 1}):
             if dist.get_rank() == 1:
-                transport.start({0: x}, {}, "round 0")
+                transport.exchange({0: x}, {}, "round 0")
                 os.kill(os.getpid(), signal.SIGKILL)
             start = time.monotonic()
-            transport.start(
+            transport.exchange(
                 {},
                 {
                     1: x,
                 },
                 "round 0",
             ).wait()
-            transport.start({}, {1: x}, "round 1").wait()
+            transport.exchange({}, {1: x}, "round 1").wait()
     except PeerLost as error:
         return str(error), time.monotonic() - start
     finally:

@@ -41,10 +41,10 @@ def pass_on(group: Group, *, op: str = "test", rounds: int = 2) -> list[float]:
     transport = transport_of(group)
     successor, predecessor = ((transport.rank + step) % transport.world_size for step in (1, -1))
     token, got = torch.full((3,), float(transport.rank)), []
-    with transport.call(op, {"rounds": rounds}):
+    with transport.agree(op, {"rounds": rounds}):
         for i in range(rounds):
             received = torch.empty(3)
-            transport.start({successor: token}, {predecessor: received}, f"round {i}").wait()
+            transport.exchange({successor: token}, {predecessor: received}, f"round {i}").wait()
             token = received
             got.append(received[0].item())
     return got
@@ -66,9 +66,9 @@ def test_empty_messages_do_not_travel() -> None:
     """The peer need not even take part."""
 
     def on_rank(group: LoopbackGroup) -> None:
-        with group.transport.call("test", {}):
+        with group.transport.agree("test", {}):
             if group.transport.rank == 0:
-                group.transport.start({1: torch.empty(0)}, {1: torch.empty(0)}, "round 0").wait()
+                group.transport.exchange({1: torch.empty(0)}, {1: torch.empty(0)}, "round 0").wait()
 
     LoopbackWorld(2).run(on_rank)
 
@@ -172,7 +172,7 @@ def test_a_message_that_is_no_header_is_named(noise: bytes) -> None:
 
 def test_a_header_that_does_not_fit_is_refused() -> None:
     def on_rank(group: LoopbackGroup) -> None:
-        with group.transport.call("test", {"long": "x" * 2000}):
+        with group.transport.agree("test", {"long": "x" * 2000}):
             pass
 
     with pytest.raises(InputError, match=r"header of 2... bytes; expected at most 1024"):
@@ -192,8 +192,8 @@ def test_payloads_of_an_agreed_call_do_not_wait_for_headers() -> None:
         for call in range(2):
             if call == 1 and transport.rank == 1:
                 assert inside.wait(10)
-            with transport.call("test", {}):
-                message = transport.start({peer: torch.full((1,), float(call))}, {peer: got}, "round 0")
+            with transport.agree("test", {}):
+                message = transport.exchange({peer: torch.full((1,), float(call))}, {peer: got}, "round 0")
                 if call == 1:
                     inside.set()
                 message.wait()
@@ -206,9 +206,9 @@ def exchange(group: Group, size: int) -> float:
     """A ring of one round with messages of that size."""
     transport = transport_of(group)
     world_size, got = transport.world_size, torch.empty(size)
-    with transport.call("test", {"size": size}):
+    with transport.agree("test", {"size": size}):
         sends, receives = ({(transport.rank + step) % world_size: x} for step, x in ((1, torch.ones(size)), (-1, got)))
-        transport.start(sends, receives, "round 1").wait()
+        transport.exchange(sends, receives, "round 1").wait()
     return got.sum().item()
 
 
@@ -313,12 +313,12 @@ def test_an_agreed_call_that_differs_anywhere_is_named_by_all_in_that_call(world
     def on_rank(group: LoopbackGroup) -> None:
         transport = group.transport
         for change in ({}, {"op": "other"}, {}):
-            with transport.call(**{**usual, **change}):
+            with transport.agree(**{**usual, **change}):
                 pass
         for (name, odd), delay in zip(odds, delays[transport.rank], strict=True):
             time.sleep(delay)
             mine = {**usual, name: others[name]} if transport.rank == odd else usual
-            with pytest.raises(RingMismatch) as caught, transport.call(**mine):
+            with pytest.raises(RingMismatch) as caught, transport.agree(**mine):
                 pass
             peer = odd if transport.rank != odd else 0 if odd else 1
             values = (others[name], usual[name]) if transport.rank == odd else (usual[name], others[name])
@@ -326,7 +326,7 @@ def test_an_agreed_call_that_differs_anywhere_is_named_by_all_in_that_call(world
                 f"disagree on {fields[name]} in call {transport.num_calls} ({mine['op']}): rank {transport.rank} has "
             )
             assert f"{said}{values[0]}, rank {peer} has {values[1]};" in str(caught.value)
-        with transport.call(**usual):
+        with transport.agree(**usual):
             pass
 
     LoopbackWorld(world_size, timeout_seconds=20).run(on_rank)
@@ -368,7 +368,7 @@ def test_no_call_is_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch, wh
 
     def on_rank(group: LoopbackGroup) -> str:
         def call() -> None:
-            with group.transport.call("test", {}, "cuda:0"):
+            with group.transport.agree("test", {}, "cuda:0"):
                 pass
 
         if len(who) == 2:
@@ -394,10 +394,10 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others() -> None:
     def on_rank(group: LoopbackGroup) -> None:
         transport = group.transport
         try:
-            with transport.call("test", {}):
+            with transport.agree("test", {}):
                 if transport.rank == 2:
                     raise ValueError("the cause")
-                transport.start({}, {transport.rank + 1: torch.empty(1)}, "round 1").wait()
+                transport.exchange({}, {transport.rank + 1: torch.empty(1)}, "round 1").wait()
         except PeerLost as error:
             told[transport.rank] = str(error)
             told[transport.rank + 10] = message_of(PeerLost, lambda: pass_on(group))
@@ -433,7 +433,7 @@ def test_an_error_without_a_text_is_told_by_its_kind(error: BaseException, said:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 0:
             return message_of(PeerLost, lambda: pass_on(group))
-        with contextlib.suppress(KeyboardInterrupt, OSError), group.transport.call("test", {"rounds": 2}):
+        with contextlib.suppress(KeyboardInterrupt, OSError), group.transport.agree("test", {"rounds": 2}):
             raise error
         return ""
 
@@ -453,7 +453,7 @@ def test_a_group_and_its_name_have_one_transport() -> None:
 def test_no_group_is_a_world_of_one() -> None:
     transport = transport_of(None)
     assert (transport.rank, transport.world_size, group_name(None)) == (0, 1, "")
-    with transport.call("test", {}):
+    with transport.agree("test", {}):
         pass
 
 

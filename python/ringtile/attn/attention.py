@@ -214,7 +214,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
-        with transport.telling("ring_attention backward"):
+        with transport.propagate_errors("ring_attention backward"):
             sinks, _, *kept = saved = ctx.saved_tensors
 
             def compute() -> tuple[Tensor | None, ...]:
@@ -222,5 +222,7 @@ class RingAttention(torch.autograd.Function):
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
                 return ulysses.backward(ctx.call, stages, ctx.shape, dout, dlse, of_sinks, ctx.number)
 
-            gradients = derivatives.gradients("ring_attention", compute, dout, dlse, *saved, telling=transport.telling)
+            gradients = derivatives.gradients(
+                "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors
+            )
         return *gradients, None

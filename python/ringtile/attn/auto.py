@@ -38,7 +38,7 @@ def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionC
     elif sequence.scheme == "usp":
         name = usp_of_hosts(hosts_of(transport))
     else:
-        with transport.telling("ring_attention forward"):
+        with transport.propagate_errors("ring_attention forward"):
             ulysses.check(call, q, k, v)
             kind = _kind(sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None)
         known = _chosen.setdefault(transport, {})

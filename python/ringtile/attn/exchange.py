@@ -117,7 +117,7 @@ class Keys:
                 message = self.message(incoming.num_keys, self.k.dtype)
                 receives[self.ring.ranks[incoming.rank]] = message.flat
                 parts.append(message.parts)
-        return _Arriving(self.transport.start(sends, receives, f"round {i}"), round, parts)
+        return _Arriving(self.transport.exchange(sends, receives, f"round {i}"), round, parts)
 
     def give_back(self, block: KeyBlock, partial: Message) -> ReturningKeys:
         """Start the way home of a block's gradients, and of those for the keys of this rank that others work on."""
@@ -141,7 +141,7 @@ class Keys:
                 receives[self.ring.ranks[outgoing.rank]] = message.flat
                 returned.append((outgoing.runs, message.parts))
         what = f"the gradients of round {block.i}"
-        return ReturningKeys(self.transport.start(sends, receives, what), returned)
+        return ReturningKeys(self.transport.exchange(sends, receives, what), returned)
 
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""

@@ -18,7 +18,7 @@ from ringtile.attn.choose import AttentionCall
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import telling, transport_of
+from ringtile.transport.groups import propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _ring_attention_backward(
 
 def _call(direction: str, q: Tensor, *given: Any) -> AttentionCall:
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
-    with transport_of(group_name).telling(f"ring_attention {direction}"):
+    with transport_of(group_name).propagate_errors(f"ring_attention {direction}"):
         sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
         dropout = None if rows is None else AttentionDropout(probability, rows, *counters).checked(q)
         of_heads = None if sinks is None else fixed_sinks(sinks, q)
@@ -142,7 +142,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    with telling(ctx.given[2], "ring_attention backward", saved[0]):
+    with propagate_errors(ctx.given[2], "ring_attention backward", saved[0]):
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
             dout = torch.zeros_like(saved[3])
@@ -155,7 +155,7 @@ def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor,
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    with telling(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
+    with propagate_errors(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
         raise derivatives.differentiated_again("ring_attention")
 
 

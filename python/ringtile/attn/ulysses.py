@@ -259,7 +259,7 @@ def _agreed(
     """
     sequence, transport = call.sequence, call.sequence.transport
     op = f"ring_attention {direction}"
-    with transport.telling(op):
+    with transport.propagate_errors(op):
         if shape is None:
             check(call, *qkv)
             shape = Shape.of(*qkv)
@@ -292,7 +292,7 @@ def _agreed(
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
-    with transport.call(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step):
+    with transport.agree(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step):
         yield shape
 
 

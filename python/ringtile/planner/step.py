@@ -323,10 +323,10 @@ class _SilentTransport(LoopbackTransport):
         super().__init__(0, world_size, {}, 0.0)
 
     @contextlib.contextmanager
-    def call(self, *terms: Any, **more: Any) -> Iterator[None]:
+    def agree(self, *terms: Any, **more: Any) -> Iterator[None]:
         yield
 
-    def start(self, sends: Any, receives: Any, what: str) -> Exchange:
+    def exchange(self, sends: Any, receives: Any, what: str) -> Exchange:
         return Exchange([], [*sends.values(), *receives.values()], self, what)
 
 

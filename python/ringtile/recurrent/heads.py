@@ -48,13 +48,15 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         recurrence: Recurrence = ctx.recurrence
         transport = recurrence.documents.sequence.transport
-        with transport.telling(f"{recurrence.op} backward"):
+        with transport.propagate_errors(f"{recurrence.op} backward"):
             given = list(ctx.saved_tensors)
 
             def compute() -> list[Tensor | None]:
                 return _backward(recurrence, given, dout, ctx.needs_input_grad[1:], ctx.number)
 
-            gradients = derivatives.gradients(recurrence.op, compute, dout, *given, telling=transport.telling)
+            gradients = derivatives.gradients(
+                recurrence.op, compute, dout, *given, propagate_errors=transport.propagate_errors
+            )
         return None, *gradients
 
 

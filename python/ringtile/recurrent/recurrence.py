@@ -111,9 +111,9 @@ def agreed(
     if transport.world_size == 1:
         yield
         return
-    with transport.telling(op):
+    with transport.propagate_errors(op):
         transport.check_device(x.device)
         layout_digest, mask_digest = sequence.digests
     terms = {**terms, "layout digest": layout_digest, "mask digest": mask_digest}
-    with transport.call(op, terms, x.device, forward_call=forward_call, data=data):
+    with transport.agree(op, terms, x.device, forward_call=forward_call, data=data):
         yield

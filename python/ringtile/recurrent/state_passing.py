@@ -48,7 +48,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         recurrence: Recurrence = ctx.recurrence
         transport = recurrence.documents.sequence.transport
-        with transport.telling(f"{recurrence.op} backward"):
+        with transport.propagate_errors(f"{recurrence.op} backward"):
             saved = ctx.saved_tensors
             tensors, states = saved[: -len(ctx.keys) or None], saved[len(saved) - len(ctx.keys) :]
 
@@ -57,7 +57,9 @@ class _Run(torch.autograd.Function):
                 needed = ctx.needs_input_grad[1:]
                 return _backward(recurrence, tensors, found, dout, needed, ctx.number)
 
-            gradients = derivatives.gradients(recurrence.op, compute, dout, *saved, telling=transport.telling)
+            gradients = derivatives.gradients(
+                recurrence.op, compute, dout, *saved, propagate_errors=transport.propagate_errors
+            )
         return None, *gradients
 
 
@@ -133,13 +135,13 @@ class _Messages:
         if rank == self.transport.rank:
             self.kept[share] = state
         else:
-            self.sent.append(self.transport.start({rank: state.contiguous()}, {}, f"a state for rank {rank}"))
+            self.sent.append(self.transport.exchange({rank: state.contiguous()}, {}, f"a state for rank {rank}"))
 
     def start_receiving(self, rank: int, share: int, like: Tensor) -> Tensor:
         """Return a tensor like `like`, which may be it; after `wait` it holds what was sent."""
         if rank == self.transport.rank:
             return self.kept.pop(share)
-        self.arriving.append(self.transport.start({}, {rank: like}, f"the state of rank {rank}"))
+        self.arriving.append(self.transport.exchange({}, {rank: like}, f"the state of rank {rank}"))
         return like
 
     def wait(self) -> None:
@@ -219,12 +221,12 @@ class _Halos(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, *dhalos: Tensor) -> tuple[None, Tensor | None]:
         halos: Halos = ctx.halos
         transport = halos.documents.sequence.transport
-        with transport.telling(f"{halos.op} backward"):
+        with transport.propagate_errors(f"{halos.op} backward"):
             (total,) = derivatives.gradients(
                 halos.op,
                 lambda: (_halos_backward(halos, dx, dhalos, ctx.number),),
                 *(dx, *dhalos),
-                telling=transport.telling,
+                propagate_errors=transport.propagate_errors,
             )
         return None, total
 

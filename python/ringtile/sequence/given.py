@@ -32,4 +32,4 @@ def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: An
             transport = transport_of(only_group_of(layout.world_size))
         else:
             transport = transport_of(group)
-        transport.refuse(f"{op} forward", error)
+        transport.fail(f"{op} forward", error)

@@ -73,7 +73,7 @@ class HeadGroup:
             message = Message.empty(own[0], [(_resized(x, self._lens[place]), x.dtype) for x in own])
             sends[rank], receives[rank] = Message.holding(parts[place]).flat, message.flat
             arriving.append(message.parts)
-        exchange = transport.start(sends, receives, what)
+        exchange = transport.exchange(sends, receives, what)
 
         def wait() -> list[Tensor]:
             whole = [x.new_empty(_resized(x, self.num_tokens)) for x in own]
@@ -104,7 +104,7 @@ class HeadGroup:
                 message = Message.empty(tensors[0], kinds)
                 receives[rank] = message.flat
             arriving.append(message.parts)
-        exchange = transport.start(sends, receives, what)
+        exchange = transport.exchange(sends, receives, what)
 
         def wait() -> list[tuple[Tensor, ...]]:
             exchange.wait()

@@ -83,7 +83,7 @@ def tiled_linear_cross_entropy(
     RingMismatch: the ranks of the group were given different hidden sizes, labels or options.
     """
     group = group_of(weight, group)
-    with transport_of(group).telling(_NAME):
+    with transport_of(group).propagate_errors(_NAME):
         for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
             if x is not None or name != "bias":
                 arguments.check_tensor(name, x)
@@ -195,9 +195,13 @@ class _Job:
     options: LossOptions
     vocab_parallel: VocabParallel | None  # None: this rank holds all classes
 
-    def telling(self, op: str) -> contextlib.AbstractContextManager[None]:
+    def propagate_errors(self, op: str) -> contextlib.AbstractContextManager[None]:
         """Around what may fail on one rank: told to the others, if there are any."""
-        return contextlib.nullcontext() if self.vocab_parallel is None else self.vocab_parallel.transport.telling(op)
+        return (
+            contextlib.nullcontext()
+            if self.vocab_parallel is None
+            else self.vocab_parallel.transport.propagate_errors(op)
+        )
 
     def run(
         self,
@@ -303,9 +307,11 @@ class _PerToken(torch.autograd.Function):
             _, gradients = ctx.job.run("backward", ctx.needs_input_grad[1:], factors, *inputs)
             return round_grad_sums(gradients, inputs)
 
-        with ctx.job.telling(f"{_NAME} backward"):
+        with ctx.job.propagate_errors(f"{_NAME} backward"):
             inputs = ctx.saved_tensors
-            return None, *derivatives.gradients(_NAME, compute, dloss, *inputs, telling=ctx.job.telling)
+            return None, *derivatives.gradients(
+                _NAME, compute, dloss, *inputs, propagate_errors=ctx.job.propagate_errors
+            )
 
 
 class _Reduced(torch.autograd.Function):
@@ -340,6 +346,11 @@ class _Reduced(torch.autograd.Function):
                     gradient.mul_(factor)
             return round_grad_sums(gradients, inputs)
 
-        with ctx.job.telling(f"{_NAME} backward"):
+        with ctx.job.propagate_errors(f"{_NAME} backward"):
             inputs = ctx.saved_tensors
-            return None, None, None, *derivatives.gradients(_NAME, compute, dtotal, *inputs, telling=ctx.job.telling)
+            return (
+                None,
+                None,
+                None,
+                *derivatives.gradients(_NAME, compute, dtotal, *inputs, propagate_errors=ctx.job.propagate_errors),
+            )

@@ -69,12 +69,12 @@ class VocabParallel:
         rank, parts = self.transport.rank, x.tensor_split(self.transport.world_size)
         others = {peer: part for peer, part in enumerate(parts) if peer != rank}
         received = {peer: torch.empty_like(parts[rank]) for peer in others}
-        self.transport.start(others, received, "the gradient of hidden").wait()
+        self.transport.exchange(others, received, "the gradient of hidden").wait()
         total = received.get(0, parts[rank]).clone()
         for peer in range(1, len(parts)):
             total += received.get(peer, parts[rank])
         parts[rank].copy_(total)
-        self.transport.start(dict.fromkeys(others, total), others, "the gradient of hidden").wait()
+        self.transport.exchange(dict.fromkeys(others, total), others, "the gradient of hidden").wait()
         return x
 
     def cross_entropy_fwd_bwd_(self, logits: Tensor, labels: Tensor, options: LossOptions, want_grad: bool) -> Tensor:
@@ -129,7 +129,7 @@ def _log_sum_exp(chunks: list[Tensor], like: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _call(transport: Transport, op: str, facts: Mapping[str, HeaderValue], device: torch.device) -> Iterator[None]:
     try:
-        with transport.call(op, facts, device):
+        with transport.agree(op, facts, device):
             yield
     except RingMismatch as error:
         raise RingMismatch(
@@ -143,7 +143,7 @@ def _gather(x: Tensor, transport: Transport) -> Tensor:
     out = x.new_empty((transport.world_size, *x.shape))
     out[transport.rank] = x
     received = {peer: part for peer, part in enumerate(out) if peer != transport.rank}
-    transport.start(dict.fromkeys(received, x), received, "the numbers of the tokens").wait()
+    transport.exchange(dict.fromkeys(received, x), received, "the numbers of the tokens").wait()
     return out
 
 

@@ -59,7 +59,7 @@ def context_parallel_shard(
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    with transport.telling("context_parallel_shard"):
+    with transport.propagate_errors("context_parallel_shard"):
         pairs = _pairs(buffers, seq_dims)
         layout = _layout(load_balancer, _seq_len(list(pairs.values())), transport.world_size)
         remember_layout(group, layout)
@@ -84,7 +84,7 @@ def context_parallel_unshard(
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    with transport.telling("context_parallel_unshard"):
+    with transport.propagate_errors("context_parallel_unshard"):
         pairs = _pairs(buffers, seq_dims)
         for name, (buffer, _) in pairs.items():
             if not isinstance(buffer, Tensor):

@@ -60,7 +60,7 @@ def context_parallel(
     """
     group = group_of(mesh)
     transport = transport_of(group)
-    with transport.telling("context_parallel"):
+    with transport.propagate_errors("context_parallel"):
         buffers, buffer_seq_dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
         kept = as_list(no_restore_buffers, "no_restore_buffers")
         seq_len = _seq_len(buffers, buffer_seq_dims, kept, layout, mask)
@@ -80,7 +80,7 @@ def context_parallel(
         with _in_force(group, AttentionScope(group, layout_name=layout), layout):
             yield
         return
-    with transport.telling("context_parallel"):
+    with transport.propagate_errors("context_parallel"):
         layout = layout_of(layout, seq_len, transport.world_size)
         sequence = (
             unmasked_sequence(layout, group, scheme)
@@ -133,7 +133,7 @@ def _in_force(
     drawn = drawn_since(before)
     transport = transport_of(group)
     if drawn and transport.world_size > 1:
-        with transport.telling("context_parallel"):
+        with transport.propagate_errors("context_parallel"):
             raise Refused(
                 f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside "
                 "context_parallel: dropout, noise or sampling of local tokens is not what one process draws. Switch it "

@@ -220,7 +220,7 @@ def sequence_in_force(group: Group, layout_name: str, local_len: int) -> Sharded
     try:
         return unmasked_sequence(layout_in_force(group, layout_name, local_len), group)
     except RingtileError as error:
-        transport.refuse("attention", error)
+        transport.fail("attention", error)
         raise
 
 
@@ -257,7 +257,7 @@ def _check_ring(group: Group, what: str, op: str) -> None:
         error = Refused(
             f"{what} runs as a ring, but the context_parallel block around it has the scheme {scheme}; expected ring"
         )
-        transport.refuse(op, error)
+        transport.fail(op, error)
         raise error
 
 
@@ -277,5 +277,5 @@ def check_layout(group: Group, layout: Layout) -> None:
             "the BlockMask was made for another layout than the tokens were sharded in; pass the tokens' layout: "
             "create_cp_block_mask(..., load_balancer=...)"
         )
-        transport.refuse("flex_attention", error)
+        transport.fail("flex_attention", error)
         raise error

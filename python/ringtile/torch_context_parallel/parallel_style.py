@@ -39,7 +39,7 @@ from ringtile.torch_context_parallel.group_layouts import check_layout, group_of
 from ringtile.torch_context_parallel.mode import RingMode, run_in_mode
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
-from ringtile.transport.groups import telling
+from ringtile.transport.groups import propagate_errors
 
 
 class _AttentionType(Enum):
@@ -235,7 +235,7 @@ def _sdpa_of_dtensors(query: DTensor, key: DTensor, value: DTensor, *args: Any, 
     if not dims:
         return scaled_dot_product_attention(query, key, value, *args, **kwargs)
     group = mesh.get_group(dims[0])
-    with telling(group, "scaled_dot_product_attention", query.to_local()):
+    with propagate_errors(group, "scaled_dot_product_attention", query.to_local()):
         if len(dims) > 1 or any(not (p.is_replicate() or p in (Shard(0), Shard(1))) for p in others):
             raise InputError(
                 f"query is placed {placements}; expected Shard(2) once, else Shard(0), Shard(1), Replicate()"

@@ -19,7 +19,7 @@ from ringtile.errors import Refused, RingtileError
 from ringtile.ops import state_dtype
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
-from ringtile.transport.groups import Group, group_name, telling, transport_of
+from ringtile.transport.groups import Group, group_name, propagate_errors, transport_of
 
 _E = TypeVar("_E", bound=RingtileError)
 
@@ -45,7 +45,7 @@ class AttentionScope:
 
     def told(self, error: _E, op: str = "attention") -> _E:
         """The error, after telling the other ranks of the group, which would wait for this one."""
-        transport_of(self.group).refuse(op, error)
+        transport_of(self.group).fail(op, error)
         return error
 
     def check_scale(self, scale: Any) -> None:
@@ -90,7 +90,7 @@ class AttentionScope:
         """`ring_attention` of this scope's sequence: out (B, N, H, Dv), with return_lse (out, lse)."""
         sequence = self.sequence
         if sequence is None and (torch.compiler.is_compiling() or not is_plain(q)):
-            with telling(self.group, "attention", q):
+            with propagate_errors(self.group, "attention", q):
                 check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
             tensors = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError
 from ringtile.transport.agreement import HeaderValue
-from ringtile.transport.groups import Group, group_name, telling, transport_of
+from ringtile.transport.groups import Group, group_name, propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Transport
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     PeerLost.
     """
     if not torch.compiler.is_compiling():
-        with telling(group, "unshard", local):
+        with propagate_errors(group, "unshard", local):
             dim = arguments.check_dim("local", local, dim)
             if local.device.type == "meta" and transport_of(group).world_size > 1:  # would not get as far as the op
                 raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
@@ -43,7 +43,7 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
 
 def _runs_of_ranks(op: str, layout: Tensor, seq_len: int, transport: Transport) -> list[Tensor]:
     """By rank, its runs (R, 4)."""
-    with transport.telling(op):
+    with transport.propagate_errors(op):
         world_size = int(layout[:, 0].max()) + 1 if layout.numel() else 0
         if world_size != transport.world_size:
             raise InputError(
@@ -57,7 +57,7 @@ def _call(
     op: str, x: Tensor, dim: int, size: int, layout: Tensor, transport: Transport
 ) -> contextlib.AbstractContextManager[None]:
     """Checks x on this rank, then that every other rank makes the same call."""
-    with transport.telling(op):
+    with transport.propagate_errors(op):
         ops.check_device("the tensor", x)
         arguments.check_storage("the tensor", x)
         if x.size(dim) != size:
@@ -70,13 +70,13 @@ def _call(
             "dim": dim,
             "the other sizes": str([*x.shape[:dim], *x.shape[dim + 1 :]]),
         }
-    return transport.call(op, terms, x.device)
+    return transport.agree(op, terms, x.device)
 
 
 def _exchange(op: str, transport: Transport, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
     """Sends and receives contiguous tensors, as bytes: gloo does not know every dtype."""
     as_bytes = [{peer: x.view(torch.uint8) for peer, x in messages.items()} for messages in (sends, receives)]
-    transport.start(as_bytes[0], as_bytes[1], op).wait()
+    transport.exchange(as_bytes[0], as_bytes[1], op).wait()
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
@@ -140,7 +140,7 @@ def _setup(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, int, int, str], outpu
 
 
 def _all_gather_backward(ctx: FunctionCtx, dfull: Tensor) -> tuple[Tensor, None, None, None, None]:
-    with telling(ctx.group_name, "gradient of unshard", dfull):  # type: ignore[attr-defined]
+    with propagate_errors(ctx.group_name, "gradient of unshard", dfull):  # type: ignore[attr-defined]
         derivatives.check_once("the backward of unshard", dfull)
         (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
         dlocal: Tensor = _reduce_scatter_seq(dfull, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
@@ -148,7 +148,7 @@ def _all_gather_backward(ctx: FunctionCtx, dfull: Tensor) -> tuple[Tensor, None,
 
 
 def _reduce_scatter_backward(ctx: FunctionCtx, dlocal: Tensor) -> tuple[Tensor, None, None, None, None]:
-    with telling(ctx.group_name, "unshard", dlocal):  # type: ignore[attr-defined]
+    with propagate_errors(ctx.group_name, "unshard", dlocal):  # type: ignore[attr-defined]
         (layout,) = ctx.saved_tensors  # type: ignore[attr-defined]
         dx: Tensor = _all_gather_seq(dlocal, layout, ctx.dim, ctx.size, ctx.group_name)  # type: ignore[attr-defined]
     return dx, None, None, None, None

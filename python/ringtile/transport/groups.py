@@ -60,9 +60,9 @@ def transport_of(group: Group | None) -> Transport:
         return _transports[group]
 
 
-def telling(group: Group | None, op: str, x: object) -> contextlib.AbstractContextManager[None]:
-    """`Transport.telling` of a group for a call of op on x; nothing while the call is only traced."""
-    return contextlib.nullcontext() if is_traced(x) else transport_of(group).telling(op)
+def propagate_errors(group: Group | None, op: str, x: object) -> contextlib.AbstractContextManager[None]:
+    """`Transport.propagate_errors` of a group for a call of op on x; nothing while the call is only traced."""
+    return contextlib.nullcontext() if is_traced(x) else transport_of(group).propagate_errors(op)
 
 
 def is_traced(x: object) -> bool:

@@ -18,8 +18,8 @@ def measure(candidates: Sequence[Callable[[], None]], transport: Transport, devi
     """
     own = torch.tensor([_seconds(run, device) for run in candidates], dtype=torch.float32, device=device)
     found = {rank: torch.empty_like(own) for rank in range(transport.world_size) if rank != transport.rank}
-    with transport.call("measure", {"candidates": len(candidates)}, device):
-        transport.start(dict.fromkeys(found, own), found, "the seconds").wait()
+    with transport.agree("measure", {"candidates": len(candidates)}, device):
+        transport.exchange(dict.fromkeys(found, own), found, "the seconds").wait()
     slowest: list[float] = torch.stack([own, *found.values()]).amax(0).tolist()
     return slowest
 

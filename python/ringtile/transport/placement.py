@@ -34,8 +34,8 @@ def gathered(transport: Transport, op: str, mine: Any) -> list[Any]:
     peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
     own = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
     theirs = {peer: torch.empty_like(own) for peer in peers}
-    with transport.call(op, {}):
-        transport.start(dict.fromkeys(peers, own), theirs, op).wait()
+    with transport.agree(op, {}):
+        transport.exchange(dict.fromkeys(peers, own), theirs, op).wait()
         transport.bytes_sent -= len(peers) * _MAX_BYTES  # no payload of a plan
     said = {transport.rank: own} | theirs
     return [json.loads(bytes(said[rank].tolist())) for rank in range(transport.world_size)]

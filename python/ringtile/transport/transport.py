@@ -45,7 +45,7 @@ class Message(Protocol):
 
 
 NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)  # of ops: torch.compile calls them between its CUDA graphs
-_TOLD = "_ringtile_told"  # an attribute of an error that the other ranks have heard of
+_PROPAGATED = "_ringtile_propagated"  # an attribute of an error that the other ranks have heard of
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
 
 
@@ -106,7 +106,7 @@ class Transport(abc.ABC):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def call(
+    def agree(
         self,
         op: str,
         fields: Mapping[str, HeaderValue],
@@ -131,10 +131,10 @@ class Transport(abc.ABC):
             return
         self._check_process_and_thread(op)
         device = torch.device(device)
-        with self.telling(op):
+        with self.propagate_errors(op):
             self.check_device(device)
         with self._numbered(op):
-            self._agree(op, fields, device, forward_call, data, step)
+            self._agree_on(op, fields, device, forward_call, data, step)
             yield
             self.compare_headers()
 
@@ -176,7 +176,7 @@ class Transport(abc.ABC):
                 f"{op} in thread {thread.name!r} on a group that thread {self._thread.name!r} uses; expected "
                 f"one thread a group: make a group for each with torch.distributed.new_group"
             )
-            self.refuse(op, error)
+            self.fail(op, error)
             raise error
         self._thread = thread
 
@@ -189,7 +189,7 @@ class Transport(abc.ABC):
             f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
         ) from self._failure
 
-    def _agree(
+    def _agree_on(
         self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int, step: int
     ) -> None:
         key = (op, device.type, *fields.items())
@@ -243,31 +243,31 @@ class Transport(abc.ABC):
             self._headers.close()
         self.hang_up()
 
-    def refuse(self, op: str, reason: Exception) -> None:
+    def fail(self, op: str, reason: Exception) -> None:
         """Tells the others, in place of the header of a call, why this rank does not make it, and waits for none.
 
         Those that make a call raise RingMismatch with the reason; without it they would wait for this rank until it
         ends. Ranks that refuse together go on together. An error is told once.
         """
-        if self.world_size == 1 or os.getpid() != self._pid or _TOLD in reason.__dict__:
+        if self.world_size == 1 or os.getpid() != self._pid or _PROPAGATED in reason.__dict__:
             return
-        reason.__dict__[_TOLD] = True
+        reason.__dict__[_PROPAGATED] = True
         said = f"{op}, refused: {reason}"[:MAX_REASON].encode("ascii", "replace").decode()
         with contextlib.suppress(RingtileError), self._numbered(said):
             self._send_header(said, Terms(said, "cpu", {}).header(self.num_calls), refused=True)
 
     @contextlib.contextmanager
-    def telling(self, op: str) -> Iterator[None]:
+    def propagate_errors(self, op: str) -> Iterator[None]:
         """Around what a call of op does before its first message: any error there is told to the others."""
         try:
             yield
         except (RingMismatch, PeerLost):  # which the others have too
             raise
         except Exception as error:
-            self.refuse(op, error)
+            self.fail(op, error)
             raise
 
-    def start(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
         """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLost.
 
         Both sides must post messages between them in the same order. An empty tensor does not travel. `what` says
