@@ -1,14 +1,11 @@
 """Gloo ranks for tests: processes that are started once per session and run one test's function after another.
 
-All are forked from one server, itself a fork of pytest before the first test: torch and transformers take seconds to
-import.
+All are forked from one server process, which has imported what they need: torch and transformers take seconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -21,13 +18,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest import mock
 
 Result = TypeVar("Result")
 GRACE_SECONDS = 10.0  # once a rank has failed, for the others to notice
@@ -49,29 +45,11 @@ CONTEXT: ForkServerContext = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Forks the server of all ranks, while this process has no threads. It imports the trainers, if a test of the
-    session uses them, beside the first tests, and leaves out what is not installed."""
-    CONTEXT.set_forkserver_preload(TRAINERS if "hf_training" in sys.modules else [])
-    resource_tracker.ensure_running()
-    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
-        forkserver.ensure_running()
-
-
-def _fork(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """A fork instead of a new Python: runs the `-c` program of `arguments` with these file descriptors."""
-    if child := os.fork():
-        return child
-    try:
-        sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest has its own
-        faulthandler.disable()
-        pipe = os.fstat(descriptors[-1]).st_ino  # the server ends when pytest, and nothing else, closes the other end
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError):  # that of listdir
-                if descriptor not in descriptors and os.fstat(descriptor).st_ino == pipe:
-                    os.close(descriptor)
-        exec(arguments[-1], {})
-    finally:
-        os._exit(0)
+    """Starts the server of all ranks, which imports beside the first tests: the trainers too, if a test of the session
+    uses them. It leaves out what is not installed."""
+    trainers = TRAINERS if "hf_training" in sys.modules else []
+    CONTEXT.set_forkserver_preload(["torch.distributed", "ringtile.attn.attention", *trainers])
+    forkserver.ensure_running()
 
 
 class Pool:
