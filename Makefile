@@ -29,7 +29,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-training pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-hf pytest-layers pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -82,9 +82,9 @@ aarch64:
 emulator:
 	$(MAKE) -s $(JOBS) -C tests/emulator
 
-# Three parts at a time on two cores: ranks often wait.
+# More parts at a time than cores: ranks often wait.
 test: setup
-	+$(MAKE) --no-print-directory -j3 JOBS= checks
+	+$(MAKE) --no-print-directory -j4 JOBS= checks
 
 test-cuda: build
 	+$(MAKE) --no-print-directory $(JOBS) JOBS= cuda-checks
@@ -94,23 +94,27 @@ test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
 
 # C tests, which are many small jobs, fill both cores at the end.
-checks: build lint pytest-training pytest-others ctest
+checks: build lint pytest-hf pytest-layers pytest-others ctest
 ifeq ($(MAKECMDGOALS),checks)
 ctest: | pytest-others
 endif
 
 cuda-checks: pytest-nvcc emulator
 
-# Two halves, which take equally long: tests that mostly train, and the others.
-TRAINING := tests/hf tests/recurrent tests/tiled tests/transport
+# Three parts, which take about equally long: half of the trainings; the others and what layers need; all else.
+HF := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-k]*.py)
+LAYERS := $(filter-out $(HF),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
-pytest-training: build
-	$(PYTEST) $(CELLS) $(TRAINING)
+pytest-hf: build
+	$(PYTEST) $(CELLS) $(HF)
+
+pytest-layers: build
+	$(PYTEST) $(CELLS) $(LAYERS)
 
 pytest-others: build
-	$(PYTEST) $(CELLS) $(TRAINING:%=--ignore=%) tests
+	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf recurrent tiled transport) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")

@@ -454,13 +454,13 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> N
 def test_messages_of_at_most_two_rounds_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of one round and partial gradients of another: memory does not grow with the number of ranks."""
     alive: list[int] = []
-    start = LoopbackTransport.start
+    exchange = LoopbackTransport.exchange
 
-    def start_and_count(self: LoopbackTransport, *arguments: Any) -> Exchange:
-        exchange = start(self, *arguments)
+    def exchange_and_count(self: LoopbackTransport, *arguments: Any) -> Exchange:
+        started = exchange(self, *arguments)
         alive.append(len(self._under_way))
-        return exchange
+        return started
 
-    monkeypatch.setattr(LoopbackTransport, "start", start_and_count)
+    monkeypatch.setattr(LoopbackTransport, "exchange", exchange_and_count)
     run_ring(problem(), MASKS["causal"], Layout.zigzag(48, 6))
     assert max(alive) == 2

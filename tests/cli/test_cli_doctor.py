@@ -75,6 +75,7 @@ def test_doctor_names_an_unknown_instruction_set(tmp_path: pathlib.Path) -> None
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_doctor_works_without_the_compiled_ops(tmp_path: pathlib.Path) -> None:
     """A copy of the package without its binary, as after a failed build."""
     (tmp_path / "ringtile").mkdir()

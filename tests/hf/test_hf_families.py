@@ -69,6 +69,7 @@ def calls_of(node: ast.AST) -> list[tuple[str, ast.Call]]:
     return [(call.func.id, call) for call in calls if isinstance(call.func, ast.Name)]
 
 
+@pytest.mark.long
 def test_mixers_call_the_functions_that_are_replaced() -> None:
     found = {cls.name: (file, cls) for file, cls in classes() if cls.name in families.MIXERS}
     for name, replaced in families.MIXERS.items():
@@ -106,6 +107,7 @@ def hands_positions(forward: ast.FunctionDef) -> bool:
     )
 
 
+@pytest.mark.long
 def test_masks_that_know_no_positions_are_declared() -> None:
     joining = {"HunYuanVLTextModel"}
     for _, cls in classes():
@@ -115,6 +117,7 @@ def test_masks_that_know_no_positions_are_declared() -> None:
     assert joining ^ families.JOIN_DOCUMENTS == set()
 
 
+@pytest.mark.long
 def test_models_that_read_a_row_of_text_are_declared() -> None:
     rows = {}
     for file, cls in classes():

@@ -195,6 +195,7 @@ def test_memory_that_no_sequence_fits_names_the_largest_part() -> None:
         longest(step, 2**16, step.run(64))
 
 
+@pytest.mark.long
 def test_each_switch_that_is_off_is_tried() -> None:
     setup = Setup(config_of(vocab_size=8192, num_hidden_layers=1), devices=2, engine="ddp")
     saved = {switch.key: switch.total for switch in switches(setup, 512)}

@@ -69,6 +69,7 @@ def test_every_mesh_has_the_losses_of_one_process(single_process: list[float], d
     assert_same(run_ranks(dp * cp * tp, train, dp=dp, cp=cp, tp=tp), single_process)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_one_mesh_goes_on_at_another(single_process: list[float], tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     assert_same(run_ranks(4, train, dp=2, cp=2, tp=1, save=folder, steps=5), single_process[:5])

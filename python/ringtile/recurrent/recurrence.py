@@ -104,7 +104,7 @@ def agreed(
 ) -> Iterator[None]:
     """Agree with the other ranks that they make the same call, on tensors such as x, before the body exchanges any.
 
-    data, forward_call: as in `Transport.call`.
+    data, forward_call: as in `Transport.agree`.
     """
     sequence = documents.sequence
     transport = sequence.transport
