@@ -379,8 +379,8 @@ static void trial(uint64_t *state, int64_t entry) {
         try_runs(state, entry);
     else if (trial_number % 16 == 0)
         try_digest(state);
-    else if (trial_number % 16 == 8)
-        else if (trial_number % 4 == 1) try_runs(state, -1);
+    else if (trial_number % 4 == 1)
+        try_runs(state, -1);
     else if (trial_number % 4 == 2)
         try_layout(state);
     else if (trial_number % 4 == 3)
