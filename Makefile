@@ -1,5 +1,5 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
-# make test    set up, build, lint, and test: C under sanitizers, Python (five minutes on two cores)
+# make test    set up, build, lint, and test: C under sanitizers, Python (five to nine minutes on two cores)
 # make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
 # make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
