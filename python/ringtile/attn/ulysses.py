@@ -228,17 +228,18 @@ def _repeated(share: Share, *keys: Tensor) -> Sequence[Tensor]:
     """Give each query head a kv head of its own, where they do not come out even."""
     if share.kv_of_heads is None:
         return keys
-    index = torch.tensor(share.kv_of_heads, device=keys[0].device)
-    return [x.index_select(2, index) for x in keys]
+    return [torch.cat([x[:, :, head : head + 1] for head in share.kv_of_heads], 2) for x in keys]
 
 
 def _summed(share: Share, *gradients: Tensor) -> Sequence[Tensor]:
     """Add the gradients of repeated kv heads; the adjoint of `_repeated`."""
     if share.kv_of_heads is None:
         return gradients
-    index = torch.tensor(share.kv_of_heads, device=gradients[0].device)
     sums = [x.new_zeros((*x.shape[:2], len(share.kv_heads), x.size(3))) for x in gradients]
-    return [total.index_add_(2, index, x) for total, x in zip(sums, gradients, strict=True)]
+    for total, x in zip(sums, gradients, strict=True):
+        for i, head in enumerate(share.kv_of_heads):  # in order: index_add_ has none on a GPU
+            total[:, :, head] += x[:, :, i]
+    return sums
 
 
 # ---- before anything is sent --------------------------------------------------------------------
