@@ -7,10 +7,10 @@ packed batches change from step to step.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
@@ -33,19 +33,13 @@ def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionC
     if sequence.is_resolved:
         return call
     transport = sequence.transport
-    if transport.world_size == 1:
-        name = "ring"
-    elif sequence.scheme == "usp":
-        name = usp_of_hosts(hosts_of(transport))
-    else:
-        with transport.propagate_errors("ring_attention forward"):
-            ulysses.check(call, q, k, v)
-            kind = _kind(sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None)
-        known = _chosen.setdefault(transport, {})
-        if kind not in known:
-            known[kind] = _measured(call, q, k, v)
-        name = known[kind]
-    return replace(call, sequence=sequence.with_scheme(name))
+    with transport.propagate_errors("ring_attention forward"):
+        ulysses.check(call, q, k, v)
+        about = sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None
+        kind = _kind(*about) if sequence.scheme == "auto" and transport.world_size > 1 else None
+    if kind is not None and kind not in _chosen.setdefault(transport, {}):
+        _chosen[transport][kind] = _measured(call, q, k, v)
+    return replace(call, sequence=sequence.with_scheme(known_scheme(*about)))
 
 
 def candidates(hosts: tuple[int, ...]) -> list[str]:
@@ -55,6 +49,7 @@ def candidates(hosts: tuple[int, ...]) -> list[str]:
     return names if of_hosts in ("usp:1", f"usp:{len(hosts)}") else [*names, of_hosts]
 
 
+@functools.cache  # every call of a layer asks
 def usp_of_hosts(hosts: tuple[int, ...]) -> str:
     """Return usp for the most neighbours that always share a host: ulysses within hosts, a ring between them."""
     world_size = len(hosts)
@@ -92,7 +87,7 @@ def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     # The ring is among them in any case: where it is refused, the call is.
     calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]
     sent = transport.bytes_sent
-    seconds = measure([partial(_forward_and_backward, each, q, k, v) for each in calls], transport, q.device)
+    seconds = measure([functools.partial(_forward_and_backward, each, q, k, v) for each in calls], transport, q.device)
     transport.bytes_sent = sent  # no payload of a plan
     return calls[seconds.index(min(seconds))].sequence.scheme
 
