@@ -188,7 +188,7 @@ def _(
     initial_state: Tensor | None,
     scale: float,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: D
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, num_heads, v_dim = v.shape
     state = (q.size(3), v_dim)
     kept = (batch, num_heads, _num_states(num_tokens) if keep else 0, *state)
@@ -210,7 +210,7 @@ def _(
     initial_state: Tensor | None,
     states: Tensor,
     scale: float,
-) -> tuple[Tensor, ...]:  # fmt: D
+) -> tuple[Tensor, ...]:
     batch, num_tokens, num_heads, v_dim = v.shape
     has_factor = beta is not None or dt is not None
     shapes = [q.shape, k.shape, v.shape, g.shape]
@@ -230,7 +230,7 @@ def _(
     seq_idx: Tensor,
     initial_state: Tensor | None,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: D
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, _ = x.shape
     kept = A.new_empty(batch, _num_states(num_tokens) if keep else 0, *A.shape)
     return x.new_empty(x.shape), A.new_empty(batch, *A.shape), kept
@@ -249,7 +249,7 @@ def _(
     seq_idx: Tensor,
     initial_state: Tensor | None,
     states: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: D
+) -> tuple[Tensor, ...]:
     shapes = [x.shape, dt.shape, A.shape, B.shape, C.shape]
     shapes += [torch.Size([0 if D is None else x.size(2)]), torch.Size([x.size(0), *A.shape])]
     return tuple(A.new_empty(shape) for shape in shapes)
@@ -272,7 +272,7 @@ def _(
     seq_idx: Tensor,
     initial_state: Tensor | None,
     silu: bool,
-) -> tuple[Tensor, ...]:  # fmt: D
+) -> tuple[Tensor, ...]:
     dbias = weight.new_empty(0 if bias is None else x.size(2))
     return (
         x.new_empty(x.shape),
