@@ -6,7 +6,7 @@ import ringtile
 import torch
 import torch.distributed as dist
 from hf_models import tiny_model
-from hf_training import Padded, assert_equal_training, failure_of, make_trainer, packed, train
+from hf_training import TOLERANCE, Padded, assert_equal_training, failure_of, make_trainer, packed, train
 from pool import run_ranks
 from ringtile.first_batch.run import TIMES
 from ringtile.hf.cut import cut_batch
@@ -180,7 +180,7 @@ def test_a_term_in_compute_loss_sees_whole_sequences_and_equals_one_process():
     options = {"trainer_class": ZLoss, "gradient_accumulation_steps": 1, "max_steps": 2, "evaluate": False}
     expected = train(None, **options)
     for run in run_ranks(2, train, CONFIG, **options):
-        assert torch.allclose(torch.tensor(run.losses), torch.tensor(expected.losses), rtol=1e-6, atol=0.0)
+        assert torch.allclose(torch.tensor(run.losses), torch.tensor(expected.losses), rtol=TOLERANCE, atol=0.0)
 
 
 # ---- nothing of the run changes -----------------------------------------------------------------
