@@ -149,96 +149,20 @@ def _check_kernel(name: str, x: Tensor) -> None:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def _representable(dtype: torch.dtype, scale: float, softcap: float) -> bool:
-    """Whether the kernels for dtype can hold both numbers, the inverse of the softcap, and sums of scores.
+def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
+    """InputError: the kernels for dtype cannot hold both numbers, the inverse of the softcap, and sums of scores.
 
     A sum that overflows on its way is silently wrong: a softcap makes it finite again, and a key whose score is -inf is
     a masked one.
     """
     limits = torch.finfo(state_dtype(dtype))
     # From float32's least normal number to its inverse; float64's inverse is finite too.
-    return abs(scale) <= limits.max**0.5 and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny)
-
-
-def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
-    """InputError: the kernels for dtype cannot hold them."""
-    if not _representable(dtype, scale, softcap):
-        limits = torch.finfo(state_dtype(dtype))
-        raise InputError(
-            f"scale is {scale} and softcap {softcap}; expected numbers of {state_dtype(dtype)}: scale at most "
-            f"{limits.max**0.5:.3g} in magnitude, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
-        )
-
-
-def check_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
-    """Raises InputError for arguments that the attention kernels cannot take.
-
-    q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of FLOAT_DTYPES, one device, unit stride in the
-    last dim, head dims in 1..512, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0 or
-    a normal number.
-    """
-    (batch, _, heads, dim), k_shape, v_shape = q.shape if q.dim() == 4 else (0, 0, 0, 0), k.shape, v.shape
-    kind = q.device.type
-    if (  # the questions below in a few operations: this is on the path of every call
-        q.device == k.device == v.device
-        and (kind in ("cpu", "meta") or (kind == "cuda" and not why_not_on(q.device.index or 0)))
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype in FLOAT_DTYPES
-        and k_shape[:-1] == v_shape[:-1]
-        and len(k_shape) == 4
-        and (k_shape[0], k_shape[3]) == (batch, dim)
-        and 1 <= dim <= MAX_HEAD_DIM
-        and 1 <= v_shape[3] <= MAX_HEAD_DIM
-        and heads > 0 < k_shape[2]
-        and heads % k_shape[2] == 0
-        and (dim == 1 or q.stride(3) == k.stride(3) == 1)
-        and (v_shape[3] == 1 or v.stride(3) == 1)
-        and _representable(q.dtype, scale, softcap)
-    ):
+    if abs(scale) <= limits.max**0.5 and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny):
         return
-    check_device("q", q)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise InputError(
-                f"{name} has shape {tuple(x.shape)}, expected 4 dimensions (batch, tokens, heads, head_dim); "
-                "transpose (batch, heads, tokens, head_dim) tensors with .transpose(1, 2)"
-            )
-        if x.dtype not in FLOAT_DTYPES:
-            raise InputError(f"{name} has dtype {x.dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
-        if x.dtype != q.dtype:
-            raise InputError(f"{name} has dtype {x.dtype} but q has {q.dtype}; cast them to one dtype")
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
-        if not 1 <= x.size(3) <= MAX_HEAD_DIM:
-            raise InputError(f"{name} has head dim {x.size(3)}, expected 1..{MAX_HEAD_DIM}")
-        if x.size(3) > 1 and x.stride(3) != 1:
-            raise InputError(f"{name} has stride {x.stride(3)} in its last dim, expected 1; call .contiguous()")
-    if k.size(0) != q.size(0) or v.size(0) != q.size(0):
-        raise InputError(f"q, k, v have batch sizes {q.size(0)}, {k.size(0)}, {v.size(0)}; expected the same size")
-    if k.size(3) != q.size(3):
-        raise InputError(f"k has head dim {k.size(3)} but q has {q.size(3)}; expected the same head dim")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise InputError(
-            f"v has (tokens, heads) {tuple(v.shape[1:3])} but k has {tuple(k.shape[1:3])}; expected the same"
-        )
-    if k.size(2) == 0 or q.size(2) == 0 or q.size(2) % k.size(2):
-        raise InputError(
-            f"q has {q.size(2)} heads and k, v have {k.size(2)}; "
-            "expected the query heads to be a positive multiple of the kv heads"
-        )
-    check_scale_and_softcap(q.dtype, scale, softcap)
-
-
-def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raises InputError unless sinks hold one number of a float dtype for each head of q (B, N, H, D), where q is."""
-    if sinks.shape != q.shape[2:3]:
-        raise InputError(
-            f"sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[2:3])}, one number for each head of q"
-        )
-    if sinks.dtype not in FLOAT_DTYPES:
-        raise InputError(f"sinks has dtype {sinks.dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
-    arguments.check_devices("q", q, sinks=sinks)
-    arguments.check_storage("sinks", sinks)
+    raise InputError(
+        f"scale is {scale} and softcap {softcap}; expected numbers of {state_dtype(dtype)}: scale at most "
+        f"{limits.max**0.5:.3g} in magnitude, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
+    )
 
 
 def _register_fake(name: str, host: int = -1) -> None:

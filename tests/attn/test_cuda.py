@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ringtile import InputError, ops
+from ringtile.attn.call import check_tensors
 from ringtile.cli import doctor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,7 +59,7 @@ def test_a_cuda_tensor_without_kernels_is_refused_with_the_reason(monkeypatch: p
         matrix, labels, state = torch.empty(4, 16, device="cuda"), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
         runs = ops.runs_tensor([(0, 1, 0, 8)])
         calls = [
-            lambda: ops.check_attention(x, x, x, 1.0, 0.0),
+            lambda: check_tensors(x, x, x, 1.0, 0.0),
             lambda: ops.shard_seq_(x, runs, 1, x),
             lambda: ops.unshard_seq_(x, runs, 1, x),
             lambda: ops.glu_fwd(matrix, matrix, 0),

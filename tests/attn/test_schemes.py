@@ -31,7 +31,7 @@ from ringtile import (
     ring_attention,
 )
 from ringtile.attn import choose, ulysses
-from ringtile.attn.choose import AttentionCall
+from ringtile.attn.call import AttentionCall
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup

@@ -18,9 +18,8 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.choose import ATTENTION_KERNELS, AttentionCall, AttentionKernel
+from ringtile.attn.call import ATTENTION_KERNELS, AttentionCall, AttentionKernel, check, fixed_sinks
 from ringtile.attn.dropout import AttentionDropout
-from ringtile.attn.op import fixed_sinks
 from ringtile.errors import InputError, shown
 from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout, check_types
@@ -121,22 +120,21 @@ class Options(NamedTuple):
 def _attend(q: Tensor, k: Tensor, v: Tensor, where: Where, options: Options) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block."""
     through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
-    sinks = options.sinks
+    sinks, kernel = options.sinks, options.attention_kernel
     try:
         scale, softcap = _check(q, k, v, where, options)
         if not through_op:
             sequence = where.sequence or ShardedSequence.of(*cast(_Parts, where[1:]))
             dropout = None if options.dropout is None else options.dropout.checked(q)
-            of_heads = None if sinks is None else fixed_sinks(sinks, q)
-            call = AttentionCall(
-                sequence, scale, softcap, options.attention_kernel, of_heads, dropout, options.return_lse
-            )
+            fixed = fixed_sinks(sinks, q)
+            call = AttentionCall(sequence, scale, softcap, kernel, fixed, dropout, options.return_lse)
+            check(call, q, k, v)
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, where.sequence, *where[2:])
         raise
     if through_op:
-        more: Any = {"sinks": sinks, "dropout": options.dropout, "attention_kernel": options.attention_kernel}
+        more: Any = {"sinks": sinks, "dropout": options.dropout, "attention_kernel": kernel}
         return op.attend(q, k, v, _tensors(where), scale, softcap, **more)
     call = resolved(call, q, k, v)
     if torch.is_grad_enabled() and (
@@ -151,7 +149,7 @@ _Parts: TypeAlias = "tuple[IntervalMask, Layout, Group | None]"
 
 
 def _check(q: Any, k: Any, v: Any, where: Where, options: Options) -> tuple[float, float]:
-    """Return scale and softcap as floats. InputError, Refused: whatever is wrong apart from shapes (ulysses.check)."""
+    """Return scale and softcap as floats. InputError, Refused: what is no argument at all; the rest is call.check's."""
     scale, sinks, dropout, kernel = options.scale, options.sinks, options.dropout, options.attention_kernel
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.check_tensor(name, x)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from dataclasses import replace
 
 from torch import Tensor
 
 from ringtile.attn import choose, ulysses
-from ringtile.attn.choose import AttentionCall
+from ringtile.attn.call import AttentionCall
 from ringtile.errors import Refused
 from ringtile.sequence.plan import Shape, plan_of
 from ringtile.sequence.sharded import ShardedSequence
@@ -28,18 +27,17 @@ _kinds: weakref.WeakKeyDictionary[ShardedSequence, dict[object, object]] = weakr
 
 
 def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-    """Return the call with a scheme that names itself, alike on every rank. A collective the first time of a kind."""
+    """Return a checked call with a scheme that names itself, alike on every rank. A collective, first of a kind."""
     sequence = call.sequence
     if sequence.is_resolved:
         return call
     transport = sequence.transport
     with transport.propagate_errors("ring_attention forward"):
-        ulysses.check(call, q, k, v)
         about = sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None
         kind = _kind(*about) if sequence.scheme == "auto" and transport.world_size > 1 else None
     if kind is not None and kind not in _chosen.setdefault(transport, {}):
         _chosen[transport][kind] = _measured(call, q, k, v)
-    return replace(call, sequence=sequence.with_scheme(known_scheme(*about)))
+    return call._replace(sequence=sequence.with_scheme(known_scheme(*about)))
 
 
 def candidates(hosts: tuple[int, ...]) -> list[str]:
@@ -82,7 +80,7 @@ def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str
 
 def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     transport = call.sequence.transport
-    calls = [replace(call, sequence=call.sequence.with_scheme(name)) for name in candidates(hosts_of(transport))]
+    calls = [call._replace(sequence=call.sequence.with_scheme(name)) for name in candidates(hosts_of(transport))]
     able = gathered(transport, "agree on candidates", [_is_able(each, q, k, v) for each in calls])
     # The ring is among them in any case: where it is refused, the call is.
     calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]

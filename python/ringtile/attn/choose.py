@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,39 +17,18 @@ from torch import Tensor
 from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
-from ringtile.attn.dropout import AttentionDropout
+from ringtile.attn.call import AttentionCall
 from ringtile.attn.self_test import why_wrong
 from ringtile.errors import Refused
 from ringtile.sequence.plan import RankPlan, Shape
-from ringtile.sequence.sharded import ShardedSequence
 
-AttentionKernel = Literal["auto", "ringtile", "aten"]
-ATTENTION_KERNELS = ("auto", "ringtile", "aten")
 RINGTILE: Backend = Ringtile()
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
-    """What a call of attention is about, besides its tensors."""
-
-    sequence: ShardedSequence
-    scale: float
-    softcap: float = 0.0
-    attention_kernel: str = "ringtile"
-    sinks: Tensor | None = None  # (H) of the state dtype, without a graph
-    dropout: AttentionDropout | None = None  # None where its probability is 0
-    returns_lse: bool = True  # where ranks share heads, lse travels back only then
-
-    def of_heads(self, heads: range) -> AttentionCall:
-        """Return the same for some of the query heads."""
-        sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
-        return replace(self, sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
 
 
 def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
     """Merge the keys of round i into the state."""
     block = _block(call, i, q, k, v)
-    first, *others = backends = _able(call, block)
+    first, *others = backends = _checked(call, block)
     if not others:
         first.forward(block, state)
         return
@@ -65,7 +42,7 @@ def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state:
 def backward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
     """Add the gradients of round i."""
     block = _block(call, i, q, k, v)
-    first, *others = backends = _able(call, block, takes_dlse=final.dlse is not None)
+    first, *others = backends = _checked(call, block, takes_dlse=final.dlse is not None)
     if not others:
         first.backward(block, final, grads)
         return
@@ -125,6 +102,11 @@ _OTHERWISE = {
     "ringtile": "set attention_kernel to auto or aten",
     "aten": "set attention_kernel to auto or ringtile",
 }
+
+
+def _checked(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
+    """Return the same as `_able`, after `check`, which refuses ringtile's kernels where they are wrong."""
+    return [RINGTILE] if call.attention_kernel == "ringtile" else _able(call, block, takes_dlse)
 
 
 def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:

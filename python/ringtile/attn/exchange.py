@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -67,8 +66,7 @@ class ReturningKeys(NamedTuple):
                     x[:, row : row + length] += partial[:, packed : packed + length]
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """One rank's keys and values, and the way to its peers."""
 
     k: Tensor  # (B, N, G, D)

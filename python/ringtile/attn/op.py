@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import arguments, derivatives
 from ringtile.attn import ring, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.choose import AttentionCall
+from ringtile.attn.call import AttentionCall, check, check_sinks, check_tensors, fixed_sinks
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
@@ -72,7 +72,7 @@ def _ring_attention(
     scheme: str,
 ) -> tuple[Tensor, Tensor]:
     given = begin, end, layout, sinks, rows, numbers, counters, group_name, attention_kernel, scheme
-    call = resolved(_call("forward", q, *given), q, k, v)
+    call = resolved(_call("forward", q, k, v, *given), q, k, v)
     return ulysses.forward(call, q, k, v, keep=False)[:2]
 
 
@@ -98,33 +98,30 @@ def _ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
     given = begin, end, layout, sinks, rows, numbers, counters, group_name, attention_kernel, scheme
-    call = resolved(_call("backward", q, *given), q, k, v)
+    call = resolved(_call("backward", q, k, v, *given), q, k, v)
     stage = ulysses.Stage(q, k, v, out, lse)
     dq, dk, dv, dsinks = ulysses.backward(call, stage, Shape.of(q, k, v), dout, dlse, sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(direction: str, q: Tensor, *given: Any) -> AttentionCall:
+def _call(direction: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
     with transport_of(group_name).propagate_errors(f"ring_attention {direction}"):
         sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
         dropout = None if rows is None else AttentionDropout(probability, rows, *counters).checked(q)
-        of_heads = None if sinks is None else fixed_sinks(sinks, q)
-    return AttentionCall(sequence, scale, softcap, kernel, of_heads, dropout)
-
-
-def fixed_sinks(sinks: Tensor, q: Tensor) -> Tensor:
-    """Return the sinks as a call holds them. InputError where they do not fit q, before they are read."""
-    ops.check_sinks(sinks, q)
-    return sinks.detach().to(ops.state_dtype(q.dtype))
+        call = AttentionCall(sequence, scale, softcap, kernel, fixed_sinks(sinks, q), dropout)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            arguments.check_storage(name, x)
+        check(call, q, k, v)
+    return call
 
 
 @_ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     sinks, numbers = given[3], given[5]
-    ops.check_attention(q, k, v, *numbers[:2])
+    check_tensors(q, k, v, *numbers[:2])
     if sinks is not None:
-        ops.check_sinks(sinks, q)
+        check_sinks(sinks, q)
     return ring.empty_outputs(q, v, q.dtype)
 
 

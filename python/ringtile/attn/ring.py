@@ -19,7 +19,7 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
-from ringtile.attn.choose import AttentionCall
+from ringtile.attn.call import AttentionCall
 from ringtile.attn.exchange import Keys, ReturningKeys
 
 

@@ -37,7 +37,7 @@ _ROW = 7
 
 def why_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
     """Return why a backend is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
-    return failure(backend, q.device, q.dtype, q.size(3), v.size(3), q.size(2) != k.size(2), drops)
+    return failure(backend, q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] != k.shape[2], drops)
 
 
 def failure(

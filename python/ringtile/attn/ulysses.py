@@ -15,16 +15,16 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringtile import arguments, ops
+from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
-from ringtile.attn.choose import AttentionCall
-from ringtile.errors import InputError
+from ringtile.attn.call import AttentionCall
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.sequence.plan import Shape
@@ -47,9 +47,10 @@ def forward(
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64.
 
     And what the backward takes, if it is to be kept. lse is empty where ranks share heads and the call returns none.
-    The sequence's scheme is resolved.
+    The call was checked, and the sequence's scheme is resolved.
     """
-    with _agreed("forward", call, (q, k, v)) as shape:
+    shape = Shape.of(q, k, v)
+    with _agreed("forward", call, (q, k, v), shape):
         heads = call.sequence.ring.heads
         if heads is None:
             out, lse = ring.forward(call, q, k, v)
@@ -245,30 +246,26 @@ def _summed(share: Share, *gradients: Tensor) -> Sequence[Tensor]:
 # ---- before anything is sent --------------------------------------------------------------------
 
 
-@contextlib.contextmanager
 def _agreed(
     direction: Literal["forward", "backward"],
     call: AttentionCall,
     qkv: tuple[Tensor, Tensor, Tensor],
-    shape: Shape | None = None,
+    shape: Shape,
     forward_call: int = 0,
     takes_dlse: bool = False,
-) -> Iterator[Shape]:
-    """Check the arguments of this rank, then agree with the others on all that must be the same.
+) -> AbstractContextManager[None]:
+    """Make sure that this rank can compute, then agree with the others on all that must be the same.
 
-    shape: of the local tokens; None in the forward, which has not checked yet that they have one.
+    shape: of the local tokens.
     """
     sequence, transport = call.sequence, call.sequence.transport
+    if transport.world_size == 1:
+        choose.check(call, *qkv, shape, takes_dlse)
+        return contextlib.nullcontext()
     op = f"ring_attention {direction}"
     with transport.propagate_errors(op):
-        if shape is None:
-            check(call, *qkv)
-            shape = Shape.of(*qkv)
         choose.check(call, *qkv, shape, takes_dlse)
-        layout_digest, mask_digest = sequence.digests if transport.world_size > 1 else (0, 0)
-    if transport.world_size == 1:
-        yield shape
-        return
+        layout_digest, mask_digest = sequence.digests
     fields: dict[str, HeaderValue] = {
         "batch": shape.batch,
         "seq_len": sequence.seq_len,
@@ -293,26 +290,4 @@ def _agreed(
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
-    with transport.agree(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step):
-        yield shape
-
-
-def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise InputError where the arguments of this rank do not fit each other or the sequence."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.check_storage(name, x)
-    ops.check_attention(q, k, v, call.scale, call.softcap)
-    sequence = call.sequence
-    if q.device.type == "meta" and sequence.world_size > 1:
-        raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
-    sequence.check_unchanged()
-    sequence.transport.check_device(q.device)
-    if q.size(1) != sequence.local_len or k.size(1) != sequence.local_len:
-        raise InputError(
-            f"q has {q.size(1)} tokens, k and v have {k.size(1)}; the layout gives rank {sequence.rank} "
-            f"{sequence.local_len} of {sequence.seq_len} tokens"
-        )
-    if sequence.begin.size(0) not in (1, q.size(0)):
-        raise InputError(
-            f"the mask has {sequence.begin.size(0)} rows, the batch {q.size(0)}; expected the same number, or 1"
-        )
+    return transport.agree(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile.attn.call import check_tensors
 from ringtile.bench.rows import DTYPES, Cost, forward_backward
 from ringtile.errors import ConfigError
 from ringtile.sequence.layout import Layout
@@ -107,7 +107,7 @@ def leaves(tensors: Iterable[Tensor]) -> Inputs:
 def check_kernel(workload: Workload) -> None:
     """InputError: the kernels do not support the workload's heads or dtype."""
     q, k, v, _ = make_inputs(replace(workload, case="full", seq_len=1))
-    ops.check_attention(q, k, v, scale=1.0, softcap=0.0)
+    check_tensors(q, k, v, scale=1.0, softcap=0.0)
 
 
 def attention_cost(workload: Workload, case: Case) -> Cost:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.attn.choose import AttentionKernel
+from ringtile.attn.call import AttentionKernel
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
 from ringtile.sequence.mask import IntervalMask

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringtile.attn.choose import AttentionKernel
+from ringtile.attn.call import AttentionKernel
 from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask

@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ringtile.attn.attention import RingAttention
-from ringtile.attn.choose import AttentionCall
+from ringtile.attn.call import AttentionCall
 from ringtile.config import Config
 from ringtile.errors import Refused
 from ringtile.hf import checks, recurrent

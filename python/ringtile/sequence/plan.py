@@ -155,7 +155,8 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
-        return cls(q.size(0), q.size(2), k.size(2), q.size(3), v.size(3), q.dtype)
+        batch, _, num_heads, head_dim = q.shape  # a shape costs what one size does
+        return cls(batch, num_heads, k.shape[2], head_dim, v.shape[3], q.dtype)
 
 
 @dataclass(frozen=True)
