@@ -32,7 +32,7 @@ static bool holds_workspace(const rt_attn_params *p, int64_t num_bytes) {
 
 int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
     const rt_kernels *kernels;
-    if (num_workers < 1 || rt_attn_check_fwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
+    if (num_workers < 1 || rt_attn_check_sizes(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
     int64_t num_bytes;
     const int64_t scratch_bytes = rt_round_up_64(kernels->attn_forward_scratch_bytes(p));
     return workspace_bytes(0, scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
@@ -67,7 +67,7 @@ static int64_t progress_bytes(const rt_attn_params *p, const rt_kernels *kernels
 
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
     const rt_kernels *kernels;
-    if (num_workers < 1 || rt_attn_check_bwd(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
+    if (num_workers < 1 || rt_attn_check_sizes(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
     int64_t num_bytes;
     const int64_t scratch_bytes = rt_round_up_64(kernels->attn_backward_scratch_bytes(p));
     return workspace_bytes(progress_bytes(p, kernels), scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;

@@ -63,15 +63,22 @@ static rows dropout_numbers(const rt_attn_params *p, const int64_t *array, int64
     return (rows){array, sizeof(*array), p->dropout > 0 ? 1 : 0, n, 1, 1, stride};
 }
 
-// Checks what forward and backward share; bytes: of lse, the only output among them, then of the inputs.
-enum { NUM_COMMON = 8 };
-static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
+rt_status rt_attn_check_sizes(const rt_attn_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     if (p->batch < 0 || p->num_queries < 0 || p->num_keys < 0 || p->num_k_runs < 0) return RT_BAD_SHAPE;
     if (p->num_kv_heads < 1 || p->num_heads < 1 || p->num_heads % p->num_kv_heads != 0) return RT_BAD_HEADS;
     if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM)
         return RT_BAD_HEAD_DIM;
+    const int64_t rows[] = {p->batch, p->num_heads, p->num_queries};
+    return rt_array_fits(3, rows, NULL, rt_state_bytes(p->dtype)) ? RT_OK : RT_TOO_LARGE;
+}
+
+// Checks what forward and backward share; bytes: of lse, the only output among them, then of the inputs.
+enum { NUM_COMMON = 8 };
+static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
+    const rt_status sizes = rt_attn_check_sizes(p);
+    if (sizes != RT_OK) return sizes;
     if (!rt_is_finite(p->dtype, p->scale) || !rt_is_softcap(p->dtype, p->softcap)) return RT_BAD_SCALE;
     if (!(p->dropout >= 0 && p->dropout <= 1)) return RT_BAD_PROBABILITY;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return RT_BAD_MASK;

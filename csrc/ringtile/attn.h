@@ -63,7 +63,7 @@ typedef struct rt_attn_params {
     int64_t workspace_bytes;
 } rt_attn_params;
 
-// Bytes of workspace for p with num_workers workers; 0 if p is malformed or asks for too much.
+// Bytes of workspace for p with num_workers workers, by its dtype and sizes; 0 if they are malformed or too large.
 int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
 int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
 

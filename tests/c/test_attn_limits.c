@@ -111,7 +111,7 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
         if (i == 2) draw_dropout(&state, &c);
         fill_random(&c.x[LSE], &state, 1);
         attn_case one = widen(&c, &state); // one worker's results replace its arrays
-        for (int repeat = 0; repeat < 11; repeat++) {
+        for (int repeat = 0; repeat <= 5; repeat++) {
             attn_case again = c;
             for (int j = OUT; j <= DV; j++) {
                 const size_t num_bytes = (size_t)c.x[j].num_elements * dtype_bytes(c.x[j].dtype);
@@ -175,6 +175,8 @@ static void test_workspace_has_exactly_the_size_asked_for(void) {
         rt_attn_params bad = c.p;
         bad.head_dim = 0;
         CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
+        bad = c.p, bad.batch = INT64_MAX;
+        CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
         CHECK_INT(workspace_bytes((enum pass)pass, &c.p, INT64_MAX), 0);
         CHECK_STATUS(run((enum pass)pass, &c.p, (rt_parallel){.run = run_backwards, .num_workers = INT64_MAX}),
                      RT_TOO_LARGE);
@@ -193,7 +195,6 @@ static void test_malformed_params_are_refused(void) {
         bad.field = value;                                                                                             \
         CHECK_STATUS(run(pass, &bad, no_threads()), status);                                                           \
         CHECK_STATUS(run_reference(pass, &bad), status);                                                               \
-        CHECK_INT(workspace_bytes(pass, &bad, 1), 0);                                                                  \
     } while (0)
 #define REFUSED(field, value, status)                                                                                  \
     do {                                                                                                               \
