@@ -69,7 +69,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     const int64_t kv_head = head / (c->p.num_heads / c->p.num_kv_heads), steps = max_tiles(&c->p);
     pair_score *scores = must_alloc((size_t)n * sizeof(*scores));
     double top = -INFINITY, sum = 0, dlse = 0;
-    double *factors = must_alloc((size_t)n * sizeof(*factors));
+    double *weights = must_alloc((size_t)n * sizeof(*weights)), *factors = must_alloc((size_t)n * sizeof(*factors));
     const double roundings = c->p.dropout > 0 ? 2 * u : 0;
     for (int64_t j = 0; j < n; j++) {
         scores[j] = score_of(c, u, b, token, head, rows[j]);
@@ -78,14 +78,15 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     }
     if (top == -INFINITY) { // like a query that attends no key
         free(factors);
+        free(weights);
         free(scores);
         return;
     }
-    for (int64_t j = 0; j < n; j++) sum += exp(scores[j].score - top);
+    for (int64_t j = 0; j < n; j++) weights[j] = exp(scores[j].score - top), sum += weights[j];
     for (int64_t j = 0; j < n; j++) {
-        const double weight = exp(scores[j].score - top) / sum;
-        if (weight > 0)
-            dlse += weight * (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1)));
+        weights[j] /= sum;
+        if (weights[j] > 0)
+            dlse += weights[j] * (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1)));
     }
     const double lse = top + log(sum), before = get(&c->x[LSE], b, token, head, 0), num_terms = (double)(n + steps + 4);
     const double largest = fmax(fabs(lse), isfinite(before) ? fabs(before) : 0), calls = (double)num_calls;
@@ -93,10 +94,9 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     set(&bounds->x[LSE], b, token, head, 0, dlse + calls * 4 * u * (1 + largest));
     for (int64_t d = 0; d < c->p.v_head_dim; d++) {
         double out = 0, error = 0, absolute = 0, max_value = fabs(get(&c->x[OUT], b, token, head, d));
-        for (int64_t j = 0; j < n; j++)
-            out += exp(scores[j].score - top) / sum * factors[j] * get(&c->x[V], b, rows[j], kv_head, d);
+        for (int64_t j = 0; j < n; j++) out += weights[j] * factors[j] * get(&c->x[V], b, rows[j], kv_head, d);
         for (int64_t j = 0; j < n; j++) {
-            const double weight = exp(scores[j].score - top) / sum;
+            const double weight = weights[j];
             const double v = factors[j] * fabs(get(&c->x[V], b, rows[j], kv_head, d));
             if (weight == 0) continue;
             error += weight * (scores[j].error + u * (fabs(scores[j].score - top) + 4 * (double)(steps + 1))) *
@@ -109,6 +109,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
         set(&bounds->x[OUT], b, token, head, d, error);
     }
     free(factors);
+    free(weights);
     free(scores);
 }
 

@@ -29,6 +29,7 @@ typedef struct scan_head {
     int64_t batch, head, k_head;
     double *states; // (2 N + 1, K, V): before and after each token, in turn; a document's begin changes only the former
     double *gradient; // (K, V) of the state
+    double *decays;   // (N) or (N, K): exp(g)
 } scan_head;
 
 static inline int64_t at_token(const scan_head *s, int64_t t) {
@@ -51,8 +52,7 @@ static inline double dout_of(const scan_head *s, int64_t t, int64_t j) {
     return at_row(s->p, s->p->dout, s->p->dout_stride, s->batch, t, s->head, j);
 }
 static inline double decay_of(const scan_head *s, int64_t t, int64_t i) {
-    const int64_t at = s->p->channel_decay ? at_token(s, t) * s->p->head_dim + i : at_token(s, t);
-    return exp(load_element(state_of(s->p->dtype), s->p->g, at));
+    return s->decays[s->p->channel_decay ? t * s->p->head_dim + i : t];
 }
 static inline bool is_padding(const int32_t *seq_idx, int64_t stride, int64_t batch, int64_t t) {
     return seq_idx[batch * stride + t] < 0;
@@ -92,7 +92,13 @@ static inline scan_head walk_forward(const rt_scan_params *p, int64_t batch, int
                    head,
                    head / (p->num_heads / p->num_k_heads),
                    must_alloc((size_t)((2 * p->num_tokens + 1) * size) * sizeof(double)),
-                   must_alloc((size_t)size * sizeof(double))};
+                   must_alloc((size_t)size * sizeof(double)),
+                   must_alloc((size_t)(p->num_tokens * (p->channel_decay ? K : 1)) * sizeof(double))};
+    for (int64_t t = 0, at = 0; t < p->num_tokens; t++)
+        for (int64_t i = 0; i < (p->channel_decay ? K : 1); i++) {
+            const int64_t element = p->channel_decay ? at_token(&s, t) * K + i : at_token(&s, t);
+            s.decays[at++] = exp(load_element(state_of(p->dtype), p->g, element));
+        }
     for (int64_t i = 0; i < size; i++)
         s.states[i] = number(state_of(p->dtype), p->initial_state, (batch * p->num_heads + head) * size + i, 0);
     for (int64_t t = 0; t < p->num_tokens; t++) {
@@ -124,7 +130,7 @@ static inline void scan_reference_fwd(const rt_scan_params *p) {
             }
         for (int64_t i = 0; i < K * V; i++)
             store_element(state_of(p->dtype), p->final_state, row * K * V + i, s.states[2 * N * K * V + i]);
-        free(s.states), free(s.gradient);
+        free(s.states), free(s.gradient), free(s.decays);
     }
 }
 
@@ -186,7 +192,7 @@ static inline void scan_reference_bwd(const rt_scan_params *p) {
             if (restarts(&s, t)) memset(s.gradient, 0, (size_t)(K * V) * sizeof(double));
         }
         for (int64_t i = 0; i < K * V; i++) store_element(wide, p->dinitial_state, row * K * V + i, s.gradient[i]);
-        free(s.states), free(s.gradient);
+        free(s.states), free(s.gradient), free(s.decays);
     }
 }
 

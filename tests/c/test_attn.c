@@ -212,7 +212,7 @@ static void test_many_heads_queries_and_keys_cross_every_edge(void) {
 static void test_full_tiles_agree_with_the_reference(void) {
     uint64_t state = 5;
     for (int i = 0; i < NUM_DTYPES; i++) {
-        attn_case c = new_case(&state, (attn_shape){all_dtypes[i], 1, 64, 256, 2, 1, 32, 32, true}, MASK_FULL, 1);
+        attn_case c = new_case(&state, (attn_shape){all_dtypes[i], 1, 64, 256, 1, 1, 32, 32, true}, MASK_FULL, 1);
         c.p.softcap = i % 2 ? 5 : 0;
         check_case(&c, &state, 1, no_threads());
         draw_dropout(&state, &c);
