@@ -25,6 +25,7 @@ from ringtile import (
     tiled_linear_cross_entropy,
     tiled_mlp,
 )
+from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
@@ -51,11 +52,12 @@ LABELS = torch.arange(B * S * H).view(B, S, H) % V
 WEIGHT = torch.linspace(-1, 1, V * D, dtype=torch.float64).view(V, D)
 GATED = Gated().double()
 ONE = ShardedSequence(MASK, LAYOUT)
+OF_ONE = SequenceTensors((ONE.begin, ONE.end, ONE.layout_tensor))
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "ring_attention": lambda x: ring_attention(x, x, x, ONE),
-    "the op under a tracer": lambda x: attend(x, x, x, SequenceTensors((ONE.begin, ONE.end, ONE.layout_tensor)), 0.5)[
-        0
-    ],
+    "the op under a tracer": lambda x: attend(
+        x, x, x, SequenceTensors((ONE.begin, ONE.end, ONE.layout_tensor)), Options(0.5)
+    )[0],
     "shard": lambda x: ONE.shard(x, 1),
     "unshard": lambda x: ONE.unshard(x, 1),
     "tiled GLU": lambda x: tiled_mlp(GATED, x, tile_tokens=3),

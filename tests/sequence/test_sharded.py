@@ -19,6 +19,7 @@ from ringtile import (
     ops,
     ring_attention,
 )
+from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors
 from ringtile.attn.op import attend as attend_through_op
 from ringtile.sequence import sharded
@@ -119,7 +120,7 @@ def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attend() -> None:
         out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, mask=CAUSAL, layout=ONE)
-        op_out, _ = attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), 0.25)
+        op_out, _ = attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), Options(0.25))
         (out + op_out).sum().backward()
 
     attend()
@@ -146,7 +147,7 @@ def test_a_mask_written_to_is_refused() -> None:
     tensors = sequence.begin, sequence.end, sequence.layout_tensor
     for attend in (
         lambda: ring_attention(p.q, p.k, p.v, sequence),
-        lambda: attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), 0.25),
+        lambda: attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), Options(0.25)),
     ):
         with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
             attend()

@@ -10,18 +10,17 @@ R runs of all ranks.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops
+from ringtile import derivatives, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.call import ATTENTION_KERNELS, AttentionCall, AttentionKernel, check, fixed_sinks
+from ringtile.attn.call import AttentionCall, AttentionKernel, Options, Where, checked_call, checked_options
 from ringtile.attn.dropout import AttentionDropout
-from ringtile.errors import InputError, shown
-from ringtile.sequence.given import check_given, tell_others
+from ringtile.sequence.given import tell_others
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -97,45 +96,20 @@ def _one_rank(seq_len: int) -> Layout:
 # ---- into the ring: directly where it can be, else through the op -------------------------------
 
 
-class Where(NamedTuple):
-    """The sequence of a call, or what one is made from."""
-
-    sequence: ShardedSequence | None
-    mask: IntervalMask | None
-    layout: Layout | None
-    group: Group | None
-
-
-class Options(NamedTuple):
-    """The other arguments of a call, as given."""
-
-    scale: Any
-    softcap: Any
-    sinks: Tensor | None
-    dropout: AttentionDropout | None
-    attention_kernel: str
-    return_lse: bool
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, where: Where, options: Options) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block."""
     through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
-    sinks, kernel = options.sinks, options.attention_kernel
+    sinks = options.sinks
     try:
-        scale, softcap = _check(q, k, v, where, options)
+        options = checked_options(q, k, v, where, options)
         if not through_op:
-            sequence = where.sequence or ShardedSequence.of(*cast(_Parts, where[1:]))
-            dropout = None if options.dropout is None else options.dropout.checked(q)
-            fixed = fixed_sinks(sinks, q)
-            call = AttentionCall(sequence, scale, softcap, kernel, fixed, dropout, options.return_lse)
-            check(call, q, k, v)
+            call = checked_call(q, k, v, where, options)
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, where.sequence, *where[2:])
         raise
     if through_op:
-        more: Any = {"sinks": sinks, "dropout": options.dropout, "attention_kernel": kernel}
-        return op.attend(q, k, v, _tensors(where), scale, softcap, **more)
+        return op.attend(q, k, v, _tensors(where), options)
     call = resolved(call, q, k, v)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -143,30 +117,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, where: Where, options: Options) -> 
         out, lse = RingAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out, lse
     return ulysses.forward(call, q, k, v, keep=False)[:2]
-
-
-_Parts: TypeAlias = "tuple[IntervalMask, Layout, Group | None]"
-
-
-def _check(q: Any, k: Any, v: Any, where: Where, options: Options) -> tuple[float, float]:
-    """Return scale and softcap as floats. InputError, Refused: what is no argument at all; the rest is call.check's."""
-    scale, sinks, dropout, kernel = options.scale, options.sinks, options.dropout, options.attention_kernel
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.check_tensor(name, x)
-    if sinks is not None:
-        arguments.check_tensor("sinks", sinks)
-    if dropout is not None and not isinstance(dropout, AttentionDropout):
-        raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
-    check_given("ring_attention", *where)
-    if kernel not in ATTENTION_KERNELS:
-        raise InputError(f"attention_kernel is {shown(kernel)}; expected one of {', '.join(ATTENTION_KERNELS)}")
-    derivatives.check_once("ring_attention", q, k, v, sinks)
-    if scale is None:
-        head_dim = q.size(-1) if q.dim() else 0
-        if head_dim == 0:
-            raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
-        scale = head_dim**-0.5
-    return arguments.check_number("scale", scale), arguments.check_number("softcap", options.softcap)
 
 
 def is_plain(q: Tensor) -> bool:

@@ -5,17 +5,41 @@ What the core checks after it (csrc/attn/check.c) is only that memory is safe to
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
-from ringtile import arguments, ops
+from ringtile import arguments, derivatives, ops
 from ringtile.attn.dropout import AttentionDropout
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
+from ringtile.sequence.given import check_given
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.groups import Group
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
 ATTENTION_KERNELS = ("auto", "ringtile", "aten")
+
+
+class Where(NamedTuple):
+    """The sequence of a call, or what one is made from."""
+
+    sequence: ShardedSequence | None
+    mask: IntervalMask | None
+    layout: Layout | None
+    group: Group | None
+
+
+class Options(NamedTuple):
+    """The other arguments of a call."""
+
+    scale: Any  # a float once it was checked; so is softcap
+    softcap: Any = 0.0
+    sinks: Tensor | None = None
+    dropout: AttentionDropout | None = None
+    attention_kernel: str = "ringtile"
+    return_lse: bool = False
 
 
 class AttentionCall(NamedTuple):
@@ -33,6 +57,41 @@ class AttentionCall(NamedTuple):
         """Return the same for some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
         return self._replace(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
+
+
+_Parts: TypeAlias = "tuple[IntervalMask, Layout, Group | None]"
+
+
+def checked_options(q: Any, k: Any, v: Any, where: Where, options: Options) -> Options:
+    """Return the options with numbers for scale and softcap. InputError, Refused: what no call takes, traced or not."""
+    scale, softcap, sinks, dropout, kernel, return_lse = options
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        arguments.check_tensor(name, x)
+    if sinks is not None:
+        arguments.check_tensor("sinks", sinks)
+    if dropout is not None and not isinstance(dropout, AttentionDropout):
+        raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
+    check_given("ring_attention", *where)
+    if kernel not in ATTENTION_KERNELS:
+        raise InputError(f"attention_kernel is {shown(kernel)}; expected one of {', '.join(ATTENTION_KERNELS)}")
+    derivatives.check_once("ring_attention", q, k, v, sinks)
+    if scale is None:
+        head_dim = q.size(-1) if q.dim() else 0
+        if head_dim == 0:
+            raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
+        scale = head_dim**-0.5
+    scale, softcap = arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+    return Options(scale, softcap, sinks, dropout, kernel, return_lse)
+
+
+def checked_call(q: Tensor, k: Tensor, v: Tensor, where: Where, options: Options) -> AttentionCall:
+    """Return the call of checked options, on a sequence that is made where none is given. InputError."""
+    scale, softcap, sinks, dropout, kernel, return_lse = options
+    sequence = where.sequence or ShardedSequence.of(*cast(_Parts, where[1:]))
+    drops = None if dropout is None else dropout.checked(q)
+    call = AttentionCall(sequence, scale, softcap, kernel, fixed_sinks(sinks, q), drops, return_lse)
+    check(call, q, k, v)
+    return call
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives
 from ringtile.attn import ring, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.call import AttentionCall, check, check_sinks, check_tensors, fixed_sinks
+from ringtile.attn.call import AttentionCall, Options, check, check_sinks, check_tensors, fixed_sinks
 from ringtile.attn.dropout import AttentionDropout
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
@@ -38,14 +38,10 @@ def attend(
     k: Tensor,
     v: Tensor,
     sequence: SequenceTensors,
-    scale: float,
-    softcap: float = 0.0,
-    *,
-    sinks: Tensor | None = None,
-    dropout: AttentionDropout | None = None,
-    attention_kernel: str = "ringtile",
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, through the op; arguments as in `ring_attention`."""
+    """Return out and lse, through the op, which cannot take objects; the options were checked."""
+    scale, softcap, sinks, dropout, attention_kernel, _ = options
     drop = (0.0, 0, 0, 0) if dropout is None else (dropout.probability, dropout.seed, dropout.step, dropout.stream)
     rows = None if dropout is None else dropout.rows
     numbers, counters = [scale, softcap, drop[0]], [*drop[1:]]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringtile import arguments
 from ringtile.attn.attention import is_plain, ring_attention
+from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.derivatives import check_once
 from ringtile.errors import Refused, RingtileError
@@ -95,7 +96,7 @@ class AttentionScope:
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
             tensors = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale
-            out, lse = attend(q, k, v, SequenceTensors(tensors, self.group_name), scale)
+            out, lse = attend(q, k, v, SequenceTensors(tensors, self.group_name), Options(scale))
             return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
         if sequence is None:
             sequence = sequence_in_force(self.group_name, self.layout_name, q.size(1))
