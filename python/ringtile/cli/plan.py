@@ -27,7 +27,7 @@ from ringtile.recurrent.plan import table as recurrent_table
 from ringtile.scheme import EXPECTED
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Shape, plan_of, sent_bytes
+from ringtile.sequence.plan import Plan, plan_of
 from ringtile.sequence.plan import plan as make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -113,14 +113,14 @@ def run(args: argparse.Namespace) -> Outcome:
     print(f"One attention layer, of no model (a whole training: --model):\n\n{plan}")
     print("\nThis layer, forward and backward, by scheme:")
     names = dict.fromkeys([*_candidates(args.world_size, args.num_heads), scheme])
-    schemes = [_facts(name, mask, layout, shape, hosts, rates) for name in names]
+    schemes = [_facts(plan_of(mask, layout, shape, name), hosts, rates) for name in names]
     print(_table(schemes, scheme))
     costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, shape.dtype, args.batch)]
     if costs:
         print(f"\nRecurrent layers, by scheme:\n{recurrent_table(costs)}")
     if args.plot:
         plot_plan = importlib.import_module("ringtile.cli.plan_plot").plot_plan
-        sent = sum(sent_bytes(mask, layout, shape, scheme))
+        sent = sum(plan.sent_bytes)
         write_output(args.plot, lambda file: plot_plan(file, plan, sent))
     totals = ("forward_bytes", "backward_bytes", "forward_flops", "backward_flops", "imbalance")
     numbers: dict[str, Any] = {name: getattr(plan, name) for name in totals}
@@ -162,21 +162,19 @@ def _candidates(world_size: int, num_heads: int) -> list[str]:
     return ["ring", "all_gather", *(f"usp:{size}" for size in sizes), "ulysses", *(f"staged:{t}" for t in stages)]
 
 
-def _facts(
-    scheme: str, mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int, ...], rates: Rates | None
-) -> dict[str, Any]:
-    forward, backward = sent_bytes(mask, layout, shape, scheme)
+def _facts(plan: Plan, hosts: tuple[int, ...], rates: Rates | None) -> dict[str, Any]:
+    forward, backward = plan.sent_bytes
     sent, host = forward + backward, torch.tensor(hosts)
     between = int(sent[host[:, None] != host].sum())
     facts = {
-        "scheme": scheme,
+        "scheme": plan.scheme,
         "bytes_within": int(sent.sum()) - between,
         "bytes_between": between,
-        "imbalance": plan_of(mask, layout, shape, scheme).imbalance,
+        "imbalance": plan.imbalance,
     }
     if rates is None:
         return facts
-    seconds = layer_seconds(mask, layout, shape, scheme, rates, hosts)
+    seconds = layer_seconds(plan, rates, hosts)
     return facts | {"computing_s": seconds.computing, "sending_s": seconds.sending}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import torch
@@ -12,8 +12,7 @@ from ringtile.errors import ConfigError, RingtileError
 from ringtile.planner.sizes import Rates, bytes_text, tokens_text
 from ringtile.planner.step import Setup, StepMemory, TrainingStep
 from ringtile.sequence.layout import Layout
-from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Shape, plan_of, sent_bytes
+from ringtile.sequence.plan import Plan, plan_of
 
 _MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
@@ -136,27 +135,17 @@ def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[in
     scheme = config.context_parallel_scheme if size > 1 else "ring"
     backwards = 0.5 if setup.gradient_checkpointing else 1.0  # half of the calls are recomputed ones
     computing, sending = memory.product_flops / rates.flops, 0.0
-    for shape, mask in memory.attention:
-        layer = layer_seconds(mask, layout, shape, scheme, rates, hosts[:size], backwards)
-        computing, sending = computing + layer.computing, sending + layer.sending
+    for (shape, mask), count in collections.Counter(memory.attention).items():
+        layer = layer_seconds(plan_of(mask, layout, shape, scheme), rates, hosts[:size], backwards)
+        computing, sending = computing + count * layer.computing, sending + count * layer.sending
     return Seconds(computing, sending)
 
 
-@functools.cache
-def layer_seconds(
-    mask: IntervalMask,
-    layout: Layout,
-    shape: Shape,
-    scheme: str,
-    rates: Rates,
-    hosts: tuple[int, ...],
-    backwards: float = 1.0,
-) -> Seconds:
+def layer_seconds(plan: Plan, rates: Rates, hosts: tuple[int, ...], backwards: float = 1.0) -> Seconds:
     """Return what one attention layer takes by its plan, forward and so many backwards. hosts: of each rank."""
-    plan = plan_of(mask, layout, shape, scheme)
     flops = max(rank.forward_flops + backwards * rank.backward_flops for rank in plan.ranks)
     within = torch.tensor([[one == other for other in hosts] for one in hosts])
-    forward, backward = sent_bytes(mask, layout, shape, scheme)
+    forward, backward = plan.sent_bytes
     sent = forward + backwards * backward
     seconds = torch.where(within, sent / rates.within, sent / rates.between).sum(1)
     return Seconds(flops / rates.flops, float(seconds.max()))

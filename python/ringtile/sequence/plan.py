@@ -11,7 +11,7 @@ Dv value head dim, W ranks, R runs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -192,6 +192,8 @@ class Plan:
     ranks: tuple[RankCost, ...]
     scheme: str
     shape: Shape
+    # The bytes that each rank sends to each other, forward and backward: int64 (W, W), from and to.
+    sent_bytes: tuple[Tensor, Tensor] = field(compare=False, repr=False)
 
     @property
     def forward_bytes(self) -> int:
@@ -327,12 +329,7 @@ def plan_of(mask: IntervalMask, layout: Layout, shape: Shape, scheme: str) -> Pl
         )
         for rank in range(layout.world_size)
     )
-    return Plan(layout.seq_len, ranks, scheme, shape)
-
-
-def sent_bytes(mask: IntervalMask, layout: Layout, shape: Shape, scheme: str) -> tuple[Tensor, Tensor]:
-    """Return the bytes that each rank sends to each other, forward and backward: int64 (W, W), from and to."""
-    return _Counts(mask, layout, shape, Scheme.parse(scheme)).sent_bytes()
+    return Plan(layout.seq_len, ranks, scheme, shape, (forward, backward))
 
 
 class _Counts:
