@@ -21,6 +21,7 @@ from torch import Tensor
 from ringtile.errors import InputError, RingMismatch
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
+from ringtile.transport.messages import all_gather
 from ringtile.transport.transport import Transport
 
 _CHUNK_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
@@ -57,7 +58,7 @@ class VocabParallel:
         """
         with _call(transport, "the tiled loss", facts, device):
             mine = torch.tensor([num_local_classes], device=device)
-            sizes = [int(size) for size in _gather(mine, transport)]
+            sizes = [int(size) for size in all_gather(mine, transport, "the sizes of the shards")]
         return cls(transport, sum(sizes[: transport.rank]), sum(sizes), max(sizes))
 
     def call(self, direction: str, num_tokens: int, device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -97,7 +98,7 @@ class VocabParallel:
         mine[1, rows] = label_logits
         if smoothing:
             mine[2] = logits.sum(-1, dtype=torch.float64)
-        gathered = _gather(mine, self.transport)
+        gathered = all_gather(mine, self.transport, "the numbers of the tokens")
         lse, (label_logit, total) = gathered[:, 0].logsumexp(0), gathered[:, 1:].sum(0)
         loss: Tensor = (1 - smoothing) * (lse - label_logit) + z_loss * lse**2
         if smoothing:
@@ -136,15 +137,6 @@ def _call(transport: Transport, op: str, facts: Mapping[str, HeaderValue], devic
             f"vocabulary-parallel loss: {error}, labels and options, and on each its own shard of the classes. If "
             f"FSDP2 has sharded the weight over data-parallel ranks, gather it first: module.unshard()"
         ) from None
-
-
-def _gather(x: Tensor, transport: Transport) -> Tensor:
-    """x of all ranks, (W, *x.shape)."""
-    out = x.new_empty((transport.world_size, *x.shape))
-    out[transport.rank] = x
-    received = {peer: part for peer, part in enumerate(out) if peer != transport.rank}
-    transport.exchange(dict.fromkeys(received, x), received, "the numbers of the tokens").wait()
-    return out
 
 
 def group_of(weight: Any, group: Group | None) -> Group | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ringtile.transport.messages import all_gather
 from ringtile.transport.transport import Transport
 
 
@@ -17,10 +18,8 @@ def measure(candidates: Sequence[Callable[[], None]], transport: Transport, devi
     shorter of two runs, after one that warms up.
     """
     own = torch.tensor([_seconds(run, device) for run in candidates], dtype=torch.float32, device=device)
-    found = {rank: torch.empty_like(own) for rank in range(transport.world_size) if rank != transport.rank}
     with transport.agree("measure", {"candidates": len(candidates)}, device):
-        transport.exchange(dict.fromkeys(found, own), found, "the seconds").wait()
-    slowest: list[float] = torch.stack([own, *found.values()]).amax(0).tolist()
+        slowest: list[float] = all_gather(own, transport, "the seconds").amax(0).tolist()
     return slowest
 
 

@@ -1,4 +1,4 @@
-"""Several tensors in one message.
+"""Several tensors in one message, and one tensor from every rank.
 
 A message is one flat buffer, its tensors one after another, so that nothing is copied where it is used as it arrived.
 """
@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from ringtile.transport.transport import Transport
 
 Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
 
@@ -37,3 +39,12 @@ class Message(NamedTuple):
         for part, x in zip(message.parts, tensors, strict=True):
             part.copy_(x)
         return message
+
+
+def all_gather(x: Tensor, transport: Transport, what: str) -> Tensor:
+    """Return x of all ranks, (W, *x.shape); x has the same shape on each. Inside a call. what: as in `exchange`."""
+    out = x.new_empty((transport.world_size, *x.shape))
+    out[transport.rank] = x
+    received = {peer: part for peer, part in enumerate(out) if peer != transport.rank}
+    transport.exchange(dict.fromkeys(received, x), received, what).wait()
+    return out

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ringtile.transport.messages import all_gather
 from ringtile.transport.transport import Transport
 
 _MAX_BYTES = 1 << 10  # of what a rank says
@@ -31,14 +32,11 @@ def gathered(transport: Transport, op: str, mine: Any) -> list[Any]:
     """Return what each rank says, by rank; at most a KiB of JSON. A collective. RingMismatch, PeerLost."""
     if transport.world_size == 1:
         return [mine]
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
     own = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
-    theirs = {peer: torch.empty_like(own) for peer in peers}
     with transport.agree(op, {}):
-        transport.exchange(dict.fromkeys(peers, own), theirs, op).wait()
-        transport.bytes_sent -= len(peers) * _MAX_BYTES  # no payload of a plan
-    said = {transport.rank: own} | theirs
-    return [json.loads(bytes(said[rank].tolist())) for rank in range(transport.world_size)]
+        said = all_gather(own, transport, op)
+        transport.bytes_sent -= (transport.world_size - 1) * _MAX_BYTES  # no payload of a plan
+    return [json.loads(bytes(each)) for each in said.tolist()]
 
 
 def host_id() -> str:
