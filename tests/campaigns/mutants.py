@@ -316,6 +316,20 @@ MUTANTS = [
         "tests/transport/test_transport.py -k agreed",
     ),
     Mutant(
+        "transport: a difference is not passed on",
+        "python/ringtile/transport/agreement.py",
+        "self._differ(sent, whose, text)",
+        "self._differ(sent, self._rank, sent.text)",
+        "tests/transport/test_tree.py",
+    ),
+    Mutant(
+        "transport: messages of gloo lose their tensors after a mismatch",
+        "python/ringtile/transport/process_group.py",
+        "self._never_waited_for += [",
+        "_ = [",
+        "tests/transport/test_tree.py -k gloo",
+    ),
+    Mutant(
         "transport: payloads of all calls share a tag",
         "python/ringtile/transport/transport.py",
         "self._payload_tag = terms.payload_tag(self.num_calls)",

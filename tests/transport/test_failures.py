@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 from ringtile.transport import sockets
 from ringtile.transport.agreement import Gone
-from ringtile.transport.failures import MAX_NEIGHBOURS, FailureDetector, Loss, neighbours
+from ringtile.transport.failures import MAX_NEIGHBOURS, Loss, SocketFailureDetector, neighbours
 
 W = 1024
 HOP_SECONDS = 0.05  # at most, from one rank's thread to another's: a busy host
@@ -42,17 +42,17 @@ def test_a_rank_has_few_neighbours_and_is_theirs(world_size: int) -> None:
         assert len(set(its)) == len(its) == min(len(by_rank[0]), MAX_NEIGHBOURS)
         assert rank not in its
         assert all(rank in by_rank[peer] for peer in its)
-    assert max(hops(world_size).values()) <= (1 if world_size <= 17 else 6 if world_size <= W else 9)
+    assert max(hops(world_size).values()) <= (1 if world_size <= 13 else 8 if world_size <= W else 12)
     assert len(hops(world_size)) == world_size
 
 
 @pytest.mark.parametrize("world_size", [18, 40, W])
-def test_the_rest_stays_connected_without_nine_ranks(world_size: int) -> None:
+def test_the_rest_stays_connected_without_seven_ranks(world_size: int) -> None:
     rng = random.Random(0)
     for _ in range(30):
-        near = rng.sample(neighbours(rng.randrange(world_size), world_size), 9)  # what cuts off a rank soonest
-        for gone in (set(near), set(rng.sample(range(world_size), 9))):
-            assert len(hops(world_size, gone)) == world_size - 9
+        near = rng.sample(neighbours(rng.randrange(world_size), world_size), 7)  # what cuts off a rank soonest
+        for gone in (set(near), set(rng.sample(range(world_size), 7))):
+            assert len(hops(world_size, gone)) == world_size - 7
 
 
 # ---- 1,024 simulated ranks ----------------------------------------------------------------------
@@ -69,7 +69,7 @@ class World:
         self.num_messages = [0] * W
         self.lost: set[int] = set()
         self.channels = [Channel(self, rank) for rank in range(W)]
-        self.detectors = [FailureDetector(rank, W, self.channels[rank]) for rank in range(W)]  # type: ignore[arg-type]
+        self.detectors = [SocketFailureDetector(rank, W, self.channels[rank]) for rank in range(W)]  # type: ignore[arg-type]
         self.known: dict[int, float] = {}  # by rank, when it has heard of a loss
 
     def post(self, sender: int, receiver: int, header: bytes | None) -> None:
@@ -123,7 +123,7 @@ CHORDS = neighbours(0, W)
 
 @pytest.mark.parametrize(
     "lost",
-    [{0}, {0, CHORDS[0], CHORDS[7]}, set(CHORDS), set(range(0, W, 3))],
+    [{0}, {0, CHORDS[0], CHORDS[5]}, set(CHORDS), set(range(0, W, 3))],
     ids=["one", "three neighbours", "all of one rank's", "a third of all"],
 )
 def test_every_survivor_hears_of_a_loss_within_a_second(lost: set[int]) -> None:
@@ -174,7 +174,7 @@ def test_a_period_in_which_all_ranks_failed_and_went_on_counts_no_more() -> None
 # ---- over sockets -------------------------------------------------------------------------------
 
 
-def connected(world_size: int) -> tuple[list[FailureDetector], list[sockets.SocketChannel]]:
+def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[sockets.SocketChannel]]:
     hellos: dict[int, bytes] = {}
     met = threading.Barrier(world_size)
 
@@ -186,11 +186,11 @@ def connected(world_size: int) -> tuple[list[FailureDetector], list[sockets.Sock
             met.wait()
             return {peer: hellos[peer] for peer in peers}
 
-        return sockets.connect(rank, peers, 20.0, exchange)
+        return sockets.connect(rank, [peers], 20.0, exchange)[0]
 
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
         channels = list(threads.map(join, range(world_size)))
-    detectors = [FailureDetector(rank, world_size, channel) for rank, channel in enumerate(channels)]
+    detectors = [SocketFailureDetector(rank, world_size, channel) for rank, channel in enumerate(channels)]
     for detector in detectors:
         detector.period = 1
         detector.listen()
@@ -213,7 +213,7 @@ def test_over_sockets_too(world_size: int) -> None:
     assert time.monotonic() - began < 1.0
     for detector in detectors[:victim]:
         detector.close()
-        assert not detector._listener.is_alive()  # type: ignore[union-attr]
+        assert not detector._listener.is_alive()
 
 
 def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
@@ -221,7 +221,7 @@ def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
     detectors, _ = connected(20)
     others = [detector for detector in detectors if detector.rank != 2]
 
-    def find(detector: FailureDetector) -> Loss | None:
+    def find(detector: SocketFailureDetector) -> Loss | None:
         detector.fail("a collective failed")
         lost = detector.find(None, "a collective failed: Timed out", 0.5)
         if lost is not None:

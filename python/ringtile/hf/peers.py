@@ -62,8 +62,8 @@ class Peers:
             dist.all_gather_object(hellos, hello)
             return {peer: hellos[peer] for peer in neighbours}
 
-        channel = sockets.connect(self.rank, neighbours, timeout_seconds, exchange)
-        self._detector = failures.FailureDetector(self.rank, world_size, channel)
+        (channel,) = sockets.connect(self.rank, [neighbours], timeout_seconds, exchange)
+        self._detector = failures.SocketFailureDetector(self.rank, world_size, channel)
         self._detector.listen()
         self.close = weakref.finalize(self, self._detector.close)
 

@@ -45,7 +45,7 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.offload import hooks_of
-from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
+from ringtile.transport.loopback import Hall, LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
 
 _MAX_MODULES = 100_000
@@ -320,7 +320,7 @@ class _SilentTransport(LoopbackTransport):
     """Rank 0 of a group whose messages are allocated and never travel."""
 
     def __init__(self, world_size: int) -> None:
-        super().__init__(0, world_size, {}, 0.0)
+        super().__init__(0, world_size, Hall(1, 0.0))
 
     @contextlib.contextmanager
     def agree(self, *terms: Any, **more: Any) -> Iterator[None]:

@@ -10,28 +10,29 @@ neighbours themselves. They may then name different ones of the lost ranks.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, Gone, HeaderValue, decode
 from ringtile.transport.sockets import SocketChannel
 
-MAX_NEIGHBOURS = 16
+MAX_NEIGHBOURS = 12
 _RELAY_SECONDS = 0.5  # how long a rank whose own neighbours are there waits for notices of others
 _NOBODY = -1
 _FOR_EVER = -1  # the period of a notice that a connection has ended
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:
-    """Return the ranks that a rank is connected to, and they to it: all others, or those at eight distances both ways.
+    """Return the ranks that a rank is connected to, and they to it: all others, or those at six distances both ways.
 
-    The distances grow from 1 to world_size / 2 by one factor, so a notice takes few hops (6 among 1,024 ranks). A
+    The distances grow from 1 to world_size / 2 by one factor, so a notice takes few hops (8 among 1,024 ranks). A
     connected graph in which all ranks are alike and have d neighbours stays connected without any (2 d - 1) / 3 of
-    them: here d >= 15, so without any 9.
+    them: here d >= 11, so without any 7.
     """
     if world_size - 1 <= MAX_NEIGHBOURS:
         return [peer for peer in range(world_size) if peer != rank]
@@ -70,63 +71,60 @@ class Notice(NamedTuple):
         return cls(int(fields["by"]), int(fields["period"]), int(fields["lost"]), str(fields["reason"]))
 
 
-class FailureDetector:
+class FailureDetector(abc.ABC):
     """One rank's part: what it has heard, and what it passes on.
 
     period: how many periods of work this rank has begun. All ranks begin the same ones; after one in which all of them
     failed, and went on, its notices count no more.
     """
 
-    def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
+    def __init__(self, rank: int, world_size: int, neighbours: Sequence[int]) -> None:
         self.rank = rank
         self.period = 0
-        self.neighbours = neighbours(rank, world_size)
-        self._knows_all = len(self.neighbours) == world_size - 1
-        self._channel = channel
+        self.neighbours = neighbours
+        self._knows_all = len(neighbours) == world_size - 1
         self._changed = threading.Condition()
         self._notices: dict[int, Notice] = {}  # the first of a loss by period, in the order in which they came
         self._spoke: dict[int, int] = {}  # by neighbour, the last period in which it has failed too
         self._ended: dict[int, str] = {}  # by neighbour whose connection has ended, how
-        self._listener: threading.Thread | None = None
-        self._closing = False
+
+    @abc.abstractmethod
+    def _send(self, notice: Notice) -> None:
+        """Send it to every neighbour that can still be reached, at once or not at all."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the connections; the neighbours see that."""
 
     # ---- what arrives ---------------------------------------------------------------------------
 
-    def listen(self) -> None:
-        """Start the thread that reads what the neighbours send, and passes it on."""
-        self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
-            with contextlib.suppress(Gone):
-                self._channel.wait(listening, 3600.0)
-            for peer in listening:
-                self.read(peer)
-
-    def read(self, peer: int) -> None:
-        """Take in all that a neighbour has sent."""
+    def hear(self, peer: int, notice: Notice) -> None:
+        """Take in what a neighbour says."""
         with self._changed:
-            try:
-                while (header := self._channel.receive(peer)) is not None:
-                    with contextlib.suppress(KeyError, ValueError):
-                        self._hear(peer, Notice.of(decode(header)))
-            except Gone as gone:
-                self._ended[peer] = gone.reason
-                if self._spoke.get(peer) != self.period:  # a rank that has failed too leaves; it is not the cause
-                    self._pass_on(Notice(self.rank, _FOR_EVER, peer, gone.reason))
+            if notice.by == peer and notice.period != _FOR_EVER:
+                self._spoke[peer] = notice.period
+            news = notice.lost != _NOBODY and self._is_new(notice)
             self._changed.notify_all()
+        if news:
+            self._send(notice)
 
-    def _hear(self, peer: int, notice: Notice) -> None:
-        if notice.by == peer and notice.period != _FOR_EVER:
-            self._spoke[peer] = notice.period
-        if notice.lost != _NOBODY:
-            self._pass_on(notice)
+    def hear_end(self, peer: int, reason: str) -> None:
+        """A neighbour's connection has ended."""
+        notice = Notice(self.rank, _FOR_EVER, peer, reason)
+        with self._changed:
+            self._ended[peer] = reason
+            # A rank that has failed too leaves; it is not the cause.
+            news = self._spoke.get(peer) != self.period and self._is_new(notice)
+            self._changed.notify_all()
+        if news:
+            self._send(notice)
 
-    def _pass_on(self, notice: Notice) -> None:
-        if notice.period not in self._notices and not self._closing:
-            self._notices[notice.period] = notice
-            self._channel.send_last(notice.encode())
+    def _is_new(self, notice: Notice) -> bool:
+        """Whether to pass it on: the first of its period."""
+        if notice.period in self._notices:
+            return False
+        self._notices[notice.period] = notice
+        return not self._knows_all
 
     # ---- what this rank does --------------------------------------------------------------------
 
@@ -136,7 +134,7 @@ class FailureDetector:
         with self._changed:
             if lost != _NOBODY:
                 self._notices.setdefault(self.period, notice)
-            self._channel.send_last(notice.encode())
+        self._send(notice)
 
     def find(self, suspect: Loss | None, cause: str, seconds: float) -> Loss | None:
         """Return who was lost, after `fail`: by the first notice, else a neighbour that after so long has not failed.
@@ -147,6 +145,8 @@ class FailureDetector:
         with self._changed:
             while (lost := self._heard()) is None:
                 silent = [peer for peer in self.neighbours if self._spoke.get(peer) != self.period]
+                if silent and suspect is not None and self._spoke.get(suspect.rank) == self.period:
+                    suspect = None  # it waits, too
                 left = deadline - time.monotonic()
                 if silent == [suspect.rank if suspect else None] or (not silent and self._knows_all):
                     return suspect
@@ -171,10 +171,43 @@ class FailureDetector:
                 return Loss(notice.lost, f"rank {notice.by} has lost it ({notice.reason})")
         return None
 
+
+class SocketFailureDetector(FailureDetector):
+    """Over sockets. channel: to the neighbours."""
+
+    def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
+        super().__init__(rank, world_size, neighbours(rank, world_size))
+        self._channel = channel
+        self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
+        self._closing = False
+
+    def listen(self) -> None:
+        """Start the thread that reads what the neighbours send, and passes it on."""
+        self._listener.start()
+
+    def _listen(self) -> None:
+        while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
+            with contextlib.suppress(Gone):
+                self._channel.wait(listening, 3600.0)
+            for peer in listening:
+                if not self._closing:
+                    self.read(peer)
+
+    def read(self, peer: int) -> None:
+        """Take in all that a neighbour has sent."""
+        try:
+            while (header := self._channel.receive(peer)) is not None:
+                with contextlib.suppress(KeyError, ValueError):
+                    self.hear(peer, Notice.of(decode(header)))
+        except Gone as gone:
+            self.hear_end(peer, gone.reason)
+
+    def _send(self, notice: Notice) -> None:
+        self._channel.send_last(notice.encode())
+
     def close(self) -> None:
-        """End the connections; the neighbours see that."""
         self._closing = True
         self._channel.shut_down()  # which ends the listener's wait; a socket that is waited for cannot be closed
-        if self._listener is not None:
+        if self._listener.ident and self._listener is not threading.current_thread():
             self._listener.join(1.0)
         self._channel.close()

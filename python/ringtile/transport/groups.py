@@ -17,13 +17,13 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 
 from ringtile.errors import InputError, shown
-from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport, loopback_groups
+from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
 from ringtile.transport.process_group import ProcessGroupTransport
 from ringtile.transport.transport import Transport
 
 Group = dist.ProcessGroup | LoopbackGroup | str
 
-_ALONE = LoopbackTransport(0, 1, {}, 0.0)
+_ALONE = LoopbackWorld(1).groups[0].transport
 # Weak: they say which transport belongs to a living group, and keep nothing alive.
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
 _transports_lock = threading.Lock()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import collections
 import itertools
+import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, PeerLost
-from ringtile.transport.agreement import Channel, Gone
+from ringtile.transport.agreement import tree_neighbours
+from ringtile.transport.failures import FailureDetector, Notice
+from ringtile.transport.sockets import SocketChannel
 from ringtile.transport.transport import Message, Transport
 
 Result = TypeVar("Result")
-
-_HEADERS = -1  # their tag
 
 _serial = itertools.count()
 
@@ -31,37 +32,29 @@ class _Parcel(NamedTuple):
     made: torch.cuda.Event | None
 
 
-class _NothingCame(RuntimeError):
-    pass
-
-
 class _Mailbox:
-    """What one virtual rank has sent to another, parcels and headers, by tag, each in the order of sending."""
+    """What one virtual rank has sent to another, by tag, each in the order of sending."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self.changed = changed  # one for all that a rank receives
-        self._parcels: dict[int, collections.deque[Any]] = {}
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._parcels: dict[int, collections.deque[_Parcel]] = {}
         self._closed = False
 
-    def put(self, tag: int, parcel: _Parcel | bytes) -> None:
-        with self.changed:
+    def put(self, tag: int, parcel: _Parcel) -> None:
+        with self._changed:
             self._parcels.setdefault(tag, collections.deque()).append(parcel)
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """The sender hangs up; what it sent before still arrives."""
-        with self.changed:
+        with self._changed:
             self._closed = True
-            self.changed.notify_all()
+            self._changed.notify_all()
 
-    def ready(self, tag: int) -> bool:
-        """Whether `get` need not wait."""
-        return tag in self._parcels or self._closed
-
-    def get(self, tag: int, timeout_seconds: float) -> Any:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.ready(tag), timeout_seconds):
-                raise _NothingCame(f"nothing came for {timeout_seconds} s")
+    def get(self, tag: int, timeout_seconds: float) -> _Parcel:
+        with self._changed:
+            if not self._changed.wait_for(lambda: tag in self._parcels or self._closed, timeout_seconds):
+                raise RuntimeError(f"nothing came for {timeout_seconds:g} s")
             if tag not in self._parcels:
                 raise RuntimeError("it has hung up")
             parcels = self._parcels[tag]
@@ -69,9 +62,6 @@ class _Mailbox:
             if not parcels:
                 del self._parcels[tag]
             return parcel
-
-
-Mailboxes = dict[tuple[int, int], _Mailbox]  # by (sender, receiver)
 
 
 @dataclass(eq=False)
@@ -104,72 +94,73 @@ class _Sent:
         pass
 
 
-class _LoopbackChannel(Channel):
-    """Headers through the mailboxes, under a tag of their own."""
+class _LoopbackDetector(FailureDetector):
+    """Tells all others itself."""
 
-    def __init__(self, rank: int, mailboxes: Mailboxes, timeout_seconds: float) -> None:
-        self._incoming = {sender: mailbox for (sender, receiver), mailbox in mailboxes.items() if receiver == rank}
-        self._outgoing = {receiver: mailbox for (sender, receiver), mailbox in mailboxes.items() if sender == rank}
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, rank: int, world_size: int, hall: list[_LoopbackDetector]) -> None:
+        super().__init__(rank, world_size, [peer for peer in range(world_size) if peer != rank])
+        self._hall = hall
 
-    def send(self, header: bytes, peers: Collection[int]) -> None:
-        for peer in peers:
-            self._outgoing[peer].put(_HEADERS, header)
-
-    def send_last(self, header: bytes) -> None:
-        self.send(header, self._outgoing)
-
-    def receive(self, peer: int) -> bytes | None:
-        try:
-            header: bytes = self._incoming[peer].get(_HEADERS, 0.0)
-            return header
-        except _NothingCame:
-            return None
-        except RuntimeError as error:
-            raise Gone(peer, str(error)) from None
-
-    def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
-        boxes = [self._incoming[peer] for peer in peers]
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        with boxes[0].changed:
-            if not boxes[0].changed.wait_for(lambda: any(box.ready(_HEADERS) for box in boxes), seconds):
-                raise Gone(min(peers), f"nothing came for {seconds} s")
+    def _send(self, notice: Notice) -> None:
+        for peer in self.neighbours:
+            self._hall[peer].hear(self.rank, notice)
 
     def close(self) -> None:
-        for mailbox in self._outgoing.values():
-            mailbox.close()
+        for peer in self.neighbours:
+            self._hall[peer].hear_end(self.rank, "it has hung up")
+
+
+class Hall:
+    """What the virtual ranks of a world share."""
+
+    def __init__(self, world_size: int, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.mailboxes = {pair: _Mailbox() for pair in itertools.permutations(range(world_size), 2)}  # sender, receiver
+        self.detectors: list[_LoopbackDetector] = []
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
+        for rank in range(world_size):
+            self.detectors.append(_LoopbackDetector(rank, world_size, self.detectors))
+            for peer in tree_neighbours(rank, world_size):
+                if peer > rank:
+                    ends[rank][peer], ends[peer][rank] = socket.socketpair()
+        self.channels = [SocketChannel(each, timeout_seconds) for each in ends]
 
 
 class LoopbackTransport(Transport):
     """Messages between the threads of one LoopbackWorld."""
 
-    def __init__(self, rank: int, world_size: int, mailboxes: Mailboxes, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, world_size: int, hall: Hall) -> None:
         super().__init__(rank, world_size)
-        self._mailboxes = mailboxes
-        self._timeout_seconds = timeout_seconds
+        self._hall = hall
         self._posted: dict[tuple[int, int], collections.deque[_Arrival]] = {}  # by sender and tag
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        copy = tensor.clone()
-        made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
-        self._mailboxes[self.rank, peer].put(tag, _Parcel(copy, made))
-        return _Sent()
+    def _connect(self) -> tuple[SocketChannel, FailureDetector]:
+        return self._hall.channels[self.rank], self._hall.detectors[self.rank]
 
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Message:
+        if outgoing:
+            copy = tensor.clone()
+            made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
+            self._hall.mailboxes[self.rank, peer].put(tag, _Parcel(copy, made))
+            return _Sent()
         posted = self._posted.setdefault((peer, tag), collections.deque())
-        posted.append(_Arrival(tensor, self._mailboxes[peer, self.rank], tag, self._timeout_seconds, posted))
+        mailbox = self._hall.mailboxes[peer, self.rank]
+        posted.append(_Arrival(tensor, mailbox, tag, self._hall.timeout_seconds, posted))
         return posted[-1]
 
     def _drop_messages(self) -> None:
         self._posted.clear()
 
-    def _open_channel(self) -> Channel:
-        return _LoopbackChannel(self.rank, self._mailboxes, self._timeout_seconds)
-
-    def hang_up(self) -> None:
-        for (sender, _), mailbox in self._mailboxes.items():
+    def _end_messages(self) -> None:
+        for (sender, _), mailbox in self._hall.mailboxes.items():
             if sender == self.rank:
                 mailbox.close()
+
+    def leave(self) -> None:
+        """Ends this rank's part, whether it has made a call or not."""
+        for end in self._connect()[::-1]:
+            end.close()
+        self._end_messages()
 
 
 class LoopbackGroup:
@@ -190,14 +181,8 @@ class LoopbackWorld:
     def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
         if world_size < 1:
             raise InputError(f"world_size is {world_size}; expected at least 1")
-        changed = [threading.Condition() for _ in range(world_size)]
-        mailboxes: Mailboxes = {
-            (sender, receiver): _Mailbox(changed[receiver])
-            for sender, receiver in itertools.permutations(range(world_size), 2)
-        }
-        self.groups = [
-            LoopbackGroup(LoopbackTransport(rank, world_size, mailboxes, timeout_seconds)) for rank in range(world_size)
-        ]
+        hall = Hall(world_size, timeout_seconds)
+        self.groups = [LoopbackGroup(LoopbackTransport(rank, world_size, hall)) for rank in range(world_size)]
 
     def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
         """Calls function(group) on every rank, once per world, and returns the results by rank.
@@ -214,7 +199,7 @@ class LoopbackWorld:
             except BaseException as error:
                 errors.append(error)
             finally:
-                self.groups[rank].transport.hang_up()
+                self.groups[rank].transport.leave()
 
         threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.groups))]
         for thread in threads:

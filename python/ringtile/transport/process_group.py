@@ -15,8 +15,10 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ringtile.errors import InputError
 from ringtile.transport import shared_memory, sockets
-from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, Channel
+from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, tree_neighbours
+from ringtile.transport.failures import SocketFailureDetector, neighbours
 from ringtile.transport.shared_memory import SharedMemory
+from ringtile.transport.sockets import SocketChannel
 from ringtile.transport.transport import Exchange, Message, Transport
 
 
@@ -34,6 +36,7 @@ class ProcessGroupTransport(Transport):
         self._beside = None if backend_name(group, "cpu") else _gloo_beside(group)
         self._opened = False
         self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
+        self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
 
     @property
     def shares_memory(self) -> bool:
@@ -57,16 +60,11 @@ class ProcessGroupTransport(Transport):
         """The tag in shared memory, where messages of a later call have larger ones."""
         return self.num_calls << 32 | tag
 
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Message:
         if (shared := self._shares(tensor, peer)) is not None:
-            return shared.post(tensor, peer, self._ordered(tag), outgoing=True)
-        message: Message = self._group_for(tensor).send([tensor], peer, tag)
-        return message
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        if (shared := self._shares(tensor, peer)) is not None:
-            return shared.post(tensor, peer, self._ordered(tag), outgoing=False)
-        message: Message = self._group_for(tensor).recv([tensor], peer, tag)
+            return shared.post(tensor, peer, self._ordered(tag), outgoing=outgoing)
+        group = self._group_for(tensor)
+        message: Message = (group.send if outgoing else group.recv)([tensor], peer, tag)
         return message
 
     def check_device(self, device: torch.device) -> None:
@@ -81,23 +79,30 @@ class ProcessGroupTransport(Transport):
                 f'backend="cpu:gloo,cuda:nccl"'
             )
 
-    def _open_channel(self) -> Channel:
+    def _connect(self) -> tuple[SocketChannel, SocketFailureDetector]:
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
 
         def exchange(hello: bytes) -> dict[int, bytes]:
             mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
             theirs = {peer: torch.empty_like(mine) for peer in peers}
-            self._post(dict.fromkeys(peers, mine), theirs, HELLO_TAG, "the first call").wait_for()
+            self._post(dict.fromkeys(peers, mine), theirs, HELLO_TAG, "the first call").wait_for_messages()
             return {peer: bytes(their.tolist()) for peer, their in theirs.items()}
 
         carrier = self._group_for(torch.empty(0, device="cpu"))._get_backend(torch.device("cpu"))
         timeout: datetime.timedelta = carrier.options._timeout
         seconds = timeout.total_seconds()
-        channel = sockets.connect(self.rank, peers, seconds, exchange)
+        wires = [each(self.rank, self.world_size) for each in (tree_neighbours, neighbours)]
+        headers, news = sockets.connect(self.rank, wires, seconds, exchange)
+        detector = SocketFailureDetector(self.rank, self.world_size, news)
+        detector.listen()
         self._shared = shared_memory.share(self.rank, self.world_size, seconds, exchange)
-        return channel
+        return headers, detector
 
     def _drop_messages(self) -> None:
+        # gloo reads nothing more from a peer whose message has lost its tensor on the way.
+        self._never_waited_for += [
+            each for each in self._under_way if any(isinstance(message, dist.Work) for _, message in each.messages)
+        ]
         if self._shared is not None:
             self._shared.drop()
 
@@ -131,7 +136,7 @@ class ProcessGroupTransport(Transport):
             works = dist.batch_isend_irecv(batch) if batch else []
         return Exchange([(peers, work) for work in works], [*sends.values(), *receives.values()], self, what)
 
-    def hang_up(self) -> None:
+    def _end_messages(self) -> None:
         if self._shared is not None:
             self._shared.close()
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all

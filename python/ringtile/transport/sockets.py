@@ -1,4 +1,4 @@
-"""Headers over sockets of their own, one TCP connection between each two ranks of a group.
+"""Headers over sockets of their own: TCP connections between some ranks of a group.
 
 A message of a process group is posted and waited for with the help of another thread, and a receive that is posted
 when a profiler starts, and done when it has stopped, corrupts the memory of the process (torch 2.13). A header is sent
@@ -19,14 +19,13 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from ringtile.errors import RingMismatch
 from ringtile.transport.agreement import (
     HEADER_BYTES,
     HEADER_VERSION,
-    Channel,
     Gone,
     HeaderValue,
     decode,
@@ -39,8 +38,8 @@ _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them i
 _INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
 
 
-class SocketChannel(Channel):
-    """The end of one rank: a connected socket for each peer."""
+class SocketChannel:
+    """Carries headers between this rank and others, in order: a connected socket for each of them."""
 
     def __init__(self, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
         self._sockets = sockets
@@ -48,36 +47,43 @@ class SocketChannel(Channel):
         self._parts = dict.fromkeys(sockets, b"")  # the part of a header that has arrived
         for connection in sockets.values():
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._close = weakref.finalize(self, close_all, sockets.values())
         to_close_in_child.add(self)
 
     def send(self, header: bytes, peers: Collection[int]) -> None:
+        """Send HEADER_BYTES bytes to these peers, without waiting for their receives.
+
+        Raises Gone for one that is too far behind; one that has left is for `receive` to notice, after what it said.
+        """
         for peer in peers:
+            self._send(header, peer)
+
+    def _send(self, header: bytes, peer: int) -> None:
+        connection = self._sockets[peer]
+        try:
             try:
-                sent = self._sockets[peer].send(header)
+                sent = connection.send(header)
             except BlockingIOError:
                 sent = 0
-            except OSError as error:
-                raise Gone(peer, _reason(error)) from None
-            if sent < HEADER_BYTES:
-                self._send_rest(peer, header[sent:])
-
-    def _send_rest(self, peer: int, rest: bytes) -> None:
-        """The socket is full: the peer is hundreds of calls behind."""
-        self._sockets[peer].settimeout(self._timeout_seconds)
-        try:
-            self._sockets[peer].sendall(rest)
+            if sent < HEADER_BYTES:  # the socket is full: the peer is hundreds of calls behind
+                connection.settimeout(self._timeout_seconds)
+                connection.sendall(header[sent:])
+                connection.setblocking(False)
+        except ConnectionError:
+            return
         except OSError as error:
             raise Gone(peer, _reason(error)) from None
-        self._sockets[peer].setblocking(False)
 
     def send_last(self, header: bytes) -> None:
+        """Send it to every peer that can still be reached, at once or not at all."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.send(header)
 
     def receive(self, peer: int) -> bytes | None:
+        """Return the next header of a peer, if it has arrived. Raises Gone when the peer has closed and all is read."""
         part = self._parts[peer]
         try:
             arrived = self._sockets[peer].recv(HEADER_BYTES - len(part))
@@ -93,6 +99,10 @@ class SocketChannel(Channel):
         return part if complete else None
 
     def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
+        """Return when there is something to receive from one of these peers.
+
+        Raises Gone after the timeout; None: that of the group.
+        """
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         poll = select.poll()
         for peer in peers:
@@ -107,6 +117,7 @@ class SocketChannel(Channel):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """End the channel; peers may still receive what was sent before."""
         self._close()
 
 
@@ -141,44 +152,55 @@ class _Address(NamedTuple):
     port: int
     token: str
 
+    @classmethod
+    def of(cls, listener: socket.socket) -> _Address:
+        host, port = listener.getsockname()[:2]
+        return cls(host, port, secrets.token_hex(_TOKEN_BYTES))
+
 
 def connect(
-    rank: int, peers: Collection[int], timeout_seconds: float, exchange: Callable[[bytes], Mapping[int, bytes]]
-) -> SocketChannel:
-    """Connect this rank to others, which connect to it at the same time.
+    rank: int,
+    wires: Sequence[Collection[int]],
+    timeout_seconds: float,
+    exchange: Callable[[bytes], Mapping[int, bytes]],
+) -> list[SocketChannel]:
+    """Connect this rank to the ranks of each wire, which connect to it at the same time, by sockets of each wire's own.
 
-    exchange: sends HEADER_BYTES bytes to these peers and returns theirs.
+    exchange: sends HEADER_BYTES bytes to all these ranks, or more, and returns theirs.
 
-    Raises Gone, and RingMismatch where the peer runs another version of ringtile.
+    Raises Gone, and RingMismatch where a rank runs another version of ringtile.
     """
     deadline = time.monotonic() + timeout_seconds
-    with _listen(len(peers)) as listener:
-        host, port = listener.getsockname()[:2]
-        own = _Address(host, port, secrets.token_hex(_TOKEN_BYTES))
+    connected: list[dict[int, socket.socket]] = [{} for _ in wires]
+    with contextlib.ExitStack() as listening:
+        listeners = [listening.enter_context(_listen(len(peers))) for peers in wires]
+        own = [_Address.of(each) for each in listeners]
         addresses = _exchange_addresses(rank, own, exchange)
-        sockets: dict[int, socket.socket] = {}
         try:
-            for peer in (peer for peer in peers if peer < rank):
-                sockets[peer] = _connect(rank, peer, addresses[peer], deadline)
-            sockets |= _accept(listener, own.token, {peer for peer in peers if peer > rank}, deadline)
+            for i, peers in enumerate(wires):
+                for peer in (peer for peer in peers if peer < rank):
+                    connected[i][peer] = _connect(rank, peer, addresses[peer][i], deadline)
+            for i, peers in enumerate(wires):
+                connected[i] |= _accept(listeners[i], own[i].token, {peer for peer in peers if peer > rank}, deadline)
         except BaseException:
-            close_all(sockets.values())
+            for each in connected:
+                close_all(each.values())
             raise
-    return SocketChannel(sockets, timeout_seconds)
+    return [SocketChannel(each, timeout_seconds) for each in connected]
 
 
 def _exchange_addresses(
-    rank: int, own: _Address, exchange: Callable[[bytes], Mapping[int, bytes]]
-) -> dict[int, _Address]:
+    rank: int, own: Sequence[_Address], exchange: Callable[[bytes], Mapping[int, bytes]]
+) -> dict[int, list[_Address]]:
     mine: dict[str, HeaderValue] = {"version": HEADER_VERSION}
-    hellos = exchange(json.dumps({**mine, **own._asdict()}).encode("ascii").ljust(HEADER_BYTES))
+    hellos = exchange(json.dumps({**mine, "addresses": own}).encode("ascii").ljust(HEADER_BYTES))
     addresses = {}
     for peer, hello in hellos.items():
-        fields = decode(hello)
+        fields: dict[str, Any] = decode(hello)
         if fields.get("version") != HEADER_VERSION:
             theirs = {"version": fields.get("version", "none")}
             raise RingMismatch(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
-        addresses[peer] = _Address(str(fields["host"]), int(fields["port"]), str(fields["token"]))
+        addresses[peer] = [_Address(str(host), int(port), str(token)) for host, port, token in fields["addresses"]]
     return addresses
 
 

@@ -17,7 +17,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,12 +31,13 @@ from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
     MAX_REASON,
     AgreedTerms,
-    Channel,
     Gone,
     Headers,
     HeaderValue,
     Terms,
 )
+from ringtile.transport.failures import FailureDetector, Loss
+from ringtile.transport.sockets import SocketChannel
 
 
 class Message(Protocol):
@@ -46,6 +48,7 @@ class Message(Protocol):
 
 NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)  # of ops: torch.compile calls them between its CUDA graphs
 _PROPAGATED = "_ringtile_propagated"  # an attribute of an error that the other ranks have heard of
+_SEARCH_SECONDS = 1.0  # how long a rank that lost a peer waits to hear who was lost first
 _Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
 
 
@@ -63,16 +66,15 @@ class Exchange:
         with _span("ringtile::wait"):
             self.transport.compare_headers()
             began = time.perf_counter()
-            self.wait_for()
+            self.wait_for_messages()
             self.transport.wait_seconds += time.perf_counter() - began
         self.transport.arrived(self)
 
-    def wait_for(self, peers: Container[int] | None = None) -> None:
-        """`wait`, without a look at headers, for the messages of these peers (None: all)."""
+    def wait_for_messages(self) -> None:
+        """`wait`, without a look at headers."""
         for whose, message in self.messages:
-            if peers is None or all(peer in peers for peer in whose):
-                with self.transport.naming(whose, self.what):
-                    message.wait()
+            with self.transport.naming(whose, self.what):
+                message.wait()
 
 
 def _span(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -82,6 +84,11 @@ def _span(name: str) -> contextlib.AbstractContextManager[Any]:
 
 class Transport(abc.ABC):
     """One rank's end of a group of ranks.
+
+    This class has the three things that a rank does: `agree` with the others on a call, `exchange` payloads in it, and
+    `fail`. An implementation has what carries them: `_connect`, `_start` and `_end_messages`. It may also refuse
+    devices (`check_device`), post the messages of an exchange in another way (`_post`), prepare a group once its ranks
+    have agreed (`_open`), and forget messages (`_drop_messages`).
 
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
     calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
@@ -100,6 +107,8 @@ class Transport(abc.ABC):
         self._payload_tag = FIRST_PAYLOAD_TAG
         self._agreed = AgreedTerms()
         self._headers: Headers | None = None  # from the first call on
+        self._detector: FailureDetector | None = None  # the same
+        self._told = False  # whether the others know why this rank fails
         self._behind = False  # whether headers of this call are still to be compared, before a payload is used
         self._under_way: set[Exchange] = set()  # of this call
         self._failure: BaseException | None = None
@@ -196,8 +205,8 @@ class Transport(abc.ABC):
         agreed = self._agreed.find(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self.num_calls)
-        header, runs_ahead = terms.header(self.num_calls, forward_call, data, step), self._host_runs_ahead(device)
-        self._send_header(op, header, agreed=agreed is not None, runs_ahead=runs_ahead)
+        runs_ahead = agreed is not None and self._host_runs_ahead(device)
+        self._send_header(op, terms.header(self.num_calls, forward_call, data, step), runs_ahead=runs_ahead)
         self._behind = True
         if agreed is None:
             self.compare_headers()
@@ -210,7 +219,9 @@ class Transport(abc.ABC):
         """options: as of `Headers.send`."""
         with self.naming((), self._place("the header")):
             if self._headers is None:
-                self._headers = Headers(self.rank, self.world_size, self._open_channel())
+                channel, self._detector = self._connect()
+                self._headers = Headers(self.rank, self.world_size, channel)
+                weakref.finalize(self, self._detector.close)
             self._headers.send(op, self.num_calls, header, **options)
 
     def compare_headers(self, *, wait: bool = True) -> None:
@@ -231,17 +242,21 @@ class Transport(abc.ABC):
         if mismatch.ran_ahead:
             self._failure = error
             self._headers.announce(mismatch)
-        else:  # A message between two ranks that agree is received whole, or the next one would never be read.
-            for exchange in self._under_way:
-                exchange.wait_for(self._headers.agreeing)
         raise error
 
     def give_up(self, error: BaseException) -> None:
-        """Tells the peers why, and ends this rank's messages: none of them waits for it any longer."""
-        if self._headers is not None:
-            self._headers.give_up(with_kind(error), self.rank)
-            self._headers.close()
+        """Tells the others why, and ends this rank's messages: none of them waits for it any longer."""
+        if self._detector is not None and not self._told:
+            self._told = True
+            self._detector.fail(with_kind(error), self.rank)
         self.hang_up()
+
+    def hang_up(self) -> None:
+        """Ends this rank's messages for good: a peer that waits for one gets PeerLost."""
+        if self._headers is not None and self._detector is not None:
+            self._detector.close()
+            self._headers.close()
+        self._end_messages()
 
     def fail(self, op: str, reason: Exception) -> None:
         """Tells the others, in place of the header of a call, why this rank does not make it, and waits for none.
@@ -287,11 +302,11 @@ class Transport(abc.ABC):
 
     def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
         messages: _Messages = []
-        for post, tensors in ((self._receive, receives), (self._send, sends)):
+        for tensors, outgoing in ((receives, False), (sends, True)):
             for peer, tensor in tensors.items():
                 if tensor.numel() > 0:
                     with self.naming((peer,), what):
-                        messages.append(((peer,), post(tensor, peer, tag)))
+                        messages.append(((peer,), self._start(tensor, peer, tag, outgoing=outgoing)))
         return Exchange(messages, [*sends.values(), *receives.values()], self, what)
 
     def check_device(self, device: torch.device) -> None:
@@ -335,31 +350,38 @@ class Transport(abc.ABC):
             raise self._lost([Gone(peer, reason_of(error)) for peer in peers], what) from error
 
     def _lost(self, gone: list[Gone], what: str) -> PeerLost:
-        """The error for peers that are gone, which blames those that were lost first."""
-        if self._headers is not None:
-            self._headers.give_up(gone[0].reason, gone[0].peer)  # at once: the peers may be asking the same
-            gone = [self._headers.root_of(each) for each in gone]
-        who = f"rank {' or '.join(map(str, sorted({each.peer for each in gone})))}"
+        """The error for peers that are gone, which blames the rank that was lost first."""
+        suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
+        found = Loss(suspects[0], reason) if len(suspects) == 1 else None
+        if self._detector is not None and not self._told:
+            self._told = True
+            self._detector.fail(reason)  # at once: the others may be asking the same
+            found = self._detector.find(found, reason, _SEARCH_SECONDS)
+            if found is not None:
+                self._detector.fail(found.reason, found.rank)
+        who = f"rank {' or '.join(map(str, suspects)) if found is None else found.rank}"
         error = PeerLost(
-            f"{who} was lost in {what} of rank {self.rank}: {gone[0].reason}; see {who}'s log for the cause"
+            f"{who} was lost in {what} of rank {self.rank}: {found.reason if found else reason}; see {who}'s log for "
+            f"the cause"
         )
-        error.rank = gone[0].peer
+        error.rank = suspects[0] if found is None else found.rank
         end_soon_if_uncaught()
         return error
 
     @abc.abstractmethod
-    def hang_up(self) -> None:
-        """Ends this rank's messages for good: a peer that waits for one gets PeerLost."""
+    def _connect(self) -> tuple[SocketChannel, FailureDetector]:
+        """The way of the headers to the neighbours in the tree, and of the news who is lost; in the first call of all.
+
+        Raises Gone, RingMismatch.
+        """
 
     @abc.abstractmethod
-    def _open_channel(self) -> Channel:
-        """The way of the headers; all ranks of the group open theirs in their first call."""
+    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Message:
+        """Starts a message to or from a peer. The tensor is contiguous and not empty. Raises RuntimeError."""
 
     @abc.abstractmethod
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
-
-    @abc.abstractmethod
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> Message: ...
+    def _end_messages(self) -> None:
+        """Makes the peers' waits for messages of this rank fail, from now on."""
 
 
 def reason_of(error: object) -> str:
