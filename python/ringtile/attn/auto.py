@@ -20,9 +20,7 @@ from ringtile.sequence.plan import Shape, plan_of
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.measure import measure
 from ringtile.transport.placement import gathered, hosts_of
-from ringtile.transport.transport import Transport
 
-_chosen: weakref.WeakKeyDictionary[Transport, dict[object, str]] = weakref.WeakKeyDictionary()  # by kind
 _kinds: weakref.WeakKeyDictionary[ShardedSequence, dict[object, object]] = weakref.WeakKeyDictionary()  # by call
 
 
@@ -35,8 +33,8 @@ def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionC
     with transport.propagate_errors("ring_attention forward"):
         about = sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None
         kind = _kind(*about) if sequence.scheme == "auto" and transport.world_size > 1 else None
-    if kind is not None and kind not in _chosen.setdefault(transport, {}):
-        _chosen[transport][kind] = _measured(call, q, k, v)
+    if kind is not None and kind not in transport.fastest:
+        transport.fastest[kind] = _measured(call, q, k, v)
     return call._replace(sequence=sequence.with_scheme(known_scheme(*about)))
 
 
@@ -64,7 +62,7 @@ def known_scheme(sequence: ShardedSequence, shape: Shape, device_type: str, kern
         return "ring"
     if sequence.scheme == "usp":
         return usp_of_hosts(hosts_of(sequence.transport))
-    return _chosen[sequence.transport][_kind(sequence, shape, device_type, kernel, drops)]
+    return sequence.transport.fastest[_kind(sequence, shape, device_type, kernel, drops)]
 
 
 def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> object:
@@ -84,9 +82,7 @@ def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     able = gathered(transport, "agree on candidates", [_is_able(each, q, k, v) for each in calls])
     # The ring is among them in any case: where it is refused, the call is.
     calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]
-    sent = transport.bytes_sent
     seconds = measure([functools.partial(_forward_and_backward, each, q, k, v) for each in calls], transport, q.device)
-    transport.bytes_sent = sent  # no payload of a plan
     return calls[seconds.index(min(seconds))].sequence.scheme
 
 

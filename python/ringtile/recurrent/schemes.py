@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from functools import partial
 
 import torch
@@ -15,10 +14,6 @@ from ringtile.recurrent.costs import SCHEMES, check_heads
 from ringtile.recurrent.recurrence import Recurrence
 from ringtile.scheme import Scheme
 from ringtile.transport.measure import measure
-from ringtile.transport.transport import Transport
-
-# Of a group's layers whose time decided, by what they are.
-_fastest: weakref.WeakKeyDictionary[Transport, dict[object, str]] = weakref.WeakKeyDictionary()
 
 
 def decide(recurrence: Recurrence, scheme: str | None) -> str:
@@ -65,7 +60,7 @@ def run(recurrence: Recurrence, scheme: str) -> Tensor:
 def _measured(recurrence: Recurrence) -> str:
     """Return the scheme whose forward and backward took the slowest rank less time, when this kind was first called."""
     sequence, device = recurrence.documents.sequence, recurrence.out.tensor.device
-    known = _fastest.setdefault(sequence.transport, {})
+    known = sequence.transport.fastest
     kind = (recurrence.op, device.type, *recurrence.terms.values(), sequence.digests[0])
     if kind not in known:
         candidates = [partial(_forward_and_backward, recurrence, scheme) for scheme in SCHEMES]
