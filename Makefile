@@ -97,8 +97,8 @@ checks: ctest build lint pytest-hf pytest-layers pytest-others
 
 cuda-checks: pytest-nvcc emulator
 
-# Three parts, which take about equally long: half of the trainings; the others and what layers need; all else.
-HF := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-k]*.py)
+# Three parts, which take about equally long: most of the trainings; the others and what layers need; all else.
+HF := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py)
 LAYERS := $(filter-out $(HF),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')

@@ -10,7 +10,7 @@ from multiprocessing.util import get_temp_dir
 import pytest
 import torch
 
-pytest.register_assert_rewrite("hf_training")
+pytest.register_assert_rewrite("hf_training", "cells")
 
 from pool import close_pools, start_server  # noqa: E402
 

@@ -190,7 +190,7 @@ MUTANTS = [
         "python/ringtile/hf/dropout.py",
         "first = self._num_rows * self._data_size + self._data_index * num_rows",
         "first = self._num_rows * self._data_size",
-        "tests/hf/test_hf_dropout.py -k data_parallel",
+        "tests/hf/test_hf_dropout.py -k data-parallel",
     ),
     Mutant(
         "dropout: attention of all layers shares a stream",
@@ -427,7 +427,7 @@ MUTANTS = [
         "python/ringtile/hf/loss_on_shards.py",
         "return None if num_items is None else num_items / self.group.size",
         "return num_items",
-        "tests/hf/test_hf_trainer.py -k two_ranks",
+        "tests/hf/test_hf_exact.py -k padding",
     ),
     Mutant(
         "loss: gradient not divided by the number of items",

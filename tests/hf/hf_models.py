@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from ringtile.cli.tiny_models import tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -169,6 +170,20 @@ def tiny_encoder(family: str = "modernbert", classes: bool = False, **overrides:
     model = (AutoModelForTokenClassification if classes else AutoModelForMaskedLM).from_config(config)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.train()
+
+
+def hybrid(family: str) -> PreTrainedModel:
+    """A model with recurrent layers that forgets slowly, so that what leaks is seen."""
+    config = tiny_config(family)
+    config.get_text_config().output_router_logits = False  # its balance is tested apart
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # none stays at zero or one, where errors hide
+            if name.endswith("A_log"):
+                parameter.fill_(-3.0)  # a decay of about exp(-0.07) a token
     return model.train()
 
 

@@ -5,8 +5,10 @@ import pytest
 import ringtile
 import torch
 import torch.distributed as dist
+from cells import Cell, check, params, table
+from hf_engines import engine as engine_arguments
 from hf_models import tiny_model
-from hf_training import TOLERANCE, Padded, assert_equal_training, failure_of, make_trainer, packed, train
+from hf_training import Padded, failure_of, make_trainer, packed
 from pool import run_ranks
 from ringtile.first_batch.run import TIMES
 from ringtile.hf.cut import cut_batch
@@ -74,34 +76,27 @@ def _mixing_model(how):
     return model
 
 
-def _refusals_of_mixing(engine="DDP", names=HOW):
-    from hf_engines import engine as engine_arguments
-
-    messages = {}
-    for how in names:
-        with engine_arguments(engine) as arguments:
-            trainer = make_trainer(model=_mixing_model(how), **arguments)
-            messages[how] = failure_of(trainer), trainer.state.global_step
-    return messages
+def _refusal_of_mixing(engine, how):
+    with engine_arguments(engine) as arguments:
+        trainer = make_trainer(model=_mixing_model(how), **arguments)
+        return failure_of(trainer), trainer.state.global_step
 
 
-def _assert_named(messages):
-    for how, (message, step) in messages.items():
-        assert message.startswith("Refused: 2 ranks do not compute what one process computes"), (how, message)
-        assert "model.layers.1.mlp (Mixing)" in message, (how, message)
+# A module that reads other tokens, one with a state, and one that draws: to the proof, the others are like the first.
+SHORT = [("DDP", "mean_over_the_sequence"), ("FSDP2", "token_shift"), ("ZeRO-3", "token_shift")]
+SHORT += [("DDP", "norm_of_a_batch"), ("DDP", "noise_of_its_own")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [*SHORT, *(pytest.param("DDP", how, marks=pytest.mark.long) for how in HOW if ("DDP", how) not in SHORT)],
+)
+def test_modules_that_mix_tokens_are_named_before_the_first_step(engine, how):
+    for message, step in run_ranks(2, _refusal_of_mixing, engine, how):
+        assert message.startswith("Refused: 2 ranks do not compute what one process computes")
+        assert "model.layers.1.mlp (Mixing)" in message
         assert "expected the same numbers" in message
         assert step == 0
-
-
-def test_modules_that_mix_tokens_are_named_before_the_first_step():
-    for messages in run_ranks(2, _refusals_of_mixing):
-        _assert_named(messages)
-
-
-def test_modules_that_mix_tokens_are_named_under_other_engines():
-    for engine in ("FSDP2", "ZeRO-3"):
-        for messages in run_ranks(2, _refusals_of_mixing, engine, ["token_shift"]):
-            _assert_named(messages)
 
 
 def _mean(logits, labels, vocab_size, shift_labels=None, **kwargs):
@@ -167,64 +162,59 @@ def test_losses_that_are_no_sum_over_tokens_are_refused_before_the_first_step():
             assert step == 0
 
 
-class ZLoss(Trainer):
-    """Adds a term over the logits to the Trainer's loss."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        loss = loss + 1e-2 * outputs.logits.logsumexp(-1).square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def test_a_term_in_compute_loss_sees_whole_sequences_and_equals_one_process():
-    options = {"trainer_class": ZLoss, "gradient_accumulation_steps": 1, "max_steps": 2, "evaluate": False}
-    expected = train(None, **options)
-    for run in run_ranks(2, train, CONFIG, **options):
-        assert torch.allclose(torch.tensor(run.losses), torch.tensor(expected.losses), rtol=TOLERANCE, atol=0.0)
-
-
 # ---- nothing of the run changes -----------------------------------------------------------------
 
 
 def _dropping():
-    return tiny_model(attention_dropout=0.1).train()
+    return {"model": tiny_model(attention_dropout=0.1).train()}
+
+
+def _unknown_model():
+    """A layer that does not attend, and a convolution of width 1: nothing mixes tokens."""
+    model = tiny_model().train()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    mlp, conv = model.model.layers[0].mlp, nn.Conv1d(32, 32, 1)
+    mlp.conv = conv
+    mlp.register_forward_hook(lambda module, args, x: x + conv(x.transpose(1, 2)).transpose(1, 2))
+    return {"model": model}
 
 
 EXACT = {
-    "LoRA with dropout": {"model": _dropping, "lora": True},
+    "LoRA with dropout": {"lora": True},
+    "ZeRO-3": {"engine": "ZeRO-3"},
     "packed": {"collator": packed},
     "padded left, checkpoints": {"collator": Padded("left"), "gradient_checkpointing": True},
     "experts": {"family": "mixtral-balanced"},
     "hybrid": {"family": "lfm2", "collator": packed},
     "FSDP2": {"engine": "FSDP2"},
-    "ZeRO-3": {"engine": "ZeRO-3"},
     "mixed precision": {"bf16": True},
 }
 
 
-def _with_and_without(options):
-    model = options.pop("model", None)
-    runs = []
-    for checked in (True, False):
-        config = CONFIG | {"tiled_mlp": True, "tile_tokens": 16, "first_batch_check": checked}
-        made = {} if model is None else {"model": model()}
-        runs.append(train(config, max_steps=2, evaluate=False, **made, **options))
-    return runs
+def _proved(what, options):
+    """Bit for bit the run of as many ranks that was not proved."""
+    config = CONFIG | {"tiled_mlp": True, "tile_tokens": 16}
+    return Cell(
+        what,
+        options,
+        config | {"first_batch_check": True},
+        made=_dropping if what == "LoRA with dropout" else dict,
+        alone_config=config | {"first_batch_check": False},
+        processes=2,
+        **{"losses": 0.0, "norms": 0.0, "weights": 0.0},
+        long=what not in ("LoRA with dropout", "ZeRO-3"),
+    )
 
 
-SHORT = ("LoRA with dropout", "ZeRO-3")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in EXACT]
+CELLS = table(
+    *(_proved(what, options) for what, options in EXACT.items()),
+    Cell("a model of which nothing is known", {"evaluate": True}, {"first_batch_check": True}, made=_unknown_model),
 )
-def test_a_run_that_was_proved_is_the_run_that_was_not_bit_for_bit(name):
-    for proved, other in run_ranks(2, _with_and_without, EXACT[name]):
-        assert proved.losses == other.losses
-        assert proved.grad_norms == other.grad_norms
-        assert proved.metrics == other.metrics
-        assert proved.num_input_tokens == other.num_input_tokens
-        assert all(torch.equal(weight, other.weights[key]) for key, weight in proved.weights.items())
+
+
+@pytest.mark.parametrize("cell", params(CELLS))
+def test_a_proof_changes_nothing(cell):
+    check(__name__, cell)
 
 
 class Counting(nn.Module):
@@ -269,30 +259,6 @@ def test_a_proof_leaves_no_trace_in_the_model():
         assert all(grad is None for grad in grads)
         assert proof.num_modules > 20
         assert 0.0 < proof.largest < TIMES
-
-
-# ---- what nothing is known of -------------------------------------------------------------------
-
-
-def _unknown_model():
-    """A layer that does not attend, and a convolution of width 1: nothing mixes tokens."""
-    model = tiny_model().train()
-    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    mlp, conv = model.model.layers[0].mlp, nn.Conv1d(32, 32, 1)
-    mlp.conv = conv
-    mlp.register_forward_hook(lambda module, args, x: x + conv(x.transpose(1, 2)).transpose(1, 2))
-    return model
-
-
-def _train_unknown(config):
-    return train(config, model=_unknown_model(), max_steps=2)
-
-
-def test_a_model_of_which_nothing_is_known_trains_once_it_is_proved():
-    expected = _train_unknown(None)
-    for run in run_ranks(2, _train_unknown, CONFIG | {"first_batch_check": True}):
-        assert_equal_training(run, expected)
-        assert run.eval_loss == pytest.approx(expected.eval_loss, rel=1e-6)
 
 
 # ---- evaluation ---------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import itertools
 import pytest
 import ringtile
 import torch
-from hf_models import tiny_model
+from hf_models import tiny_encoder, tiny_model
+from ringtile.cli import tiny_models
 from ringtile.hf import attention, layers, model, packing
 from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.inputs import shard_batch
@@ -131,6 +132,33 @@ def test_batches_of_one_shape_share_a_compiled_model():
         compilations.add(counters["frames"]["ok"])
     assert len(compilations) == 1
     assert not counters["graph_break"]
+
+
+def test_window_of_a_layer_is_the_one_made_before():
+    """torch.compile cannot make the masks of the layers: they are made of the config, before the forward pass."""
+    encoder = tiny_encoder()
+    made = [
+        layers.mask_of_layer(layer.attn, {"sliding_window": layer.attn.sliding_window})
+        for layer in encoder.model.layers
+    ]
+    assert made == layers.layer_masks(encoder.config, causal=False)
+    assert {layer.window for layer in made} == {None, 4}
+
+
+def test_models_whose_masks_know_no_positions_are_known():
+    """In one process their packed documents attend each other, unless flash attention looks at the position ids."""
+    assert packing.positions_separate(tiny_model("llama"))
+    gpt_oss = tiny_model("gpt-oss")
+    assert not packing.positions_separate(gpt_oss)
+    gpt_oss.config._attn_implementation_internal = "flash_attention_2"
+    assert packing.positions_separate(gpt_oss)
+
+
+@pytest.mark.long  # slow to make
+def test_masks_of_towers_say_nothing_of_text():
+    """And one model raises ValueError for the positions that its mask needs."""
+    assert packing.positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("deepseek_ocr2")))
+    assert not packing.positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("hunyuan_vl")))
 
 
 # ---- a batch that is not sharded: transformers' own functions run ---------------------------------

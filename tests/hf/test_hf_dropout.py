@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import ringtile
 import torch
+from cells import Cell, Refusal, check, params, table
 from hf_models import tiny_model, with_lora
-from hf_training import assert_equal_training, failure_of, make_trainer, packed, train
+from hf_training import make_trainer, packed, train
+from losses import LastThird
 from pool import run_ranks
 from ringtile import AttentionDropout
 from test_attention_dropout import kept
 from test_dropout import random_word
-from test_hf_losses import LastThird
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface, Trainer
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "per_document", "balanced")
@@ -103,17 +104,111 @@ def _oracle():
     return model
 
 
-def test_ranks_drop_what_the_definition_says():
-    """One process and two ranks, with and without checkpointing and tiles, and with accumulated or larger batches."""
-    expected = _train(None, _oracle)
-    assert expected.losses != pytest.approx(_train({}, functools.partial(_gpt2, 0.0)).losses, rel=1e-4)
-    assert_equal_training(_train({}), expected)
-    tiled = {"tiled_mlp": True, "tile_tokens": 5}
-    assert_equal_training(_train(tiled), expected)
-    for run in run_ranks(2, _train, {**tiled, "context_parallel_size": 2}, gradient_checkpointing=True):
-        assert_equal_training(run, expected)
-    larger = {"per_device_train_batch_size": STEP * BATCH, "gradient_accumulation_steps": 1}
-    assert_equal_training(_train({}, **larger), expected)
+class NoisyOracle(nn.Module):
+    """NEFTune's noise by its definition in Python integers, in one process."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.calls = weight, 0
+
+    def forward(self, ids):
+        x, first_row, step = self.weight[ids], self.calls % STEP * BATCH, self.calls // STEP
+        self.calls += 1
+        stream = zlib.crc32(b"model.embed_tokens:neftune")
+        noise = torch.empty(x.shape)
+        for (row, position, feature), _ in np.ndenumerate(noise.numpy()):
+            word = random_word(first_row + row, position, feature, 42, step, stream)
+            noise[row, position, feature] = (word * 2.0**-31 - 1) * 5 / (x.size(1) * x.size(2)) ** 0.5
+        return x + noise
+
+
+def _noisy_oracle():
+    model = tiny_model().train()
+    model.set_input_embeddings(NoisyOracle(model.get_input_embeddings().weight))
+    return model
+
+
+def _made(make_model):
+    return lambda: {"model": make_model()}
+
+
+ALONE, TILES = {"context_parallel_size": 1}, {"tiled_mlp": True, "tile_tokens": 5}
+LARGER = {"per_device_train_batch_size": STEP * BATCH, "gradient_accumulation_steps": 1}
+
+
+def _definition(what, config=None, ranks=None, **more):
+    """As the definition says: with and without checkpointing and tiles, of accumulated or larger batches."""
+    return Cell(f"definition, {what}", {}, config or {}, ranks or {}, made=MADE[_gpt2], made_alone=ORACLE, **more)
+
+
+def _neftune(what, **more):
+    noise = {"neftune_noise_alpha": 5.0}
+    return Cell(f"neftune, {what}", ranks=noise, made=_made(lambda: tiny_model().train()), made_alone=NOISY, **more)
+
+
+def _same(what, make_model=_gpt2, options=None, config=None, long=True, **more):
+    """As in one process under ringtile."""
+    return Cell(what, options or {}, config or {}, made=MADE[make_model], alone_config={}, long=long, **more)
+
+
+def _again(make_model, tiles, reentrant, world):
+    """What is computed again drops the same."""
+    ranks = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    ranks["ddp_find_unused_parameters"] = False  # which DDP cannot do together with reentrant checkpoints
+    what = f"again: {make_model.__name__}, {reentrant=}, {world} ranks{', tiles' * tiles}"
+    config = {"context_parallel_size": world, **(TILES if tiles else {})}
+    return _same(what, make_model, config=config, ranks=ranks, world=world)
+
+
+def _data_parallel(engine):
+    """2 x 2: each pair of ranks has one of the two rows that one process has in a batch."""
+    ranks = {"engine": engine, "per_device_train_batch_size": BATCH // 2}
+    what, long = f"data-parallel ranks drop by the row of the step, {engine}", engine != "DDP"
+    return _same(what, _phi, config={"tiled_loss": True}, ranks=ranks, world=4, long=long)
+
+
+MADE = {make_model: _made(make_model) for make_model in (_gpt2, _llama, _phi)}
+ORACLE, NOISY = _made(_oracle), _made(_noisy_oracle)
+CELLS = table(
+    _definition("two ranks, tiles, checkpoints", TILES, {"gradient_checkpointing": True}),
+    _definition("one process", ALONE, world=1),
+    _definition("one process, tiles", ALONE | TILES, world=1, long=True),
+    _definition("one process, larger batches", ALONE, LARGER, world=1),
+    _neftune("two ranks"),
+    _neftune("one process", config=ALONE, world=1, long=True),
+    *(_data_parallel(engine) for engine in ("DDP", "FSDP2", "ZeRO-3")),
+    _same("a loss of full sequences", options={"trainer_class": LastThird}),
+    *(
+        _same(
+            f"{layout} on {size} ranks",
+            options={"collator": packed},
+            config={"context_parallel_size": size, "layout": layout},
+            world=size,
+        )
+        for layout in LAYOUTS
+        for size in (2, 4)
+    ),
+    *(
+        _again(make_model, tiles, reentrant, world)
+        for make_model in MADE
+        for tiles in (False, True)
+        for reentrant in (False, True)
+        for world in (1, 2)
+    ),
+)
+
+
+@pytest.mark.parametrize("cell", params(CELLS))
+def test_the_same_is_dropped(cell):
+    check(__name__, cell)
+
+
+def test_numbers_that_are_dropped_or_added_are_seen():
+    """Above, all would be equal without them too."""
+    plain = _train({}, functools.partial(_gpt2, 0.0)).losses
+    assert _train({}).losses != pytest.approx(plain, rel=1e-4)
+    plain = _train({}, lambda: tiny_model().train()).losses
+    assert _train({}, _noisy_oracle).losses != pytest.approx(plain, rel=1e-4)
 
 
 def test_each_module_and_each_call_in_a_layer_has_a_stream_of_its_own(monkeypatch):
@@ -123,51 +218,6 @@ def test_each_module_and_each_call_in_a_layer_has_a_stream_of_its_own(monkeypatc
     _train({}, lambda: _phi(embd_pdrop=0.1), max_steps=1)
     layers = [f"model.layers.{i}.resid_dropout{call}" for i in range(2) for call in ("", ":1")]
     assert used == [zlib.crc32(name.encode()) for name in ("model.embed_dropout", *layers)] * STEP
-
-
-def _layouts(size):
-    configs = {layout: {"context_parallel_size": size, "layout": layout} for layout in LAYOUTS}
-    return {layout: _train(config, collator=packed) for layout, config in configs.items()}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_layout_drops_the_same(size):
-    expected = _train({}, collator=packed)
-    for runs in run_ranks(size, _layouts, size):
-        for run in runs.values():
-            assert_equal_training(run, expected)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("config", [{}, {"tiled_mlp": True, "tile_tokens": 3}])
-@pytest.mark.parametrize("make_model", [_gpt2, _llama, _phi])
-def test_what_is_computed_again_drops_the_same(make_model, config, reentrant):
-    expected = _train({}, make_model)
-    arguments = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    arguments["ddp_find_unused_parameters"] = False  # which DDP cannot do together with reentrant checkpoints
-    assert_equal_training(_train(config, make_model, **arguments), expected)
-    for run in run_ranks(2, _train, {**config, "context_parallel_size": 2}, make_model, **arguments):
-        assert_equal_training(run, expected)
-
-
-@pytest.mark.parametrize("engine", ["DDP", *(pytest.param(e, marks=pytest.mark.long) for e in ("FSDP2", "ZeRO-3"))])
-def test_data_parallel_ranks_drop_by_the_row_of_the_step(engine):
-    """2 x 2: each pair of ranks has one of the two rows that one process has in a batch."""
-    if engine == "ZeRO-3":
-        pytest.importorskip("deepspeed")
-    expected = _train({}, _phi)
-    config, rows = {"context_parallel_size": 2, "tiled_loss": True}, {"per_device_train_batch_size": BATCH // 2}
-    for run in run_ranks(4, _train, config, _phi, engine=engine, **rows):
-        assert_equal_training(run, expected)
-
-
-@pytest.mark.long
-def test_a_loss_of_full_sequences_drops_the_same():
-    expected = _train({}, trainer_class=LastThird)
-    for run in run_ranks(2, _train, {"context_parallel_size": 2}, trainer_class=LastThird):
-        assert_equal_training(run, expected)
 
 
 def _resumed(config, folder):
@@ -185,44 +235,6 @@ def test_a_resumed_run_drops_the_same_bit_for_bit(size, tmp_path):
 
 
 # ---- NEFTune ------------------------------------------------------------------------------------
-
-
-class NoisyOracle(nn.Module):
-    """NEFTune's noise by its definition in Python integers, in one process."""
-
-    def __init__(self, embeddings):
-        super().__init__()
-        self.embeddings, self.calls = embeddings, 0
-
-    def forward(self, ids):
-        x, first_row, step = self.embeddings(ids), self.calls % STEP * BATCH, self.calls // STEP
-        self.calls += 1
-        stream = zlib.crc32(b"model.embed_tokens:neftune")
-        noise = torch.empty(x.shape)
-        for (row, position, feature), _ in np.ndenumerate(noise.numpy()):
-            word = random_word(first_row + row, position, feature, 42, step, stream)
-            noise[row, position, feature] = (word * 2.0**-31 - 1) * 5 / (x.size(1) * x.size(2)) ** 0.5
-        return x + noise
-
-
-def _noisy_oracle():
-    model = tiny_model().train()
-    model.set_input_embeddings(NoisyOracle(model.get_input_embeddings()))
-    return model
-
-
-def test_neftune_is_the_same_on_ranks_and_in_one_process():
-    expected = _train(None, _noisy_oracle)
-    expected.weights = {name.replace("embeddings.", ""): weight for name, weight in expected.weights.items()}
-    model, noisy = functools.partial(_trained, tiny_model), {"neftune_noise_alpha": 5.0}
-    assert expected.losses != pytest.approx(_train({}, model).losses, rel=1e-4)
-    assert_equal_training(_train({}, model, **noisy), expected)
-    for run in run_ranks(2, _train, {"context_parallel_size": 2}, model, **noisy):
-        assert_equal_training(run, expected)
-
-
-def _trained(make_model):
-    return make_model().train()
 
 
 @pytest.mark.long
@@ -293,10 +305,6 @@ class TwoPasses(LastThird):
         return sum(super(TwoPasses, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))
 
 
-def _refusal(make_model=_llama, use=Trainer.train, **options):
-    return failure_of(make_trainer(model=make_model(), max_steps=1, **options), use=use)
-
-
 def _with_late_dropout(trainer):
     trainer.model.get_base_model().model.extra = nn.Dropout(0.1)
     trainer.train()
@@ -307,28 +315,23 @@ def _attends_with_late_dropout(trainer):
     trainer.train()
 
 
-REFUSED = {
-    "LlamaAttention uses attention dropout 0.1 where ringtile does not count it": {
-        "make_model": lambda: tiny_model().train(),
-        "use": _attends_with_late_dropout,
-    },
-    "model.layers.0.self_attn runs again on the same tokens": {
-        "make_model": lambda: _runs_a_layer_twice(tiny_model(attention_dropout=0.1).train())
-    },
-    "model.extra drops with p = 0.1, but was added": {"use": _with_late_dropout},
-    "drops entries of a tensor (2, 4, ": {"make_model": lambda: _drops_heads(tiny_model()).train()},
-    "runs again on the same tokens": {"make_model": lambda: _runs_a_layer_twice(_phi())},
-    "runs 3 times in a layer, of which the backward computes": {"make_model": lambda: _checkpoints_a_part(_phi())},
-    "a loss of 2 forward passes": {"trainer_class": TwoPasses, "gradient_checkpointing": True},
-}
+def _refused(words, model=_llama, **more):
+    return Refusal(words, words, made=lambda: {"model": model()}, **more)
 
 
-def _refusals():
-    return {words: _refusal(**options) for words, options in REFUSED.items()}
-
-
-def test_what_cannot_be_exact_is_refused_by_name():
-    for messages in run_ranks(2, _refusals):
-        for words, message in messages.items():
-            assert message.startswith("Refused: ")
-            assert words in message
+REFUSED = [  # rows of test_hf_refused.py
+    _refused(
+        "LlamaAttention uses attention dropout 0.1 where ringtile does not count it",
+        lambda: tiny_model().train(),
+        use=_attends_with_late_dropout,
+    ),
+    _refused(
+        "model.layers.0.self_attn runs again on the same tokens",
+        lambda: _runs_a_layer_twice(tiny_model(attention_dropout=0.1).train()),
+    ),
+    _refused("model.extra drops with p = 0.1, but was added", use=_with_late_dropout),
+    _refused("drops entries of a tensor (2, 4, ", lambda: _drops_heads(tiny_model()).train()),
+    _refused("layers.0.self_attn runs again", lambda: _runs_a_layer_twice(_phi())),
+    _refused("runs 3 times in a layer, of which the backward computes", lambda: _checkpoints_a_part(_phi())),
+    _refused("a loss of 2 forward passes", options={"trainer_class": TwoPasses, "gradient_checkpointing": True}),
+]

@@ -1,7 +1,6 @@
-"""Data-parallel engines and meshes under context parallelism: what test_hf_matrix.py does not cross."""
+"""Engines and meshes that are set up in another way than by the options of a row of test_hf_exact.py."""
 
 import dataclasses
-import functools
 import os
 from unittest import mock
 
@@ -13,60 +12,18 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from hf_engines import engine as engine_arguments
 from hf_engines import needs_deepspeed
 from hf_models import tiny_model
-from hf_training import Run, assert_equal_training, make_trainer, train
+from hf_training import assert_equal_training, make_trainer, train
 from pool import Pool, run_ranks
-from test_hf_trainer import assert_equal_runs
 
 SIZE_TWO = {"context_parallel_size": 2}
-
-
-@functools.cache
-def _reference(**options) -> Run:
-    return train(None, **options)
-
-
-def _assert_equal(runs: list[Run], **options) -> None:
-    for run in runs:
-        assert_equal_runs(run, _reference(**options))
-
-
-# ---- FSDP2 and HSDP -----------------------------------------------------------------------------
-
-
-def test_fsdp2_evaluates_and_predicts_as_one_process():
-    _assert_equal(run_ranks(2, train, SIZE_TWO, engine="FSDP2"))
-
-
-# Rows enough for no last batch to be filled with copies. One process takes those of all data-parallel groups at once.
-ROWS = {"num_rows": 32, "per_device_train_batch_size": 2, "evaluate": False}
-
-
-def _train_on_mesh(config, mesh, **options):
-    return train(config, engine="FSDP2", parallelism_config=ParallelismConfig(**mesh), **options)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "mesh"),
-    [
-        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
-        pytest.param(4, {"dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.long),
-        pytest.param(2, {"cp_size": 2}, marks=pytest.mark.long),  # test_mesh_of_accelerate_launch has it too
-        pytest.param(2, {"dp_shard_size": 2}, marks=pytest.mark.long),
-        pytest.param(8, {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 2}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_meshes_equal_one_process(world_size, mesh):
-    """With or without accelerate's own cp dimension, which is then where our size comes from."""
-    config = {} if "cp_size" in mesh else SIZE_TWO
-    options = {**ROWS, "per_device_train_batch_size": world_size}
-    for run in run_ranks(world_size, _train_on_mesh, config, mesh, **ROWS):
-        assert_equal_training(run, _reference(**options))
+SHORT = {"max_steps": 2, "evaluate": False}
 
 
 def test_mesh_of_accelerate_launch_equals_one_process():
     """What `accelerate launch --use_parallelism_config --parallelism_config_cp_size 2` puts into the environment."""
-    _assert_equal(run_ranks(2, _train_launched), evaluate=False)
+    expected = train(None, **SHORT)
+    for run in run_ranks(2, _train_launched):
+        assert_equal_training(run, expected)
 
 
 def _train_launched():
@@ -79,37 +36,7 @@ def _train_launched():
         "FSDP_RESHARD_AFTER_FORWARD": "true",
     }
     with mock.patch.dict(os.environ, variables):
-        return train({}, engine="FSDP2", evaluate=False)
-
-
-def _wrapper(engine):
-    """The class that wraps the model in training, and the ranks that share a sequence."""
-    with engine_arguments(engine) as arguments:
-        trainer = make_trainer(max_steps=1, **arguments)
-        ringtile.enable(trainer, SIZE_TWO)
-        trainer.train()
-        ringtile.restore(trainer)
-    return [cls.__name__ for cls in type(trainer.model_wrapped).__mro__]
-
-
-@pytest.mark.parametrize(
-    ("engine", "wrapper"), [("DDP", "DistributedDataParallel"), ("FSDP2", "FSDPModule"), ("ZeRO-2", "DeepSpeedEngine")]
-)
-def test_engine_is_the_one_asked_for(engine, wrapper):
-    if engine.startswith("ZeRO"):
-        needs_deepspeed()
-    for classes in run_ranks(2, _wrapper, engine):
-        assert wrapper in classes
-
-
-@pytest.mark.long
-def test_checkpointing_of_fsdp2_equals_one_process():
-    fsdp_config = {"version": 2, "activation_checkpointing": True, "reshard_after_forward": False}
-    runs = run_ranks(2, train, SIZE_TWO, engine="FSDP2", evaluate=False, fsdp_config=fsdp_config)
-    _assert_equal(runs, evaluate=False)
-
-
-# ---- sizes in two places ------------------------------------------------------------------------
+        return train({}, engine="FSDP2", **SHORT)
 
 
 def _enable_on_mesh(config, mesh):
@@ -119,14 +46,6 @@ def _enable_on_mesh(config, mesh):
             ringtile.enable(trainer, config)
         except ringtile.ConfigError as error:
             return str(error)
-        size = trainer._ringtile_session.config.context_parallel_size
-        ringtile.restore(trainer)
-        return size
-
-
-def test_size_is_read_from_parallelism_config():
-    assert run_ranks(2, _enable_on_mesh, {"layout": "striped"}, {"cp_size": 2}) == [2, 2]
-    assert run_ranks(2, _enable_on_mesh, SIZE_TWO, {"cp_size": 2}) == [2, 2]
 
 
 def test_other_size_than_in_parallelism_config_is_named():
@@ -135,17 +54,6 @@ def test_other_size_than_in_parallelism_config_is_named():
 
 
 # ---- DeepSpeed ----------------------------------------------------------------------------------
-
-
-def _without_flops(run: Run) -> Run:
-    """transformers counts the flops of the parameters that it sees whole: fewer under ZeRO-3."""
-    return dataclasses.replace(run, total_flos=_reference().total_flos)
-
-
-@pytest.mark.parametrize("engine", [pytest.param("ZeRO-1", marks=pytest.mark.long), "ZeRO-3"])
-def test_zero_evaluates_and_predicts_as_one_process(engine):
-    needs_deepspeed()
-    _assert_equal([_without_flops(run) for run in run_ranks(2, train, SIZE_TWO, engine=engine)])
 
 
 def _train_loaded(folder):
@@ -157,13 +65,15 @@ def _train_loaded(folder):
         assert trainer.is_deepspeed_enabled
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return train(SIZE_TWO, engine="ZeRO-3", model=model, evaluate=False)
+    return train(SIZE_TWO, engine="ZeRO-3", model=model, **SHORT)
 
 
 def test_model_loaded_in_shards_equals_one_process(tmp_path):
     needs_deepspeed()
     tiny_model().save_pretrained(tmp_path)
-    _assert_equal([_without_flops(run) for run in run_ranks(2, _train_loaded, str(tmp_path))], evaluate=False)
+    expected = train(None, **SHORT)
+    for run in run_ranks(2, _train_loaded, str(tmp_path)):
+        assert_equal_training(run, expected)
 
 
 BOTH = {"lora": True, "gradient_checkpointing": True}

@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hf_engines import needs_deepspeed
-from hf_training import Run, enter_world, train
+from hf_training import enter_world, train
 from pool import run_ranks
 from ringtile import Refused
 from ringtile.hf.loss import TiledLogits
@@ -19,7 +18,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 __all__ = ["oracle_loss"]  # a fixture
 foreach_all_gather = _fsdp_param_group.foreach_all_gather
-TRAINING = {"evaluate": False, "max_steps": 3, "num_rows": 48, "gradient_accumulation_steps": 1}
 WHERE = ["root", "own", "own, kept", "with the norm", "tied"]
 
 
@@ -89,31 +87,11 @@ def test_fsdp2_gives_the_gradients_of_no_engine(where) -> None:
         assert many[rank][2] == [{"root": 5, "own": 7, "own, kept": 6, "with the norm": 7, "tied": 5}[where]] * 2
 
 
-@functools.cache
-def trained_without_tiles() -> list[Run]:
-    return run_ranks(2, train, None, **TRAINING)
-
-
-@pytest.mark.parametrize(
-    "engine", ["FSDP2", "ZeRO-3", *(pytest.param(e, marks=pytest.mark.long) for e in ("DDP", "ZeRO-1", "ZeRO-2"))]
-)
-def test_training_equals_training_without_tiles(engine) -> None:
-    """Three steps of SGD in float32, two rows a rank: weights equal to 1e-6 of the largest."""
-    if engine.startswith("ZeRO"):
-        needs_deepspeed()
-    config = {"tiled_loss": True, "tile_tokens": 7}
-    tiled: list[Run] = run_ranks(2, train, config, engine=engine, **TRAINING)
-    for ours, theirs in zip(tiled, trained_without_tiles(), strict=True):
-        assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
-        for name, weight in theirs.weights.items():
-            assert (ours.weights[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
-
-
 def test_trl_keeps_its_own_tiles() -> None:
     """SFTTrainer multiplies by the output projection's weight itself, in tiles (fused_lm_head): the projection is not
     called, its loss and metrics are TRL's, and evaluation is as it was."""
     trl = pytest.importorskip("trl")
-    options = {"trainer_class": trl.SFTTrainer, "num_rows": 16, "max_steps": 2, "gradient_accumulation_steps": 1}
+    options = {"trainer_class": trl.SFTTrainer, "num_rows": 4, "max_steps": 1, "gradient_accumulation_steps": 1}
     plain = train(None, evaluate=False, **options)
     with mock.patch.object(TiledLogits, "__init__", side_effect=AssertionError("called the output projection")):
         tiled = train({**TILED}, evaluate=False, **options)

@@ -4,13 +4,11 @@ pytest tests/hf/test_hf_matrix.py                       8 cells, in which every 
 pytest tests/hf/test_hf_matrix.py -m "long or not long" all 256
 """
 
-import functools
 import itertools
 
 import pytest
-from hf_engines import needs_deepspeed
-from hf_training import Run, assert_equal_training, packed, train
-from pool import run_ranks
+from cells import Cell, check, params, table
+from hf_training import packed
 
 CHOICES = {
     "engine": ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"),
@@ -27,24 +25,16 @@ ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111)  # none is another's c
 
 def _options(trainer: str, weights: str, activations: str, batches: str, rows: str) -> dict:
     """What `hf_training.train` is given, apart from the engine and the number of rows of a batch."""
-    options = {"num_rows": 128, "max_steps": 2, "gradient_accumulation_steps": 1, "evaluate": False}
+    options = {"num_rows": 128, "max_steps": 2, "gradient_accumulation_steps": 1}
     if trainer == "SFTTrainer":
-        import trl
-
-        options["trainer_class"] = trl.SFTTrainer
+        options["trainer_class"] = "trl.SFTTrainer"
     if activations == "checkpointing":
         options["gradient_checkpointing"] = True
     if batches == "accumulation":
-        options["gradient_accumulation_steps"] = 4
+        options["gradient_accumulation_steps"] = 2
     if rows == "packing":
         options |= {"packing": True, "max_length": 48} if trainer == "SFTTrainer" else {"collator": packed}
     return options | {"lora": weights == "LoRA"}
-
-
-@functools.cache
-def _reference(rows_of_a_batch: int, *choices: str) -> Run:
-    """The same in one process without ringtile, on the batches of all data-parallel groups at once."""
-    return train(None, per_device_train_batch_size=rows_of_a_batch, **_options(*choices))
 
 
 def _in_every_run(engine: int, *others: int) -> bool:
@@ -61,20 +51,22 @@ def test_cells_of_every_run_hold_every_pair():
 
 
 def _cells():
+    """Each with one process, on the batches of all data-parallel groups at once."""
     for cell in itertools.product(*map(enumerate, CHOICES.values())):
-        numbers, values = zip(*cell, strict=True)
-        yield pytest.param(*values, marks=() if _in_every_run(*numbers) else (pytest.mark.long,), id="-".join(values))
+        numbers, (engine, trainer, world, *ways) = zip(*cell, strict=True)
+        yield Cell(
+            "-".join((engine, trainer, world, *ways)),
+            _options(trainer, *ways),
+            ranks={"engine": engine},
+            alone={"per_device_train_batch_size": WORLDS[world]},
+            world=WORLDS[world],
+            long=not _in_every_run(*numbers),
+        )
 
 
-@pytest.mark.parametrize(list(CHOICES), _cells())
-def test_cell_equals_one_process(engine, trainer, world, weights, activations, batches, rows):
-    if trainer == "SFTTrainer":
-        pytest.importorskip("trl")
-    if weights == "LoRA":
-        pytest.importorskip("peft")
-    if engine.startswith("ZeRO"):
-        needs_deepspeed()
-    choices = (trainer, weights, activations, batches, rows)
-    expected = _reference(WORLDS[world], *choices)
-    for run in run_ranks(WORLDS[world], train, {"context_parallel_size": 2}, engine=engine, **_options(*choices)):
-        assert_equal_training(run, expected)
+CELLS = table(*_cells())
+
+
+@pytest.mark.parametrize("cell", params(CELLS))
+def test_cell_equals_one_process(cell):
+    check(__name__, cell)

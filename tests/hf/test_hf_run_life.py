@@ -1,19 +1,18 @@
-"""A run besides its steps: epochs, metrics, checkpoints, a crash, early stop, compilation, mixed precision."""
+"""A run besides its steps: compilation, metrics, checkpoints, a crash, early stop, streams that are resumed."""
 
-import functools
 import json
 import os
 import signal
 from pathlib import Path
 
+import datasets
 import numpy
 import pytest
 import ringtile
 import torch
 from hf_engines import engine as engine_arguments
-from hf_training import TOLERANCE, Run, assert_equal_training, make_trainer, packed, train
+from hf_training import TOLERANCE, Run, Stream, assert_equal_training, make_rows, make_trainer, packed, train
 from pool import Pool, run_ranks
-from test_hf_trainer import assert_equal_runs
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
@@ -21,36 +20,7 @@ CONFIG = {"context_parallel_size": 2}
 TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
 
 
-@functools.cache
-def _reference(**options) -> Run:
-    """The same run without ringtile, in one process."""
-    return train(None, **options)
-
-
-# ---- epochs and ways to train -------------------------------------------------------------------
-
-# 22 rows in batches of 4: the last batch of an epoch has 2 rows, the last step one batch.
-EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4, "max_grad_norm": 0.5}
-
-
-@pytest.mark.parametrize("scheduler", [pytest.param("linear", marks=pytest.mark.long), "cosine"])
-def test_epochs_with_uneven_batches_equal_one_process(scheduler):
-    options = {**EPOCHS, "lr_scheduler_type": scheduler}
-    for run in run_ranks(2, train, CONFIG, **options):
-        assert_equal_runs(run, _reference(**options))
-
-
-def _reentrant(config):
-    """`train` with the older of the two kinds of checkpointing, which needs inputs with gradients."""
-    return train(
-        config, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}, evaluate=False
-    )
-
-
-def test_reentrant_checkpointing_equals_one_process():
-    expected = _reentrant(None)
-    for run in run_ranks(2, _reentrant, CONFIG):
-        assert_equal_training(run, expected)
+# ---- compilation --------------------------------------------------------------------------------
 
 
 def _compiled(config, backend):
@@ -77,24 +47,13 @@ TILES = ("_TiledForward.__call__", "_head_forward", "tiled_linear_cross_entropy"
 )
 def test_compiled_model_equals_one_process(backend, config, breaks):
     """inductor's kernels round the same float32 sums in another order, as two ranks do. The ring is in the graph."""
+    expected = train(None, collator=packed, evaluate=False)
     for run, reasons in run_ranks(2, _compiled, config, backend, timeout=500.0):
-        assert_equal_training(run, _reference(collator=packed, evaluate=False))
+        assert_equal_training(run, expected)
         for reason in reasons:
             assert any(name in reason for name in DDPS + breaks), reason
         for name in breaks:
             assert any(name in reason for reason in reasons), name
-
-
-def test_bfloat16_is_as_close_to_float32_as_one_process():
-    """Under autocast activations have 8 significant bits: a sum of rounded terms is off by 2^-9 of them, on one rank
-    and on two. The weights and their gradients stay float32."""
-    exact, single = _reference(evaluate=False), _reference(evaluate=False, bf16=True)
-    assert single.losses != exact.losses
-    for run in run_ranks(2, train, CONFIG, evaluate=False, bf16=True):
-        for tested in (run, single):
-            assert tested.losses == pytest.approx(exact.losses, rel=2**-8)
-            assert tested.grad_norms == pytest.approx(exact.grad_norms, rel=2**-6)
-        assert all(weight.dtype == torch.float32 for weight in run.weights.values())
 
 
 # ---- metrics ------------------------------------------------------------------------------------
@@ -164,15 +123,17 @@ def test_early_stop_and_best_model_equal_one_process(tmp_path):
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-# AdamW has state to lose, several workers' worth of random order too; two epochs, so that the crash is inside one.
-LIFE = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+# AdamW has state to lose, and the order of rows is random.
+# 14 rows are four steps, so the crash is inside the first epoch and the end inside the second.
+LIFE = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+LIFE |= {"num_rows": 14}
 
 
 class Crash(TrainerCallback):
-    """Dies without a word after step 5, two steps after the last checkpoint."""
+    """Dies without a word after step 3, a step after the last checkpoint."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 5:
+        if state.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -191,16 +152,16 @@ def test_resume_after_a_kill_is_bitwise_the_uninterrupted_run(engine, tmp_path):
     outcomes = doomed.outcomes(_live, CONFIG, tmp_path / "crashed", engine, crash=True)
     doomed.close()
     assert all(isinstance(outcome, EOFError) for outcome in outcomes)
-    checkpoint = str(tmp_path / "crashed" / "checkpoint-3")
+    checkpoint = str(tmp_path / "crashed" / "checkpoint-2")
     resumed = run_ranks(2, _live, CONFIG, tmp_path / "crashed", engine, crash=False, resume=checkpoint)
     for run, wanted in zip(resumed, expected, strict=True):
-        assert run.losses == wanted.losses  # the state of the Trainer remembers the first three
+        assert run.losses == wanted.losses  # the state of the Trainer remembers the first two
         assert run.grad_norms == wanted.grad_norms
         assert all(torch.equal(run.weights[name], weight) for name, weight in wanted.weights.items())
 
 
 # An epsilon as large as the roots that Adam divides by: rounding stays what it was, and the weights can be compared.
-OTHER_WORLD = {**LIFE, "max_steps": 6, "adam_epsilon": 1e-2, "num_rows": 24, "gradient_accumulation_steps": 1}
+OTHER_WORLD = {**LIFE, "max_steps": 4, "adam_epsilon": 1e-2, "num_rows": 12, "gradient_accumulation_steps": 1}
 
 
 def _in_a_world(world, folder, resume=None):
@@ -230,7 +191,7 @@ SHORT = (("DDP", 2, 2), ("DDP", 1, 1))
 )
 def test_resume_at_another_world_size_is_the_uninterrupted_run(saved, resumed, tmp_path):
     expected = _in_a_world(saved, tmp_path)
-    run = _in_a_world(resumed, tmp_path / "resumed", str(tmp_path / "checkpoint-3"))
+    run = _in_a_world(resumed, tmp_path / "resumed", str(tmp_path / "checkpoint-2"))
     assert_equal_training(run, expected)
 
 
@@ -249,3 +210,54 @@ def test_saved_model_does_not_know_ringtile(tmp_path):
     assert "ringtile" not in json.dumps(json.loads(Path(tmp_path, "config.json").read_text()))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(weight, weights[name]) for name, weight in loaded.named_parameters())
+
+
+# ---- streams, which have no length and no sampler: every rank of a group reads the same rows -----------
+
+# 10 rows in batches of 4: the third and last batch has 2 rows.
+STREAM = {**LIFE, "max_steps": 3, "save_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+
+
+def _of_torch():
+    return Stream(make_rows(10))
+
+
+def _of_datasets():
+    rows = datasets.Dataset.from_list(make_rows(10))
+    return rows.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=8)
+
+
+def _train_stream(config, make_stream, folder, **options) -> Run:
+    stream = {"train_dataset": make_stream()}
+    return train(config, folder=str(folder), trainer_arguments=stream, evaluate=False, **{**STREAM, **options})
+
+
+@pytest.mark.parametrize(
+    ("make_stream", "world_size"),
+    [
+        (_of_datasets, 2),  # of shards, which have a state
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((_of_torch, 2), (_of_datasets, 4), (_of_torch, 4))),
+    ],
+)
+def test_resumed_stream_is_bitwise_the_uninterrupted_run(make_stream, world_size, tmp_path):
+    """Of 2 ranks, and of two groups of 2 ranks, each of which reads its share."""
+    options = {"per_device_train_batch_size": 8 // world_size}
+    whole = run_ranks(world_size, _train_stream, CONFIG, make_stream, tmp_path, **options)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = run_ranks(world_size, _train_stream, CONFIG, make_stream, tmp_path / "b", resume=checkpoint, **options)
+    for run, expected in zip(resumed, whole, strict=True):
+        assert run.global_step == 3
+        assert run.losses == expected.losses  # the state of the Trainer remembers the first two
+        assert run.grad_norms == expected.grad_norms
+        assert all(torch.equal(run.weights[name], weight) for name, weight in expected.weights.items())
+
+
+def test_ignore_data_skip_begins_the_stream_again(tmp_path):
+    """As in one process."""
+    whole = _train_stream(None, _of_torch, tmp_path)
+    options = {"resume": str(tmp_path / "checkpoint-2"), "ignore_data_skip": True, "save_strategy": "no"}
+    expected = _train_stream(None, _of_torch, tmp_path / "one", **options)
+    assert expected.losses[:2] == whole.losses[:2]
+    assert expected.losses[2:] != pytest.approx(whole.losses[2:], rel=100 * TOLERANCE)
+    for run in run_ranks(2, _train_stream, CONFIG, _of_torch, tmp_path / "ranks", **options):
+        assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE)

@@ -8,14 +8,12 @@ import ringtile
 import torch
 from counting import Counting
 from hf_models import SIZES, tiny_model
-from hf_training import enter_world, make_trainer, train
-from pool import run_ranks
+from hf_training import make_trainer
 from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
 from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tiled_causal_lm_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.patches import Patches
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 7}
 
@@ -368,27 +366,7 @@ def test_ligers_forward_is_a_conflict(monkeypatch) -> None:
         tile_loss(model)
 
 
-# ---- the Trainer, DDP ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("use_original_mlp", [False, True])
-def test_trainer_with_tiles_equals_trainer_without(use_original_mlp) -> None:
-    """float32, 4 steps of SGD: summing in another order changes the numbers by about 1e-6."""
-    plain = train(None)
-    tiled = train({**TILED, "tiled_mlp_use_original_mlp": use_original_mlp})
-    torch.testing.assert_close(tiled.losses, plain.losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(tiled.grad_norms, plain.grad_norms, rtol=1e-5, atol=1e-6)
-    for name, weight in tiled.weights.items():
-        torch.testing.assert_close(weight, plain.weights[name], rtol=1e-6, atol=1e-6)
-    assert tiled.eval_loss == pytest.approx(plain.eval_loss, abs=1e-6)
-    torch.testing.assert_close(tiled.predictions, plain.predictions, rtol=1e-5, atol=1e-5)
-
-
-def test_mixed_precision_passes_through_accelerate() -> None:
-    run = train(TILED, evaluate=False, bf16=True, max_steps=1)
-    plain = train(None, evaluate=False, bf16=True, max_steps=1)
-    # logits of size 1, rounded to bfloat16 after sums in another order: one ulp, 2 ** -8, of each token's loss
-    assert run.losses == pytest.approx(plain.losses, rel=2**-8)
+# ---- the Trainer --------------------------------------------------------------------------------
 
 
 def test_restore_after_enable_leaves_the_model_as_it_was() -> None:
@@ -400,31 +378,3 @@ def test_restore_after_enable_leaves_the_model_as_it_was() -> None:
     assert "forward" not in vars(model.lm_head)
     assert "_loss_function" not in vars(model)
     assert not any("forward" in vars(layer.mlp) for layer in model.model.layers)
-
-
-def distributed_gradients(tiled: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Gradients under DDP with one row per rank, and the parameters whose hooks fired, in order."""
-    enter_world()
-    model = double_model()
-    if tiled:
-        tile_mlps(model, 4)
-        del model._loss_function  # back to transformers' own, the only one that can be tiled
-        tile_loss(model, tile_tokens=5)
-    fired: list[str] = []
-    for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
-    wrapped = DistributedDataParallel(model)
-    rank = torch.distributed.get_rank()
-    inputs = {name: rows[rank : rank + 1] for name, rows in batch().items()}
-    wrapped(**inputs, num_items_in_batch=10).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, fired
-
-
-def test_ddp_gives_the_gradients_of_one_process() -> None:
-    plain = run_ranks(2, distributed_gradients, False)
-    tiled = run_ranks(2, distributed_gradients, True)
-    for rank in range(2):
-        gradients, fired = tiled[rank]
-        assert sorted(fired) == sorted(gradients)  # once each; DDP would refuse a second time
-        for name, grad in gradients.items():
-            torch.testing.assert_close(grad, plain[rank][0][name], rtol=1e-6, atol=1e-7)

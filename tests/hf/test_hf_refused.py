@@ -1,0 +1,336 @@
+"""What cannot be exact is refused by name, one row each, by `enable`, before anything changes."""
+
+import functools
+import types
+from typing import Any
+from unittest import mock
+
+import pytest
+import ringtile
+import torch
+import transformers.models.mixtral.modeling_mixtral as mixtral
+from cells import Refusal, check_enable, of_change, params, table
+from hf_models import SIZES, hybrid, tiny_encoder, tiny_model
+from hf_training import enter_world, make_trainer
+from losses import OwnLoss
+from pool import run_ranks
+from ringtile.cli import tiny_models
+from ringtile.hf.balancing_loss import check_balancing_loss
+from ringtile.hf.batch import active
+from ringtile.hf.checks import attends_causally
+from ringtile.hf.model import refuse_towers, text_modules
+from ringtile.hf.patches import Patches
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+CONFIG = {"context_parallel_size": 2}
+UNPROVED = {"first_batch_check": False}
+
+
+def of_model(words: str, model: Any, **more: Any) -> Refusal:
+    return Refusal(words, words, made=lambda: {"model": model()}, **more)
+
+
+# ---- trainers -----------------------------------------------------------------------------------
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+class GRPOTrainer(Trainer):
+    """Recognized by name; TRL's own needs a reward function and a tokenizer with a chat template."""
+
+
+def settings(words: str, **options: Any) -> Refusal:
+    return Refusal(words, words, options)
+
+
+PARALLELISM = types.SimpleNamespace(
+    cp_enabled=True, cp_size=4, tp_size=1, sp_size=1, sp_enabled=False, sp_backend="deepspeed", tp_enabled=False
+)
+TRAINERS = [
+    settings("eval_use_gather_object", eval_use_gather_object=True),
+    settings("train_sampling_strategy='batch_rebalance'", train_sampling_strategy="batch_rebalance"),
+    settings("dispatch_batches", accelerator_config={"dispatch_batches": True}),
+    settings("OwnLoss computes its loss from the outputs", trainer_class=OwnLoss, torch_compile=True),
+    settings("OwnStep.training_step replaces that of transformers.Trainer", trainer_class=OwnStep),
+    settings("each rank would sample its own completions", trainer_class=GRPOTrainer),
+    of_change("model_init", lambda trainer: setattr(trainer, "model_init", tiny_model)),
+    of_change("use_liger_kernel", lambda trainer: setattr(trainer.args, "use_liger_kernel", True)),
+    of_change("training_step", lambda trainer: setattr(trainer, "training_step", lambda *args: None)),
+    of_change("tensor parallelism of size 2", lambda trainer: setattr(trainer.model, "_tp_size", 2)),
+    # Without an accelerator FSDP1 does not start, so accelerate only says that it has.
+    of_change(
+        "FSDP1 (fsdp_version 1)",
+        lambda trainer: setattr(trainer.accelerator.state, "fsdp_plugin", types.SimpleNamespace(fsdp_version=1)),
+    ),
+    of_change(
+        "ParallelismConfig.cp_size is 4",
+        lambda trainer: setattr(trainer.accelerator.state, "parallelism_config", PARALLELISM),
+        error="ConfigError",
+    ),
+    Refusal(
+        "SFTTrainer that counts no targets",
+        "SFTTrainer sets model_accepts_loss_kwargs to false",
+        {"trainer_class": "trl.SFTTrainer"},
+        prepare=lambda trainer: setattr(trainer, "model_accepts_loss_kwargs", False),
+        needs=("trl",),
+    ),
+    # compute_loss of any arguments is accepted: it is the size of the world that is refused, last of all.
+    Refusal(
+        "a world that is no multiple",
+        "context_parallel_size is 2 but there are 1 ranks",
+        {"trainer_class": OwnLoss},
+        error="ConfigError",
+    ),
+    Refusal("an unknown key", "did you mean layout?", config={"layouts": "zigzag"}, error="ConfigError"),
+]
+
+
+def with_extra(model: nn.Module, module: nn.Module) -> nn.Module:
+    model.model.extra = module
+    return model
+
+
+def in_expert(dropout: nn.Module) -> nn.Module:
+    module = nn.Module()
+    module.experts = nn.ModuleList([dropout])
+    return module
+
+
+class OwnModel(nn.Module):
+    def forward(self, input_ids, **kwargs):
+        return CausalLMOutput(loss=input_ids.sum())
+
+
+class NoLossArguments(type(tiny_model())):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def both_ways() -> nn.Module:
+    model = tiny_encoder()
+    model.model.layers[1].attn.is_causal = True
+    return model
+
+
+def says_causal() -> nn.Module:
+    model = tiny_encoder()
+    for layer in model.model.layers:
+        layer.attn.is_causal = True
+    return model
+
+
+def llama_that_looks_ahead(layers: bool = False) -> nn.Module:
+    model = tiny_encoder("llama", classes=True)
+    model.config.is_causal = False  # transformers then makes full masks; without padding its layers decide
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = not layers
+    return model
+
+
+def masked_lm(name: str, **values: Any) -> nn.Module:
+    config = tiny_models.tiny_config(f"{name}:masked-lm")
+    for setting, value in values.items():
+        setattr(config, setting, value)
+    return tiny_models.tiny_model(config, "masked-lm")
+
+
+def convolving(model: nn.Module) -> nn.Module:
+    model.model.layers[0].extra = nn.Conv1d(32, 32, 3)
+    return model
+
+
+def peft_with(config: str, **values: Any) -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(tiny_model(), getattr(peft, config)(task_type="CAUSAL_LM", **values))
+
+
+TARGETS = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+ADAPTERS = {"needs": ("peft",)}
+MODELS = [
+    of_model("expected a transformers PreTrainedModel", OwnModel),
+    of_model("a loss of its own for whole sequences", lambda: LlamaForSequenceClassification(tiny_model().config)),
+    of_model("bidirectional", lambda: tiny_model("gemma3", use_bidirectional_attention=True)),
+    of_model("model.layers.0.self_attn (DogeAttention) picks the keys", lambda: tiny_model("doge")),
+    of_model("model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts", lambda: tiny_model("phimoe")),
+    of_model("model.extra drops with p = 0.1", lambda: with_extra(tiny_model(), nn.Dropout(0.1, inplace=True))),
+    of_model(
+        "a Own may drop otherwise than nn.Dropout",
+        lambda: with_extra(tiny_model(), type("Own", (nn.Dropout,), {})(0.1)),
+    ),
+    of_model(
+        "an expert does not know which tokens it was given",
+        lambda: with_extra(tiny_model(), in_expert(nn.Dropout(0.1))),
+    ),
+    of_model("num_items_in_batch", lambda: NoLossArguments(tiny_model().config)),
+    of_model(
+        "mixes neighbouring tokens in model.layers.0.extra (Conv1d)", lambda: convolving(tiny_model()), config=UNPROVED
+    ),
+    Refusal(
+        "a convolution beside known ones",
+        "mixes neighbouring tokens in model.layers.0.extra (Conv1d)",
+        made=lambda: {"model": convolving(hybrid("lfm2"))},
+        config=UNPROVED,
+    ),
+    # recurrent layers
+    of_model(
+        "has recurrent layers and Trainer uses torch_compile",
+        lambda: hybrid("lfm2"),
+        prepare=lambda trainer: setattr(trainer.args, "torch_compile", True),
+    ),
+    of_model(
+        "model.layers.0.temporal_block.rg_lru (RecurrentGemmaRglru) is the RG-LRU", lambda: hybrid("recurrent_gemma")
+    ),
+    # encoders
+    of_model(
+        "BertForSequenceClassification has a loss of its own for whole",
+        lambda: AutoModelForSequenceClassification.from_config(BertConfig(**SIZES)),
+    ),
+    of_model("(MobileBertEmbeddings) joins the embeddings of neighbouring tokens", lambda: masked_lm("mobilebert")),
+    of_model(
+        "(EsmEmbeddings) scales embeddings by how many tokens of the row", lambda: masked_lm("esm", token_dropout=True)
+    ),
+    of_model("has causal and bidirectional layers", both_ways),
+    of_model("is causal in its layers (model.layers.0.attn.is_causal) but not in its", says_causal),
+    of_model("LlamaForTokenClassification is causal in its layers", llama_that_looks_ahead),
+    of_model(
+        "has an encoder and a decoder",
+        lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=48, num_layers=2, vocab_size=96)),
+    ),
+    # PEFT
+    of_model("PREFIX_TUNING", lambda: peft_with("PrefixTuningConfig", num_virtual_tokens=5), **ADAPTERS),
+    of_model("a mean over the tokens of the batch", lambda: peft_with("LilyConfig", **TARGETS), **ADAPTERS),
+    of_model(
+        "looks for these tokens in a shard",
+        lambda: peft_with("LoraConfig", alora_invocation_tokens=[5], **TARGETS),
+        **ADAPTERS,
+    ),
+]
+ENABLE = table(*TRAINERS, *MODELS)
+
+
+@pytest.mark.parametrize("refusal", params(ENABLE))
+def test_enable_refuses(refusal: Refusal) -> None:
+    check_enable(refusal)
+
+
+# ---- what no row can say -------------------------------------------------------------------------
+
+
+def other_batches(self, batches):
+    return None
+
+
+def other_loader(dataloader, device=None, num_processes=None):
+    return dataloader
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        (
+            functools.partial(mock.patch.object, Trainer, "_get_num_items_in_batch", other_batches),
+            "_get_num_items_in_batch(batch_samples, device) is not there",
+        ),
+        (
+            functools.partial(mock.patch, "accelerate.data_loader.prepare_data_loader", other_loader),
+            "accelerate.data_loader.prepare_data_loader(num_processes, process_index",
+        ),
+    ],
+)
+def test_missing_touch_point_is_refused_with_versions(patch, words):
+    with patch(), pytest.raises(ringtile.RingtileError) as raised:
+        ringtile.enable(make_trainer(), CONFIG)
+    assert words in str(raised.value)
+    assert "is not there" in str(raised.value)
+    assert torch.__version__ in str(raised.value)
+
+
+def test_something_else_than_a_trainer_is_named():
+    with pytest.raises(ringtile.InputError, match=r"expected a transformers\.Trainer"):
+        ringtile.enable(types.SimpleNamespace(model=tiny_model()), CONFIG)
+
+
+@pytest.mark.parametrize("config", [None, 2, ["layout"], True])
+def test_configuration_of_another_type_is_named(config):
+    with pytest.raises(ringtile.InputError, match=f"config is a {type(config).__name__}; expected a ringtile.Config"):
+        ringtile.enable(make_trainer(), config)
+
+
+def _enable_with_size_three():
+    with pytest.raises(ringtile.ConfigError, match="context_parallel_size is 3 but there are 2 ranks"):
+        ringtile.enable(make_trainer(), {"context_parallel_size": 3})
+
+
+def test_size_that_does_not_divide_the_world_is_named():
+    run_ranks(2, _enable_with_size_three)
+
+
+def _slice_over_half_of_the_ranks(folder):
+    enter_world()
+    with pytest.raises(RuntimeError) as raised:
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
+    return str(raised.value)
+
+
+@pytest.mark.long
+def test_tensor_parallelism_takes_every_rank(tmp_path):
+    """Why it is refused: of four ranks, transformers cannot make two groups of two."""
+    tiny_model().save_pretrained(tmp_path)
+    for message in run_ranks(4, _slice_over_half_of_the_ranks, str(tmp_path)):
+        assert message == "tp_size (2) * fsdp_size (1) is not equal to world_size (4)"
+
+
+def test_llama_that_looks_ahead_is_an_encoder():
+    assert not attends_causally(llama_that_looks_ahead(layers=True))
+
+
+def _own_balance(logits, num_experts=None, top_k=2, attention_mask=None):
+    return sum(layer.softmax(-1).var() for layer in logits)
+
+
+def test_a_balancing_loss_of_another_kind_is_refused():
+    with mock.patch.object(mixtral, "load_balancing_loss_func", _own_balance):
+        with pytest.raises(ringtile.Refused, match="whose formula is not the one of Mixtral"):
+            ringtile.enable(make_trainer("mixtral-balanced"), CONFIG)
+        assert mixtral.load_balancing_loss_func is _own_balance
+
+
+def test_a_balancing_loss_of_unknown_code_is_refused():
+    """Code that is not transformers' may compute it anywhere."""
+    model = tiny_model("mixtral-balanced")
+    model.__class__ = type("OwnForCausalLM", (type(model),), {"__module__": __name__})
+    with pytest.raises(ringtile.Refused, match="that ringtile does not know"):
+        check_balancing_loss(model)
+    model.config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(output_router_logits=False))
+    check_balancing_loss(model)
+
+
+def test_tower_runs_outside_of_a_shard_only():
+    """Models with towers for images or sound train on text."""
+    model = tiny_models.tiny_model(tiny_models.tiny_config("gemma3"))
+    (tower,) = (path for path, _ in model.named_modules() if path.endswith("vision_tower"))
+    paths = [path for path, _ in text_modules(model)]
+    assert not any(path.startswith(tower) for path in paths)
+    assert any(path.endswith("self_attn") for path in paths)
+    patches, images = Patches(), torch.zeros(1, 3, 32, 32)
+    refuse_towers(model, patches)
+    model.get_submodule(tower)(images)
+    expected = f"the batch makes {tower} run; expected text only"
+    with active(object()), pytest.raises(ringtile.Refused, match=expected):
+        model.get_submodule(tower)(images)
+    patches.restore()
+    model.get_submodule(tower)(images)

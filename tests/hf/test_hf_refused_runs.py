@@ -1,0 +1,227 @@
+"""What cannot be exact is refused by name by a training on two ranks, one row each."""
+
+import functools
+from typing import Any
+
+import pytest
+import ringtile
+import torch
+from cells import Refusal, check_on_ranks, of_change, params, table
+from hf_models import tiny_encoder, tiny_model
+from hf_training import Padded, Stream, make_rows, make_trainer, packed
+from losses import AsTuple, LastThird
+from ringtile.hf.random_draws import RandomDraws
+from test_hf_dropout import REFUSED as OF_DROPOUT
+from test_hf_exact_models import Labelled, PackedIn
+from torch import nn
+from torch.nn import functional
+from transformers import TrainerCallback
+from transformers.models.doge.modeling_doge import DogeAttention
+
+UNPROVED = {"first_batch_check": False}
+
+
+def rank_dependent_rows(trainer):
+    trainer.train_dataset = make_rows(22, seed=trainer.args.process_index)
+
+
+def rank_dependent_labels(trainer):
+    for row in trainer.train_dataset:
+        row["labels"][-1] += trainer.args.process_index
+
+
+def dispatching_loader(trainer):
+    accelerator = trainer.accelerator
+    loader = torch.utils.data.DataLoader(Stream(make_rows(8)), batch_size=2, collate_fn=Padded())
+    accelerator.dataloader_config.dispatch_batches = True
+    dispatching = type(accelerator).prepare_data_loader(accelerator, loader)
+    accelerator.dataloader_config.dispatch_batches = None
+    accelerator.prepare_data_loader(dispatching)
+
+
+def without_ring(trainer):
+    """A layer that attends without transformers' attention interface."""
+    trainer.model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+
+
+def own_loss(trainer):
+    """A model that shifts and averages on its own."""
+    model = trainer.model
+    forward, loss_function = model.forward, model.loss_function
+
+    @functools.wraps(forward)
+    def own_forward(*args, labels=None, **kwargs):
+        output = forward(*args, **kwargs)
+        output["loss"] = loss_function(output.logits, labels, model.config.vocab_size)
+        return output
+
+    model.forward = own_forward
+
+
+def with_hole(trainer):
+    hole = torch.ones(1, 8, dtype=torch.long)
+    hole[0, 3] = 0
+    model = trainer.accelerator.prepare(trainer.model)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    trainer.compute_loss(model, {"input_ids": ids, "labels": ids, "attention_mask": hole})
+
+
+RUNS = [
+    of_change("ranks 0 and 1 share a sequence but got different batches", rank_dependent_rows, error="RingMismatch"),
+    of_change("the checksum of labels is", rank_dependent_labels, error="RingMismatch"),
+    Refusal("a dispatching loader", "the data loader dispatches batches from rank 0", use=dispatching_loader),
+    of_change("has 2 layers but called ringtile's attention 1 times", without_ring, config=UNPROVED),
+    of_change("does not hand shift_labels to self.loss_function", own_loss),
+    Refusal(
+        "a hole in attention_mask",
+        "row 0, query 4 needs the keys [0, 3), [4, 5)",
+        use=with_hole,
+        error="MaskNotExpressible",
+    ),
+    Refusal(
+        "a loss on tiled logits",
+        "the logits, which do not exist in training",
+        {"trainer_class": LastThird},
+        config={"tiled_loss": True},
+    ),
+    Refusal("outputs without names", "returns a tuple; expected return_dict=True", {"trainer_class": AsTuple}),
+    Refusal(
+        "rows of positions of a model without them",
+        "position_ids are (4, 1,",
+        {"collator": PackedIn(4)},
+        error="InputError",
+    ),
+]
+
+
+def twice_the_loss(trainer):
+    forward = trainer.model.forward
+
+    @functools.wraps(forward)  # by whose arguments the Trainer chooses columns
+    def twice(*args, **kwargs):
+        outputs = forward(*args, **kwargs)
+        outputs["loss"] = 2 * outputs["loss"]
+        return outputs
+
+    trainer.model.forward = twice
+
+
+def shifted_too(trainer):
+    collator = trainer.data_collator
+    trainer.data_collator = lambda rows: {**(batch := collator(rows)), "shift_labels": batch["labels"]}
+
+
+def loaded_with_flash(trainer):
+    trainer.data_collator = Labelled(packed, classes=True)
+    config, switch = trainer.model.config, trainer.model.set_attn_implementation
+    config._attn_implementation_internal = "flash_attention_2"  # which no CPU loads, nor switches back to
+    trainer.model.set_attn_implementation = lambda name: switch("sdpa" if isinstance(name, dict) else name)
+
+
+def of_encoder(words: str, prepare: Any) -> Refusal:
+    options = {"collator": Labelled(Padded(), classes=True)}
+    return Refusal(words, words, options, lambda: {"model": tiny_encoder(classes=True)}, prepare)
+
+
+ENCODERS = [
+    of_encoder("ModernBertForTokenClassification computes a loss of", twice_the_loss),
+    of_encoder("the batch holds shift_labels", shifted_too),
+    of_encoder(
+        "whether flash attention sees those of ModernBertForTokenClassification is not known", loaded_with_flash
+    ),
+]
+
+# By family: what asks for random numbers, and the first module that draws.
+DRAWING = {
+    "seed-oss": ({"attention_dropout": 0.0}, "model.layers.0.self_attn (SeedOssAttention)"),
+    "starcoder2": ({"residual_dropout": 0.1}, "model.layers.0.self_attn (Starcoder2Attention)"),
+    "opt": ({"layerdrop": 0.1}, "model.decoder (OPTDecoder)"),
+    "mixtral": ({"router_jitter_noise": 0.1}, "model.layers.0.mlp (MixtralSparseMoeBlock)"),
+}
+
+
+def drawing(name: str) -> dict[str, Any]:
+    return {"model": tiny_model(name, **DRAWING[name][0]).train()}
+
+
+class Late(TrainerCallback):
+    """Drops units from the second step on: by then nothing looks for the module any more."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            model.config.dropped = 0.1
+
+
+class LateDropout(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.config = model.config
+
+    def forward(self, x):
+        return functional.silu(functional.dropout(x, getattr(self.config, "dropped", 0.0)))
+
+
+def drops_late(trainer):
+    trainer.model.model.layers[0].mlp.act_fn = LateDropout(trainer.model)
+    trainer.add_callback(Late())
+
+
+class OwnAttention(DogeAttention):
+    """Of a type that ringtile does not know, which makes its own mask."""
+
+
+def own_mask() -> dict[str, Any]:
+    model = tiny_model("doge", hidden_dropout=0.0)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnAttention
+    return {"model": model.train()}
+
+
+FAILS = "model.layers.0.self_attn (OwnAttention) fails on a shard of the first batch"
+RANDOM = [
+    *(
+        Refusal(
+            f"{name} draws, {how}",
+            f"{place} draws random numbers in its forward pass",
+            options,
+            functools.partial(drawing, name),
+        )
+        for name, (_, place) in DRAWING.items()
+        for how, options in (
+            ("checkpointed", {"gradient_checkpointing": True}),
+            ("own loss", {"trainer_class": LastThird}),
+        )
+    ),
+    Refusal(
+        "a draw in a later step",
+        "LlamaForCausalLM, in a module that is not known, draws random numbers",
+        {"max_steps": 2},
+        prepare=drops_late,
+    ),
+    Refusal("a mask of its own", FAILS, made=own_mask),
+    Refusal("a mask of its own, own loss", FAILS, {"trainer_class": LastThird}, own_mask),
+]
+TRAIN = table(*RUNS, *ENCODERS, *RANDOM, *OF_DROPOUT)
+
+
+@pytest.mark.parametrize("refusal", params(TRAIN))
+def test_training_refuses(refusal: Refusal) -> None:
+    check_on_ranks(__name__, "TRAIN", refusal)
+
+
+def test_a_model_that_draws_trains_on_one_rank():
+    """With dropout, tiled but not context parallel."""
+    trainer = make_trainer(**drawing("starcoder2"), max_steps=1)
+    ringtile.enable(trainer, {"tiled_loss": True})
+    trainer.train()
+    ringtile.restore(trainer)
+    assert trainer.state.global_step == 1
+
+
+def test_only_training_is_watched():
+    model = tiny_model("starcoder2", residual_dropout=0.1)
+    draws = RandomDraws(model)
+    with draws.refused(model):
+        torch.rand(())
+    with pytest.raises(ringtile.Refused, match="Starcoder2"), draws.refused(model.train()):
+        model(torch.ones(1, 4, dtype=torch.long))
