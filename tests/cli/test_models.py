@@ -107,6 +107,7 @@ def test_tiny_configuration_keeps_the_kinds_of_layers():
     assert all(config.layer_types.count(kind) >= 2 for kind in config.layer_types)
     assert config.attn_logit_softcapping == 50.0
     assert config.sliding_window < 24
+    assert tiny_config("llama4_text").num_hidden_layers == 4  # its list of mixtures names layers, not kinds of them
 
 
 def test_own_configuration_is_tried(tmp_path):

@@ -79,10 +79,10 @@ _SIZES = {
     **dict.fromkeys(("eos_token_id", "sep_token_id", "cls_token_id", "eod_token_id", "mask_token_id"), 2),
     **dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id", "unk_index", "mask_index"), 2),
 }
-# Of to_dict(), what some types do not take back.
+# Of to_dict(), what some types do not take back, or make of the number of layers.
 _NOT_ARGUMENTS = (
     *("transformers_version", "architectures", "dtype", "_name_or_path", "output_attentions", "per_layer_config"),
-    "model_type",
+    *("model_type", "moe_layers"),
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads", "n_head_kv")
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
