@@ -82,20 +82,21 @@ def mismatch(call: Call, group: dist.ProcessGroup | None) -> str:
     return str(caught.value)
 
 
-def one_rank_differs(odd: int) -> dict[str, str]:
-    """For every disagreement, what this rank was told; after it, the group works."""
+def one_rank_differs(odd: int, names: list[str]) -> dict[str, str]:
+    """By disagreement, what this rank was told; after it, the group works."""
     messages = {}
     group = dist.new_group()
-    for name, (other, *_) in DISAGREEMENTS.items():
-        messages[name] = mismatch(other if dist.get_rank() == odd else USUAL, group)
+    for name in names:
+        messages[name] = mismatch(DISAGREEMENTS[name][0] if dist.get_rank() == odd else USUAL, group)
         assert USUAL.forward(group).isfinite().all()
     return messages
 
 
-@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (4, 2)])
-def test_disagreement_is_named_on_every_rank(world_size: int, odd: int) -> None:
-    of_ranks = run_ranks(world_size, one_rank_differs, odd)
-    for name, (_, field, usual, different) in DISAGREEMENTS.items():
+@pytest.mark.parametrize(("world_size", "odd", "names"), [(2, 1, list(DISAGREEMENTS)), (4, 2, ["batch", "mask"])])
+def test_disagreement_is_named_on_every_rank(world_size: int, odd: int, names: list[str]) -> None:
+    of_ranks = run_ranks(world_size, one_rank_differs, odd, names)
+    for name in names:
+        _, field, usual, different = DISAGREEMENTS[name]
         for rank, messages in enumerate(of_ranks):
             mine, theirs = (different, usual) if rank == odd else (usual, different)
             peer = (1 if odd == 0 else 0) if rank == odd else odd
