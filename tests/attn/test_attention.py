@@ -86,8 +86,10 @@ def run_torch(p: Problem, causal: bool) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim"),
+    [(1, 64), (4, 128), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((4, 64), (1, 128)))],
+)
 def test_kernels_are_not_less_exact_than_torch(
     dtype: torch.dtype, causal: bool, num_kv_heads: int, head_dim: int
 ) -> None:

@@ -8,9 +8,6 @@ import os
 import pathlib
 import re
 import socket
-import subprocess
-import sys
-import textwrap
 from typing import Any
 from unittest import mock
 
@@ -387,33 +384,6 @@ def test_torchrun_ends_its_summary_with_the_line(
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     shown = str(ChildFailedError("ringtile", {0: failure}))
     assert shown.splitlines()[-2] == f"  traceback : {line}"
-
-
-def test_enable_without_transformers_names_the_extra() -> None:
-    program = """
-        import sys
-        class Blocker:
-            def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] == "transformers":
-                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        sys.meta_path.insert(0, Blocker())
-        import ringtile
-        for use in (lambda: ringtile.enable, lambda: __import__("ringtile.auto"), lambda: ringtile.tile_mlps):
-            try:
-                use()
-            except ringtile.MissingPackage as error:
-                assert isinstance(error, ModuleNotFoundError) and error.name == "transformers"
-                print(error)
-        assert ringtile.Config().tile_tokens
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split(" needs ")[0] for line in lines] == ["ringtile.enable", "ringtile.auto", "ringtile.tile_mlps"]
-    assert all(
-        "transformers, which is not installed" in line and "pip install 'ringtile[hf]'" in line for line in lines
-    )
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,17 @@ def test_missing_torch_is_one_line() -> None:
     assert_refused(run_setup("import sys; sys.modules['torch'] = None"), "torch is not installed")
 
 
+@pytest.mark.long  # as test_missing_torch, by the same line of setup.py
 def test_old_torch_is_one_line() -> None:
     assert_refused(run_setup("import torch; torch.__version__ = '2.9.1'"), "torch 2.9.1 is too old")
 
 
-@pytest.mark.parametrize("variable", ["CC", "CXX"])
+@pytest.mark.parametrize("variable", ["CC", pytest.param("CXX", marks=pytest.mark.long)])
 def test_missing_compiler_is_one_line(variable: str) -> None:
     assert_refused(run_setup(**{variable: "no-such-compiler"}), "no-such-compiler is not on PATH")
 
 
+@pytest.mark.long  # packaging
 def test_compiler_without_python_headers_is_one_line(tmp_path: pathlib.Path) -> None:
     """The compiler fails on any file that includes Python.h, as on a machine without python3-dev."""
     compiler = tmp_path / "c++"
@@ -61,6 +63,7 @@ def test_compiler_without_python_headers_is_one_line(tmp_path: pathlib.Path) -> 
     assert_refused(run_setup(CXX=str(compiler)), "Python's headers")
 
 
+@pytest.mark.long  # packaging
 def test_cuda_without_nvcc_is_one_line() -> None:
     before = (
         "import shutil; which = shutil.which; "
@@ -120,6 +123,7 @@ print(eval({expression!r}, runpy.run_path("setup.py")))
     return done
 
 
+@pytest.mark.long  # packaging; of every run is that strict builds fail on such remarks
 def test_user_build_says_what_takes_minutes_and_only_prints_ptxas_remarks(tmp_path: pathlib.Path) -> None:
     nvcc = copy_with_fake_nvcc(tmp_path)
     done = evaluate_in_setup(f"compile_cuda({str(nvcc)!r})", tmp_path, RINGTILE_CUDA="0", RINGTILE_WERROR="0")
@@ -148,11 +152,12 @@ def test_warnings_fail_strict_builds_only() -> None:
     assert all("$(STRICT)" in line for line in builds)
 
 
-@pytest.mark.parametrize("variable", ["RINGTILE_CUDA", "RINGTILE_WERROR"])
+@pytest.mark.parametrize("variable", ["RINGTILE_CUDA", pytest.param("RINGTILE_WERROR", marks=pytest.mark.long)])
 def test_unknown_choice_is_one_line(variable: str) -> None:
     assert_refused(run_setup(**{variable: "yes"}), f"{variable} is 'yes'; expected one of 0 (")
 
 
+@pytest.mark.long  # packaging; of every run is that unknown ones are refused
 def test_architectures_of_a_build_are_a_list(tmp_path: pathlib.Path) -> None:
     """nvcc's flags follow the list; 80 brings PTX for GPUs beyond it; another list links the binary again."""
     copy_with_fake_nvcc(tmp_path)
@@ -303,21 +308,6 @@ print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA"
     assert done.stdout.strip() == str([f"ringtile::{name}" for name in on_cpu_only])
 
 
-def test_torch_that_is_too_old_is_named() -> None:
-    """Before the binary, whose symbols it may lack, is loaded; `import ringtile` itself works, for the doctor."""
-    program = """
-import sys, torch
-torch.__version__ = "2.10.1+cpu"
-import ringtile
-try:
-    ringtile.attention
-except ringtile.BuildError as error:
-    print(error, "ringtile._C" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "torch 2.10.1+cpu is too old; expected torch >= 2.11: pip install 'torch>=2.11' False\n"
-
-
 def test_lowest_torch_is_one_version() -> None:
     lowest = re.search(r"^MIN_TORCH = \((\d+), (\d+)\)", (ROOT / "setup.py").read_text(), re.M)
     assert lowest is not None
@@ -325,15 +315,49 @@ def test_lowest_torch_is_one_version() -> None:
     assert (ROOT / "pyproject.toml").read_text().count(f'torch>={lowest[1]}.{lowest[2]}"') == 2
 
 
-def test_kernels_and_ring_need_torch_alone() -> None:
-    """Attention, its benchmark and the doctor run where pydantic, transformers and accelerate are not installed."""
-    program = """
-import sys
-for name in ("pydantic", "transformers", "accelerate", "yaml"):
-    sys.modules[name] = None
-import torch, ringtile, ringtile.bench.attention, ringtile.cli.doctor
+# One start for all: torch takes seconds to import.
+BARE = """
+import os, sys
+class Blocker:
+    names = {"pydantic", "transformers", "accelerate", "yaml"}
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+import torch
+if os.fork() == 0:
+    torch.__version__ = "2.10.1+cpu"
+    import ringtile
+    try:
+        ringtile.attention
+    except ringtile.BuildError as error:
+        print(error, "ringtile._C" in sys.modules, flush=True)
+    os._exit(0)
+os.wait()
+
+import ringtile, ringtile.bench.attention, ringtile.cli.doctor
 q = torch.ones(1, 4, 1, 8)
 assert torch.equal(ringtile.attention(q, q, q, mask=ringtile.IntervalMask.causal(4)), q)
 assert ringtile.cli.doctor.examine()["kernels"]["error"] is None
+
+Blocker.names -= {"pydantic", "yaml"}
+assert ringtile.Config().tile_tokens
+for use in (lambda: ringtile.enable, lambda: __import__("ringtile.auto"), lambda: ringtile.tile_mlps):
+    try:
+        use()
+    except ringtile.MissingPackage as error:
+        assert isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        print(error)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_runs_without_other_packages_and_what_names_them() -> None:
+    """Attention, its benchmark and the doctor need torch alone. A torch that is too old is named before the binary,
+    whose symbols it may lack, is loaded; `import ringtile` itself works, for the doctor."""
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    old, *missing = done.stdout.splitlines()
+    assert old == "torch 2.10.1+cpu is too old; expected torch >= 2.11: pip install 'torch>=2.11' False"
+    assert [line.split(" needs ")[0] for line in missing] == ["ringtile.enable", "ringtile.auto", "ringtile.tile_mlps"]
+    assert all("transformers, which is not installed" in line for line in missing)
+    assert all("pip install 'ringtile[hf]'" in line for line in missing)

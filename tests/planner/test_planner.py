@@ -132,7 +132,7 @@ def test_a_storage_is_counted_once_and_while_it_lives() -> None:
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_engines_shard_the_weights(engine: str) -> None:
-    config = config_of()
+    config = config_of(num_hidden_layers=1)
     whole = planned(64, Setup(config)).parts
     shard = planned(64, Setup(config, devices=4, engine=engine, ringtile=Config(context_parallel_size=4))).parts
     assert shard["weights"] == pytest.approx(whole["weights"] / 4, rel=1e-3)
@@ -142,8 +142,9 @@ def test_engines_shard_the_weights(engine: str) -> None:
 
 def test_ranks_that_share_a_sequence_hold_their_tokens_only() -> None:
     """The logits of a rank are those of its tokens, and so is what each layer saves."""
-    alone = planned(512, Setup(config_of()))
-    shared = planned(512, Setup(config_of(), devices=4, ringtile=Config(context_parallel_size=4)))
+    config = config_of(num_hidden_layers=1)
+    alone = planned(512, Setup(config))
+    shared = planned(512, Setup(config, devices=4, ringtile=Config(context_parallel_size=4)))
     assert shared.parts["logits"] == alone.parts["logits"] / 4
     assert shared.product_flops == alone.product_flops / 4
 
@@ -170,9 +171,10 @@ def test_a_step_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_balancing_loss_is_planned(ranks: int) -> None:
     """It counts tokens by expert, from data that fake tensors do not have, and is known by its values."""
-    config = config_of("qwen3_moe", output_router_logits=True)
-    step = planned(64, Setup(config, devices=ranks, ringtile=Config(context_parallel_size=ranks)))
-    without = planned(64, Setup(config_of("qwen3_moe"), devices=ranks, ringtile=Config(context_parallel_size=ranks)))
+    step, without = (
+        planned(64, Setup(config, devices=ranks, ringtile=Config(context_parallel_size=ranks)))
+        for config in (config_of("qwen3_moe", num_hidden_layers=1, output_router_logits=adds) for adds in (True, False))
+    )
     assert step.parts["activations"] >= without.parts["activations"]
     assert step.product_flops == without.product_flops
 
@@ -181,7 +183,7 @@ def test_balancing_loss_is_planned(ranks: int) -> None:
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
-    setup = Setup(config_of(), devices=2, ringtile=Config(context_parallel_size=2))
+    setup = Setup(config_of(num_hidden_layers=1), devices=2, ringtile=Config(context_parallel_size=2))
     with TrainingStep(setup) as step:
         memory = step.run(3000).total
         found = longest(step, memory, step.run(256))
@@ -191,7 +193,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 
 
 def test_memory_that_no_sequence_fits_names_the_largest_part() -> None:
-    with TrainingStep(Setup(config_of())) as step, pytest.raises(ConfigError, match="are optimizer; expected more"):
+    setup = Setup(config_of(num_hidden_layers=1))
+    with TrainingStep(setup) as step, pytest.raises(ConfigError, match="are optimizer; expected more"):
         longest(step, 2**16, step.run(64))
 
 
