@@ -1,9 +1,28 @@
-"""`make faults` is green only if every campaign made its trials and none was a bug; mutants break lines that exist."""
+"""`make faults` is green only if every campaign made its trials and none was a bug; mutants break lines that exist.
+A small number of its trials, with a fixed seed, is made here."""
+
+import json
 
 import pytest
 from faults import __main__ as faults
 from faults.counts import Counts
 from mutants import MUTANTS, ROOT
+from pool import run_program
+
+# Hostile calls of each boundary in every run; `make faults` makes more of the same.
+TRIALS = {"op_calls": 300, "scan_calls": 100, "configurations": 24, "torch_interface": 80}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_hostile_calls_are_right_or_refused_by_name(name: str) -> None:
+    """And neither always: a boundary that refuses everything is no better."""
+    campaign = f"import dataclasses, json; from faults import {name}; counts = {name}.campaign({TRIALS[name]}, 0)"
+    done = run_program(f"{campaign}; print('counts', json.dumps(dataclasses.asdict(counts)))")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("counts ")]
+    counts = Counts(**json.loads(line.removeprefix("counts ")))
+    assert counts.bugs == 0, counts.notes
+    assert min(counts.right, counts.named) > TRIALS[name] / 8
 
 
 @pytest.mark.parametrize("bug", [None, "no trials", *Counts.BUGS])

@@ -1,7 +1,7 @@
 """Calls of every public op and constructor with arguments that are right, nearly right, or absurd.
 
-A worker process makes them, so that a crash ends it and is counted. An accepted call is compared with its definition in
-float64. A rare call is over several virtual ranks, of which one may pass something else.
+An accepted call is compared with its definition in float64. A rare call is over several virtual ranks, of which one may
+pass something else: what it is refused, every other rank is told, and the group is as good as before.
 
 `python -m faults.op_calls TRIAL ...` makes the trials of these numbers again, in its own process, and shows tracebacks.
 """
@@ -9,14 +9,8 @@ float64. A rare call is over several virtual ranks, of which one may pass someth
 from __future__ import annotations
 
 import contextlib
-import io
-import multiprocessing
-import random
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Any
 
 import ringtile
@@ -24,156 +18,25 @@ import torch
 from oracle import dense_attention
 from ringtile import (
     AttentionDropout,
+    IntervalMask,
     Layout,
     LoopbackWorld,
+    Refused,
+    RingMismatch,
     RingtileError,
     ShardedSequence,
     ops,
     ring_attention,
 )
-from ringtile.sequence.mask import IntervalMask
+from ringtile.attn.call import Options
+from ringtile.attn.op import SequenceTensors, attend
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
+from faults.calls import FLOATS, TOLERANCE, Draw, campaign_of, dense, differ, freed, outcome_of
 from faults.counts import Counts
 
 DEFAULT_TRIALS = 20_000
-TRIAL_SECONDS = 30.0
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Of the largest magnitude of a tensor: rounding of inputs and weights, with room for sums over a few dozen tokens.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-NONSENSE: list[Any] = [None, "8", 2.5, -1, 0, 10**30, float("nan"), float("inf"), [1.0], object(), torch.relu, (), True]
-
-
-def in_inference_mode(x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return x.clone()
-
-
-KINDS: list[Callable[[Tensor], Tensor]] = [
-    Tensor.to_sparse,
-    Tensor.to_sparse_csr,
-    Tensor.to_mkldnn,
-    in_inference_mode,
-    lambda x: torch.nested.nested_tensor([x, x]),
-    lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
-    lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
-    lambda x: x.new_zeros(()),
-]
-
-
-class Draw:
-    """Random arguments. `hostile`: the chance that one of them is not what it should be."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.hostile = self.random.choice([0.0, 0.02, 0.08, 0.2])
-        torch.manual_seed(seed)
-
-    def chance(self, probability: float | None = None) -> bool:
-        return self.random.random() < (self.hostile if probability is None else probability)
-
-    def of(self, value: Any, *wrong: Any) -> Any:
-        """The value; or, if hostile, something else."""
-        return self.random.choice([*wrong, *NONSENSE]) if self.chance() else value
-
-    def size(self, low: int, high: int) -> int:
-        return self.random.randint(low, high)
-
-    def number(self, *values: float | None) -> Any:
-        return self.of(self.random.choice(values), -1.0, 1e38, 1e39, 1e-44, 1e-320, torch.tensor(0.5), 1e400)
-
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, high: int = 7) -> Any:
-        """A tensor of any strides; if hostile, of another shape, dtype, device, kind or type, or freed."""
-        if self.chance():
-            dim = self.random.randrange(len(shape))
-            shape = self.random.choice(
-                [(*shape[:dim], *shape[dim + 1 :]), (*shape[:dim], 0, *shape[dim + 1 :]), (*shape, 2)]
-            )
-        if self.chance():
-            dtype = self.random.choice([*FLOATS, torch.int64, torch.int32, torch.bool, torch.complex64])
-        way = self.random.randrange(6)
-        wide = (*shape[:-1], 2 * shape[-1] + 1) if shape else shape
-        numbers = torch.randint(high, wide) if not (dtype.is_floating_point or dtype.is_complex) else torch.randn(wide)
-        x = numbers.to(dtype)
-        x = x[..., : shape[-1]] if shape else x
-        if way == 0 and x.dim() > 1:
-            x = x.transpose(0, 1).contiguous().transpose(0, 1)
-        elif way == 1 and x.dim() > 2 and x.size(1):
-            x = x[:, :1].expand(x.shape)
-        elif way == 2 and shape and self.chance():
-            x = numbers.to(dtype)[..., : 2 * shape[-1] : 2]  # another stride in the last dim
-        elif way > 2:
-            x = x.contiguous()
-        if self.chance(self.hostile / 2):
-            x = x.to("meta")
-        elif self.chance(self.hostile / 2):
-            x = x.clone()
-            x.untyped_storage().resize_(self.random.choice([0, x.untyped_storage().nbytes() // 2]))
-        elif self.chance(self.hostile / 2):
-            with contextlib.suppress(RuntimeError, IndexError):  # of the kinds that do not take this dtype or shape
-                x = self.random.choice(KINDS)(x)
-        return self.of(x)
-
-    def mask(self, rows: int, seq_len: int) -> Any:
-        cut = self.size(0, seq_len)
-        mask = self.random.choice(
-            [
-                lambda: IntervalMask.causal(self.of(seq_len)),
-                lambda: IntervalMask.full(self.of(seq_len)),
-                lambda: IntervalMask.sliding_window(seq_len, self.of(self.size(1, seq_len + 2))),
-                lambda: IntervalMask.prefix_lm(seq_len, self.of(cut)),
-                lambda: IntervalMask.chunked(seq_len, self.of(self.size(1, seq_len))),
-                lambda: IntervalMask.documents(self.of([[cut, seq_len - cut]] * rows), self.chance(0.5)),
-                lambda: IntervalMask.from_padding(self.tensor((rows, seq_len), torch.int64, 2)),
-                lambda: IntervalMask.from_position_ids(self.tensor((rows, seq_len), torch.int64)),
-                lambda: IntervalMask.from_bool(self.tensor((rows, seq_len, seq_len), torch.bool)),
-                lambda: IntervalMask(*(self.tensor((rows, seq_len), torch.int32, seq_len) for _ in range(2))),
-            ]
-        )()
-        return self.of(mask, torch.ones(seq_len, seq_len, dtype=torch.bool))
-
-    def layout(self, seq_len: int, world_size: int, mask: Any) -> Any:
-        lengths = [seq_len // 2, seq_len - seq_len // 2]
-        seq_len = self.of(seq_len, seq_len + 1)
-        make = self.random.choice(
-            [
-                lambda: Layout.contiguous(seq_len, self.of(world_size)),
-                lambda: Layout.zigzag(seq_len, self.of(world_size)),
-                lambda: Layout.striped(seq_len, self.of(world_size)),
-                lambda: Layout.per_document(self.of(lengths), world_size),
-                lambda: Layout.balanced(mask, self.of(world_size), chunk=self.of(2)),
-                lambda: Layout.from_runs(self.of([[(0, 1, 0, seq_len)]])),
-                lambda: Layout.from_tensor(self.of(Layout.contiguous(seq_len, world_size).tensor)),
-            ]
-        )
-        return self.of(make(), "zigzag")
-
-
-def freed(x: Tensor) -> bool:
-    """Or expanded, or without a storage of strides."""
-    odd = x.is_nested or x.is_quantized or x.layout != torch.strided
-    return odd or x.untyped_storage().nbytes() < x.nbytes
-
-
-def dense(mask: IntervalMask) -> Tensor:
-    key = torch.arange(mask.seq_len)
-    return (mask.begin[:, :, None] <= key) & (key < mask.end[:, :, None])
-
-
-def differ(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """What is wrong with a result; "" if nothing is. A result on meta has only a shape."""
-    if got.shape != expected.shape:
-        return f"{name} has shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    if got.device.type == "meta" or expected.device.type == "meta":
-        return ""
-    got, expected = got.detach().double(), expected.detach().double()
-    if not torch.equal(got.isnan(), expected.isnan()) or not torch.equal(got.isinf(), expected.isinf()):
-        return f"{name} is not finite elsewhere than expected"
-    got, expected = got[got.isfinite()], expected[expected.isfinite()]
-    error = float((got - expected).abs().max()) if got.numel() else 0.0
-    bound = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()) if got.numel() else 0.0)
-    return "" if error <= bound else f"{name} is off by {error:.1e}, expected at most {bound:.1e}"
-
 
 # ---- trials: each makes one call, and returns what is wrong with its result, or "" --------------
 
@@ -192,33 +55,26 @@ def attention(draw: Draw) -> str:
     inputs = [x for x in (q, k, v) if isinstance(x, Tensor)]
     backward = draw.chance(0.5) and all(x.is_floating_point() for x in inputs) and len(inputs) == 3
     backward = backward and not any(freed(x) for x in inputs)  # they are cloned
-    if world_size == 1:
+    if world_size > 1:
+        out, told = over_ranks(
+            draw, world_size, seq_len, mask, {"q": q, "k": k, "v": v, "scale": scale, "softcap": softcap}
+        )
+        if out is None:
+            return told
+        backward = False
+    else:
         leaves = [x.detach().clone().requires_grad_() for x in inputs] if backward else [q, k, v]
         if draw.chance(0.5):
             out = ringtile.attention(*leaves, mask=mask, scale=scale, softcap=softcap)
         else:
             layout = draw.layout(seq_len, 1, mask)
             out = ring_attention(*leaves, mask=mask, layout=layout, scale=scale, softcap=softcap)
-    else:
-        layout = draw.layout(seq_len, world_size, mask)
-        odd = draw.of({}, {"scale": 0.123}, {"mask": None}, {"layout": None}, {"q": None}, {"group": None})
-        odd = odd if isinstance(odd, dict) else {}
-
-        def on_rank(group: Any) -> Any:
-            sequence = ShardedSequence(mask, layout, group)
-            q_, k_, v_ = (sequence.shard(x, 1) for x in (q, k, v))
-            usual = {"q": q_, "k": k_, "v": v_, "mask": mask, "layout": layout, "group": group}
-            usual |= {"scale": scale, "softcap": softcap, **(odd if sequence.rank == 1 else {})}
-            return sequence.unshard(ring_attention(**usual), 1)
-
-        backward = False
-        out = LoopbackWorld(world_size).run(on_rank)[0]
     scale = None if scale is None else float(scale)
-    attend = dense(mask).expand(batch, -1, -1)
+    allowed = dense(mask).expand(batch, -1, -1)
     if out.device.type == "meta":
         return differ("out", out, q.new_empty((*q.shape[:-1], v.size(-1))), q.dtype)
     wide = [x.detach().to(torch.float64, copy=True).requires_grad_() for x in inputs]
-    expected, _ = dense_attention(*wide, attend, scale, float(softcap))
+    expected, _ = dense_attention(*wide, allowed, scale, float(softcap))
     problem = differ("out", out, expected, q.dtype)
     largest = abs(scale or 1.0) * q.size(-1) * float(wide[0].abs().amax() * wide[1].abs().amax()) if q.numel() else 0.0
     if largest * torch.finfo(ops.state_dtype(q.dtype)).eps > TOLERANCE[q.dtype]:
@@ -261,6 +117,10 @@ def plan(draw: Draw) -> str:
     seq_len, world_size, rows = draw.size(1, 30), draw.size(1, 4), draw.size(1, 2)
     mask = draw.mask(rows, seq_len)
     layout = draw.layout(seq_len, world_size, mask)
+    if isinstance(mask, IntervalMask):
+        mask = mask & draw.of(mask)
+    if isinstance(layout, Layout):
+        layout.local_len(draw.of(0))
     heads, dim = draw.of(2), draw.of(4)
     found = ringtile.plan(mask, layout, num_heads=heads, num_kv_heads=draw.of(1), head_dim=dim, dtype=torch.float32)
     pairs = sum(round.num_pairs for rank in found.ranks for round in rank.rounds)
@@ -306,6 +166,33 @@ def raw_ops(draw: Draw) -> str:
             raise RingtileError(str(error)) from None
         raise
     return ""
+
+
+def over_ranks(
+    draw: Draw, world_size: int, seq_len: int, mask: Any, arguments: dict[str, Any]
+) -> tuple[Tensor | None, str]:
+    """The whole output, of ranks of which one may pass something else; or None, and what is wrong with who was told."""
+    layout = draw.layout(seq_len, world_size, mask)
+    odd = draw.random.randrange(world_size)
+    name = draw.random.choice(["q", "k", "v", "scale", "softcap", "mask", "layout", "attention_kernel"])
+    changes = {name: draw.of(draw.tensor((1, 4, 2, 4), torch.float64), 0.123)} if draw.chance(0.5) else {}
+
+    def on_rank(group: Any) -> tuple[Tensor | None, RingtileError | None]:
+        sequence = ShardedSequence(mask, layout, group)
+        sharded = {n: sequence.shard(x, 1) if n in "qkv" else x for n, x in arguments.items()}
+        usual = {**sharded, "mask": mask, "layout": layout, "group": group}
+        error = None
+        try:
+            ring_attention(**{**usual, **(changes if sequence.rank == odd else {})})
+        except RingtileError as caught:
+            error = caught
+        return sequence.unshard(ring_attention(**usual), 1), error  # the group is as good as before
+
+    outs, errors = zip(*LoopbackWorld(world_size, timeout_seconds=20).run(on_rank), strict=True)
+    told = [isinstance(error, RingMismatch) for error in errors]
+    if any(error is not None for error in errors) and sum(told) < world_size - 1:
+        return None, f"not every rank was told: {errors}"
+    return outs[0], ""
 
 
 class Gated(nn.Module):
@@ -357,69 +244,144 @@ def tiled_loss(draw: Draw) -> str:
     return differ("loss", loss, expected.view(loss.shape), hidden.dtype)
 
 
-TRIALS = (attention, attention, shard, plan, raw_ops, raw_ops, tiled_mlp, tiled_loss)
+def derivatives(draw: Draw) -> str:
+    """A transform of an op, or a derivative of its gradients: that of its definition, or refused."""
+    seq_len, heads, reduction = draw.size(2, 5), draw.size(1, 2), draw.random.choice(["sum", "none"])
+    mask = IntervalMask.causal(seq_len)
+    sequence = ShardedSequence(mask, Layout.contiguous(seq_len, 1))
+    tensors = SequenceTensors((sequence.begin, sequence.end, sequence.layout_tensor))
+    mlp, weight = Gated(torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    labels = torch.randint(7, (1, seq_len, heads))
+
+    def loss(x: Tensor) -> Tensor:
+        each = nn.functional.cross_entropy((x @ weight.T).flatten(0, 2), labels.flatten(), reduction=reduction)
+        return each.view(labels.shape) if reduction == "none" else each
+
+    ops_and_definitions: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+        "attention": (lambda x: ring_attention(x, x, x, sequence), lambda x: dense_attention(x, x, x, dense(mask))[0]),
+        # What a tracer sees; it alone differentiates.
+        "the op": (lambda x: attend(x, x, x, tensors, Options(0.5))[0], lambda x: dense_attention(x, x, x, dense(mask))[0]),
+        "shard": (lambda x: sequence.shard(x, 1), lambda x: x.clone()),
+        "unshard": (lambda x: sequence.unshard(x, 1), lambda x: x.clone()),
+        "GLU": (lambda x: ringtile.tiled_mlp(mlp, x, 3), mlp),
+        "MLP": (lambda x: ringtile.tiled_mlp(mlp, x, 3, True), mlp),
+        "loss": (
+            lambda x: ringtile.tiled_linear_cross_entropy(x, weight, labels, reduction=reduction, tile_tokens=3),
+            loss,
+        ),
+    }
+    name = draw.random.choice(list(ops_and_definitions))
+    how = draw.random.choice([way for way in TRANSFORMS if name != "the op" or way in GRADIENTS])
+    x = torch.randn(1, seq_len, heads, 4, dtype=torch.float64)
+    op, definition = ops_and_definitions[name]
+    try:
+        got = TRANSFORMS[how](op, x)
+    except Refused:
+        promised = how == "gradient" or (how in ("vmap", "twice") and name in ("shard", "unshard"))
+        if promised or (how, name) == ("vmap", "attention"):
+            return f"{how} of {name} was refused"
+        raise
+    return differ(f"{how} of {name}", got, TRANSFORMS[how](definition, x), torch.float64)
+
+
+def of_gradient(f: Callable[[Tensor], Tensor], x: Tensor, wanted: str) -> Tensor:
+    """The gradient of sum(factor f(2 x)^3), or how the sum of its squares changes with x, or with the factor."""
+    x, factor = x.clone().requires_grad_(), torch.ones((), dtype=x.dtype, requires_grad=wanted != "x")
+    (grad,) = torch.autograd.grad((factor * f(2 * x) ** 3).sum(), x, create_graph=True)
+    return grad if not wanted else torch.autograd.grad(grad.square().sum(), factor if wanted == "factor" else x)[0]
+
+
+def tangent(f: Callable[[Tensor], Tensor], x: Tensor, of_backward: bool) -> Tensor:
+    """What forward-mode AD makes of the op, or of its backward."""
+    with forward_ad.dual_level():
+        if of_backward:
+            x = x.clone().requires_grad_()
+            out = f(x)
+            dout = torch.ones_like(out)
+            (found,) = torch.autograd.grad(out, x, forward_ad.make_dual(dout, dout))
+        else:
+            f(x)  # no dual number, no derivative
+            found = f(forward_ad.make_dual(x, x.cos()))
+        primal, change = forward_ad.unpack_dual(found)
+        return torch.zeros_like(primal) if change is None else change
+
+
+GRADIENTS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "gradient": lambda f, x: of_gradient(f, x, ""),
+    "twice": lambda f, x: of_gradient(f, x, "x"),
+    "twice, of a factor that needs grad": lambda f, x: of_gradient(f, x, "x and factor"),
+    "twice, by the factor": lambda f, x: of_gradient(f, x, "factor"),
+}
+TRANSFORMS = {
+    **GRADIENTS,
+    "dual number": lambda f, x: tangent(f, x, False),
+    "dual gradient": lambda f, x: tangent(f, x, True),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sin().sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sin().sum())(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x.cos()])),
+    "vmap in jvp": lambda f, x: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],))[1],
+    "jvp in vmap": lambda f, x: torch.func.vmap(lambda x: torch.func.jvp(f, (x,), (x,))[1])(x[None]),
+}
+
+
+def not_finite(draw: Draw) -> str:
+    """Numbers that are not finite stay where the mask lets them go, and all others are what one rank computes."""
+    seq_len, world_size = draw.size(6, 20), draw.size(1, 4)
+    q, k, v, dout = tensors = [torch.randn(1, seq_len, 2, 3, dtype=torch.float64) for _ in range(4)]
+    for _ in range(draw.size(1, 2)):
+        x = draw.random.choice(tensors)
+        x.view(-1)[draw.random.randrange(x.numel())] = draw.random.choice([torch.inf, -torch.inf, torch.nan])
+    cut = draw.size(1, seq_len - 1)
+    window = IntervalMask.sliding_window(seq_len, cut)
+    documents = IntervalMask.documents([cut, seq_len - cut], causal=False)
+    mask = draw.random.choice([IntervalMask.causal(seq_len), window, documents])
+    made = draw.random.choice([Layout.contiguous, Layout.striped])(seq_len, world_size)
+    wanted, got = (finite_outputs(tensors, mask, layout) for layout in (Layout.contiguous(seq_len, 1), made))
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+        if not torch.equal(x.isfinite(), y.isfinite()):
+            return f"other numbers of {name} are finite on {world_size} ranks"
+        if problem := differ(name, x[x.isfinite()], y[y.isfinite()], torch.float64):
+            return problem
+    attends = dense(mask)[0]
+
+    def bad(x: Tensor) -> Tensor:
+        return ~x.isfinite().all(-1)[0]  # (tokens, heads)
+
+    forward = bad(q) | (attends[:, :, None] & (bad(k) | bad(v))[None]).any(1)
+    backward = forward | bad(dout)
+    of_keys = (attends[:, :, None] & backward[:, None]).any(0)
+    reached = (forward, forward, backward, of_keys, of_keys)
+    for name, x, may in zip(("out", "lse", "dq", "dk", "dv"), got, reached, strict=True):
+        if (bad(x if x.dim() == 4 else x[..., None]) & ~may).any():
+            return f"{name} is not finite where the mask does not lead"
+    return ""
+
+
+def finite_outputs(tensors: list[Tensor], mask: IntervalMask, layout: Layout) -> list[Tensor]:
+    """out, lse (as out), dq, dk, dv, global."""
+
+    def on_rank(group: Any) -> list[Tensor]:
+        sequence = ShardedSequence(mask, layout, group)
+        *local, dout = (sequence.shard(x, 1) for x in tensors)
+        leaves = [x.requires_grad_() for x in local]
+        out, lse = ring_attention(*leaves, sequence, return_lse=True)
+        gradients = torch.autograd.grad(out, leaves, dout)
+        return [sequence.unshard(x.detach(), 1) for x in (out, lse.transpose(1, 2), *gradients)]
+
+    return LoopbackWorld(layout.world_size).run(on_rank)[0]
+
 
 # ---- the campaign -------------------------------------------------------------------------------
 
-
-Trial = Callable[[Draw], str]
-
-
-def outcome_of(seed: int, kinds: Sequence[Trial] = TRIALS) -> tuple[str, str]:
-    """The field of Counts that trial `seed` counts for, and a note."""
-    draw = Draw(seed)
-    trial = draw.random.choice(kinds)
-    try:
-        problem = trial(draw)
-    except RingtileError:
-        return "named", ""
-    except Exception as error:
-        traceback.print_exc()
-        return "unnamed", f"trial {seed} ({trial.__name__}): {type(error).__name__}: {str(error).splitlines()[:1]}"
-    return ("silent", f"trial {seed} ({trial.__name__}): {problem}") if problem else ("right", "")
-
-
-def work(connection: Connection, kinds: Sequence[Trial], first: int, last: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for seed in range(first, last):
-        with contextlib.redirect_stderr(io.StringIO()):
-            connection.send(outcome_of(seed, kinds))
+TRIALS = (attention, attention, shard, plan, raw_ops, raw_ops, tiled_mlp, tiled_loss, derivatives, not_finite)
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
-    return campaign_of(TRIALS, trials, seed)
-
-
-def campaign_of(kinds: Sequence[Trial], trials: int | None, seed: int) -> Counts:
-    counts = Counts()
-    first, last = seed * 10**7, seed * 10**7 + (DEFAULT_TRIALS if trials is None else trials)
-    context = multiprocessing.get_context("fork")
-    while first < last:
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=work, args=(theirs, kinds, first, last), daemon=True)
-        worker.start()
-        theirs.close()
-        with contextlib.suppress(EOFError):
-            while first < last and ours.poll(TRIAL_SECONDS):
-                field, note = ours.recv()
-                setattr(counts, field, getattr(counts, field) + 1)
-                counts.notes += [note] if note else []
-                first += 1
-            if first < last:
-                counts.hangs += 1
-                counts.notes.append(f"trial {first}: no answer after {TRIAL_SECONDS:.0f} s")
-                first += 1
-                worker.kill()
-        worker.join(TRIAL_SECONDS)
-        if worker.exitcode not in (0, None, -9):
-            counts.crashes += 1
-            counts.notes.append(f"trial {first}: the process ended with {worker.exitcode}")
-            first += 1
-        worker.kill()
-    return counts
+    return campaign_of(TRIALS, DEFAULT_TRIALS if trials is None else trials, seed)
 
 
 if __name__ == "__main__":
     for number in sys.argv[1:]:
-        print(number, *outcome_of(int(number)))
+        print(number, *outcome_of(int(number), TRIALS))
