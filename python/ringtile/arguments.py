@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, shown
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -54,7 +54,7 @@ def check_dim(name: str, x: object, dim: int) -> int:
     assert isinstance(x, Tensor)
     dim = check_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
-        raise InputError(f"{name} is {tuple(x.shape)}, dim {dim!r}; expected one of its dims")
+        raise InputError(f"{name} is {tuple(x.shape)}, dim {shown(dim)}; expected one of its dims")
     return dim % x.dim()
 
 
@@ -71,17 +71,21 @@ def check_number(name: str, value: Any) -> float:
         raise InputError(
             f"{name} is a tensor that requires grad, which it would not get; apply it to the tensors yourself"
         )
+    if isinstance(value, Tensor):
+        check_storage(name, value)
     try:
         if isinstance(value, str):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        raise InputError(f"{name} is {value!r:.100}; expected a number") from None
+        raise InputError(f"{name} is {shown(value)}; expected a number") from None
 
 
 def check_int(name: str, value: Any) -> int:
     """A whole number as an int. InputError: it is none."""
+    if isinstance(value, Tensor):
+        check_storage(name, value)
     try:
         return int(operator.index(value))  # not a bool
     except (TypeError, RuntimeError):
-        raise InputError(f"{name} is {value!r:.100}; expected a whole number") from None
+        raise InputError(f"{name} is {shown(value)}; expected a whole number") from None

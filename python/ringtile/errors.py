@@ -102,6 +102,11 @@ class _Repr(reprlib.Repr):
             text = f"<{type(x).__name__}>"
         return text if len(text) <= self.maxother else f"{text[: self.maxother - 3]}..."
 
+    def repr_Tensor(self, x: Any, level: int) -> str:
+        return f"<{x.dtype} tensor>"  # its numbers may be gone: torch would read them
+
+    repr_Parameter = repr_Tensor
+
 
 _repr = _Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80

@@ -17,6 +17,7 @@ from ringtile import (
     Layout,
     RingtileError,
     ShardedSequence,
+    arguments,
     errors,
     ring_attention,
     tile_mlps,
@@ -84,6 +85,15 @@ def test_refused_function_is_named() -> None:
     with pytest.raises(RingtileError, match=r"was replaced by own_loss; expected its own method"):
         with_forward(own_loss)
     assert errors.shown([torch.nn.Linear, "x", 3]) == "[Linear, 'x', 3]"
+
+
+def test_refusal_reads_no_tensor() -> None:
+    """torch dies where it prints one whose memory was freed."""
+    x = torch.zeros(3)
+    x.untyped_storage().resize_(0)
+    assert errors.shown([x]) == "[<torch.float32 tensor>]"
+    with pytest.raises(errors.InputError, match="scale needs 12 bytes but its storage has 0"):
+        arguments.check_number("scale", x)
 
 
 @pytest.mark.parametrize(
