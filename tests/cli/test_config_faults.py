@@ -15,6 +15,7 @@ import datasets
 import pytest
 import ringtile
 import torch.distributed as dist
+from faults.configurations import BOMB, ODD, RAW, REFUSED_RAW
 from pool import run_command, run_ranks
 from ringtile.cli import MAX_LINE, main, world
 from ringtile.cli.environment import rank
@@ -26,7 +27,7 @@ from ringtile.yaml_file import read_yaml
 from test_cli_train import MODEL, TRAINING, write_config
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+REFUSED_ODD = ("alias bomb", "deep", "deep lists", "deep flow", "two documents", "large", "recursive")
 
 
 @pytest.fixture(autouse=True)
@@ -37,36 +38,36 @@ def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- YAML ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["a value", "a file"])
+def test_hostile_yaml_is_read_or_refused_in_one_short_line(tmp_path: pathlib.Path, kind: str) -> None:
+    """Every value and file that faults/configurations.py draws from, without what a training does with it."""
+    texts = ODD if kind == "a file" else {raw: f"b: 1\na: {raw}\n" for raw in RAW}
+    for label, text in texts.items():
+        (tmp_path / "a.yaml").write_bytes(text.encode("utf-16" if label == "UTF-16" else "utf-8"))
+        said = ""
+        try:
+            read_yaml(tmp_path / "a.yaml")
+        except ConfigError as error:
+            said = str(error)
+        assert said or label not in (*REFUSED_RAW, *REFUSED_ODD)
+        assert len(said) < 300
+        assert "\n" not in said
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "message"),  # of docs/troubleshooting.md
     [
-        ("a: !!int x", "line 1: 'x' is no int"),
         ("b: 1\na: !!timestamp 1", "line 2: the tag .*timestamp'; expected a plain value"),
-        ("a: !!python/object:os.system {}", "line 1: the tag .*os.system'"),
-        ("a: !!set {b}", "the tag"),
-        ("a: " + "9" * 5000, "line 1: '999.*' is no int"),
-        ("a: {b: 0x" + "f" * 5000 + "}", "a.b is an integer of 20000 bits; expected at most 64"),
-        ("a: [1, .nan]", "a.1 is NaN; expected a number"),
         ('a: "x\\0"', "a is 'x\\\\x00'; expected text without NUL"),
-        ('a: "\\ud800"', "a is .*; expected text without NUL and lone surrogates"),
         ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is given twice; expected it once"),
-        ("a: {b: 1, b: 1}", "line 1: the key 'b' is given twice"),
-        ("a: " + "[" * 2000, "nested too deeply; expected at most 50 levels"),
         ("a: " + "[" * 60 + "]" * 60, "line 1: nested too deeply; expected at most 50 levels"),
         (BOMB, "131071 values once aliases are expanded; expected at most 100000"),
-        ("a: &a [*a]", "an alias of a value within itself"),
-        ("a: *b", "line 1: found undefined alias"),
-        ("a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
-        ("a: [b", "line 1: while parsing a flow sequence"),
-        ("# " + "x" * 2**20, "holds more than 1048576 bytes"),
     ],
 )
 def test_hostile_yaml_is_named(tmp_path: pathlib.Path, text: str, message: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(ConfigError, match=message):
         read_yaml(tmp_path / "a.yaml")
-    assert len(str(error.value)) < 300
-    assert "\n" not in str(error.value)
 
 
 def test_plain_yaml_is_read_as_before(tmp_path: pathlib.Path) -> None:
@@ -127,9 +128,8 @@ def refusal(path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> str:
         *((key, float("nan"), f"training.{key} is NaN") for key in ("learning_rate", "max_grad_norm")),
         ("num_train_epochs", float("inf"), "training.num_train_epochs is inf; expected 1e-06 to 2147483647"),
         *(("max_steps", steps, f"training.max_steps is {steps}; expected 1 to") for steps in (0, -2, 10**15)),
-        ("max_steps", 10**26, "training.max_steps is an integer of 87 bits"),
         ("max_steps", True, "training.max_steps is True; expected a number"),
-        *((key, 0, f"training.{key} is 0.*; expected 1e-06 to 2147483647") for key in ("save_steps", "eval_steps")),
+        ("save_steps", 0, "training.save_steps is 0.*; expected 1e-06 to 2147483647"),
         *(("per_device_train_batch_size", size, f"is {size}; expected 1 to 2147483647") for size in (0, -1)),
         *(("gradient_accumulation_steps", steps, f"is {steps}; expected 1 to 2147483647") for steps in (0, -1)),
         *(("seed", seed, "training.seed is .*; expected 0 to 4294967295") for seed in (-1, 2**32)),
@@ -138,17 +138,11 @@ def refusal(path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> str:
         ("save_strategy", False, "training.save_strategy is False; expected: .*without quotes"),
         ("lr_scheduler_type", "kosine", "training.lr_scheduler_type is 'kosine': did you mean cosine?"),
         ("deepspeed", {}, "training.deepspeed is empty"),
-        ("deepspeed", "missing.json", "training: .*missing.json"),
-        ("accelerator_config", "missing.json", "training: .*No such file.*missing.json"),
-        ("accelerator_config", {"split_batch": True}, "training: TypeError: .*split_batch"),
         ("optim", "adamw_bnb_8bit", "training: .*bitsandbytes"),
-        ("optim", "apollo_adamw", "training: .*optim_target_modules|training: .*apollo"),
         ("eval_strategy", "steps", "training.eval_strategy is steps but there is no data to evaluate"),
         ("eval_on_start", True, "training.eval_on_start is true but there is no data to evaluate"),
         ("load_best_model_at_end", True, "training.load_best_model_at_end is true but nothing is evaluated"),
         ("output_dir", "/dev/null/out", "training.output_dir: cannot write to /dev/null/out .Not a directory"),
-        ("report_to", "wandb", "training: .*wandb"),
-        ("resume_from_checkpoint", "nowhere", "training: .*nowhere"),
         ("hub_token", [7], "training.hub_token is '<hub_token>'; expected: Input should be a valid string"),
         ("run_name", "\x1b[2J\n" * 300, None),
     ],

@@ -100,6 +100,26 @@ REFUSED_RAW = (".nan", ".NaN", "!!int x", "9" * 5000, '"\\0"', "{a: 1, a: 2}", '
 MARK = "RAWVALUE"
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
 
+_TINY = yaml.safe_dump(TINY)
+ODD = {
+    "alias bomb": BOMB + _TINY,
+    "alias bomb as a value": BOMB + _TINY.replace("text.txt", "*a39"),
+    "alias bomb in training": _TINY + "  run_name:\n" + "".join(f"    {line}\n" for line in BOMB.splitlines()),
+    "deep": "a: " * 3000,
+    "deep lists": "- " * 5000,
+    "deep flow": "a: " + "[" * 10_000,
+    "two documents": _TINY + "---\n" + _TINY,
+    "directive": "%YAML 9.9\n---\n" + _TINY,
+    "UTF-16": "\ufeff" + _TINY,
+    "large": _TINY + "# " + "x" * 2**21,
+    "many keys": "".join(f"k{i}: 1\n" for i in range(20_000)),
+    "a list": "- 1\n- 2\n",
+    "null": "~\n",
+    "recursive": "&a\nmodel: *a\n",
+    "merge": "<<: {model: 1}\n" + _TINY,
+}
+READ = ("UTF-16", "merge", "directive")  # of these, what may be read
+
 
 class Trial(NamedTuple):
     """A file, and whether it must be refused; label: for the notes."""
@@ -341,27 +361,8 @@ def damaged(draw: random.Random) -> Trial:
 
 def odd(draw: random.Random) -> Trial:
     """Files that are hostile as a whole."""
-    tiny = yaml.safe_dump(TINY)
-    contents = {
-        "alias bomb": BOMB + tiny,
-        "alias bomb as a value": BOMB + tiny.replace("text.txt", "*a39"),
-        "alias bomb in training": tiny + "  run_name:\n" + "".join(f"    {line}\n" for line in BOMB.splitlines()),
-        "deep": "a: " * 3000,
-        "deep lists": "- " * 5000,
-        "deep flow": "a: " + "[" * 10_000,
-        "two documents": tiny + "---\n" + tiny,
-        "directive": "%YAML 9.9\n---\n" + tiny,
-        "UTF-16": "\ufeff" + tiny,
-        "large": tiny + "# " + "x" * 2**21,
-        "many keys": "".join(f"k{i}: 1\n" for i in range(20_000)),
-        "a list": "- 1\n- 2\n",
-        "null": "~\n",
-        "recursive": "&a\nmodel: *a\n",
-        "merge": "<<: {model: 1}\n" + tiny,
-    }
-    label = draw.choice(list(contents))
-    encoding = "utf-16" if label == "UTF-16" else "utf-8"
-    return Trial(label, contents[label].encode(encoding), label not in ("UTF-16", "merge", "directive"))
+    label = draw.choice(list(ODD))
+    return Trial(label, ODD[label].encode("utf-16" if label == "UTF-16" else "utf-8"), label not in READ)
 
 
 # In turn, so that few trials have some of each.

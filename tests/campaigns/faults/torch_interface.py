@@ -172,7 +172,7 @@ def attention(draw: Draw) -> Trial:
         call["enable_gqa"] = draw.spoiled(True, False)
     if draw.random() < 0.5:
         call["is_causal"] = True
-    elif draw.random() < 0.3:
+    if draw.random() < (0.02 if "is_causal" in call else 0.3):
         local = (seq_len + 1) // 2
         call["attn_mask"] = draw.spoiled(
             draw.choice((dense(mask_of(draw, seq_len))[0, 0], dense(mask_of(draw, seq_len)))),
@@ -196,11 +196,14 @@ def attention(draw: Draw) -> Trial:
         "mask": draw.spoiled(mask, IntervalMask.causal(seq_len + 1), dense(mask_of(draw, seq_len)), 3, share=0.05),
     }
     nested = draw.choice((None, None, {}, {"layout": "zigzag"}, {"layout": layout}, {"layout": layout, "mask": mask}))
+    spoil_q = draw.spoiled(None, lambda q: q[0], lambda q: q[:, :, :-1], lambda q: q[..., :-1], share=0.04)
     late = draw.random() < 0.2  # a checkpoint, whose backward runs when the block has ended
 
     def on_rank(group: LoopbackGroup) -> list[Tensor]:
         buffers = [t.clone() for t in x]
         with context_parallel(group, buffers=buffers, **block):
+            if spoil_q is not None:
+                return [sdpa(spoil_q(buffers[0]), *buffers[1:3], **call)]
             if nested is not None:
                 with context_parallel(group, **nested):
                     return with_gradients(lambda *qkv: sdpa(*qkv, **call), *buffers)
