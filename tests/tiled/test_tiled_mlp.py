@@ -6,7 +6,7 @@ import pytest
 import torch
 from counting import Alive, Counting, assert_near, relative_error
 from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
-from ringtile import InputError, Refused
+from ringtile import Refused
 from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -456,23 +456,3 @@ def test_module_that_cannot_be_tiled_is_refused(module, words) -> None:
 def test_the_glu_kernels_refuse_the_same_modules() -> None:
     with pytest.raises(Refused, match="not a parameter"):
         tiled_mlp(with_part(view=torch.zeros(3, requires_grad=True)), inputs(4, dtype=torch.float32)[0])
-
-
-@pytest.mark.parametrize("tile_tokens", [0, -1, 2.5, True, None])
-def test_tile_tokens_must_be_a_positive_whole_number(tile_tokens) -> None:
-    with pytest.raises(InputError, match="tile_tokens is"):
-        tiled_mlp(Gated(), inputs(4, dtype=torch.float32)[0], tile_tokens)
-
-
-@pytest.mark.parametrize(
-    ("x", "words"),
-    [
-        (torch.zeros(HIDDEN), "expected floating point"),
-        (torch.zeros(4, HIDDEN, dtype=torch.int64), "torch.int64"),
-        (torch.zeros(4, HIDDEN - 1), "x has hidden size 11, the gate projection takes 12"),
-        (torch.zeros(4, HIDDEN, dtype=torch.bfloat16), "x has dtype torch.bfloat16 but the weight torch.float32"),
-    ],
-)
-def test_input_that_does_not_fit_is_refused(x, words) -> None:
-    with pytest.raises(InputError, match=words):
-        tiled_mlp(Gated(), x)
