@@ -4,7 +4,8 @@
 # make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
-#              minutes); `cd tests/campaigns && python -m faults --trials N MODULE` for more of one kind
+#              minutes); `cd tests/campaigns && python -m faults --trials N MODULE` for more of one kind;
+#              `make test` makes a few hundred
 # make tsan    run every threaded kernel under the thread sanitizer; by hand
 # make aarch64  cross-compile the C core for aarch64, and run its tests under qemu; by hand, skips what is missing
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed

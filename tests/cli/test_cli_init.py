@@ -245,7 +245,9 @@ def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Pa
         assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["trainer", "torch", pytest.param("sft", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["trainer", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("torch", "sft"))]
+)
 def test_project_ends_without_a_group_or_its_threads(kind: str, tmp_path: pathlib.Path) -> None:
     if kind == "sft":
         pytest.importorskip("trl")
