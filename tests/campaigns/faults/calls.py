@@ -141,11 +141,6 @@ def freed(x: Tensor) -> bool:
     return odd or x.untyped_storage().nbytes() < x.nbytes
 
 
-def dense(mask: IntervalMask) -> Tensor:
-    key = torch.arange(mask.seq_len)
-    return (mask.begin[:, :, None] <= key) & (key < mask.end[:, :, None])
-
-
 def differ(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
     """What is wrong with a result; "" if nothing is. A result on meta has only a shape."""
     if got.shape != expected.shape:

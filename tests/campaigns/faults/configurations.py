@@ -373,20 +373,22 @@ KINDS = (
 )
 
 
-def paths(config: dict[str, Any], before: tuple[str, ...] = ()) -> list[list[str]]:
-    """The way to every key, sections included."""
-    found: list[list[str]] = []
-    for key, value in config.items():
-        found.append([*before, key])
-        if isinstance(value, dict):
-            found += paths(value, (*before, key))
+def paths(value: Any, before: tuple[Any, ...] = ()) -> list[list[Any]]:
+    """The way to every value of mappings and lists, and to those themselves."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = []
+    for key, each in pairs:
+        found += [[*before, key], *paths(each, (*before, key))]
     return found
 
 
-def put(config: dict[str, Any], path: list[str], value: Any) -> None:
+def put(config: Any, path: list[Any], value: Any, removed: bool = False) -> None:
     for key in path[:-1]:
         config = config[key]
-    config[path[-1]] = value
+    if removed and path[-1] in (config if isinstance(config, dict) else range(len(config))):
+        del config[path[-1]]
+    else:
+        config[path[-1]] = value
 
 
 def dumped(config: dict[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 from faults import configurations
-from faults.configurations import VALUES, Trial, trials_in_processes
+from faults.configurations import VALUES, Trial, paths, put, trials_in_processes
 from faults.counts import Counts
 
 TRIALS = 400
@@ -106,21 +106,3 @@ def mutant(draw: random.Random, configs: dict[str, dict[str, Any]]) -> Trial:
         content = content[: draw.randrange(len(options) + 1, len(content))]
         labels.append("cut")
     return Trial(f"{name}: {', '.join(labels)}", content)
-
-
-def paths(value: Any, before: tuple[Any, ...] = ()) -> list[list[Any]]:
-    """The way to every value, of lists and mappings too."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = []
-    for key, each in pairs:
-        found += [[*before, key], *paths(each, (*before, key))]
-    return found
-
-
-def put(config: Any, path: list[Any], value: Any, removed: bool) -> None:
-    for key in path[:-1]:
-        config = config[key]
-    if removed and path[-1] in (config if isinstance(config, dict) else range(len(config))):
-        del config[path[-1]]
-    else:
-        config[path[-1]] = value

@@ -30,10 +30,11 @@ from ringtile import (
 )
 from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors, attend
+from strategies import dense
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from faults.calls import FLOATS, TOLERANCE, Draw, campaign_of, dense, differ, freed, outcome_of
+from faults.calls import FLOATS, TOLERANCE, Draw, campaign_of, differ, freed, outcome_of
 from faults.counts import Counts
 
 DEFAULT_TRIALS = 20_000

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import strategies
 import torch
 import torch.nn.functional as F
 from ringtile import (
@@ -137,8 +138,7 @@ def mask_of(draw: Draw, seq_len: int) -> IntervalMask:
 
 
 def dense(mask: IntervalMask) -> Tensor:
-    keys = torch.arange(mask.seq_len)
-    return ((keys >= mask.begin[..., None]) & (keys < mask.end[..., None]))[:, None]
+    return strategies.dense(mask)[:, None]
 
 
 def with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
