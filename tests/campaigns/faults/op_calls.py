@@ -261,7 +261,10 @@ def derivatives(draw: Draw) -> str:
     ops_and_definitions: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
         "attention": (lambda x: ring_attention(x, x, x, sequence), lambda x: dense_attention(x, x, x, dense(mask))[0]),
         # What a tracer sees; it alone differentiates.
-        "the op": (lambda x: attend(x, x, x, tensors, Options(0.5))[0], lambda x: dense_attention(x, x, x, dense(mask))[0]),
+        "the op": (
+            lambda x: attend(x, x, x, tensors, Options(0.5))[0],
+            lambda x: dense_attention(x, x, x, dense(mask))[0],
+        ),
         "shard": (lambda x: sequence.shard(x, 1), lambda x: x.clone()),
         "unshard": (lambda x: sequence.unshard(x, 1), lambda x: x.clone()),
         "GLU": (lambda x: ringtile.tiled_mlp(mlp, x, 3), mlp),
