@@ -283,6 +283,44 @@ def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "name", "change", "message"),
+    [
+        ("delta", "q", lambda x: x[0], r"q is \(70, 1, 5\); expected \(2, 70, G, K\)"),
+        ("delta", "q", lambda x: x.float(), "q has dtype torch.float32 but v has torch.float64"),
+        ("delta", "q", lambda x: x.int(), "q is torch.int32; expected one of"),
+        ("delta", "q", lambda x: x.to("meta"), "q is on meta but v is on cpu"),
+        ("delta", "q", lambda x: None, "q is a NoneType; expected a tensor"),
+        ("delta", "q", lambda x: x.expand(B, N, 3, K), "k is"),
+        ("delta", "k", lambda x: x[..., :-1], "k is"),
+        ("delta", "v", lambda x: x[:, :-1], r"v is \(2, 69, 2, 3\); expected \(2, 70, 2, 3\)"),
+        ("delta", "v", lambda x: x.new_zeros(B, N, H, 513), "V, the last dim of v, is 513; expected 1..512"),
+        ("delta", "g", lambda x: x[..., None], r"g is \(2, 70, 2, 1\); expected \(2, 70, 2\) or \(2, 70, 2, 5\)"),
+        ("delta", "g", lambda x: x[..., :1], r"g is \(2, 70, 1\); expected \(2, 70, 2\)"),
+        ("delta", "beta", lambda x: x[:, :-1], "beta is"),
+        ("ssd", "dt", lambda x: x[..., 0], "dt is"),
+        ("ssd", "A", lambda x: x[:1], r"A is \(1,\); expected \(2\)"),
+        ("ssd", "D", lambda x: x[:1], "D is"),
+        ("ssd", "B", lambda x: x[:, :, :, :-1], "C is"),
+        ("selective", "x", lambda x: x[0], r"x is \(70, 6\); expected \(B, 70, C\)"),
+        ("selective", "x", lambda x: x[..., :0], "dt is .* expected"),
+        ("selective", "dt", lambda x: x[..., :1], r"dt is \(2, 70, 1\); expected \(2, 70, 6\)"),
+        ("selective", "A", lambda x: x.mT, r"A is \(5, 6\); expected \(6, 5\)"),
+        ("selective", "B", lambda x: x.new_zeros(B, N, 513), r"C is \(2, 70, 5\); expected \(2, 70, 513\)"),
+        ("selective", "C", lambda x: x.float(), "C has dtype torch.float32 but x has torch.float64"),
+        ("selective", "D", lambda x: x[:1], "D is"),
+        ("convolution", "x", lambda x: x[0], r"x is \(70, 6\); expected \(B, 70, C\)"),
+        ("convolution", "weight", lambda x: x.new_zeros(CHANNELS, 9), "expected a width of 2..8"),
+        ("convolution", "weight", lambda x: x[:1], r"weight is \(1, 4\); expected \(6, 4\)"),
+        ("convolution", "bias", lambda x: x[:1], "bias is"),
+    ],
+)
+def test_wrong_arguments_are_named(kind: str, name: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+    tensors = tensors_of(kind)
+    with pytest.raises(InputError, match=message):
+        public(kind, tensors | {name: change(tensors[name])})
+
+
+@pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
         (
@@ -305,6 +343,13 @@ def test_sizes_that_no_kernel_computes_are_named(kind: str, sizes: dict[str, tup
         }
     with pytest.raises(InputError, match=message):
         public(kind, tensors)
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(InputError, match="activation is 'relu'; expected '' or 'silu'"):
+        public("convolution", tensors_of("convolution"), activation="relu")
+    with pytest.raises(InputError, match=r"scale is inf; expected a finite number of torch\.float64"):
+        public("delta", tensors_of("delta"), scale=float("inf"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

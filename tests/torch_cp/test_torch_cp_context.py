@@ -17,6 +17,7 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
+    MaskNotExpressible,
     Refused,
     ShardedSequence,
     context_parallel,
@@ -330,6 +331,32 @@ def test_autocast_casts_as_for_pytorch() -> None:
 
 
 # ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dropout_p": 0.1}, Refused, "dropout_p 0.1; the ring has no dropout"),
+        ({"attn_mask": torch.zeros(50, 50)}, Refused, "attn_mask is torch.float32; the ring adds nothing to scores"),
+        ({"attn_mask": torch.ones(25, 25, dtype=torch.bool)}, InputError, "expected all 50 global tokens"),
+        ({"attn_mask": torch.eye(50).flip(0).bool() | torch.eye(50).bool()}, MaskNotExpressible, "row 0, query 0"),
+        ({"attn_mask": torch.ones(50, 50).bool(), "is_causal": True}, InputError, "attn_mask and is_causal"),
+        ({"q": torch.zeros(2, 8, 25, 16, dtype=torch.float64)}, InputError, "8 heads, key 4.*enable_gqa"),
+        ({"q": torch.zeros(8, 25, 16, dtype=torch.float64)}, InputError, r"expected \(batch, heads, local tokens"),
+        ({"q": torch.zeros(2, 4, 24, 16, dtype=torch.float64)}, InputError, "q has 24 tokens"),
+    ],
+)
+def test_calls_that_cannot_be_honoured_are_refused(arguments: dict[str, Any], error: Any, message: str) -> None:
+    x = inputs()
+
+    def attend(group: LoopbackGroup) -> None:
+        tensors = [t.clone() for t in x[:3]]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3):
+            query = arguments.get("q", tensors[0])
+            sdpa(query, *tensors[1:], **{name: value for name, value in arguments.items() if name != "q"})
+
+    with pytest.raises(error, match=message):
+        LoopbackWorld(2).run(attend)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
