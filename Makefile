@@ -99,8 +99,9 @@ checks: ctest build lint pytest-hf pytest-layers pytest-others
 cuda-checks: pytest-nvcc emulator
 
 # Three parts, which take about equally long: most of the trainings; the others and what layers need; all else.
-HF := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py)
-LAYERS := $(filter-out $(HF),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
+TRAININGS := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py)
+HF := $(TRAININGS) tests/planner tests/torch_cp
+LAYERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
@@ -111,7 +112,7 @@ pytest-layers: build
 	$(PYTEST) $(CELLS) $(LAYERS)
 
 pytest-others: build
-	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf recurrent tiled transport) tests
+	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf planner recurrent tiled torch_cp transport) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
