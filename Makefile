@@ -42,6 +42,12 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(PIP) install --no-compile -r constraints.txt
 	touch $@
 
+# The parts of the tests import the same trainers at the same time; the first to do so leaves bytecode for the others.
+.venv/.bytecode: .venv/.ready
+	$(BIN)/python -c "import deepspeed.module_inject, peft, torch._inductor.compile_fx, trl.trainer.dpo_trainer, \
+		trl.trainer.reward_trainer, trl.trainer.sft_trainer" 2> /dev/null
+	touch $@
+
 build/.built: .venv/.ready setup.py pyproject.toml $(CORE)
 	$(LOCK) env $(STRICT) RINGTILE_CUDA=0 $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
@@ -94,7 +100,7 @@ test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
 
-checks: ctest build lint pytest-hf pytest-layers pytest-others
+checks: ctest build .venv/.bytecode lint pytest-hf pytest-layers pytest-others
 
 cuda-checks: pytest-nvcc emulator
 
@@ -105,13 +111,15 @@ LAYERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) tests/recurr
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
-pytest-hf: build
+pytest-hf pytest-layers pytest-others: build .venv/.bytecode
+
+pytest-hf:
 	$(PYTEST) $(CELLS) $(HF)
 
-pytest-layers: build
+pytest-layers:
 	$(PYTEST) $(CELLS) $(LAYERS)
 
-pytest-others: build
+pytest-others:
 	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf planner recurrent tiled torch_cp transport) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))

@@ -59,6 +59,7 @@ def test_doctor_lists_what_ledgers_replaced() -> None:
     assert "Owner.step" not in doctor.patched()["replaced here"]
 
 
+@pytest.mark.long  # a process of its own; the tests below read the same report in this one
 def test_doctor_patches_nothing_and_names_the_forced_instruction_set(tmp_path: pathlib.Path) -> None:
     done, report = run_doctor(tmp_path, RINGTILE_CPU_ISA="generic")
     assert done.returncode == 0, done.stderr

@@ -99,9 +99,9 @@ def rank_losses(path: pathlib.Path, name: str, cache: pathlib.Path) -> tuple[lis
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("file", "name"),
-    # ZeRO-3's numbers are those of one process in tests/tiled/test_tiled_engines.py in every run.
-    [("fsdp2", "FSDP2"), pytest.param("deepspeed_zero3", "ZeRO-3", marks=pytest.mark.long)],
+    [("fsdp2", "FSDP2"), ("deepspeed_zero3", "ZeRO-3")],
 )
+@pytest.mark.long  # test_tiled_engines.py has the numbers of both engines in every run
 def test_sharded_engines_train_as_one_process(file: str, name: str, tmp_path: pathlib.Path) -> None:
     if name.startswith("ZeRO"):
         needs_deepspeed()
