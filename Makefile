@@ -30,7 +30,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-hf pytest-layers pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-trainings pytest-trainers pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -40,12 +40,6 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.ready: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) install --no-compile -r constraints.txt
-	touch $@
-
-# The parts of the tests import the same trainers at the same time; the first to do so leaves bytecode for the others.
-.venv/.bytecode: .venv/.ready
-	$(BIN)/python -c "import deepspeed.module_inject, peft, torch._inductor.compile_fx, trl.trainer.dpo_trainer, \
-		trl.trainer.reward_trainer, trl.trainer.sft_trainer" 2> /dev/null
 	touch $@
 
 build/.built: .venv/.ready setup.py pyproject.toml $(CORE)
@@ -100,27 +94,28 @@ test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
 
-checks: ctest build .venv/.bytecode lint pytest-hf pytest-layers pytest-others
+checks: ctest build lint pytest-trainings pytest-trainers pytest-others
 
 cuda-checks: pytest-nvcc emulator
 
-# Three parts, which take about equally long: most of the trainings; the others and what layers need; all else.
-TRAININGS := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py)
-HF := $(TRAININGS) tests/planner tests/torch_cp
-LAYERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
+# Three parts, which take about equally long: most of the trainings; all else that imports trainers; the rest, whose
+# ranks need not import them.
+TRAININGS := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py) tests/planner
+OTHER_TRAINERS := tests/cli tests/tiled tests/recurrent/test_decay_gradient.py tests/package/test_docs.py
+TRAINERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) $(OTHER_TRAINERS)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
-pytest-hf pytest-layers pytest-others: build .venv/.bytecode
+pytest-trainings pytest-trainers pytest-others: build
 
-pytest-hf:
-	$(PYTEST) $(CELLS) $(HF)
+pytest-trainings:
+	$(PYTEST) $(CELLS) $(TRAININGS)
 
-pytest-layers:
-	$(PYTEST) $(CELLS) $(LAYERS)
+pytest-trainers:
+	$(PYTEST) $(CELLS) $(TRAINERS)
 
 pytest-others:
-	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf planner recurrent tiled torch_cp transport) tests
+	$(PYTEST) $(CELLS) $(patsubst %,--ignore=%,tests/hf tests/planner $(OTHER_TRAINERS)) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
