@@ -46,7 +46,7 @@ static inline int64_t rt_rows_per_task(int64_t row_len) {
 }
 
 static inline int64_t rt_num_tasks(int64_t num_rows, int64_t rows_per_task) {
-    return (num_rows + rows_per_task - 1) / rows_per_task;
+    return num_rows / rows_per_task + (num_rows % rows_per_task > 0); // any number of rows
 }
 
 #endif // RINGTILE_PARALLEL_H

@@ -225,8 +225,13 @@ static inline double conv_reference_z(const rt_conv_params *p, int64_t batch, in
     return z;
 }
 
+// Whether the rows hold nothing: there may be any number of them.
+static inline bool conv_rows_are_empty(const rt_conv_params *p) {
+    return p->num_channels == 0 || (p->num_tokens == 0 && p->width == 1);
+}
+
 static inline void conv_reference_fwd(const rt_conv_params *p) {
-    for (int64_t b = 0; b < p->batch; b++)
+    for (int64_t b = 0; b < p->batch && !conv_rows_are_empty(p); b++)
         for (int64_t c = 0; c < p->num_channels; c++) {
             for (int64_t t = 0; t < p->num_tokens; t++) {
                 const bool padding = is_padding(p->seq_idx, p->seq_idx_batch_stride, b, t);
@@ -242,7 +247,7 @@ static inline void conv_reference_fwd(const rt_conv_params *p) {
 
 // dx of one channel of a row is summed up in f64 before it is rounded.
 static inline void conv_reference_bwd(const rt_conv_params *p) {
-    const int64_t B = p->batch, N = p->num_tokens, C = p->num_channels, K = p->width;
+    const int64_t B = conv_rows_are_empty(p) ? 0 : p->batch, N = p->num_tokens, C = p->num_channels, K = p->width;
     const rt_dtype wide = state_of(p->dtype);
     double *dx = must_alloc((size_t)((B > 0 && C > 0 ? N : 0) + K) * sizeof(double));
     for (int64_t c = 0; c < C; c++) {

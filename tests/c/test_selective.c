@@ -151,6 +151,10 @@ static void test_malformed_params_are_refused(void) {
     CHECK_STATUS(rt_selective_fwd(NULL, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_selective_fwd(&c.p, no_threads()), RT_WORKSPACE);
     rt_selective_params bad = c.p;
+    bad.num_channels = INT64_MAX;
+    CHECK_INT(rt_selective_fwd_workspace_bytes(&bad, 1), 0);
+    CHECK_STATUS(rt_selective_fwd(&bad, no_threads()), RT_TOO_LARGE);
+    bad = c.p;
     bad.out = c.x[SEL_X];
     CHECK_STATUS(run_selective_case(bad, false, no_threads()), RT_SHARED_MEMORY);
     bad = c.p, bad.dB = c.x[SEL_DC];
