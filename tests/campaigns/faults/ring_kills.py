@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pool import Pool
+from pool import Pool, start_server
 from ringtile import IntervalMask, Layout, PeerLost, ShardedSequence, ring_attention
 
 from faults.counts import Counts
@@ -56,6 +56,7 @@ def run_until_lost(victim: int, number: int, after: float, when: str, scheme: st
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
+    start_server()
     counts, chance = Counts(), random.Random(seed)
     seconds: dict[signal.Signals, list[float]] = {signal.SIGKILL: [], signal.SIGSTOP: []}
     for trial in range(trials or 50):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import hf_training  # noqa: F401  the server from which ranks are forked imports it too
 import torch
 import torch.distributed as dist
-from pool import Pool
+from pool import Pool, start_server
 from ringtile.errors import CheckpointError, PeerLost
 from ringtile.hf.checkpoints import MANIFEST
 
@@ -68,6 +68,7 @@ def campaign(trials: int | None, seed: int) -> Counts:
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(["cc", "-std=c17", "-shared", "-fPIC", "-O1", "-o", LIBRARY, SOURCE, "-ldl"], check=True)
     os.environ["LD_PRELOAD"] = str(LIBRARY)  # of the server from which ranks are forked
+    start_server()
     counts, chance = Counts(), random.Random(seed)
     pools = {world_size: Pool(world_size, LIMIT_SECONDS) for world_size in (1, 2)}
     expected: dict[tuple[str, int], Outcome] = {}
