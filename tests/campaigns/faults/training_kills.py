@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import hf_training  # noqa: F401  the server from which ranks are forked imports it too
-from pool import CONTEXT
+from pool import CONTEXT, start_server
 from torch.distributed import TCPStore
 
 from faults.counts import Counts
@@ -78,6 +78,7 @@ class Trial:
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
+    start_server()
     counts, rng, late = Counts(), random.Random(seed), 0
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(trials or 30):
