@@ -1,5 +1,5 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (about a minute)
-# make test    set up, build, lint, and test: C under sanitizers, Python (five to nine minutes on two cores)
+# make test    set up, build, lint, and test: C under sanitizers, Python (about six minutes on two cores)
 # make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
 # make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
 # make mutants   break one line of the product at a time and show that a test goes red (half an hour)
@@ -30,7 +30,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-trainings pytest-trainers pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-hf pytest-layers pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -94,28 +94,25 @@ test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
 
-checks: ctest build lint pytest-trainings pytest-trainers pytest-others
+checks: ctest build lint pytest-hf pytest-layers pytest-others
 
 cuda-checks: pytest-nvcc emulator
 
-# Three parts, which take about equally long: most of the trainings; all else that imports trainers; the rest, whose
-# ranks need not import them.
-TRAININGS := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py) tests/planner
-OTHER_TRAINERS := tests/cli tests/tiled tests/recurrent/test_decay_gradient.py tests/package/test_docs.py
-TRAINERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) $(OTHER_TRAINERS)
+# Three parts, which take about equally long: most of the trainings; the others and what layers need; all else.
+TRAININGS := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py)
+HF := $(TRAININGS) tests/planner tests/torch_cp
+LAYERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 CELLS := $(if $(ALL),-m 'not nvcc')
 
-pytest-trainings pytest-trainers pytest-others: build
+pytest-hf: build
+	$(PYTEST) $(CELLS) $(HF)
 
-pytest-trainings:
-	$(PYTEST) $(CELLS) $(TRAININGS)
+pytest-layers: build
+	$(PYTEST) $(CELLS) $(LAYERS)
 
-pytest-trainers:
-	$(PYTEST) $(CELLS) $(TRAINERS)
-
-pytest-others:
-	$(PYTEST) $(CELLS) $(patsubst %,--ignore=%,tests/hf tests/planner $(OTHER_TRAINERS)) tests
+pytest-others: build
+	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf planner recurrent tiled torch_cp transport) tests
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
