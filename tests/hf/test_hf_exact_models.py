@@ -290,7 +290,9 @@ def encoder(what: str, name: str = "modernbert", *, classes: bool = False, colla
     apart = {"alone": {"collator": Labelled(Padded(), classes, types)}} if collator is packed_for_flash else {}
     options = {"max_steps": 3, "learning_rate": 0.05, **more.pop("options", {})}
     made = functools.partial(made_encoder, name, classes, lora, tuple(more.pop("settings", {}).items()))
-    return Cell(f"encoder, {what}", options, ranks=rows, **({"alone": rows} | apart), made=made, **more)
+    more |= {"alone": rows} | apart
+    # logits up to 5 after steps of which each passes rounding on
+    return Cell(f"encoder, {what}", options, ranks=rows, made=made, predictions=10 * TOLERANCE, **more)
 
 
 WHOLE = {"evaluate": True}
