@@ -11,7 +11,7 @@ import torch
 from accelerate import ParallelismConfig
 from cells import Cell, check, params, table
 from hf_models import SIZES, tiny_model, with_lora
-from hf_training import Padded, make_pairs, make_rows, packed, packed_for_flash
+from hf_training import Padded, make_pairs, make_rows, packed
 from losses import (
     Drawing,
     HiddenStates,
@@ -26,7 +26,13 @@ from losses import (
     mean_of_logits,
     squared,
 )
-from transformers import BartConfig, BartForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
 ALONE = {"context_parallel_size": 1}
@@ -43,6 +49,12 @@ LAST_BATCHES = {
 def drawing_collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     torch.rand(())
     return Padded()(rows)
+
+
+def packed_with_seq_idx(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Documents in one row, named by cu_seq_lens and seq_idx beside their position ids."""
+    batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    return batch
 
 
 def in_float64() -> dict[str, Any]:
@@ -70,7 +82,7 @@ TRAINER = [
     ),
     Cell("learned positions", {"family": "opt", "collator": Padded("left"), "evaluate": True}),
     Cell("keywords dropped in checkpoints", {"family": "stablelm", "gradient_checkpointing": True}),
-    Cell("documents named for flash attention", {"collator": packed_for_flash}, {"layout": "per_document"}),
+    Cell("documents named for flash attention", {"collator": packed_with_seq_idx}, {"layout": "per_document"}),
     Cell("tiles, packed", {"collator": packed, "evaluate": True}, TILED),
     Cell("windows over packed rows, striped", {"collator": packed, "family": "qwen3-sliding"}, {"layout": "striped"}),
     Cell(
