@@ -67,11 +67,11 @@ def check_devices(first_name: str, first: Tensor, **others: Tensor | None) -> No
 
 def check_number(name: str, value: Any) -> float:
     """A number as a float. InputError: it is none, or a tensor whose gradient would be lost."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise InputError(
-            f"{name} is a tensor that requires grad, which it would not get; apply it to the tensors yourself"
-        )
     if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise InputError(
+                f"{name} is a tensor that requires grad, which it would not get; apply it to the tensors yourself"
+            )
         check_storage(name, value)
     try:
         if isinstance(value, str):
