@@ -30,7 +30,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest-hf pytest-layers pytest-others pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -83,7 +83,7 @@ aarch64:
 emulator:
 	$(MAKE) -s $(JOBS) -C tests/emulator
 
-# More parts at a time than cores: ranks often wait. The C tests need nothing that setup installs.
+# The C tests need nothing that setup installs.
 test:
 	+$(MAKE) --no-print-directory -j4 JOBS= checks
 
@@ -94,28 +94,18 @@ test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
 
-checks: ctest build lint pytest-hf pytest-layers pytest-others
+checks: ctest build lint pytest
 
 cuda-checks: pytest-nvcc emulator
 
-# Three parts, which take about equally long: most of the trainings; the others and what layers need; all else.
-TRAININGS := $(wildcard tests/hf/test_f*.py tests/hf/test_hf_[a-m]*.py)
-HF := $(TRAININGS) tests/planner tests/torch_cp
-LAYERS := $(filter-out $(TRAININGS),$(wildcard tests/hf/test_*.py)) tests/recurrent tests/tiled tests/transport
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python
 CELLS := $(if $(ALL),-m 'not nvcc')
 
-pytest-hf: build
-	$(PYTEST) $(CELLS) $(HF)
-
-pytest-layers: build
-	$(PYTEST) $(CELLS) $(LAYERS)
-
-pytest-others: build
-	$(PYTEST) $(CELLS) $(patsubst %,--ignore=tests/%,hf planner recurrent tiled torch_cp transport) tests
+pytest: build
+	$(PYTEST) tests/parts.py $(CELLS)
 
 pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
-	$(if $(NVCC),$(PYTEST) -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
+	$(if $(NVCC),$(PYTEST) -m pytest -m nvcc $(shell grep -lw 'nvcc' tests/*/test_*.py),@echo "test-cuda: nvcc is not installed; the emulator alone runs")
 
 mutants: build
 	$(BIN)/python -u tests/campaigns/mutants.py

@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 GRACE_SECONDS = 10.0  # once a rank has failed, for the others to notice
 TRAINERS = [
     *(
-        "hf_training",
+        "transformers.trainer",
+        "datasets",
         "peft",
         "deepspeed.module_inject",
         "torch._inductor.compile_fx",

@@ -1,0 +1,71 @@
+"""Runs all tests, three parts at a time: `python tests/parts.py [options of pytest]`.
+
+What a part and the server of its ranks import takes as long as a hundred tests. One process imports it; each of them is
+a fork of that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from pool import TRAINERS, start_server
+
+TESTS = Path(__file__).parent
+
+
+def parts() -> list[list[str]]:
+    """What pytest is given for each part: equally long, and more than two cores, since ranks often wait."""
+    trainings = sorted(TESTS.glob("hf/test_*.py"))
+    middle = len(trainings) * 2 // 3
+    hf = [*trainings[:middle], TESTS / "planner", TESTS / "torch_cp"]
+    layers = [*trainings[middle:], *(TESTS / name for name in ("recurrent", "sequence", "tiled", "transport"))]
+    others = [TESTS / name for name in ("attn", "cli", "gpu", "package")]
+    return [[str(path) for path in part] for part in (hf, layers, others)]
+
+
+def main() -> int:
+    for name in TRAINERS:
+        with contextlib.suppress(ImportError):  # what is not installed is skipped by the tests of it
+            importlib.import_module(name)
+    children = []
+    for part in parts():
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            os._exit(_run(part))
+        children.append(child)
+    return max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children])
+
+
+def _run(part: Sequence[str]) -> int:
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
+        start_server()
+    code = int(pytest.main([*sys.argv[1:], *part]))
+    sys.stdout.flush()
+    return code
+
+
+def _fork(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """A fork where multiprocessing would start a new Python: it runs the program of `-c` with these descriptors."""
+    if child := os.fork():
+        return child
+    try:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in descriptors:
+                with contextlib.suppress(OSError):  # that of listdir
+                    os.close(descriptor)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
