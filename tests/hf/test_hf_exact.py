@@ -221,7 +221,7 @@ LOSSES = [
     Cell("a model called with positional arguments", {"trainer_class": PositionalCall}),
     Cell("a mean of means", {"trainer_class": MeanPerBatch, "evaluate": True}),
     Cell("a loss function", SQUARED),
-    Cell("a loss function, two groups", SQUARED, world=4, processes=2),
+    Cell("a loss function, two groups", SQUARED, world=4, processes=2, long=True),
     Cell("twice the loss", {"trainer_class": TwiceTheLoss, **EVERY_NUMBER}, long=True),
     Cell("a sum over items that is not averaged", {"trainer_class": SumOverItems, **EVERY_NUMBER}, long=True),
     Cell("a mean of smoothed means", {"trainer_class": MeanPerBatch, "label_smoothing_factor": 0.1}, long=True),
@@ -296,7 +296,7 @@ TRL = [
     Cell("SFT, padded to a multiple", {**SFT, "pad_to_multiple_of": 8}, long=True),
     Cell("SFT, dft", {**SFT, "loss_type": "dft"}, long=True),
     Cell("SFT on completions", SFT, made=completions, long=True),
-    dpo("of two losses", loss_type=["ipo", "sft"], loss_weights=[0.7, 0.3], long=False),
+    dpo("of two losses", loss_type=["ipo", "sft"], loss_weights=[0.7, 0.3]),
     dpo("sigmoid", loss_type=["sigmoid"]),
     dpo("sigmoid_norm", loss_type=["sigmoid_norm"], ld_alpha=0.5),
     dpo("robust", loss_type=["robust"], label_smoothing=0.1, use_weighting=True),
@@ -331,7 +331,7 @@ ADAPTERS = {
     "AdaptionPrompt": {"adapter_len": 4, "adapter_layers": 2, "task_type": "CAUSAL_LM"},
     "TrainableTokens": {"token_indices": list(range(3, 20)), "target_modules": ["embed_tokens"]},
 }
-IN_EVERY_RUN = ("AdaLora", "PromptTuning", "CPT")  # terms of the loss, added tokens, both; the others are linear maps
+IN_EVERY_RUN = ("AdaLora", "PromptTuning")  # terms of the loss, added tokens; CPT has both, the others are linear maps
 
 
 def adapted(adapter: str) -> dict[str, Any]:
@@ -419,9 +419,15 @@ EXPERTS = [
     # The mask takes the padding out; an evaluation before any training has not set how many batches are accumulated.
     Cell("balancing loss of padded rows, evaluated first", {**BALANCED, "evaluate_first": True}),
     # No mask: every token counts, but not the layout's padding.
-    Cell("balancing loss of packed rows", {**BALANCED, "collator": packed}),
+    Cell("balancing loss of packed rows", {**BALANCED, "collator": packed}, long=True),
     Cell("balancing loss of full sequences", {**BALANCED, "trainer_class": OwnLoss}),
-    Cell("balancing loss of two groups", {**BATCHES, "eval_strategy": "steps", "eval_steps": 2}, world=4, processes=2),
+    Cell(
+        "balancing loss of two groups",
+        {**BATCHES, "eval_strategy": "steps", "eval_steps": 2},
+        world=4,
+        processes=2,
+        long=True,
+    ),
     Cell("balancing loss that SFT logs", {**SFT, **BALANCED, "evaluate_first": True}),
     Cell("balancing loss, own token average", {**BALANCED, "average_tokens_across_devices": False}, long=True),
     Cell(

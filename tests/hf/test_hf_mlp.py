@@ -208,7 +208,8 @@ def test_a_router_may_write_jitter_into_its_input() -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize("use_original_mlp", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # test_tiled_mlp.py compiles the ops in every run
+@pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_a_compiled_model_has_the_same_gradients(use_original_mlp) -> None:
     model = double_model("llama", num_hidden_layers=1)
     logits, expected = logits_and_gradients(model)

@@ -146,7 +146,7 @@ def _live(config, folder, engine, crash, resume=None):
     )
 
 
-@pytest.mark.parametrize("engine", [pytest.param("DDP", marks=pytest.mark.long), "FSDP2"])
+@pytest.mark.parametrize("engine", ["DDP", pytest.param("FSDP2", marks=pytest.mark.long)])
 def test_resume_after_a_kill_is_bitwise_the_uninterrupted_run(engine, tmp_path):
     expected = run_ranks(2, _live, CONFIG, tmp_path / "whole", engine, crash=False)
     doomed = Pool(2)

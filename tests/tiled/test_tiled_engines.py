@@ -133,6 +133,7 @@ def test_fsdp2_gathers_once_whatever_the_number_of_tiles(family, wrapped, use_or
     assert plain[0][1] == {"c10d::_allgather_base_": 2 * num_units - 1, "c10d::_reduce_scatter_base_": num_units}
 
 
+@pytest.mark.long
 def test_hsdp_equals_one_process() -> None:
     for weights, _ in run_ranks(4, fsdp2, "llama", "HSDP", 4, False, False):
         assert_near(weights, one_process("llama", 4))
@@ -190,6 +191,7 @@ def zero3_collectives(config: dict[str, object]) -> Counter[str]:
     return collectives.counts
 
 
+@pytest.mark.long  # test_trainer_has_the_weights_of_one_process tiles under ZeRO-3 in every run
 def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
     """DeepSpeed's hooks on an MLP's submodules would gather once per tile; a leaf gathers its parameters together."""
     needs_deepspeed()
