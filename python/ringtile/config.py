@@ -47,6 +47,7 @@ class Config(Section):
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
     tile_tokens: Count = 16384  # tokens per tile, of the MLP and the loss
     tiled_loss: bool = False
+    loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
     activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
     gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
     log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py
@@ -79,6 +80,11 @@ class Config(Section):
             raise ValueError(
                 f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true or tiled_loss: true, or "
                 f"remove tile_tokens"
+            )
+        if self.loss_tile_tokens is not None and not self.tiled_loss:
+            raise ValueError(
+                f"loss_tile_tokens is {self.loss_tile_tokens} but tiled_loss is false; set tiled_loss: true or remove "
+                f"loss_tile_tokens"
             )
         return self
 

@@ -89,6 +89,7 @@ def test_plain_yaml_is_read_as_before(tmp_path: pathlib.Path) -> None:
     [
         ({"tiled_mlp_use_original_mlp": False}, "tiled_mlp_use_original_mlp is False but tiled_mlp is false"),
         ({"tile_tokens": 5}, "tile_tokens is 5 but nothing is tiled"),
+        ({"loss_tile_tokens": 5, "tiled_mlp": True}, "loss_tile_tokens is 5 but tiled_loss is false"),
         (
             {"tile_tokens": 5, "tiled_mlp": True, "tiled_mlp_num_shards": 2},
             "tile_tokens is 5 but tiled_mlp_num_shards, 2, sets the tiles",

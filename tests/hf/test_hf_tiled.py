@@ -1,6 +1,7 @@
 """Tiled MLP and tiled loss on transformers models and Trainers: same numbers, nothing left behind, or refused."""
 
 import copy
+import functools
 from types import MethodType
 
 import pytest
@@ -10,7 +11,7 @@ from counting import Counting
 from hf_models import SIZES, tiny_model
 from hf_training import make_trainer
 from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
-from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tiled_causal_lm_loss
+from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tile_tokens_of, tiled_causal_lm_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.patches import Patches
 from torch import Tensor, nn
@@ -194,6 +195,14 @@ def test_tiling_twice_and_strange_forwards_are_refused() -> None:
 # ---- the loss -----------------------------------------------------------------------------------
 
 
+def test_tile_of_the_loss_is_bounded_by_the_device_or_given() -> None:
+    sizes = {"vocab_size": 2**17, "dtype": torch.bfloat16}
+    of = {name: functools.partial(tile_tokens_of, **sizes, device=torch.device(name)) for name in ("cpu", "cuda")}
+    assert [of[name](Config(tiled_loss=True)) for name in of] == [256, 2**30 // (6 * 2**17)]
+    assert [of[name](Config(tiled_loss=True, tile_tokens=200)) for name in of] == [200, 200]
+    assert [of[name](Config(tiled_loss=True, tile_tokens=200, loss_tile_tokens=4096)) for name in of] == [4096, 4096]
+
+
 @pytest.fixture
 def oracle_loss(monkeypatch):
     """Substitutes the float64 definition for transformers' loss, so that double models pass the check for it."""
@@ -259,7 +268,7 @@ def test_any_chain_of_factors_and_one_tanh(change) -> None:
     shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     logits = change(head(hidden[None]))
     oracle = change(hidden[None] @ head.weight.t())
-    ours = tiled_causal_lm_loss(16384, logits, labels, 31)
+    ours = tiled_causal_lm_loss(Config(), logits, labels, 31)
     theirs = nn.functional.cross_entropy(oracle[0].double(), shift_labels[0])
     torch.testing.assert_close(ours, theirs, rtol=1e-6 if oracle.dtype == torch.float32 else 1e-14, atol=0)
 

@@ -21,10 +21,10 @@ from ringtile.cli.output import check_output_folder
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model, told_as_ours
 from ringtile.config import Config
 from ringtile.errors import ConfigError, PeerLost, RingMismatch
+from ringtile.hf.loss import tile_tokens_of
 from ringtile.hf.peers import leave_groups, of_a_collective
 from ringtile.hf.trainer import first_batch_of
 from ringtile.peak_memory import peak_bytes
-from ringtile.tiled.loss import loss_tile_tokens
 
 
 class LossBar(ProgressCallback):
@@ -178,5 +178,5 @@ def tile_tokens(config: Config, model: PreTrainedModel, num_tokens: int) -> dict
         shards = config.tiled_mlp_num_shards
         found["mlp"] = config.tile_tokens if shards is None else math.ceil(num_tokens / shards)
     if config.tiled_loss:
-        found["loss"] = min(config.tile_tokens, loss_tile_tokens(model.config.vocab_size, model.dtype))
+        found["loss"] = tile_tokens_of(config, model.config.vocab_size, model.dtype, model.device)
     return found

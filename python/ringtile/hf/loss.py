@@ -129,8 +129,8 @@ for _operator in _OPERATORS:
 def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches) -> None:
     """Replaces the output projection's forward and the model's loss function by tiled versions, for training.
 
-    A tile has config.tile_tokens tokens, or as many as the default tile of `tiled_linear_cross_entropy`, whichever is
-    fewer.
+    A tile has config.loss_tile_tokens tokens; without, config.tile_tokens or as many as the default tile of
+    `tiled_linear_cross_entropy`, whichever is fewer.
 
     Refused: the loss is not transformers' causal one, or the projection is not a plain torch.nn.Linear.
     ConfigError: Liger has replaced the model's forward.
@@ -151,7 +151,7 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
             "remove it from the adapter's target_modules and modules_to_save"
         )
     patches.set(head, "forward", MethodType(_head_forward, head))
-    patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config.tile_tokens))
+    patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -177,8 +177,13 @@ def _head_forward(
     return TiledLogits(head, hidden)
 
 
+def tile_tokens_of(config: Config, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens in a tile of the loss."""
+    return config.loss_tile_tokens or min(config.tile_tokens, loss_tile_tokens(vocab_size, dtype, device))
+
+
 def tiled_causal_lm_loss(
-    tile_tokens: int,
+    config: Config,
     logits: Tensor | TiledLogits,
     labels: Tensor | None,
     vocab_size: int,
@@ -212,6 +217,7 @@ def tiled_causal_lm_loss(
             f"tiled_loss: labels of shape {tuple(shift_labels.shape)} for logits of shape {tuple(logits.shape)}; "
             "expected one label per token; do not combine logits_to_keep with labels"
         )
+    tile_tokens = tile_tokens_of(config, vocab_size, logits.dtype, logits.device)
     tiled = functools.partial(
         tiled_linear_cross_entropy,
         labels=shift_labels.reshape(logits.shape[:-1]).to(logits.device),
@@ -219,7 +225,7 @@ def tiled_causal_lm_loss(
         logit_scale=float(logits.scale),
         softcap=float(logits.softcap or 0),
         num_items=num_items_in_batch,
-        tile_tokens=min(tile_tokens, loss_tile_tokens(vocab_size, logits.dtype), tile_limit() or tile_tokens),
+        tile_tokens=min(tile_tokens, tile_limit() or tile_tokens),
     )
     head = logits.head
 

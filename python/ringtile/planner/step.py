@@ -45,6 +45,7 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.offload import hooks_of
+from ringtile.tiled.tiles import as_on
 from ringtile.transport.loopback import Hall, LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
 
@@ -170,7 +171,7 @@ class TrainingStep:
         sequence = ShardedSequence(mask, layout, group, scheme=setup.ringtile.context_parallel_scheme)
         zero = torch.zeros((), dtype=torch.int64)
         self._batch = ShardedBatch(sequence, seq_len, seq_len, zero, zero)
-        with self._fake, live, _planning(self):
+        with self._fake, live, _planning(self), as_on("cuda" if setup.on_gpu else "cpu"):
             live.reset_peak()
             self._step(layout.seq_len, sequence.local_len)
         parts = live.finish()

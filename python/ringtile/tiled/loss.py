@@ -20,23 +20,32 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, linear, tiles
+from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, device_type, linear, tiles
 from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, group_of, local_vocab_shard
-from ringtile.tiled.weight_grad import add_linear_grads_, new_grad_sums, round_grad_sums
+from ringtile.tiled.weight_grad import (
+    add_linear_grads_,
+    new_grad_sums,
+    round_grad_sums,
+    sums_16_bit_products,
+)
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, transport_of
 
 _NAME = "the tiled loss"
-LOGITS_BYTES = 64 * 2**20  # default bound on the logits of one tile
+# The default bound on the logits of one tile. Each tile reads and writes the sum of the weight's gradient, which is
+# larger than a CPU's caches anyway; a GPU also needs many rows for its products. It is no share of the memory that is
+# free: all ranks and the planner choose the same.
+LOGITS_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 MIN_TILE_TOKENS = 256  # products with fewer rows use the machine poorly
 WIDENED_CLASSES = 1024  # half-precision weights are widened this many classes at a time: a few MiB, which stay in cache
 
 
-def loss_tile_tokens(vocab_size: int, dtype: torch.dtype) -> int:
+def loss_tile_tokens(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """The default tile: as many tokens as fit LOGITS_BYTES, at least MIN_TILE_TOKENS. dtype: that of the product."""
     state = ops.state_dtype(dtype)
     token_bytes = vocab_size * (state.itemsize + (0 if dtype == state else dtype.itemsize))
-    return max(MIN_TILE_TOKENS, LOGITS_BYTES // max(token_bytes, 1))
+    num_bytes = LOGITS_BYTES.get(device_type(device), LOGITS_BYTES["cpu"])
+    return max(MIN_TILE_TOKENS, num_bytes // max(token_bytes, 1))
 
 
 # A graph break under torch.compile: the loop over tiles writes its buffers in place.
@@ -72,7 +81,7 @@ def tiled_linear_cross_entropy(
     torch.
 
     The result is float32 (float64 for float64 hidden), also for bfloat16. tile_tokens: None chooses the largest tile
-    whose logits fit LOGITS_BYTES. Differentiable once, with respect to hidden, weight and bias.
+    whose logits fit the LOGITS_BYTES of the device. Differentiable once, with respect to hidden, weight and bias.
 
     group: vocabulary parallel; weight (v, E) and bias (v) hold this rank's shard of the classes, in rank order, of any
     size. Everything else must be the same on all ranks of the group; so are the loss and the gradient of hidden, which
@@ -146,7 +155,7 @@ def tiled_linear_cross_entropy(
             )
         if tile_tokens is None:  # the same on all ranks: each tile is a collective
             max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
-            tile_tokens = loss_tile_tokens(max_local_classes, dtype)
+            tile_tokens = loss_tile_tokens(max_local_classes, dtype, hidden.device)
         job = _Job(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
         hidden_rows = hidden.flatten(0, -2)
         if reduction == "none":
@@ -178,7 +187,7 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     float32 for half precision on a CPU without instructions for it: torch's own products are at least 5 times slower.
     """
-    if device.type != "cpu" or dtype == ops.state_dtype(dtype):
+    if device_type(device) != "cpu" or dtype == ops.state_dtype(dtype):
         return dtype
     return dtype if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512_bf16" else torch.float32
 
@@ -232,10 +241,13 @@ class _Job:
         weight_sum, bias_sum = new_grad_sums((weight, bias), needed[1:])
         num_rows = min(self.tile_tokens, self.rows.numel())
         product_buffer = hidden.new_empty((num_rows, weight.size(0)), dtype=product)
-        # In the dtype of the sums, so that dlogits are not rounded before they enter the weight's gradient.
+        # In the dtype of the sums: the loss is computed in it, and no product is rounded twice.
         state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
         # If weights must be widened, a few classes at a time; otherwise all classes at once.
         num_columns = max(1, weight.size(0)) if product == self.dtype else WIDENED_CLASSES
+        # As autograd does: the logits were rounded to bfloat16 before, which moves p by more than 2^-9 of it, so parts
+        # that would keep dlogits whole cost a second product for no smaller error. float16 would lose p below 6e-5.
+        round_dlogits = product == torch.bfloat16 and sums_16_bit_products(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in tiles(self.rows.numel(), self.tile_tokens):
                 rows, labels = self.rows[tile], self.labels[tile]
@@ -252,9 +264,14 @@ class _Job:
                 if not any(needed):
                     continue
                 dlogits = logits if factors is None else logits.mul_(factors[rows, None])
-                self._add_weight_grads_(weight_sum, bias_sum, dlogits, x, labels)
-                if dhidden is not None:
+                if round_dlogits:
                     products.copy_(dlogits)
+                    add_linear_grads_(weight_sum, None, products, x)
+                    add_linear_grads_(None, bias_sum, dlogits, x)
+                else:
+                    self._add_weight_grads_(weight_sum, bias_sum, dlogits, x, labels)
+                    products.copy_(dlogits)
+                if dhidden is not None:
                     dx = torch.zeros_like(x)
                     for columns in tiles(weight.size(0), num_columns):
                         dx.addmm_(products[:, columns], weight[columns].to(self.dtype).to(product))
@@ -271,7 +288,7 @@ class _Job:
         In a single sum, each small term would be rounded to the size of the large ones. Only on a CPU: a GPU's
         index_add_ has no fixed order, so results would differ from run to run.
         """
-        if weight_sum is None or self.vocab_parallel is not None or x.device.type != "cpu":
+        if weight_sum is None or self.vocab_parallel is not None or device_type(x.device) != "cpu":
             return add_linear_grads_(weight_sum, bias_sum, dlogits, x)
         rows = torch.arange(labels.numel(), device="cpu")
         label_dlogits = dlogits[rows, labels]

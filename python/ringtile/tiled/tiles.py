@@ -36,6 +36,24 @@ def tile_limit() -> int | None:
     return _limit.get()
 
 
+_device_type: contextvars.ContextVar[str | None] = contextvars.ContextVar("device_type", default=None)
+
+
+@contextlib.contextmanager
+def as_on(device_type: str) -> Iterator[None]:
+    """Inside, tiles are chosen and multiplied as on such a device: for fake tensors, which are on none."""
+    token = _device_type.set(device_type)
+    try:
+        yield
+    finally:
+        _device_type.reset(token)
+
+
+def device_type(device: torch.device) -> str:
+    """The type of the device whose tiles these are."""
+    return _device_type.get() or device.type
+
+
 class TileRun:
     """A module's run on one tile, for code inside the module that must know which tokens these are."""
 

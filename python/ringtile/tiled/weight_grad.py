@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ringtile.ops import state_dtype
+from ringtile.tiled.tiles import device_type, tiles
+
+PRODUCT_BYTES = 64 * 2**20  # of a product that is then added to a sum
 
 
 def new_grad_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -29,15 +32,27 @@ def round_grad_sums(sums: Sequence[Tensor | None], inputs: Sequence[Tensor | Non
     return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
 
 
+def sums_16_bit_products(device: torch.device) -> bool:
+    """Whether 16-bit matrices are multiplied there with sums, and a result, of float32: by CUDA's tensor cores."""
+    return device_type(device) == "cuda"
+
+
 def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: Tensor, x: Tensor) -> None:
     """Adds one tile's gradients of a linear layer: dout^T x for the weight, the column sums of dout for the bias.
 
     dout (T, F), x (T, E), weight_sum (F, E), bias_sum (F); a sum that is None is skipped. The product is computed in
     the dtype of the sum, so a bfloat16 tile's share is not rounded and the error does not grow with the number of
-    tiles.
+    tiles. Where `sums_16_bit_products`, factors of 16 bits stay so: in float32 the product of two of them is exact.
     """
     if weight_sum is not None:
-        weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))
+        narrow = dout.dtype == x.dtype in (torch.bfloat16, torch.float16) and weight_sum.dtype == torch.float32
+        if narrow and sums_16_bit_products(x.device):
+            # torch.addmm with out_dtype would need the whole product beside the sum, too.
+            num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
+            for rows in tiles(dout.size(1), num_rows):
+                weight_sum[rows] += torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32)
+        else:
+            weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))
     if bias_sum is not None:
         bias_sum += dout.sum(0, dtype=bias_sum.dtype)
 
