@@ -64,6 +64,21 @@ def test_the_slowest_rank_of_a_scheme_counts(seconds_of: Any) -> None:
     assert LoopbackWorld(2).run(attend) == ["all_gather"] * 2
 
 
+@pytest.mark.parametrize(("seconds", "runs"), [(1e-3, 10), (0.02, 6), (1.0, 3)])
+def test_candidates_take_turns_and_short_ones_run_more_often(seconds_of: Any, seconds: float, runs: int) -> None:
+    """After a run that warms up. What slows the machine for a while, here in one round, decides nothing."""
+    ran: list[str] = []
+
+    def took(scheme: str, rank: int) -> float:
+        ran.append(scheme)
+        slow = 100 if scheme == "ring" and ran.count("ring") == 5 else 1
+        return seconds * slow * (0.9 if scheme == "ring" else 1.0)
+
+    seconds_of(lambda scheme, rank: took(scheme, rank) if rank == 0 else 0.0)
+    assert LoopbackWorld(2).run(attend) == ["ring"] * 2
+    assert ran == ["ring", "all_gather", "ulysses"] * runs
+
+
 def test_every_candidate_may_be_taken_with_any_kernel_and_dropout(seconds_of: Any) -> None:
     dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 0)
     choices: list[dict[str, Any]] = [{}, {"dropout": dropout}, {"attention_kernel": "aten"}]
@@ -92,7 +107,7 @@ def test_a_kind_is_measured_once_and_masks_of_about_the_same_work_are_one_kind(s
     assert LoopbackWorld(1).run(on_rank) == [[0] * 4]  # nothing to choose
     of_world = LoopbackWorld(2).run(on_rank)
     once = len(measured) // 2
-    assert once == 2 * 3  # ranks, candidates
+    assert once == 2 * 3 * 3  # ranks, candidates, runs
     assert of_world[0][-1] == of_world[1][-1] == len(measured)
 
 
