@@ -9,7 +9,7 @@
 # make tsan    run every threaded kernel under the thread sanitizer; by hand
 # make aarch64  cross-compile the C core for aarch64, and run its tests under qemu; by hand, skips what is missing
 # make emulator  run the CUDA kernels on the host emulator; no CUDA toolkit needed
-# make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME or PATH; needs no GPU
+# make cuda    compile the CUDA kernels too, with the nvcc of CUDA_HOME, PATH or /usr/local/cuda; needs no GPU
 # make lint    clang-format, ruff, mypy
 # make wheel   the sdist and, from it alone, the wheel for any Linux with glibc 2.28, checked by auditwheel: dist/
 # make matrix  the wheel with each torch, Python and library that it supports, one fresh venv each; writes the table of
@@ -22,7 +22,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/torch/*.cpp)
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc))
+NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 LOCK := mkdir -p build && flock build/.lock
 # Here every compiler warning fails the build; a user's pip install only prints it.
 STRICT := RINGTILE_WERROR=1

@@ -7,7 +7,7 @@
 Environment, read here and nowhere else in the build (setuptools reads CC and CXX as well):
 
     CC, CXX          the compilers
-    CUDA_HOME        where to look for nvcc before PATH
+    CUDA_HOME        where to look for nvcc before PATH, and /usr/local/cuda after it
     RINGTILE_CUDA    0: leave the CUDA kernels out, which take minutes to compile; 1: fail without nvcc; auto, the
                      default: build them where nvcc is and torch has CUDA
     RINGTILE_CUDA_ARCHS  the GPUs to compile for, by compute capability: "80;90a". all, the default, is the list of all
@@ -68,6 +68,8 @@ def setting(variable: str, default: str, meanings: dict[str, str]) -> str:
 CC = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
 CXX = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
 CUDA_HOME = os.environ.get("CUDA_HOME")
+USUAL_NVCC_FOLDER = "/usr/local/cuda/bin"  # of Linux packages and images, often not on PATH
+NO_NVCC = f"nvcc is neither in CUDA_HOME nor on PATH nor in {USUAL_NVCC_FOLDER}"
 CUDA = setting(
     "RINGTILE_CUDA", "auto", {"0": "CPU only", "1": "CPU and CUDA", "auto": "CUDA where nvcc is and torch has CUDA"}
 )
@@ -164,13 +166,17 @@ cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME, or else of PATH; None leaves the CUDA kernels out."""
+    """The nvcc of CUDA_HOME, PATH or /usr/local/cuda, the first there is; None leaves the CUDA kernels out."""
     if CUDA == "0" or (CUDA == "auto" and torch.version.cuda is None):
         return None
-    nvcc = (CUDA_HOME and shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin"))) or shutil.which("nvcc")
-    if not nvcc and CUDA == "1":
-        refuse("RINGTILE_CUDA is 1, but nvcc is neither in CUDA_HOME nor on PATH. Install the CUDA toolkit (>= 12.4).")
-    return nvcc or None
+    in_home = CUDA_HOME and shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin"))
+    nvcc = in_home or shutil.which("nvcc") or shutil.which("nvcc", path=USUAL_NVCC_FOLDER)
+    if nvcc:
+        return nvcc
+    if CUDA == "1":
+        refuse(f"RINGTILE_CUDA is 1, but {NO_NVCC}. Install the CUDA toolkit (>= 12.4).")
+    print(f"ringtile: built without its CUDA kernels: {NO_NVCC}", file=sys.stderr)
+    return None
 
 
 def compile_cuda(nvcc: str) -> list[str]:

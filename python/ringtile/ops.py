@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,7 +96,13 @@ def check_device(name: str, x: Tensor) -> None:
         raise InputError(f"{name} is on {x.device}, but ringtile's CUDA kernels are not in use here: {reason}")
 
 
-why_no_cuda()
+def warn_of_missing_kernels() -> None:
+    """Says so where there is a GPU, and an installation that will refuse its tensors."""
+    if why_no_cuda().startswith("not built") and torch.cuda.is_available():
+        logging.getLogger(__name__).warning("ringtile refuses CUDA tensors: its CUDA kernels are %s", why_no_cuda())
+
+
+warn_of_missing_kernels()
 
 
 def cpu_isa() -> str:

@@ -91,3 +91,12 @@ def test_an_old_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tensor_of_another_device_is_refused() -> None:
     with FakeTensorMode(), pytest.raises(InputError, match="x is on mps:0; expected a CPU or a CUDA tensor"):
         ops.check_device("x", torch.empty(1, device="mps"))
+
+
+@pytest.mark.parametrize(("reason", "says"), [("not built", True), ("is a build without CUDA", False)])
+def test_an_installation_without_kernels_says_so_where_a_gpu_is(
+    reason: str, says: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, *REASONS[reason])
+    ops.warn_of_missing_kernels()
+    assert ("ringtile refuses CUDA tensors: its CUDA kernels are not built" in caplog.text) == says

@@ -69,7 +69,9 @@ def test_cuda_without_nvcc_is_one_line() -> None:
         "import shutil; which = shutil.which; "
         "shutil.which = lambda name, **at: None if name == 'nvcc' else which(name, **at)"
     )
-    assert_refused(run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH")
+    assert_refused(
+        run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH nor in /usr/local/cuda/bin"
+    )
 
 
 def test_cuda_kernels_follow_torch(tmp_path: pathlib.Path) -> None:
@@ -79,6 +81,23 @@ def test_cuda_kernels_follow_torch(tmp_path: pathlib.Path) -> None:
     found = "(find_nvcc.__globals__.update(CUDA=choice), setattr(torch.version, 'cuda', cuda), bool(find_nvcc()))[2]"
     done = evaluate_in_setup(f"[{found} for choice, cuda in {cases}]", tmp_path, CUDA_HOME=str(tmp_path))
     assert eval(done.stdout.splitlines()[-1]) == [False, True, True, False]
+
+
+def test_nvcc_is_looked_for_where_toolkits_are(tmp_path: pathlib.Path) -> None:
+    """CUDA_HOME before PATH before the usual folder; without any, the build says what it leaves out."""
+    places = {}
+    for name in ("home", "path", "usual"):
+        places[name] = copy_with_fake_nvcc(tmp_path / name).parent
+    found = (
+        "(find_nvcc.__globals__.update(CUDA='auto', USUAL_NVCC_FOLDER=usual, CUDA_HOME=home), "
+        "setattr(torch.version, 'cuda', '13.0'), os.environ.update(PATH=path), find_nvcc())[3]"
+    )
+    home, path, usual, none = str(tmp_path / "home"), *(str(places[name]) for name in ("path", "usual")), "/nowhere"
+    cases = [(home, path, usual), (None, path, usual), (None, none, usual), (None, none, none)]
+    done = evaluate_in_setup(f"[{found} for home, path, usual in {cases}]", tmp_path / "home", CUDA_HOME=home)
+    expected = [*(str(places[name] / "nvcc") for name in ("home", "path", "usual")), None]
+    assert eval(done.stdout.splitlines()[-1]) == expected
+    assert "ringtile: built without its CUDA kernels: nvcc is neither in CUDA_HOME nor on PATH nor in" in done.stderr
 
 
 FAKE_NVCC = """#!/bin/sh
