@@ -41,7 +41,7 @@ class Config(Section):
     context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
     layout: Literal["zigzag", "contiguous", "striped", "per_document", "balanced"] = "zigzag"  # who holds which tokens
     context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
-    attention_kernel: Literal["auto", "ringtile", "aten"] = "ringtile"  # who computes attention: docs/design/ring.md
+    attention_kernel: Literal["auto", "ringtile", "aten"] = "auto"  # who computes attention: docs/design/ring.md
     tiled_mlp: bool = False
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact

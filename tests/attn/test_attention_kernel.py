@@ -227,6 +227,8 @@ def test_calls_of_atens_cuda_kernels_mean_what_they_should(
 ) -> None:
     """By stand-ins that take the arguments of aten's schemas, so nothing here is of the kernels themselves."""
     backend = next(each for each in aten.ATEN["cuda"] if each.name == name)
+    if isinstance(backend, InSquares):  # which in use takes fewer
+        backend = dataclasses.replace(backend, max_squares=aten.MAX_SQUARES)
     monkeypatch.setitem(aten.ATEN, "cpu", (backend,))
     assert attn_self_test.run_case(backend, CPU, torch.float64, 16, 16, 4, 2) == ""
     p = problem(batch=2, v_head_dim=16)
@@ -389,7 +391,7 @@ def test_no_key_is_sent_where_no_provider_is_right(fresh: None, monkeypatch: pyt
     def on_rank(group: LoopbackGroup) -> str:
         q, k, v = (layout.shard(x.detach(), 1, group.transport.rank) for x in (p.q, p.k, p.v))
         with pytest.raises(Refused) as caught:
-            ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group)
+            ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="ringtile")
         ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="aten")
         return str(caught.value)
 
@@ -461,10 +463,33 @@ def test_a_gradient_of_the_log_sum_exp_is_refused_by_name() -> None:
 
 
 def test_a_mask_of_too_many_calls_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten, "MAX_SQUARES", 3)
+    (flash,) = aten.ATEN["cpu"]
+    assert isinstance(flash, InSquares)
+    monkeypatch.setitem(aten.ATEN, "cpu", (dataclasses.replace(flash, max_squares=3),))
     p = problem(v_head_dim=16)
     with pytest.raises(Refused, match=r"would be called \d+ times for a block's mask, more than 3 times"):
         ring_attention(*(p.q, p.k, p.v), mask=MASKS["window"], layout=Layout.contiguous(48, 1), attention_kernel="aten")
+
+
+def test_cudnn_takes_no_packed_documents() -> None:
+    """It plans each new shape for about a second, and each batch has new lengths."""
+    cudnn = aten.ATEN["cuda"][1]
+    p = problem(v_head_dim=16, dtype=torch.bfloat16)
+    reasons = {}
+    for name in ("causal", "documents"):
+        plan = rank_plan(MASKS[name], Layout.contiguous(48, 1), 0)
+        mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
+        reasons[name] = cudnn.why_not(Block(p.q, p.k, p.v, mask, plan.begin, plan.end, 0.25, 0.0))
+    assert reasons["causal"] == ""
+    assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
+
+
+def test_another_implementation_of_torchs_flash_attention_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found wrong of one, or slower, says nothing of the other."""
+    flash = aten.ATEN["cuda"][0]
+    assert flash.name == "aten's flash attention"
+    monkeypatch.setattr(aten, "current_flash_attention_impl", lambda: "FA4")
+    assert flash.name == "aten's flash attention (FA4)"
 
 
 def test_unknown_kernels_are_refused() -> None:

@@ -53,7 +53,7 @@ def attend(group: LoopbackGroup, mask: IntervalMask = MASKS["full"], **options: 
     world_size = group.transport.world_size
     sequence = ShardedSequence(mask, Layout.zigzag(mask.seq_len, world_size), group, scheme="auto")
     ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence, **options)
-    kernel, drops = options.get("attention_kernel", "ringtile"), "dropout" in options
+    kernel, drops = options.get("attention_kernel", "auto"), "dropout" in options
     return auto.known_scheme(sequence, SHAPE, "cpu", kernel, drops)
 
 

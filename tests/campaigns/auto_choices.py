@@ -90,7 +90,7 @@ def seconds_of_schemes(setting: Setting, rounds: int) -> tuple[dict[str, float],
             if i:  # the first warms up
                 seconds[name].append(took)
     measured = {name: statistics.median(of_name) for name, of_name in seconds.items()}
-    return measured, known_scheme(auto, shape, "cpu", "ringtile", False)
+    return measured, known_scheme(auto, shape, "cpu", "auto", False)
 
 
 def main() -> None:

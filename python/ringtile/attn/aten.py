@@ -18,12 +18,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from ringtile import ops
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Running
 from ringtile.attn.pieces import Pack, Square
 
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
+MAX_SQUARES_CUDNN = 2  # cuDNN plans each new shape for a second, and documents bring new ones with every batch
 
 # Both with q (B, H, M, D) and k, v (B, G, K, D) of any strides: (q, k, v, causal, scale) -> out like q, lse of B H M
 # numbers; (dout, q, k, v, out, lse (B, H, M), causal, scale) -> dq, dk, dv.
@@ -38,6 +40,7 @@ class InSquares:
     name: str
     attend: Attend
     attend_backward: AttendBackward
+    max_squares: int = MAX_SQUARES
     head_dim_step: ClassVar[int] = 1
 
     def why_not(self, block: Block) -> str:
@@ -46,8 +49,8 @@ class InSquares:
         num = len(block.mask.squares)
         return (
             ""
-            if num <= MAX_SQUARES
-            else f"would be called {num} times for a block's mask, more than {MAX_SQUARES} times"
+            if num <= self.max_squares
+            else f"would be called {num} times for a block's mask, more than {self.max_squares} times"
         )
 
     def forward(self, block: Block, state: Running) -> None:
@@ -90,12 +93,16 @@ class InSquares:
         _round(grads)
 
 
-@dataclass(frozen=True)
 class InPacks:
     """aten's flash attention for CUDA, which takes many sequences in one call, and windows: a call for each pack."""
 
-    name: str
     head_dim_step: ClassVar[int] = 1
+
+    @property
+    def name(self) -> str:
+        """With the implementation that the user has activated in torch, which is another kernel: FA3, FA4."""
+        implementation = current_flash_attention_impl()
+        return "aten's flash attention" + (f" ({implementation})" if implementation else "")
 
     def why_not(self, block: Block) -> str:
         return _why_not(block)
@@ -256,5 +263,5 @@ def _cudnn_backward(
 
 ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device
     "cpu": (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),),
-    "cuda": (InPacks("aten's flash attention"), InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward)),
+    "cuda": (InPacks(), InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN)),
 }

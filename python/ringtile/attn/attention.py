@@ -41,7 +41,7 @@ def ring_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
-    attention_kernel: AttentionKernel = "ringtile",
+    attention_kernel: AttentionKernel = "auto",
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
@@ -53,9 +53,9 @@ def ring_attention(
     the query, and whose value is 0; they are the same on every rank, which is not compared, and their gradient is that
     by this rank's queries, as a parameter's. dropout: of the weights, after the softmax; it does not depend on ranks or
     layout. Every rank of the group makes the same calls in the same order, forward and backward; one group serves one
-    thread. Differentiable once. attention_kernel: "aten" has aten's kernels compute it, and refuses what they cannot;
-    "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may differ from run to
-    run).
+    thread. Differentiable once. attention_kernel: "auto" is ringtile's kernels on a CPU, and on a GPU whichever
+    measure faster (so that bits may differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it,
+    and refuses what they cannot.
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has

@@ -38,7 +38,7 @@ class Options(NamedTuple):
     softcap: Any = 0.0
     sinks: Tensor | None = None
     dropout: AttentionDropout | None = None
-    attention_kernel: str = "ringtile"
+    attention_kernel: str = "auto"
     return_lse: bool = False
 
 
@@ -48,7 +48,7 @@ class AttentionCall(NamedTuple):
     sequence: ShardedSequence
     scale: float
     softcap: float = 0.0
-    attention_kernel: str = "ringtile"
+    attention_kernel: str = "auto"
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then

@@ -35,7 +35,7 @@ class ShardedBatch:
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     places: Tensor  # int64 (N,): of the local tokens, in the row
     first_tokens: tuple[int, ...] = (0,)  # of each row, or of all: how many tokens of padding it begins with
-    attention_kernel: AttentionKernel = "ringtile"
+    attention_kernel: AttentionKernel = "auto"
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
     causal: bool = True  # whether its mask lets no query attend a later token

@@ -59,7 +59,7 @@ def shard_batch(
     takes_rows: bool = False,
     causal: bool = True,
     shifts_labels: bool = True,
-    attention_kernel: AttentionKernel = "ringtile",
+    attention_kernel: AttentionKernel = "auto",
     scheme: str = "ring",
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch.
