@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,17 +19,24 @@ def tiles(num_tokens: int, tile_tokens: int) -> Iterator[slice]:
         yield slice(begin, min(begin + tile_tokens, num_tokens))
 
 
-_limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("limit", default=None)
+Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
-def at_most(tile_tokens: int) -> Iterator[None]:
-    """Inside, modules and losses that are tiled run in tiles of at most so many tokens; 0: not in tiles."""
-    token = _limit.set(tile_tokens)
+def _set(variable: contextvars.ContextVar[Value], value: Value) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _limit.reset(token)
+        variable.reset(token)
+
+
+_limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("limit", default=None)
+
+
+def at_most(tile_tokens: int) -> contextlib.AbstractContextManager[None]:
+    """Inside, modules and losses that are tiled run in tiles of at most so many tokens; 0: not in tiles."""
+    return _set(_limit, tile_tokens)
 
 
 def tile_limit() -> int | None:
@@ -39,14 +47,9 @@ def tile_limit() -> int | None:
 _device_type: contextvars.ContextVar[str | None] = contextvars.ContextVar("device_type", default=None)
 
 
-@contextlib.contextmanager
-def as_on(device_type: str) -> Iterator[None]:
+def as_on(device_type: str) -> contextlib.AbstractContextManager[None]:
     """Inside, tiles are chosen and multiplied as on such a device: for fake tensors, which are on none."""
-    token = _device_type.set(device_type)
-    try:
-        yield
-    finally:
-        _device_type.reset(token)
+    return _set(_device_type, device_type)
 
 
 def device_type(device: torch.device) -> str:
@@ -70,14 +73,9 @@ def running_tile() -> TileRun | None:
     return _running.get()
 
 
-@contextlib.contextmanager
-def on_tile(tokens: slice) -> Iterator[None]:
+def on_tile(tokens: slice) -> contextlib.AbstractContextManager[None]:
     """A module runs on one tile inside the context."""
-    token = _running.set(TileRun(tokens))
-    try:
-        yield
-    finally:
-        _running.reset(token)
+    return _set(_running, TileRun(tokens))
 
 
 def check_tile_tokens(tile_tokens: int) -> None:
