@@ -27,8 +27,8 @@ def parts() -> list[list[str]]:
     middle = len(trainings) * 2 // 3
     hf = [*trainings[:middle], TESTS / "planner", TESTS / "torch_cp"]
     layers = [*trainings[middle:], *(TESTS / name for name in ("recurrent", "sequence", "tiled", "transport"))]
-    others = [TESTS / name for name in ("attn", "cli", "gpu", "package")]
-    return [[str(path) for path in part] for part in (hf, layers, others)]
+    others = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS / "hf", *hf, *layers}
+    return [[str(path) for path in part] for part in (hf, layers, sorted(others))]
 
 
 def main() -> int:
