@@ -245,8 +245,8 @@ class _Job:
         state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
         # If weights must be widened, a few classes at a time; otherwise all classes at once.
         num_columns = max(1, weight.size(0)) if product == self.dtype else WIDENED_CLASSES
-        # As autograd does: the logits were rounded to bfloat16 before, which moves p by more than 2^-9 of it, so parts
-        # that would keep dlogits whole cost a second product for no smaller error. float16 would lose p below 6e-5.
+        # As autograd does, with its error. To keep dlogits whole would cost a second product, and help the classes of
+        # labels alone: the others' p was moved by more when the logits were rounded. float16 would lose p below 6e-5.
         round_dlogits = product == torch.bfloat16 and sums_16_bit_products(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in tiles(self.rows.numel(), self.tile_tokens):
@@ -264,13 +264,13 @@ class _Job:
                 if not any(needed):
                     continue
                 dlogits = logits if factors is None else logits.mul_(factors[rows, None])
-                if round_dlogits:
+                if round_dlogits or dhidden is not None:
                     products.copy_(dlogits)
+                if round_dlogits:
                     add_linear_grads_(weight_sum, None, products, x)
                     add_linear_grads_(None, bias_sum, dlogits, x)
                 else:
                     self._add_weight_grads_(weight_sum, bias_sum, dlogits, x, labels)
-                    products.copy_(dlogits)
                 if dhidden is not None:
                     dx = torch.zeros_like(x)
                     for columns in tiles(weight.size(0), num_columns):
