@@ -87,7 +87,8 @@ class Glu(nn.Module):
 @pytest.mark.parametrize("own_forward", [False, True])
 def test_mlp_multiplies_nothing_in_float32(own_forward: bool, cuda: None) -> None:
     """And its gradients are those of a CPU's tiles but for the order of float32 sums: they round to bfloat16 alike, or
-    one ulp apart."""
+    one ulp apart. Where terms, of at most 6, cancel: two sums of 50, rounded with random signs, 2 sqrt(50) 6 eps, are
+    1e-5 apart."""
     torch.manual_seed(0)
     module, x = Glu().bfloat16(), torch.randn(1, 50, 24).bfloat16()
     tiled = functools.partial(ringtile.tiled_mlp, module, x, 16, use_original_mlp=own_forward)
