@@ -25,6 +25,7 @@ from ringtile.bench.measure import (
     take_turns,
     waited_seconds,
 )
+from ringtile.cli import bench as bench_command
 from ringtile.cli import main
 from ringtile.errors import ConfigError
 from torch import Tensor
@@ -366,7 +367,7 @@ def test_unknown_case_is_refused(case: str) -> None:
         ["attention", "--num-kv-heads", "-1"],
         ["attention", "--hidden-size", "8"],
         ["attention", "--device", "tpu"],
-        *([] if torch.cuda.is_available() else [["attention", "--device", "cuda"]]),
+        *([] if torch.cuda.is_available() else [[subject, "--device", "cuda"] for subject in bench_command.SUBJECTS]),
         ["ring", "--seq-len", "2"],  # zigzag over 2 ranks has 4 chunks
         ["attention", "--plot", "/dev/null/roofline.png"],
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from ringtile.bench import loss, mlp
+from ringtile.bench.cases import make_inputs
 from ringtile.bench.compare import Candidate, errors, memory_of, results
 from ringtile.bench.measure import PASSES
 from ringtile.cli import main
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 pytestmark = pytest.mark.usefixtures("short_samples")
 TOKENS, E, F, V = 13, 8, 12, 30  # in 4 tiles: the last one is short
@@ -44,6 +48,21 @@ def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]
     assert main([*command, "--json", str(tmp_path / "bench.json")]) == 0
     report: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())
     return report
+
+
+@pytest.mark.parametrize("name", ["attention", "mlp", "loss", "scan", "ring"])
+def test_a_gpus_workloads_are_on_their_device(name: str) -> None:
+    """On meta, where a tensor of another device is an error: every input, and the plain MLP, forward and backward."""
+    subject = importlib.import_module(f"ringtile.bench.{name}")
+    quick = [each for each in subject.quick_comparisons() if each.workload.device == "cuda"]
+    assert quick  # something to measure on a GPU
+    for comparison in quick:
+        workload = dataclasses.replace(comparison.workload, device="meta")
+        inputs = make_inputs(workload) if name == "ring" else subject.make_inputs(workload)
+        flat, _ = tree_flatten((tuple(inputs), list(inputs.mlp.parameters()) if name == "mlp" else ()))
+        assert {x.device.type for x in flat if isinstance(x, torch.Tensor)} == {"meta"}
+        if name == "mlp":
+            assert all(x.is_meta for x in results(subject.make_candidate("plain", workload, inputs)))
 
 
 # ---- the same work ------------------------------------------------------------------------------
@@ -157,7 +176,7 @@ def test_quick_has_workloads_that_can_be_measured(subject: str) -> None:
     for comparison in module.quick_comparisons():
         assert set(comparison.backends) <= set(module.BACKENDS)
         assert comparison.memory
-        module.check(comparison.workload)
+        module.check(dataclasses.replace(comparison.workload, device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import ringtile
 import torch
 import torch.nn.functional as F
-from device import DEVICE, ON_GPU
+from device import DEVICE, ON_GPU, attention
 from oracle import dense_gradients
-from ringtile import IntervalMask, Layout, Refused, attention, ops
+from ringtile import IntervalMask, Layout, Refused, ops
 from strategies import dense
 from torch import Tensor
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from device import DEVICE, ON_GPU
+from device import DEVICE, ON_GPU, attention
 from oracle import dense_gradients
-from ringtile import IntervalMask, attention, ops
+from ringtile import IntervalMask, ops
 from strategies import dense
 from test_gpu_kernels import FLOATS, normal
 from torch import Tensor

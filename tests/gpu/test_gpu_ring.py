@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 
+import nccl
 import pytest
 import torch
 from device import DEVICE, ON_GPU
 from oracle import Attention
+from pool import run_ranks
 from ringtile import Layout, LoopbackWorld, ring_attention
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import ATEN
@@ -25,7 +27,9 @@ def run_ring(p: Problem, mask: str, layout: Layout, own_streams: bool = False) -
         stream = torch.cuda.stream(torch.cuda.Stream(DEVICE)) if own_streams else contextlib.nullcontext()
         with stream:
             leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
-            out, lse = ring_attention(*leaves, mask=MASKS[mask], layout=layout, group=group, return_lse=True)
+            out, lse = ring_attention(
+                *leaves, mask=MASKS[mask], layout=layout, group=group, attention_kernel="ringtile", return_lse=True
+            )
             gradients = torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, rank))
             return Attention(*(x.detach().cpu() for x in (out, lse, *gradients)))
 
@@ -41,6 +45,12 @@ def test_ring_obeys_the_accuracy_rule(world_size: int, mask: str) -> None:
     for name in ("zigzag", "striped") if mask == "causal" else ("zigzag",):
         ring = run_ring(p, mask, Layout.named(name, 256, world_size))
         assert_not_less_exact_than_torch(p, MASKS[mask], [getattr(ring, result).to(DEVICE) for result in RESULTS])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="torchrun runs it: tests/gpu/nccl.py")
+def test_the_check_over_nccl_rehearsed_over_gloo() -> None:
+    for done in run_ranks(2, nccl.check, ("documents",), ("ring", "ulysses")):
+        assert done == [f"documents, {scheme}, {kernel}" for scheme in ("ring", "ulysses") for kernel in nccl.KERNELS]
 
 
 @ON_GPU

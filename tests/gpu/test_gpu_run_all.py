@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -20,8 +21,8 @@ import smoke
 import torch
 from device import DEVICE
 from pool import run_program
-from ringtile.bench import attention
 from ringtile.cli import bench
+from ringtile.cli.bench import SUBJECTS
 
 SCRIPT = pathlib.Path(__file__).parent / "run_all"
 
@@ -51,17 +52,23 @@ def test_steps_name_existing_files(run_all: ModuleType, tmp_path: pathlib.Path) 
         assert all((run_all.ROOT / part).exists() for part in step.command if part.endswith(".py"))
 
 
-def test_measurements_cover_the_quick_bench(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
+def test_measurements_cover_the_quick_bench(
+    run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chosen(options: tuple[str, ...]) -> set[object]:
         parser = argparse.ArgumentParser()
         parser.add_argument("--json")
         bench.add_arguments(parser)
-        return {comparison.workload for comparison in bench.chosen(parser.parse_args(options), attention)}
+        subject = importlib.import_module(f"ringtile.bench.{options[0]}")
+        return {comparison.workload for comparison in bench.chosen(parser.parse_args(options), subject)}
 
+    monkeypatch.setattr(run_all, "num_gpus", lambda: 2)
     steps = run_all.steps(tmp_path)
-    points = {name: chosen(steps[name].command[4:]) for name in ("bench", "bench_masks", "bench_sm80")}
+    points = {name: chosen(step.command[4:]) for name, step in steps.items() if name.startswith("bench")}
     assert points["bench"] | points["bench_masks"] == chosen(("attention", "--quick", "--device", "cuda"))
     assert points["bench_sm80"] == points["bench"]
+    for subject in SUBJECTS:
+        assert any(step.command[4] == subject for step in steps.values() if "bench" in step.command), subject
 
 
 def archived(folder: pathlib.Path) -> dict[str, bytes]:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringtile import ops
-from ringtile.attn.attention import attention
+from ringtile.attn.attention import ring_attention
+from ringtile.attn.call import AttentionKernel
 from ringtile.bench.cases import (
     Attend,
     Case,
@@ -29,17 +29,20 @@ from ringtile.bench.cases import (
 )
 from ringtile.bench.cases import make_inputs as make_inputs  # a subject's module has it, see measure_each
 from ringtile.bench.compare import Candidate, measure_each, results
-from ringtile.bench.rows import Comparison, Cost, Grid
-from ringtile.errors import ConfigError
+from ringtile.bench.rows import DEVICES, Comparison, Cost, Grid, check_device
+from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 
-DEVICES = ("cpu", "cuda")
 MAX_ERROR_SEQ_LEN = 1024  # the float64 result is computed up to this length
 WARM_UP_SEQ_LEN = 64
 
 
-def ringtile_attend(case: Case, device: str = "cpu") -> Attend:
-    return lambda q, k, v: attention(q, k, v, mask=case.mask)
+def ringtile_attend(kernel: AttentionKernel, case: Case, device: str = "cpu") -> Attend | None:
+    """By ringtile's kernels, or by whom "auto" takes, which on a CPU are the same."""
+    if kernel == "auto" and device == "cpu":
+        return None
+    layout = Layout.contiguous(case.mask.seq_len, 1)
+    return lambda q, k, v: ring_attention(q, k, v, mask=case.mask, layout=layout, attention_kernel=kernel)
 
 
 def torch_attend(case: Case, device: str = "cpu") -> Attend | None:
@@ -128,7 +131,8 @@ class Backend(NamedTuple):
 
 
 BACKENDS = {
-    "ringtile": Backend(ringtile_attend),
+    "ringtile": Backend(partial(ringtile_attend, "ringtile")),
+    "ringtile_auto": Backend(partial(ringtile_attend, "auto")),
     "torch": Backend(torch_attend),
     "torch_flash": Backend(partial(torch_backend_attend, SDPBackend.FLASH_ATTENTION)),
     "torch_cudnn": Backend(partial(torch_backend_attend, SDPBackend.CUDNN_ATTENTION)),
@@ -194,10 +198,7 @@ GRID: Grid = {
 
 def check(workload: Workload) -> None:
     """ConfigError, InputError: the workload cannot be measured."""
-    if workload.device not in DEVICES:
-        raise ConfigError(f"--device is {workload.device!r}; expected one of {', '.join(DEVICES)}")
-    if workload.device == "cuda" and (reason := ops.why_not_on(0)):
-        raise ConfigError(f"--device is cuda, expected cpu: ringtile's CUDA kernels are not in use here: {reason}")
+    check_device(workload)
     flops_of(workload, make_case(workload.case, workload.seq_len).mask)
     check_kernel(workload)
 
@@ -217,11 +218,13 @@ def quick_comparisons() -> Iterator[Comparison]:
     yield Comparison(Workload("documents-8", "float32", 8192, 128), documents, memory=True)
     yield Comparison(Workload("window-1024", "float32", 8192, 64), ("ringtile", "torch_mask"))
     gpu = partial(Workload, dtype="bfloat16", num_heads=16, num_kv_heads=16, device="cuda")
-    on_gpu = ("ringtile", "torch_flash", "torch_cudnn")
+    on_gpu = ("ringtile", "ringtile_auto", "torch_flash", "torch_cudnn")
     for head_dim in (128, 64):
         for case in ("causal", "full"):
             yield Comparison(gpu(case, seq_len=8192, head_dim=head_dim), on_gpu)
         yield Comparison(gpu("causal", seq_len=1024, head_dim=head_dim), on_gpu)
     yield Comparison(gpu("causal", seq_len=8192, head_dim=128, num_kv_heads=4), on_gpu)
     for case in ("documents-8", "window-1024"):
-        yield Comparison(gpu(case, seq_len=16384, head_dim=128), ("ringtile", "torch_per_document", "flex"))
+        yield Comparison(
+            gpu(case, seq_len=16384, head_dim=128), ("ringtile", "ringtile_auto", "torch_per_document", "flex")
+        )

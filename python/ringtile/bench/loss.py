@@ -35,6 +35,7 @@ class Workload:
     vocab_size: int
     num_tiles: int
     world_size: int = 1
+    device: str = "cpu"
 
     @property
     def tile_tokens(self) -> int:
@@ -55,18 +56,19 @@ Loss = Callable[[Inputs], Tensor]  # returns the mean over the labels that are n
 def make_inputs(workload: Workload) -> Inputs:
     """Random numbers, the same on every call; logits are about 1."""
     dtype, generator = DTYPES[workload.dtype], torch.Generator().manual_seed(0)
-    hidden = torch.randn(workload.seq_len, workload.hidden_size, generator=generator).to(dtype)
+    hidden = torch.randn(workload.seq_len, workload.hidden_size, generator=generator)
     weight = torch.randn(workload.vocab_size, workload.hidden_size, generator=generator) * workload.hidden_size**-0.5
     labels = torch.randint(workload.vocab_size, (workload.seq_len,), generator=generator)
     if workload.case == "half-ignored":
         labels[: workload.seq_len // 2] = IGNORE_INDEX
-    return Inputs(hidden.requires_grad_(), weight.to(dtype).requires_grad_(), labels)
+    hidden, weight = (x.to(workload.device, dtype).requires_grad_() for x in (hidden, weight))
+    return Inputs(hidden, weight, labels.to(workload.device))
 
 
 def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:
     """The loss and the gradients of hidden and weight in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in inputs[:2])
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=workload.device)
     for rows, labels in zip(torch.split(hidden, EXACT_TOKENS), torch.split(inputs.labels, EXACT_TOKENS), strict=True):
         share = sum_of(rows, weight, labels) / num_labels(inputs)
         torch.autograd.backward(share)
@@ -183,7 +185,8 @@ BACKENDS: dict[str, Callable[[Workload], Loss]] = {
 
 
 def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate:
-    return gradient_candidate(partial(BACKENDS[name](workload), inputs), torch.ones(()), inputs[:2])
+    one = torch.ones((), device=workload.device)
+    return gradient_candidate(partial(BACKENDS[name](workload), inputs), one, inputs[:2])
 
 
 # ---- the workloads ------------------------------------------------------------------------------
@@ -218,6 +221,7 @@ GRID: Grid = {
     "hidden_size": (1024,),
     "vocab_size": (32000,),
     "num_tiles": (8,),
+    "device": ("cpu",),
 }
 
 
@@ -231,3 +235,5 @@ def quick_comparisons() -> Iterator[Comparison]:
     yield Comparison(
         Workload("half-ignored", "float32", 1024, 1024, 32000, 2), ("ringtile", "plain", "torch"), memory=True
     )
+    # Of a GPU: the head of an 8B model, in tiles of about 1 GiB of logits.
+    yield Comparison(Workload("full", "bfloat16", 16384, 4096, 128256, 8, device="cuda"), tuple(BACKENDS), memory=True)

@@ -34,6 +34,7 @@ class Workload:
     intermediate_size: int
     num_tiles: int
     world_size: int = 1
+    device: str = "cpu"
 
 
 class GatedMlp(nn.Module):
@@ -74,13 +75,13 @@ def make_inputs(workload: Workload) -> Inputs:
         for weight in mlp.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * weight.size(1) ** -0.5)
     shape = (1, workload.seq_len, workload.hidden_size)
-    x, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    return Inputs(mlp, x.requires_grad_(), dout)
+    x, dout = (torch.randn(shape, generator=generator).to(workload.device, dtype) for _ in range(2))
+    return Inputs(mlp.to(workload.device), x.requires_grad_(), dout)
 
 
 def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:
     """out, dx and the gradients of gate, up and down in float64."""
-    mlp = GatedMlp(inputs.x.size(2), inputs.mlp.gate_proj.out_features).double()
+    mlp = GatedMlp(inputs.x.size(2), inputs.mlp.gate_proj.out_features).to(workload.device, torch.float64)
     mlp.load_state_dict(inputs.mlp.state_dict())
     x = inputs.x.detach().double().requires_grad_()
     outs = []
@@ -197,6 +198,7 @@ GRID: Grid = {
     "hidden_size": (1024,),
     "intermediate_size": (4096,),
     "num_tiles": (16,),
+    "device": ("cpu",),
 }
 
 
@@ -208,3 +210,6 @@ def quick_comparisons() -> Iterator[Comparison]:
     for case in CASES:
         yield Comparison(Workload(case, "float32", 4096, 1024, 4096, 16), tuple(BACKENDS), memory=True)
     yield Comparison(Workload("mlp", "bfloat16", 1000, 1024, 4096, 62), tuple(BACKENDS), memory=True)
+    for num_tiles in (1, 8):  # of a GPU: the MLP of an 8B model
+        workload = Workload("mlp", "bfloat16", 16384, 4096, 14336, num_tiles, device="cuda")
+        yield Comparison(workload, tuple(BACKENDS), memory=True)

@@ -1,6 +1,7 @@
 """`ringtile bench ring`: the ring, or another scheme, over processes of one machine, and the same work without it.
 
-Each rank is a process of a gloo group. A sample starts at a barrier and lasts as long as the slowest rank.
+Each rank is a process of a gloo group, or of an NCCL group with a GPU of its own. A sample starts at a barrier and
+lasts as long as the slowest rank.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, W ranks.
 """
@@ -39,8 +40,8 @@ from ringtile.bench.cases import (
     make_inputs,
 )
 from ringtile.bench.compare import Candidate, timed
-from ringtile.bench.measure import Peak, Sample, Sampler, mean_sample, take_turns
-from ringtile.bench.rows import Comparison, Grid, Measured, Untimed, make_rows, why_skipped
+from ringtile.bench.measure import MatmulPeak, Peak, Sample, Sampler, mean_sample, take_turns
+from ringtile.bench.rows import Comparison, Grid, Measured, Untimed, check_device, make_rows, why_skipped
 from ringtile.errors import ConfigError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.plan import RankPlan, rank_plan
@@ -67,10 +68,14 @@ class LocalAttention(NamedTuple):
     def candidate(self) -> Candidate:
         return attend_candidate(self.attend, self.inputs)
 
+    @property
+    def timed(self) -> Callable[[], dict[str, float]]:
+        return partial(timed, self.candidate, self.inputs.q.device.type)
+
 
 def ringtile_local(context: RankContext, inputs: Inputs) -> LocalAttention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = ring_attention(q, k, v, sequence)
+        out: Tensor = ring_attention(q, k, v, sequence, attention_kernel="ringtile")
         return out
 
     sequence = ShardedSequence(context.case.mask, context.layout, dist.group.WORLD, scheme=context.workload.scheme)
@@ -82,9 +87,10 @@ def ringtile_alone_local(context: RankContext, inputs: Inputs) -> LocalAttention
     if context.workload.scheme != "ring":
         return None
     plan_of_rank = rank_plan(context.case.mask, context.layout, context.rank)
+    begin, end = (x.to(inputs.q.device) for x in (plan_of_rank.begin, plan_of_rank.end))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Blocks.apply(q, k, v, plan_of_rank)  # type: ignore[no-untyped-call]
+        out: Tensor = _Blocks.apply(q, k, v, plan_of_rank, begin, end)  # type: ignore[no-untyped-call]
         return out
 
     return LocalAttention(attend, shards(context.layout, context.rank, inputs))
@@ -94,22 +100,22 @@ class _Blocks(torch.autograd.Function):
     """The kernel calls of a ring without its communication."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank_plan: RankPlan, begin: Tensor, end: Tensor) -> Tensor:
         running, out = q.new_empty(q.shape, dtype=ops.state_dtype(q.dtype)), q.new_empty(q.shape)
         lse = q.new_empty((q.size(0), q.size(2), q.size(1)), dtype=torch.float64)
-        begin, end, scale = rank_plan.begin, rank_plan.end, q.size(3) ** -0.5
+        scale = q.size(3) ** -0.5
         todo = list(blocks(rank_plan))
         for i, (block, k_runs) in enumerate(todo):
             keys = k[:, block], v[:, block], begin, end, k_runs
             rounded = out if i + 1 == len(todo) else None
             ops.attn_fwd_(q, *keys, running, lse, scale, 0.0, fresh=i == 0, rounded_out=rounded)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, begin, end)
         ctx.rank_plan = rank_plan
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, begin, end = ctx.saved_tensors
         rank_plan: RankPlan = ctx.rank_plan
         state = ops.state_dtype(q.dtype)
         delta = ops.attn_delta(dout, out, torch.zeros_like(lse))
@@ -119,8 +125,8 @@ class _Blocks(torch.autograd.Function):
                 q,
                 k[:, block],
                 v[:, block],
-                rank_plan.begin,
-                rank_plan.end,
+                begin,
+                end,
                 k_runs,
                 dout,
                 lse,
@@ -131,7 +137,7 @@ class _Blocks(torch.autograd.Function):
                 q.size(3) ** -0.5,
                 0.0,
             )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def blocks(rank_plan: RankPlan) -> Iterator[tuple[slice, Tensor]]:
@@ -142,7 +148,7 @@ def blocks(rank_plan: RankPlan) -> Iterator[tuple[slice, Tensor]]:
 
 def torch_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:
     """torch's SDPA over the global sequence for this rank's share of the heads: no communication."""
-    attend = IN_ONE_PROCESS["torch"].make(context.case)
+    attend = IN_ONE_PROCESS["torch"].make(context.case, context.workload.device)
     return None if attend is None else LocalAttention(attend, share_of_heads(context, inputs))
 
 
@@ -258,6 +264,7 @@ GRID: Grid = {
     "num_kv_heads": (8, 2),
     "world_size": (2,),
     "scheme": ("ring",),
+    "device": ("cpu",),
 }
 
 
@@ -266,10 +273,15 @@ def quick_comparisons() -> Iterator[Comparison]:
     yield Comparison(Workload("causal", "float32", 8192, 64, world_size=2), tuple(BACKENDS))
     for case in ("window-1024", "documents-8"):
         yield Comparison(Workload(case, "float32", 8192, 64, world_size=2), ("ringtile", "ringtile_alone"))
+    for case in ("causal", "documents-8"):
+        for scheme in ("ring", "all_gather", "ulysses"):
+            workload = Workload(case, "bfloat16", 65536, 128, 32, 8, 2, "cuda", scheme)
+            yield Comparison(workload, ("ringtile", "ringtile_alone"))
 
 
 def check(workload: Workload) -> None:
     """ConfigError, InputError, LayoutError: the workload cannot be measured."""
+    check_device(workload, workload.world_size)
     attention_plan(workload, make_case(workload.case, workload.seq_len).mask, make_layout(workload))
     check_kernel(workload)
 
@@ -314,7 +326,11 @@ def serve_rank(
     """The process of one rank: measures together with the others; rank 0 reports."""
     os.environ["KINETO_LOG_LEVEL"] = "99"  # or torch's profiler prints a line each time it starts
     torch.set_num_threads(num_threads)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    backend = "gloo"
+    if any(comparison.workload.device == "cuda" for comparison in comparisons):
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     for comparison in comparisons:
         measured = measure_comparison(comparison, repeats, rank)
         if rank == 0:
@@ -328,8 +344,12 @@ def measure_comparison(comparison: Comparison, repeats: int, rank: int) -> Measu
     case = make_case(workload.case, workload.seq_len)
     context = RankContext(workload, case, make_layout(workload), rank)
     inputs = make_inputs(workload)
-    peak = Peak()
-    peak.iterations = int(reduced([peak.iterations], dist.ReduceOp.MAX)[0])
+    peak: Peak | MatmulPeak
+    if workload.device == "cuda":
+        peak = MatmulPeak()
+    else:
+        peak = Peak()
+        peak.iterations = int(reduced([peak.iterations], dist.ReduceOp.MAX)[0])
     samplers: dict[str, Sampler] = {"peak": partial(sample_together, peak.run)}
     locals_: dict[str, LocalAttention] = {}
     skipped = {}
@@ -338,18 +358,20 @@ def measure_comparison(comparison: Comparison, repeats: int, rank: int) -> Measu
             local = BACKENDS[name](context, inputs)
             if local is None:
                 continue
-            timed(local.candidate)  # warm up
+            local.timed()  # warm up
         except (ConfigError, ImportError) as error:
             skipped[name] = why_skipped(error)
             continue
         locals_[name] = local
-        samplers[name] = partial(sample_together, partial(timed, local.candidate))
+        samplers[name] = partial(sample_together, local.timed)
     seconds = take_turns(samplers, repeats)
     peak_flops_per_s = workload.world_size * peak.flops / seconds.pop("peak")["peak"].median
     rows = make_rows(attention_cost(workload, case), seconds, peak_flops_per_s, dict.fromkeys(locals_, Untimed()))
     if "ringtile" in locals_:
         row = next(row for row in rows if row["backend"] == "ringtile" and row["pass"] == "forward+backward")
-        row.update(shares(locals_["ringtile"], repeats), **moved(locals_["ringtile"], context))
+        row.update(moved(locals_["ringtile"], context))
+        if workload.device == "cpu":  # on a GPU the host only queues what the profiler would count
+            row.update(shares(locals_["ringtile"], repeats))
     return Measured(workload, rows, skipped)
 
 
@@ -379,7 +401,7 @@ def shares(local: LocalAttention, repeats: int) -> dict[str, float]:
     for _ in range(repeats):
         dist.barrier()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            total += timed(local.candidate)["forward+backward"]
+            total += local.timed()["forward+backward"]
         spent = {event.key: event.cpu_time_total / 1e6 for event in profile.key_averages()}
         compute += spent["ringtile::attn_fwd_"] + spent["ringtile::attn_bwd_"]
         wait += spent.get("ringtile::wait", 0.0)
@@ -395,7 +417,7 @@ def moved(local: LocalAttention, context: RankContext) -> dict[str, int]:
     """The bytes that all ranks together send in one forward and backward, and the bytes planned."""
     transport = transport_of(dist.group.WORLD)
     before = transport.bytes_sent
-    timed(local.candidate)
+    local.timed()
     (bytes_moved,) = reduced([transport.bytes_sent - before], dist.ReduceOp.SUM)
     planned = attention_plan(context.workload, context.case.mask, context.layout)
     return {"bytes_moved": int(bytes_moved), "plan_bytes": planned.forward_bytes + planned.backward_bytes}

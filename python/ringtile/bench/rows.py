@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ringtile import ops
 from ringtile.bench.measure import PASSES, Summary
 from ringtile.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+DEVICES = ("cpu", "cuda")
 
 Row = dict[str, Any]
 Grid = dict[str, tuple[str, ...] | tuple[int, ...]]  # by field of the workload, the values to combine
@@ -99,10 +102,23 @@ def why_skipped(error: Exception) -> str:
     return f"not installed: {reason}" if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
 
 
+def check_device(workload: Any, num_devices: int = 1) -> None:
+    """ConfigError: there is no such device here, or are not so many of them."""
+    if workload.device not in DEVICES:
+        raise ConfigError(f"--device is {workload.device!r}; expected one of {', '.join(DEVICES)}")
+    if workload.device == "cuda" and (reason := ops.why_not_on(0)):
+        raise ConfigError(f"--device is cuda, expected cpu: ringtile's CUDA kernels are not in use here: {reason}")
+    if workload.device == "cuda" and torch.cuda.device_count() < num_devices:
+        raise ConfigError(
+            f"--device is cuda with {num_devices} ranks; expected at most {torch.cuda.device_count()}, a GPU for each"
+        )
+
+
 def check_sizes(cases: Sequence[str], workload: Any) -> None:
-    """ConfigError: the workload's case is none of these, or a size is below 1."""
+    """ConfigError: the workload's case is none of these, a size is below 1, or its device is not here."""
     if workload.case not in cases:
         raise ConfigError(f"case is {workload.case!r}; expected one of {', '.join(cases)}")
     for name, value in vars(workload).items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")
+    check_device(workload)

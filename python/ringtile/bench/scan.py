@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
 from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
-from ringtile.recurrent import kernels
+from ringtile.recurrent.recurrence import functions_on
 
 CASES = ("delta", "kda", "ssd", "selective", "convolution")
 WIDTH = 4  # of the convolution, whose channels, as the selective scan's, are the heads' together
@@ -37,6 +37,7 @@ class Workload:
     num_kv_heads: int
     head_dim: int
     world_size: int = 1
+    device: str = "cpu"
 
 
 class Inputs(NamedTuple):
@@ -77,8 +78,9 @@ def make_inputs(workload: Workload) -> Inputs:
             wide = {"q": queries, "k": keys, "v": normal(*out_shape), "g": -functional.softplus(decay) * 0.1}
             wide["beta"] = normal(1, tokens, heads).sigmoid()
     # Layers compute decays and steps in float32.
-    narrow = {name: x if name in ("g", "dt", "A", "D") else x.to(dtype) for name, x in wide.items()}
-    dout = normal(*out_shape).to(dtype)
+    in_float32 = ("g", "dt", "A", "D")
+    narrow = {name: x.to(workload.device, x.dtype if name in in_float32 else dtype) for name, x in wide.items()}
+    dout = normal(*out_shape).to(workload.device, dtype)
     return Inputs({name: x.requires_grad_() for name, x in narrow.items()}, dout)
 
 
@@ -86,21 +88,22 @@ def make_inputs(workload: Workload) -> Inputs:
 
 
 def ringtile_apply(workload: Workload) -> Apply:
+    functions: Any = functions_on(torch.device(workload.device))
     call: dict[str, Any] = {
         "seq_idx": torch.zeros(1, workload.seq_len, dtype=torch.int32),
         "initial_state": None,
     }
 
-    def apply(x: dict[str, Tensor]) -> Tensor:
+    def apply(x: dict[str, Tensor]) -> Any:
         if workload.case == "convolution":
-            return kernels.causal_conv1d(x["x"], x["weight"], None, activation="silu", **call)[0]
+            return functions.causal_conv1d(x["x"], x["weight"], None, activation="silu", **call)[0]
         if workload.case == "selective":
             dt = functional.softplus(x["dt"])
-            y = kernels.selective_scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], **call)[0]
+            y = functions.selective_scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], **call)[0]
             return y * functional.silu(x["z"])
         if workload.case == "ssd":
-            return kernels.ssd(**x, **call)[0]
-        return kernels.gated_delta_rule(**x, scale=workload.head_dim**-0.5, **call)[0]
+            return functions.ssd(**x, **call)[0]
+        return functions.gated_delta_rule(**x, scale=workload.head_dim**-0.5, **call)[0]
 
     return apply
 
@@ -185,6 +188,7 @@ GRID: Grid = {
     "num_heads": (8,),
     "num_kv_heads": (8,),
     "head_dim": (128,),
+    "device": ("cpu",),
 }
 
 
@@ -196,3 +200,6 @@ def quick_comparisons() -> Iterator[Comparison]:
     sizes = (("delta", 4096, 4), ("kda", 1024, 1), ("ssd", 1024, 1), ("selective", 1024, 1), ("convolution", 4096, 8))
     for case, tokens, heads in sizes:
         yield Comparison(Workload(case, "float32", tokens, heads, heads, 128), tuple(BACKENDS), memory=True)
+    for case in CASES:
+        workload = Workload(case, "bfloat16", 32768, 16, 16, 128, device="cuda")
+        yield Comparison(workload, tuple(BACKENDS), memory=True)

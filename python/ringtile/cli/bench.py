@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
     "world_size": (int, "ring, transport: ranks"),
     "scheme": (str, "ring: ring, all_gather, ulysses, usp:M, staged:T, of the backend ringtile"),
-    "device": (str, "attention, transport: cpu, cuda"),
+    "device": (str, "cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
     "intermediate_size": (int, "mlp: width inside"),
     "vocab_size": (int, "loss: classes"),
@@ -186,8 +186,9 @@ def print_table(console: Console, measured: Measured) -> None:
         console.print(f" disturbed: threads waited for a core for {waited:.0%} of a sample; close what else runs")
     for row in rows:
         if "bytes_moved" in row:
-            parts = ", ".join(f"{name} {row[f'{name}_share']:.1%}" for name in ("compute", "wait", "overhead"))
-            console.print(f" {row['scheme']}: {parts}; {row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
+            shares = (f"{name} {row[f'{name}_share']:.1%}" for name in ("compute", "wait", "overhead"))
+            parts = ", ".join(shares) + "; " if "wait_share" in row else ""
+            console.print(f" {row['scheme']}: {parts}{row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
     console.print()
 
 
