@@ -1,6 +1,6 @@
-"""Data x context x tensor parallelism in a plain PyTorch loop: a tiny Llama on packed sequences, on one laptop.
+"""Data x context x tensor parallelism in a plain PyTorch loop: a tiny Llama on packed sequences, on GPUs or a laptop.
 
-    torchrun --nproc-per-node 8 examples/train_3d.py                            # 2 x 2 x 2 gloo ranks
+    torchrun --nproc-per-node 8 examples/train_3d.py                            # 2 x 2 x 2 ranks: NCCL, or gloo
     torchrun --nproc-per-node 8 examples/train_3d.py --steps 5 --save out/ckpt  # stop half way
     torchrun --nproc-per-node 4 examples/train_3d.py --dp 1 --cp 4 --tp 1 --load out/ckpt  # continue on another mesh
 
@@ -13,6 +13,7 @@ Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv hea
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 
 import torch
@@ -160,9 +161,10 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> DeviceMesh:
 
 def train(config: Config) -> list[float]:
     """The loss of every step, on every rank. The process group has dp * cp * tp ranks."""
-    mesh = init_device_mesh("cpu", (config.dp, config.cp, config.tp), mesh_dim_names=("dp", "cp", "tp"))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(kind, (config.dp, config.cp, config.tp), mesh_dim_names=("dp", "cp", "tp"))
     torch.manual_seed(0)
-    model = Llama(config)
+    model = Llama(config).to(kind)
     data_group = parallelize(model, mesh).get_group()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, foreach=False)
     first = load(config.load, model, optimizer) if config.load else 0
@@ -171,8 +173,8 @@ def train(config: Config) -> list[float]:
         batch = make_batch(config, step)
         num_labels = int((batch.labels != IGNORE).sum())  # of all dp groups
         rows = slice(mesh["dp"].get_local_rank(), None, config.dp)
-        input_ids, labels, position_ids = (x[rows].clone() for x in (batch.input_ids, batch.labels, batch.position_ids))
-        buffers = [input_ids, labels, position_ids]
+        of_batch = (batch.input_ids, batch.labels, batch.position_ids)
+        buffers = input_ids, labels, position_ids = [x[rows].to(kind, copy=True) for x in of_batch]
         with context_parallel(
             mesh["cp"],
             buffers=buffers,
@@ -220,7 +222,9 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     config = Config(**vars(parser.parse_args()))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         train(config)
     finally:
