@@ -89,7 +89,7 @@ class InSquares:
                 block.scale,
             )
             for gradient, part, at in zip(grads[:3], parts, (queries, keys, keys), strict=True):
-                gradient[at] += _tokens_first(part, square)
+                gradient[at].add_(_tokens_first(part, square))
         _round(grads)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.sequence.plan import Round
+from ringtile.sequence.plan import Outgoing, Round
 from ringtile.sequence.sharded import Ring
 from ringtile.transport.messages import Message
 from ringtile.transport.transport import Exchange, Transport
@@ -55,15 +55,15 @@ class ReturningKeys(NamedTuple):
     """Partial gradients of local keys on their way from the ranks that work on them."""
 
     exchange: Exchange
-    returned: Sequence[tuple[Tensor, tuple[Tensor, ...]]]  # runs as in Outgoing, dk and dv; by rank
+    returned: Sequence[tuple[Outgoing, tuple[Tensor, ...]]]  # which keys they are of, dk and dv; by rank
 
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
         """Add them in the order of the ranks, whatever arrives first."""
         self.exchange.wait()
-        for runs, partials in self.returned:
-            for row, _, packed, length in runs.tolist():
+        for keys, partials in self.returned:
+            for row, _, packed, length in [(0, 1, 0, keys.num_keys)] if keys.is_head else keys.runs.tolist():
                 for x, partial in zip((dk, dv), partials, strict=True):
-                    x[:, row : row + length] += partial[:, packed : packed + length]
+                    x[:, row : row + length].add_(partial[:, packed : packed + length])  # += would copy it onto itself
 
 
 class Keys(NamedTuple):
@@ -133,16 +133,19 @@ class Keys(NamedTuple):
                 sends[self.ring.ranks[incoming.rank]] = message.flat
         for outgoing in round.outgoing:
             if outgoing.rank == me:
-                returned.append((outgoing.runs, mine.parts))
+                returned.append((outgoing, mine.parts))
             else:
                 message = self.message(outgoing.num_keys, dtype)
                 receives[self.ring.ranks[outgoing.rank]] = message.flat
-                returned.append((outgoing.runs, message.parts))
+                returned.append((outgoing, message.parts))
         what = f"the gradients of round {block.i}"
         return ReturningKeys(self.transport.exchange(sends, receives, what), returned)
 
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
+        if self.k.size(3) == self.v.size(3):  # two calls of torch, and not five, in each round and direction
+            both = self.k.new_empty((2, self.k.size(0), num_keys, *self.k.shape[2:]), dtype=dtype)
+            return Message(both, tuple(both.unbind()))
         shapes = [(x.size(0), num_keys, *x.shape[2:]) for x in (self.k, self.v)]
         size = math.prod(shapes[0])
         flat = self.k.new_empty(size + math.prod(shapes[1]), dtype=dtype)

@@ -239,7 +239,7 @@ def _summed(share: Share, *gradients: Tensor) -> Sequence[Tensor]:
     sums = [x.new_zeros((*x.shape[:2], len(share.kv_heads), x.size(3))) for x in gradients]
     for total, x in zip(sums, gradients, strict=True):
         for i, head in enumerate(share.kv_of_heads):  # in order: index_add_ has none on a GPU
-            total[:, :, head] += x[:, :, i]
+            total[:, :, head].add_(x[:, :, i])
     return sums
 
 

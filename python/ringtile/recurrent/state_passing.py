@@ -242,7 +242,7 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
         kept = _kept_after(piece.seq_idx, before)[..., None].to(dx.device)
         dwindow = torch.where(kept, dwindow, 0)
         own = min(before, piece.length)
-        dx[:, piece.tokens][:, -own:] += dwindow[:, before - own :]
+        dx[:, piece.tokens][:, -own:].add_(dwindow[:, before - own :])
         return functional.pad(dwindow[:, : before - own], (0, 0, own, 0))
 
     with _call(halos, "backward", dx, 0, forward_call) as messages:

@@ -50,7 +50,7 @@ def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: 
             # torch.addmm with out_dtype would need the whole product beside the sum, too.
             num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
             for rows in tiles(dout.size(1), num_rows):
-                weight_sum[rows] += torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32)
+                weight_sum[rows].add_(torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32))  # += would copy them
         else:
             weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))
     if bias_sum is not None:

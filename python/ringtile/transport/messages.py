@@ -20,7 +20,7 @@ Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
 class Message(NamedTuple):
     """Tensors one after another in one flat buffer."""
 
-    flat: Tensor
+    flat: Tensor  # contiguous, of any shape
     parts: tuple[Tensor, ...]
 
     @classmethod
