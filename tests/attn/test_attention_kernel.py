@@ -471,27 +471,6 @@ def test_a_mask_of_too_many_calls_is_refused_by_name(monkeypatch: pytest.MonkeyP
         ring_attention(*(p.q, p.k, p.v), mask=MASKS["window"], layout=Layout.contiguous(48, 1), attention_kernel="aten")
 
 
-def test_cudnn_takes_no_packed_documents() -> None:
-    """It plans each new shape for about a second, and each batch has new lengths."""
-    cudnn = aten.ATEN["cuda"][1]
-    p = problem(v_head_dim=16, dtype=torch.bfloat16)
-    reasons = {}
-    for name in ("causal", "documents"):
-        plan = rank_plan(MASKS[name], Layout.contiguous(48, 1), 0)
-        mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
-        reasons[name] = cudnn.why_not(Block(p.q, p.k, p.v, mask, plan.begin, plan.end, 0.25, 0.0))
-    assert reasons["causal"] == ""
-    assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
-
-
-def test_another_implementation_of_torchs_flash_attention_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found wrong of one, or slower, says nothing of the other."""
-    flash = aten.ATEN["cuda"][0]
-    assert flash.name == "aten's flash attention"
-    monkeypatch.setattr(aten, "current_flash_attention_impl", lambda: "FA4")
-    assert flash.name == "aten's flash attention (FA4)"
-
-
 def test_unknown_kernels_are_refused() -> None:
     p = problem()
     given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}

@@ -7,6 +7,7 @@ it should (self_test.py) is never used: with auto the next one takes over.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
-from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
+from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running, why_slow
 from ringtile.attn.call import AttentionCall
 from ringtile.attn.self_test import why_wrong
 from ringtile.errors import Refused
 from ringtile.sequence.plan import RankPlan, Shape
 
 RINGTILE: Backend = Ringtile()
+logger = logging.getLogger(__name__)
 
 
 def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
@@ -30,6 +32,7 @@ def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state:
     block = _block(call, i, q, k, v)
     first, *others = backends = _checked(call, block)
     if not others:
+        _warn_if_slow(first, block, backward=False)
         first.forward(block, state)
         return
 
@@ -44,6 +47,7 @@ def backward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, final
     block = _block(call, i, q, k, v)
     first, *others = backends = _checked(call, block, takes_dlse=final.dlse is not None)
     if not others:
+        _warn_if_slow(first, block, backward=True)
         first.backward(block, final, grads)
         return
 
@@ -140,6 +144,19 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     for name, reason in wrong.items():
         self_test.warn_once(name, where, reason, able[0].name)
     return able
+
+
+_slow: set[str] = set()
+
+
+def _warn_if_slow(backend: Backend, block: Block, *, backward: bool) -> None:
+    """Say so, once for each reason, where nobody else is there: a slow run looks like any other."""
+    if not block.q.is_cuda or backend is not RINGTILE:
+        return
+    reason = why_slow(block, torch.cuda.get_device_capability(block.q.device), backward=backward)
+    if reason and reason not in _slow:
+        _slow.add(reason)
+        logger.warning("attention by ringtile's kernels is slow here: %s", reason)
 
 
 # ---- who is fastest -----------------------------------------------------------------------------

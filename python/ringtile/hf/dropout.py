@@ -10,7 +10,6 @@ Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from ringtile.tiled.tiles import running_tile
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
 
-logger = logging.getLogger("ringtile")
 
 _OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
 
@@ -98,11 +96,6 @@ class CountedDropout(TrainerCallback):
             self._install_noise(base, alpha, patches)
         if not self._counted and not attentive and alpha is None:
             return
-        if attentive and trainer.args.device.type == "cuda":
-            logger.warning(
-                "attention dropout runs in ringtile's plain CUDA kernel, which is many times slower than the others; "
-                "set it to 0 in the model's config if you do not need it"
-            )
         patches.wrap(trainer, "compute_loss", self._compute_loss)
         patches.add_callback(trainer, self)
         patches.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)

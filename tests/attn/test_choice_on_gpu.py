@@ -1,0 +1,93 @@
+"""What a GPU's backends say of a block, asked without one."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from ringtile import IntervalMask, Layout, ops
+from ringtile.attn import aten, choose
+from ringtile.attn.backend import Block, BlockMask, why_slow
+from ringtile.sequence.plan import rank_plan
+from test_ring import MASKS, problem
+from torch import Tensor
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> Block:
+    plan = rank_plan(IntervalMask.causal(8), Layout.contiguous(8, 1), 0)
+    mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
+    q, k, v = (torch.zeros(1, 8, 2, dim, dtype=dtype) for dim in (head_dim, head_dim, v_head_dim or head_dim))
+    return Block(q, k, v, mask, plan.begin, plan.end, 0.25, 0.0)
+
+
+def test_cudnn_takes_no_packed_documents() -> None:
+    """It plans each new shape for about a second, and each batch has new lengths."""
+    cudnn = aten.ATEN["cuda"][1]
+    p = problem(v_head_dim=16, dtype=torch.bfloat16)
+    reasons = {}
+    for name in ("causal", "documents"):
+        plan = rank_plan(MASKS[name], Layout.contiguous(48, 1), 0)
+        mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
+        reasons[name] = cudnn.why_not(Block(p.q, p.k, p.v, mask, plan.begin, plan.end, 0.25, 0.0))
+    assert reasons["causal"] == ""
+    assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
+
+
+def test_another_implementation_of_torchs_flash_attention_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found wrong of one, or slower, says nothing of the other."""
+    flash = aten.ATEN["cuda"][0]
+    assert flash.name == "aten's flash attention"
+    monkeypatch.setattr(aten, "current_flash_attention_impl", lambda: "FA4")
+    assert flash.name == "aten's flash attention (FA4)"
+
+
+@pytest.mark.parametrize(
+    ("block", "backward", "capability", "reason"),
+    [
+        (a_block(), True, HOPPER, ""),
+        (a_block(head_dim=128), True, HOPPER, ""),
+        (a_block(head_dim=256), False, HOPPER, ""),
+        (a_block(head_dim=256), True, AMPERE, ""),
+        (
+            a_block(head_dim=192, v_head_dim=128),
+            True,
+            HOPPER,
+            "the backward of head dim 192 has no kernel of sm_90a",
+        ),
+        (a_block(torch.float32), False, HOPPER, "torch.float32 has no kernel for tensor cores; train in bfloat16"),
+        (a_block(head_dim=320), False, AMPERE, "head dim 320 has no kernel for tensor cores"),
+        (a_block(head_dim=60), False, AMPERE, "rows of q do not begin at multiples of 16 bytes"),
+    ],
+)
+def test_a_slow_path_has_a_name(block: Block, backward: bool, capability: tuple[int, int], reason: str) -> None:
+    assert why_slow(block, capability, backward=backward).startswith(reason)
+    assert bool(why_slow(block, capability, backward=backward)) == bool(reason)
+
+
+def test_rows_of_a_view_and_dropout_are_slow_by_name() -> None:
+    block = a_block()
+    moved = torch.zeros(8 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 8, 2, 64)  # 2 bytes behind
+    assert why_slow(block._replace(v=moved), HOPPER, backward=False).startswith("rows of v do not begin at")
+    dropout = ops.WeightDropout(0.1, 1, 2, 3, torch.zeros(1, dtype=torch.int64), torch.arange(8))
+    assert "dropout" in why_slow(block._replace(dropout=dropout), HOPPER, backward=False)
+
+
+class OnGpu(Tensor):
+    is_cuda = True
+
+
+def test_each_slow_path_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(choose, "_slow", set())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    slow = a_block(torch.float32)
+    on_gpu = slow._replace(q=slow.q.as_subclass(OnGpu))
+    with caplog.at_level(logging.WARNING):
+        for block in (slow, on_gpu, on_gpu):  # of a CPU; of a GPU, twice
+            choose._warn_if_slow(choose.RINGTILE, block, backward=False)
+        choose._warn_if_slow(aten.ATEN["cpu"][0], on_gpu, backward=False)
+    assert [record.message.split(": ")[0] for record in caplog.records] == [
+        "attention by ringtile's kernels is slow here"
+    ]
