@@ -5,8 +5,12 @@ Shape letters: H query heads, M queries, D head dim.
 
 from __future__ import annotations
 
+import types
+
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import _fa3, _fa4
 
 
 def in_a_sequence(num_queries: int, num_keys: int, left: int, right: int) -> Tensor:
@@ -104,3 +108,63 @@ STAND_INS = {
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
 }
+
+
+# ---- FlashAttention 4 and 3, as torch's adapters call them --------------------------------------
+
+
+def flash_4_forward(
+    query, key, value, *, softmax_scale, causal, window_size_left, window_size_right, return_lse, cu_seqlens_q,
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, page_table, num_splits, out,
+):  # fmt: skip
+    assert return_lse
+    assert (seqused_k, page_table, out) == (None, None, None)
+    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
+    given = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False)
+    return flash_forward(*given, scale=softmax_scale, window_size_left=left, window_size_right=right)[:2]
+
+
+def flash_4_backward(
+    query, key, value, out, grad_out, logsumexp, *, softmax_scale, causal, window_size_left, window_size_right,
+    cu_seqlens_q, cu_seqlens_k, deterministic,
+):  # fmt: skip
+    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
+    given = (grad_out, query, key, value, out, logsumexp, cu_seqlens_q, cu_seqlens_k, 0, 0, 0.0, causal, None, None)
+    return flash_backward(*given, scale=softmax_scale, window_size_left=left, window_size_right=right)
+
+
+def flash_3_forward(*given):
+    (q, k, v), (cu_q, cu_k, _, _, _, max_q, max_k), (scale, causal, left, right) = given[:3], given[7:14], given[23:27]
+    found = flash_forward(
+        *(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False),
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return (*found[:2], None, None)
+
+
+def flash_3_backward(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, *given):
+    max_q, max_k, scale, causal, left, right = given[2:8]
+    found = flash_backward(
+        *(dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, None, None),
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    for target, x in zip((dq, dk, dv), found, strict=True):
+        target.copy_(x)
+
+
+def install_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, for CPU tensors of float64, behind torch's adapters."""
+    module = types.ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd, module._flash_attn_bwd = flash_4_forward, flash_4_backward
+    monkeypatch.setattr(_fa4, "_fa4_import_module", lambda path: module)
+    monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", None)
+    monkeypatch.setattr(_fa3, "_fa3_import_module", lambda path: None)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", flash_3_forward)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", flash_3_backward)
+    for adapter, name in ((_fa4, "_fa4"), (_fa3, "_fa3")):  # which ask for a GPU and 16 bits
+        monkeypatch.setattr(adapter, f"{name}_forward_support_error", lambda *given: None)
+        monkeypatch.setattr(adapter, f"{name}_backward_support_error", lambda *given: None)

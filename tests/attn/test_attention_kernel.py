@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from aten_stand_ins import STAND_INS, in_a_sequence
+from aten_stand_ins import STAND_INS, in_a_sequence, install_libraries
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
@@ -221,11 +221,16 @@ def of_cuda() -> Iterator[None]:
 
 @pytest.mark.usefixtures("of_cuda")
 @pytest.mark.parametrize("layout", NAMED)
-@pytest.mark.parametrize("name", ["aten's flash attention", "aten's cuDNN attention"])
+@pytest.mark.parametrize(
+    "name", [*(f"aten's flash attention{which}" for which in ("", " (FA4)", " (FA3)")), "aten's cuDNN attention"]
+)
 def test_calls_of_atens_cuda_kernels_mean_what_they_should(
     fresh: None, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
 ) -> None:
     """By stand-ins that take the arguments of aten's schemas, so nothing here is of the kernels themselves."""
+    aten._flash_functions.cache_clear()
+    monkeypatch.setattr(aten, "_flash_functions", aten._flash_functions.__wrapped__)  # not remembered for other tests
+    install_libraries(monkeypatch)
     backend = next(each for each in aten.ATEN["cuda"] if each.name == name)
     if isinstance(backend, InSquares):  # which in use takes fewer
         backend = dataclasses.replace(backend, max_squares=aten.MAX_SQUARES)

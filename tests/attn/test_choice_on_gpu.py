@@ -8,7 +8,7 @@ import pytest
 import torch
 from ringtile import IntervalMask, Layout, ops
 from ringtile.attn import aten, choose
-from ringtile.attn.backend import Block, BlockMask, why_slow
+from ringtile.attn.backend import Block, BlockMask, Running, why_slow
 from ringtile.sequence.plan import rank_plan
 from test_ring import MASKS, problem
 from torch import Tensor
@@ -25,7 +25,7 @@ def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim:
 
 def test_cudnn_takes_no_packed_documents() -> None:
     """It plans each new shape for about a second, and each batch has new lengths."""
-    cudnn = aten.ATEN["cuda"][1]
+    cudnn = aten.ATEN["cuda"][-1]
     p = problem(v_head_dim=16, dtype=torch.bfloat16)
     reasons = {}
     for name in ("causal", "documents"):
@@ -42,6 +42,24 @@ def test_another_implementation_of_torchs_flash_attention_is_another_kernel(monk
     assert flash.name == "aten's flash attention"
     monkeypatch.setattr(aten, "current_flash_attention_impl", lambda: "FA4")
     assert flash.name == "aten's flash attention (FA4)"
+
+
+@pytest.mark.parametrize("name", ["FA4", "FA3"])
+def test_a_library_that_is_missing_is_not_asked(name: str) -> None:
+    missing = next(each for each in aten.ATEN["cuda"] if name in each.name)
+    block = a_block()
+    assert missing.why_not(block).startswith("is not installed (No module named 'flash_attn")
+    running = Running(torch.zeros(1, 8, 2, 64), torch.zeros(1, 2, 8, dtype=torch.float64), fresh=True)
+    with pytest.raises(NotImplementedError, match=f"{name} is not installed"):  # as `ringtile doctor` reports
+        missing.forward(block, running)
+
+
+def test_torch_stays_as_the_user_has_it() -> None:
+    """Asking for a library's functions activates nothing: the user's own attention is no concern of a backend's."""
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    for each in aten.ATEN["cuda"]:
+        each.why_not(a_block())
+    assert torch.nn.attention.current_flash_attention_impl() is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""aten's attention kernels as backends: flash attention and cuDNN's, forward and backward.
+"""aten's attention kernels as backends: flash attention (2, and 4 or 3 where installed) and cuDNN's.
 
 They know a mask by its pieces (pieces.py). Their results have q's dtype: in bfloat16 and float16 each block is rounded
 once more than by ringtile's kernels, and merged or added in float32. docs/design/ring.md has the bound.
@@ -12,9 +12,11 @@ square or of a pack.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from ringtile import ops
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Running
 from ringtile.attn.pieces import Pack, Square
 
+FLASH_ATTENTION_4, FLASH_ATTENTION_3 = "flash_attn.cute.interface", "flash_attn_interface"  # as torch names them
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
 MAX_SQUARES_CUDNN = 2  # cuDNN plans each new shape for a second, and documents bring new ones with every batch
 
@@ -31,6 +34,35 @@ MAX_SQUARES_CUDNN = 2  # cuDNN plans each new shape for a second, and documents 
 # numbers; (dout, q, k, v, out, lse (B, H, M), causal, scale) -> dq, dk, dv.
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 AttendBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+
+
+class _FlashFunctions(NamedTuple):
+    """With the arguments of aten's _flash_attention_forward and _flash_attention_backward."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+@functools.cache
+def _flash_functions(library: str) -> _FlashFunctions | str:
+    """Return those of a library, or why it has none here."""
+    if not library:
+        return _FlashFunctions(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+    try:  # torch's own adapters, which it otherwise calls in the place of its flash attention
+        if library == "FA4":
+            adapter: Any = importlib.import_module("torch.nn.attention._fa4")
+            adapter._fa4_import_module(FLASH_ATTENTION_4)
+            adapter._FA4_MODULE_PATH = FLASH_ATTENTION_4
+            return _FlashFunctions(
+                adapter._fa4_flash_attention_forward_impl, adapter._fa4_flash_attention_backward_impl
+            )
+        adapter = importlib.import_module("torch.nn.attention._fa3")
+        adapter._fa3_import_module(FLASH_ATTENTION_3)
+        return _FlashFunctions(
+            adapter._fa3_flash_attention_forward_impl_default, adapter._fa3_flash_attention_backward_impl
+        )
+    except Exception as error:  # a library may raise anything while it is imported
+        return f"is not installed ({next(iter(str(error).splitlines()), type(error).__name__)})"
 
 
 @dataclass(frozen=True)
@@ -93,19 +125,33 @@ class InSquares:
         _round(grads)
 
 
+@dataclass(frozen=True)
 class InPacks:
-    """aten's flash attention for CUDA, which takes many sequences in one call, and windows: a call for each pack."""
+    """aten's flash attention for CUDA, which takes many sequences in one call, and windows: a call for each pack.
 
+    library: FA4 or FA3, called through torch without being activated there: the user's own attention stays what it is.
+    "": what torch runs.
+    """
+
+    library: str = ""
     head_dim_step: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
-        """With the implementation that the user has activated in torch, which is another kernel: FA3, FA4."""
-        implementation = current_flash_attention_impl()
+        """Of the implementation, which is a kernel of its own; one of torch's may be activated by the user."""
+        implementation = self.library or current_flash_attention_impl()
         return "aten's flash attention" + (f" ({implementation})" if implementation else "")
 
     def why_not(self, block: Block) -> str:
-        return _why_not(block)
+        functions = _flash_functions(self.library)
+        return functions if isinstance(functions, str) else _why_not(block)
+
+    @property
+    def _functions(self) -> _FlashFunctions:
+        functions = _flash_functions(self.library)
+        if isinstance(functions, str):
+            raise NotImplementedError(f"{self.library} {functions}")
+        return functions
 
     def forward(self, block: Block, state: Running) -> None:
         q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
@@ -113,9 +159,8 @@ class InPacks:
         out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1).clone()  # (B N, H, D); (B N, H)
         for pack in block.mask.packs(q, k):
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
-            part, part_lse = torch.ops.aten._flash_attention_forward(
-                *given, *_sequences(pack), False, **_options(pack, block)
-            )[:2]
+            found = self._functions.forward(*given, *_sequences(pack), False, **_options(pack, block))
+            part, part_lse = found[:2]
             if pack.q_rows is None:
                 _merge_(out_rows, lse_rows, part, part_lse.t())
             else:
@@ -135,7 +180,7 @@ class InPacks:
         for pack in block.mask.packs(q, k):
             q_rows, k_rows = pack.q_rows, pack.k_rows
             sides = ((final.dout, q_rows), (q, q_rows), (k, k_rows), (v, k_rows), (final.out, q_rows))
-            parts = torch.ops.aten._flash_attention_backward(
+            parts = self._functions.backward(
                 *(_take(x, rows) for x, rows in sides),
                 _take(lse, q_rows).t().contiguous(),
                 *_sequences(pack),
@@ -263,5 +308,10 @@ def _cudnn_backward(
 
 ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device
     "cpu": (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),),
-    "cuda": (InPacks(), InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN)),
+    "cuda": (
+        InPacks(),
+        InPacks("FA4"),
+        InPacks("FA3"),
+        InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN),
+    ),
 }
