@@ -275,6 +275,23 @@ def test_where_several_may_run_the_faster_is_measured_once(fresh: None, monkeypa
         assert all(torch.equal(x, y) for result in results[:2] for x, y in zip(result, results[2], strict=True))
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_no_clock_chooses_where_it_must_not(fresh: None, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    """Told to be deterministic, or without memory for a copy of the states, auto is the first backend: ringtile's."""
+    p, layout = problem(v_head_dim=16), Layout.contiguous(48, 1)
+    monkeypatch.setattr(block, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
+
+    def full(*arguments: Any) -> float:
+        assert not deterministic
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(block, "_seconds", full)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    one, other = (run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "ringtile"))
+    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    assert block._chosen == {}
+
+
 class OnGpu(Tensor):
     """Says that it is on a GPU."""
 

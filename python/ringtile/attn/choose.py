@@ -167,8 +167,11 @@ _chosen: dict[object, str] = {}
 def _fastest(backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]) -> Backend:
     """Return the one that takes the least time here, measured once for blocks of about this size and mask.
 
-    states: what run writes, which keeps its values.
+    states: what run writes, which keeps its values. The first one, whose sums have one order, where torch is told to be
+    deterministic, as a clock is not; and where there is no memory for copies of the states.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        return backends[0]
     q, k = block.q, block.k
     pieces = sum(map(len, block.mask.pieces or ()))
     sizes = (q.size(0), *q.shape[2:], k.size(2), *(number.bit_length() for number in (q.size(1), k.size(1), pieces)))
@@ -176,7 +179,10 @@ def _fastest(backends: list[Backend], run: Callable[..., None], block: Block, st
     if key not in _chosen:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return backends[0]
-        seconds = {each.name: _seconds(run, each, tuple(state.clone() for state in states)) for each in backends}
+        try:
+            seconds = {each.name: _seconds(run, each, tuple(state.clone() for state in states)) for each in backends}
+        except torch.OutOfMemoryError:
+            return backends[0]
         _chosen[key] = min(seconds, key=seconds.__getitem__)
     return next(backend for backend in backends if backend.name == _chosen[key])
 
