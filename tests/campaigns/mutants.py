@@ -275,8 +275,8 @@ MUTANTS = [
     Mutant(
         "ring: returned gradients replace instead of adding",
         "python/ringtile/attn/exchange.py",
-        "x[:, row : row + length] += partial[:, packed : packed + length]",
-        "x[:, row : row + length] = partial[:, packed : packed + length]",
+        "x[:, row : row + length].add_(partial[:, packed : packed + length])",
+        "x[:, row : row + length].copy_(partial[:, packed : packed + length])",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(
