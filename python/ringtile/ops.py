@@ -23,6 +23,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, self_test
 from ringtile.errors import BuildError, InputError, Refused
 from ringtile.self_test import kernels
+from ringtile.self_test.child_process import Question
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -136,7 +137,8 @@ _INSTEAD = {
 
 def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
-    return self_test.why_not((name, device, dtype), lambda: KERNELS[name](device, dtype))
+    question, test = Question.of(name, dtype), lambda: KERNELS[name](device, dtype)
+    return self_test.why_not((name, device, dtype), lambda: self_test.of_own_kernel(device, question, test))
 
 
 def _check_kernel(name: str, x: Tensor) -> None:

@@ -92,6 +92,28 @@ MUTANTS = [
         "moved = moved + before",
         "tests/recurrent/test_recurrent_ranks.py -k torch_operations",
     ),
+    # ---- self-test in a child process
+    Mutant(
+        "self-test: processes test beside each other",
+        "python/ringtile/self_test/child_process.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "tests/attn/test_self_test_child.py -k at_once",
+    ),
+    Mutant(
+        "self-test: verdicts of another driver are believed",
+        "python/ringtile/self_test/child_process.py",
+        'if kept["environment"] == at and',
+        "if",
+        "tests/attn/test_self_test_child.py -k believed",
+    ),
+    Mutant(
+        "self-test: a child that hangs is left alone",
+        "python/ringtile/self_test/child_process.py",
+        "os.killpg(process.pid, signal.SIGKILL)",
+        "pass",
+        "tests/attn/test_self_test_child.py -k hang",
+    ),
     # ---- kernels on a GPU, on the emulator
     Mutant(
         "CUDA: key at the end of the interval attended",

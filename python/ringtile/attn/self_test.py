@@ -1,7 +1,8 @@
 """Whether a backend computes attention: a small case, forward and backward, against the definition in float64.
 
 A window over some keys more than a tile, in two blocks, has what a block can have: keys before a causal diagonal, keys
-that drop out one by one, a state to merge into, gradients to add to.
+that drop out one by one, a state to merge into, gradients to add to. ringtile's kernels for GPUs, which only a child
+process tests, get a window over several tiles.
 
 The bounds follow one rounding after the other. u is half an eps of q's dtype, e an eps of the state.
 - A score is off by a rounding e of |q| |k| a term, the log of a sum of N by N e, and exponentials may be as good as
@@ -20,17 +21,27 @@ Shape letters: N queries and keys, H query heads, G kv heads, D head dim, Dv val
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile import ops, self_test
-from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Running
+from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
 from ringtile.self_test import kernels
+from ringtile.self_test.child_process import Question
 
-NUM_TOKENS = 140  # no multiple of any tile
-WINDOW = 133
-CUT = 131  # the second block begins here
+
+class Sizes(NamedTuple):
+    """Of the case: in tokens, no multiples of any tile."""
+
+    num_tokens: int
+    window: int
+    cut: int  # the second block begins here
+
+
+SMALL = Sizes(140, 133, 131)
+LARGE = Sizes(1500, 701, 761)  # every stage of a pipeline over tiles is used again, in both blocks; takes 1 GB
 _DROPS = (0.25, 2**32 - 3, 12, 0xC0FFEE11)  # probability, seed, step, stream
 _ROW = 7
 
@@ -55,8 +66,19 @@ def failure(
     """
     step = backend.head_dim_step
     key = (backend.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops)
-    given = (device, dtype, head_dim, v_head_dim, 4 if grouped else 2, 2, drops)
-    return self_test.why_not(key, lambda: run_case(backend, *given))
+
+    def test() -> str:
+        return run_case(backend, device, dtype, head_dim, v_head_dim, *num_heads_of(grouped), drops)
+
+    if not isinstance(backend, Ringtile):
+        return self_test.why_not(key, test)
+    question = Question.of("attention", dtype, head_dim, v_head_dim, grouped, drops)
+    return self_test.why_not(key, lambda: self_test.of_own_kernel(device, question, test))
+
+
+def num_heads_of(grouped: bool) -> tuple[int, int]:
+    """Return how many heads of queries and of keys the case has."""
+    return (4, 2) if grouped else (2, 2)
 
 
 def run_case(
@@ -68,17 +90,18 @@ def run_case(
     num_heads: int,
     num_kv_heads: int,
     drops: bool = False,
+    sizes: Sizes = SMALL,
 ) -> str:
     """What is wrong with a backend; "" if nothing is."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(heads: int, dim: int) -> Tensor:
-        x = torch.randn(1, NUM_TOKENS, heads, dim, generator=generator, dtype=torch.float32, device="cpu")
+        x = torch.randn(1, sizes.num_tokens, heads, dim, generator=generator, dtype=torch.float32, device="cpu")
         return x.to(device, dtype)
 
     q, dout = normal(num_heads, head_dim), normal(num_heads, v_head_dim)
     k, v = normal(num_kv_heads, head_dim), normal(num_kv_heads, v_head_dim)
-    for what, got, expected, bound in _compared(backend, q, k, v, dout, head_dim**-0.5, drops):
+    for what, got, expected, bound in _compared(backend, q, k, v, dout, head_dim**-0.5, drops, sizes):
         difference = (got.double() - expected).abs()
         if not bool((difference <= bound).all()):  # nor a nan
             worst = (difference / bound).nan_to_num(torch.inf).argmax()
@@ -88,7 +111,7 @@ def run_case(
 
 
 def _compared(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, drops: bool
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, drops: bool, sizes: Sizes
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Name, what the backend computes, what it should, and by how much it may be off."""
     state = ops.state_dtype(q.dtype)
@@ -106,24 +129,25 @@ def _compared(
     def back(x: Tensor) -> Tensor:
         return x.transpose(0, 1)[None]
 
-    at = torch.arange(NUM_TOKENS, device=q.device)
-    attend = (at <= at[:, None]) & (at > at[:, None] - WINDOW)
+    num_tokens, window, cut = sizes
+    at = torch.arange(num_tokens, device=q.device)
+    attend = (at <= at[:, None]) & (at > at[:, None] - window)
     scores = (scale * q64 @ k64.mT).masked_fill(~attend, -torch.inf)
     lse64 = scores.logsumexp(-1)
     weights = (scores - lse64[..., None]).exp()
     largest = scale * q64.norm(dim=-1).amax() * k64.norm(dim=-1).amax()
-    lse_bound = float(2 * e * (q.size(3) * largest + NUM_TOKENS)) + u
+    lse_bound = float(2 * e * (q.size(3) * largest + num_tokens)) + u
     rounded = 2 * lse_bound + u
     of_weights = rounded * weights + least * attend
     dropped = _dropped(q) if drops else None
-    z = 1.0 if dropped is None else _factors(q.size(2), q.device)
+    z = 1.0 if dropped is None else _factors(num_tokens, q.size(2), q.device)
     out64, out_bound = (z * weights) @ v64, (z * (of_weights + 2 * (u + e) * weights)) @ v64.abs() + least
 
-    begin = (at - (WINDOW - 1)).clamp(min=0).to(torch.int32)[None]
+    begin = (at - (window - 1)).clamp(min=0).to(torch.int32)[None]
     end = (at + 1).to(torch.int32)[None]
     out = torch.empty_like(q, dtype=state).resize_(*q.shape[:3], v.size(3))
-    lse = torch.empty(1, q.size(2), NUM_TOKENS, dtype=torch.float64, device=q.device)
-    parts = (slice(0, CUT), slice(CUT, NUM_TOKENS))
+    lse = torch.empty(1, q.size(2), num_tokens, dtype=torch.float64, device=q.device)
+    parts = (slice(0, cut), slice(cut, num_tokens))
     blocks = []
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
@@ -165,16 +189,16 @@ def _compared(
 
 
 def _dropped(q: Tensor) -> ops.WeightDropout:
-    rows, positions = (torch.tensor(x, device=q.device) for x in ([_ROW], range(NUM_TOKENS)))
+    rows, positions = (torch.tensor(x, device=q.device) for x in ([_ROW], range(q.size(1))))
     return ops.WeightDropout(*_DROPS, rows, positions)
 
 
-def _factors(num_heads: int, device: torch.device) -> Tensor:
+def _factors(num_tokens: int, num_heads: int, device: torch.device) -> Tensor:
     """What dropout multiplies each weight by, (H, N, N)."""
     p, seed, step, stream = _DROPS
-    positions, heads = torch.arange(NUM_TOKENS, device="cpu"), torch.arange(num_heads, device="cpu")
-    counters = torch.arange(-(-NUM_TOKENS // 4), device="cpu")
+    positions, heads = torch.arange(num_tokens, device="cpu"), torch.arange(num_heads, device="cpu")
+    counters = torch.arange(-(-num_tokens // 4), device="cpu")
     rows = _ROW + (heads[:, None, None] << 20)
     words = kernels.random_words(counters, positions[:, None], rows, stream, (seed, step))
-    kept = words.flatten(2)[:, :, :NUM_TOKENS] < (1 - p) * 2**32
+    kept = words.flatten(2)[:, :, :num_tokens] < (1 - p) * 2**32
     return kept.to(device, torch.float64) / (1 - p)

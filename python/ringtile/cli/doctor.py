@@ -144,6 +144,7 @@ def self_tests() -> dict[str, str]:
     from ringtile.attn.aten import ATEN
     from ringtile.attn.choose import RINGTILE
     from ringtile.recurrent import kernels
+    from ringtile.self_test.child_process import Question
 
     if not self_test.is_on():
         return {"switched off": f"{self_test.VARIABLE}=0"}
@@ -151,9 +152,12 @@ def self_tests() -> dict[str, str]:
     usable = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if not ops.why_not_on(i)]
     for device in (torch.device("cpu"), *usable):
         halves = (torch.bfloat16, torch.float16)
+        own = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:]
+        questions = [Question.of(name, dtype) for name in ops.KERNELS for dtype in ops.FLOAT_DTYPES]
+        questions += [Question.of("attention", dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in own]
+        self_test.prepare(device, *questions)
         for backend in (RINGTILE, *ATEN[device.type]):
-            ours = backend is RINGTILE
-            dtypes = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:] if ours else halves
+            dtypes = own if backend is RINGTILE or device.type == "cpu" else halves
             for head_dim in HEAD_DIMS:
                 dims = (head_dim, head_dim)
                 found[f"{device}: {backend.name}, head dim {head_dim}"] = results(

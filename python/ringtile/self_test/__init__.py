@@ -1,8 +1,8 @@
 """The first use of a kernel on a device compares a small case with its definition; a kernel that differs is not used.
 
-Once a process for each kernel, device and dtype (attention: head dims too), in milliseconds; every later call looks the
-result up. Each process tests for itself: ranks may so differ in who computes, and then in the last bits of their own
-rows, but nothing that they exchange depends on it.
+Once for each kernel, device and dtype (attention: head dims too); every later call looks the result up. On a CPU the
+process tests, in milliseconds; on a GPU a child process does (child_process.py), once a machine. Ranks may so differ in
+who computes, and then in the last bits of their own rows, but nothing that they exchange depends on it.
 
 RINGTILE_SELF_TEST=0 switches it off: every kernel counts as right.
 """
@@ -18,7 +18,11 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ringtile.self_test import child_process
+from ringtile.self_test.child_process import Question
+
 VARIABLE = "RINGTILE_SELF_TEST"
+IN_PROCESS = ("cpu",)  # where a child would cost more than its start
 
 logger = logging.getLogger(__name__)
 failures: dict[object, str] = {}  # by kernel, device, dtype, ...: what is wrong with it, "" if nothing
@@ -42,12 +46,25 @@ def why_not(key: object, test: Callable[[], str]) -> str:
 
 
 def _run_once(key: object, test: Callable[[], str]) -> str:
-    if not is_on() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if not is_on() or torch.compiler.is_compiling():
+        return ""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return ""
     with _lock:
         if key not in failures:
             failures[key] = run(test)
         return failures[key]
+
+
+def of_own_kernel(device: torch.device, question: Question, test: Callable[[], str]) -> str:
+    """test() of one of ringtile's kernels, or on a GPU what a child process says: the kernel may take it along."""
+    return test() if device.type in IN_PROCESS else child_process.why_not(device, question)
+
+
+def prepare(device: torch.device, *questions: Question) -> None:
+    """Finds out about many of ringtile's kernels at once, where a child process does."""
+    if device.type not in IN_PROCESS:
+        run(lambda: child_process.why_not(device, *questions))
 
 
 def run(test: Callable[[], str]) -> str:
@@ -74,5 +91,6 @@ def warn_once(kernel: str, where: str, reason: str, instead: str) -> None:
 def forget() -> None:
     """As in a new process."""
     failures.clear()
+    child_process.forget()
     _warned.clear()
     is_on.cache_clear()

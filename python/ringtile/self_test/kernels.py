@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+REPEATS = {"cpu": 1, "cuda": 500}  # of a case's few tokens
 FEW = 32  # roundings of a GLU's elementary functions and products
 # Without autograd, whose hooks belong to the caller.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -55,7 +56,7 @@ def glu(
     dtype: torch.dtype,
 ) -> str:
     """Of every kind, for (T, F) matrices with a row stride."""
-    gate, up, dprod = (_normal((3, 150), device, dtype, seed)[:, :139] for seed in range(3))
+    gate, up, dprod = (_normal((3 * REPEATS[device.type], 150), device, dtype, seed)[:, :139] for seed in range(3))
     u, e, least = _roundings(dtype)
     for name, kind in kinds.items():
         g, up64, d64 = (x.double() for x in (gate, up, dprod))
@@ -79,8 +80,8 @@ def cross_entropy(
     dtype: torch.dtype,
 ) -> str:
     """With and without label smoothing, softcap and z-loss; one token is ignored."""
-    logits = _normal((5, 320), device, dtype, 0)[:, :301] * 3
-    labels = torch.tensor([0, 300, -100, 17, 150], device="cpu").to(device)
+    labels = torch.tensor([0, 300, -100, 17, 150], device="cpu").repeat(REPEATS[device.type]).to(device)
+    logits = _normal((len(labels), 320), device, dtype, 0)[:, :301] * 3
     counted = (labels != -100).double()[:, None]
     u, e, least = _roundings(dtype)
     for smoothing, softcap, z_loss in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.01)):
@@ -93,7 +94,8 @@ def cross_entropy(
         slope = 1 - (x / softcap) ** 2 if softcap else torch.ones_like(x)
         bound = 4 * e * (vocab_size + 8 * float(x.abs().max()))  # of lse, and relative for a weight
         got = logits.clone()
-        loss, got_lse = (torch.empty(5, device=device, dtype=torch.promote_types(dtype, torch.float32)) for _ in "12")
+        loss = torch.empty(len(labels), device=device, dtype=torch.promote_types(dtype, torch.float32))
+        got_lse = torch.empty_like(loss)
         fwd_bwd_(got, labels, loss, got_lse, -100, smoothing, softcap, z_loss, True)
         expected = counted * (lse - (target * x).sum(1, keepdim=True) + z_loss * lse**2)
         gradient = counted * slope * (weights * twice - target)
@@ -108,8 +110,8 @@ def dropout(
     kernel: Callable[[Tensor, Tensor, float, int, int, int], Tensor], device: torch.device, dtype: torch.dtype
 ) -> str:
     """Of tokens with a row stride, at places of 32 bits; every feature must stay or go as Philox4x32-10 says."""
-    x = _normal((3, 150), device, dtype, 0)[:, :139]
-    places = torch.tensor([[0, 0], [2**32 - 1, 5], [7, 2**31 + 3]], device="cpu")
+    places = torch.tensor([[0, 0], [2**32 - 1, 5], [7, 2**31 + 3]], device="cpu").repeat(REPEATS[device.type], 1)
+    x = _normal((len(places), 150), device, dtype, 0)[:, :139]
     key, stream, p = (2**32 - 3, 12), 0xC0FFEE11, 0.25
     row, position = places[:, :1], places[:, 1:]
     words = random_words(torch.arange(35, device="cpu"), position, row, stream, key)
@@ -146,15 +148,16 @@ def shard(
     dtype: torch.dtype,
 ) -> str:
     """Bit by bit, of strided tokens and of a strided tensor."""
-    runs, positions = [[8, 1, 0, 3], [1, 2, 3, 4]], [8, 9, 10, 1, 3, 5, 7]
+    n = REPEATS[device.type]
+    runs, positions = [[8 * n, 1, 0, 3 * n], [1, 2, 3 * n, 4 * n]], [*range(8 * n, 11 * n), *range(1, 8 * n, 2)]
     generator = torch.Generator("cpu").manual_seed(0)
-    bits = torch.randint(0, 256, (13, 2, 3 * dtype.itemsize), generator=generator, dtype=torch.uint8, device="cpu")
+    bits = torch.randint(0, 256, (13 * n, 2, 3 * dtype.itemsize), generator=generator, dtype=torch.uint8, device="cpu")
     if dtype == torch.bool:
         bits &= 1
     x, of_runs = bits.to(device).view(dtype).transpose(0, 1), torch.tensor(runs, device="cpu")
     local = torch.empty(2, len(positions), 3, dtype=dtype, device=device)
     shard_(x, of_runs, 1, local)
-    back = torch.zeros(13, 2, 3, dtype=dtype, device=device).transpose(0, 1)
+    back = torch.zeros(13 * n, 2, 3, dtype=dtype, device=device).transpose(0, 1)
     unshard_(local, of_runs, 1, back)
     kept = torch.zeros_like(bits)
     kept[positions] = bits[positions]
