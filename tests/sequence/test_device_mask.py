@@ -36,6 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
     monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: fake.recorded.append((id(x), stream)))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)  # of which a CPU build has none
     monkeypatch.setattr(device_mask, "_in_graphs", {})
     return fake
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringtile.errors import ConfigError, InputError, RingMismatch
+from ringtile.hf.masks import read
 from ringtile.transport.process_group import backend_name
 
 _CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modulo 2^64
@@ -72,18 +73,20 @@ class ContextParallelGroup:
         """The mean of a tensor over the group, the same bits on all of its ranks. A collective."""
         return self.sum(value) / self.size
 
-    def check_same_batch(self, inputs: Mapping[str, Any]) -> None:
-        """Raises RingMismatch, naming what differs and where, unless all ranks of the group hold the same batch.
+    def check_same_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch, with the tensors that describe its documents on the host; checked to be the same on all ranks.
 
-        One all-gather of a few integers. Without it, different batches of equal shape would train unnoticed.
+        One all-gather of a few integers. Without it, different batches of equal shape would train unnoticed. The result
+        comes with the tensors, so that the host waits for a GPU once.
+        Raises RingMismatch, naming what differs and where.
         """
         header = _fingerprint(inputs)
-        mine = torch.tensor(list(header.values()), dtype=torch.int64, device=self.device)
+        mine = torch.stack([_on(self.device, number) for number in header.values()])
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine, group=self.process_group)
-        values = torch.stack(gathered).tolist()
+        on_host, (values,) = read(inputs, torch.stack(gathered))
         for rank in range(1, self.size):
-            for name, expected, got in zip(header, values[0], values[rank], strict=True):
+            for name, expected, got in zip(header, values[0].tolist(), values[rank].tolist(), strict=True):
                 if got != expected:
                     first = self.data_index * self.size
                     raise RingMismatch(
@@ -91,6 +94,7 @@ class ContextParallelGroup:
                         f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on "
                         f"every rank of a context-parallel group (same seed and data, a sampler that ignores the rank)"
                     )
+        return on_host
 
 
 def _options(device: torch.device, timeout: datetime.timedelta) -> Any:
@@ -106,14 +110,21 @@ def _options(device: torch.device, timeout: datetime.timedelta) -> Any:
     return options
 
 
-def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers that must be equal on all ranks: a few readable ones first, then checksums."""
+def _on(device: torch.device, number: int | Tensor) -> Tensor:
+    """int64 (). A number goes to a GPU with a kernel's launch: for a copy of it, the host would wait."""
+    if isinstance(number, Tensor):
+        return number.to(device)
+    return torch.full((), number, dtype=torch.int64, device=device)
+
+
+def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:
+    """The numbers that must be equal on all ranks: a few readable ones first, then checksums, where the tensors are."""
     tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
     main = next(
         (tensors[name] for name in ("input_ids", "inputs_embeds") if name in tensors), torch.empty(0, 0, device="cpu")
     )
     kinds = " ".join(f"{name}:{value.dtype}:{tuple(value.shape)}" for name, value in tensors.items())
-    header = {"the number of rows": main.size(0), "the number of tokens": main.size(1)}
+    header: dict[str, int | Tensor] = {"the number of rows": main.size(0), "the number of tokens": main.size(1)}
     header["the checksum of keys, dtypes and shapes"] = zlib.crc32(kinds.encode())
     for name in ("input_ids", "labels"):
         header[f"the checksum of {name}"] = _checksum(tensors.pop(name)) if name in tensors else 0
@@ -121,9 +132,9 @@ def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int]:
     return header
 
 
-def _checksum(x: Tensor) -> int:
-    """A sum of the bits of all elements, each weighted by its position, modulo 2^31."""
+def _checksum(x: Tensor) -> Tensor:
+    """int64 (): a sum of the bits of all elements, each weighted by its position, modulo 2^31."""
     if x.is_floating_point():
         x = x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     weights = torch.arange(1, x.numel() + 1, device=x.device) * _CHECKSUM_FACTOR
-    return int((x.flatten().to(torch.int64) * weights).sum()) % 2**31
+    return (x.flatten().to(torch.int64) * weights).sum() % 2**31

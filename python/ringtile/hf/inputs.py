@@ -19,7 +19,8 @@ from ringtile.attn.call import AttentionKernel
 from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
-from ringtile.hf.masks import first_tokens, mask_of_batch
+from ringtile.hf.masks import first_tokens, mask_of_batch, read
+from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
@@ -50,6 +51,7 @@ _REFUSED_SWITCHES = {
 def shard_batch(
     inputs: Mapping[str, Any],
     *,
+    on_host: Mapping[str, Any] | None = None,
     layout: str,
     group: Group | None,
     makes_positions: bool,
@@ -66,12 +68,13 @@ def shard_batch(
 
     `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
     `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is left
-    for code that counts tokens. makes_positions: the model counts 0, 1, ... for a batch without position ids, and so
-    does this function; positions (B, S): the model would make these instead. layers: what the model's layers attend,
-    whose masks torch.compile cannot make. positions_separate: whether position ids that start again start a document,
-    for this model. takes_rows: whether the model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N).
-    causal: whether the model attends no later token. shifts_labels: whether a token predicts the next label; else it
-    predicts its own, and there are no `shift_labels`.
+    for code that counts tokens. on_host: what `masks.read` returned for this batch, if it was called. makes_positions:
+    the model counts 0, 1, ... for a batch without position ids, and so does this function; positions (B, S): the model
+    would make these instead. layers: what the model's layers attend, whose masks torch.compile cannot make.
+    positions_separate: whether position ids that start again start a document, for this model. takes_rows: whether the
+    model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N). causal: whether the model attends no
+    later token. shifts_labels: whether a token predicts the next label; else it predicts its own, and there are no
+    `shift_labels`.
     Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
     main = main_input((), inputs)
@@ -85,7 +88,8 @@ def shard_batch(
     targets = "shift_labels" if shifts_labels else "labels"
     _refuse(inputs, {*_PADDING, *_GLOBAL_KEYS} - unknown)
     per_token = _per_token(inputs, main, makes_positions, positions, takes_rows, shifts_labels)
-    mask = mask_of_batch(inputs, batch_size, seq_len, positions_separate, causal)
+    on_host = read(inputs)[0] if on_host is None else on_host
+    mask = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal)
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = mask.padded(padding)
@@ -93,10 +97,10 @@ def shard_batch(
     batch = ShardedBatch(
         sequence,
         seq_len=seq_len,
-        max_position=int(per_token["position_ids"].max()),
+        max_position=_max_position(on_host.get("position_ids"), positions, seq_len),
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
-        places=sequence.layout.positions(sequence.rank).to(main.device),
-        first_tokens=first_tokens(inputs.get("attention_mask")),
+        places=to_device(sequence.layout.positions(sequence.rank), main.device),
+        first_tokens=first_tokens(on_host.get("attention_mask")),
         attention_kernel=attention_kernel,
         causal=causal,
     )
@@ -148,7 +152,7 @@ def _per_token(
                 "position_ids (B, S) in your data collator: a shard does not know its positions"
             )
         counted = torch.arange(seq_len, device=main.device)[None]
-        per_token["position_ids"] = counted if positions is None else positions
+        per_token["position_ids"] = counted if positions is None else positions.to(main.device)
     per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, takes_rows)
     per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
     if inputs.get("labels") is not None and not shifts_labels:
@@ -156,6 +160,12 @@ def _per_token(
     elif inputs.get("labels") is not None and "shift_labels" not in per_token:
         per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
     return per_token
+
+
+def _max_position(given: Tensor | None, made: Tensor | None, seq_len: int) -> int:
+    """The largest of the position ids: of the batch's, on the host, of those that the model would make, or S - 1."""
+    ids = made if given is None else given
+    return seq_len - 1 if ids is None else int(ids.max())
 
 
 def _rows(position_ids: Tensor, batch_size: int, seq_len: int, takes_rows: bool) -> Tensor:

@@ -19,6 +19,27 @@ from torch import Tensor
 from ringtile.errors import InputError, Refused
 from ringtile.sequence.mask import IntervalMask
 
+# The keys of the tensors that say which tokens attend which: the host makes the mask.
+_DESCRIBING = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def read(inputs: Mapping[str, Any], *numbers: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
+    """A batch with the tensors that describe its documents on the CPU, and numbers, int64, there too.
+
+    In one copy from a GPU, for which the host waits once. What is too large to describe a row (an S x S mask), and will
+    be refused, stays where it is.
+    """
+    found = {name: inputs[name] for name in _DESCRIBING if isinstance(inputs.get(name), Tensor)}
+    found = {name: x for name, x in found.items() if x.dim() < 3 or name == "position_ids"}
+    tensors = [*numbers, *found.values()]
+    away = [x for x in tensors if x.device.type not in ("cpu", "meta")]
+    if away:
+        packed = torch.cat([x.detach().reshape(-1).to(away[0].device, torch.int64) for x in away]).cpu()
+        parts = iter(torch.split(packed, [x.numel() for x in away]))
+        tensors = [next(parts).view(x.shape).to(x.dtype) if any(x is y for y in away) else x for x in tensors]
+    on_host = dict(zip(found, tensors[len(numbers) :], strict=True))
+    return {**inputs, **on_host}, tensors[: len(numbers)]
+
 
 def mask_of_batch(
     inputs: Mapping[str, Any], batch_size: int, seq_len: int, positions_separate: bool = True, causal: bool = True
@@ -29,6 +50,7 @@ def mask_of_batch(
 
     Raises MaskNotExpressible, Refused for a batch that contradicts itself, InputError for wrong shapes.
     """
+    inputs, _ = read(inputs)
     mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     if attention_mask is not None:
@@ -89,9 +111,9 @@ def _of_attention_mask(
         )
     if attention_mask.shape != (batch_size, seq_len):
         raise InputError(f"attention_mask is {tuple(attention_mask.shape)}; expected ({batch_size}, {seq_len})")
-    ids = attention_mask.cpu().to(torch.int64)
+    ids = attention_mask.to(torch.int64)
     if position_ids is not None and seq_len > 1:
-        restarts = position_ids.cpu().diff(dim=1) != 1
+        restarts = position_ids.diff(dim=1) != 1
         same_document = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
         if bool((restarts & same_document).any()):
             raise Refused(

@@ -117,15 +117,16 @@ class Strategy(abc.ABC):
         apart; else ringtile does so, on one rank.
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
-        self.group.check_same_batch(inputs)
-        self.packing.check(inputs)
+        on_host = self.group.check_same_batch(inputs)
+        self.packing.check(on_host)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
         local, batch = shard_batch(
             {name: value for name, value in inputs.items() if name not in routers},
+            on_host=on_host,
             layout=self.config.layout,
             group=None if self.proves_whole else self.group.process_group,
             makes_positions=self.positions.makes_ids or self.config.first_batch_check,
-            positions=self.positions.of_batch(inputs),
+            positions=self.positions.of_batch(on_host),
             layers=self.layers,
             positions_separate=bool(self.packing.separate),
             takes_rows=self.packing.takes_rows,

@@ -148,7 +148,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         if packet is _aten._local_scalar_dense:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-        if packet is _aten.nonzero:
+        if packet in (_aten.nonzero, _aten.nonzero_static):
             out = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         elif packet is _aten.bincount:
             out = _counts(*args, **kwargs)

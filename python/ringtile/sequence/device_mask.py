@@ -8,6 +8,14 @@ from torch import Tensor
 from ringtile.errors import Refused
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device. For a copy to a GPU from memory that is not pinned, the host would wait.
+
+    torch uses pinned memory again only when the copy was made.
+    """
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 class DeviceMask:
     """Tensors that say a mask, copied to a device when this object is made; on a CPU, the tensors themselves.
 
@@ -28,7 +36,7 @@ class DeviceMask:
                     f"is captured; make the same call once before the capture"
                 )
             self._streams = {torch.cuda.current_stream(device)}  # which the allocator knows of
-        self._tensors = tuple(x.to(device) for x in tensors)
+        self._tensors = tuple(to_device(x, device) for x in tensors)
 
     def read(self) -> tuple[Tensor, ...]:
         """The tensors, for kernels that the caller launches on the current stream."""

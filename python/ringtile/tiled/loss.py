@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,11 +115,12 @@ def tiled_linear_cross_entropy(
             raise InputError("hidden is on meta; expected a real device: the loss reads the labels")
         derivatives.check_once(_NAME, hidden, weight, bias, vmap=False)
         labels_flat = labels.reshape(-1)
-        rows = torch.nonzero(labels_flat != ignore_index).squeeze(1)
+        known = _Known.of(labels_flat, ignore_index, num_items)
+        rows = torch.nonzero_static(labels_flat != ignore_index, size=known.num_labels).squeeze(1)
         labels_flat = labels_flat[rows]
         denominator = 1.0 if reduction == "sum" else float(rows.numel())
         if num_items is not None:
-            denominator = arguments.check_number("num_items", num_items)
+            denominator = arguments.check_number("num_items", known.num_items)
             if reduction != "mean" or not 0.0 < denominator < math.inf:
                 raise InputError(
                     f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
@@ -148,10 +149,10 @@ def tiled_linear_cross_entropy(
             }
             vocab_parallel = VocabParallel.agree(transport_of(group), weight.size(0), facts, hidden.device)
         num_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.num_classes
-        if rows.numel() and not 0 <= int(labels_flat.min()) <= int(labels_flat.max()) < num_classes:
+        if rows.numel() and not 0 <= known.smallest <= known.largest < num_classes:
             raise InputError(
-                f"labels go from {int(labels_flat.min())} to {int(labels_flat.max())}, expected 0..{num_classes - 1} "
-                f"or ignore_index {ignore_index}"
+                f"labels go from {known.smallest} to {known.largest}, expected 0..{num_classes - 1} or ignore_index "
+                f"{ignore_index}"
             )
         if tile_tokens is None:  # the same on all ranks: each tile is a collective
             max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
@@ -180,6 +181,30 @@ def _check(
         raise InputError(
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}, expected torch.int64 {tuple(hidden.shape[:-1])}"
         )
+
+
+class _Known(NamedTuple):
+    """What the host must know of the labels that are not ignored."""
+
+    num_labels: int
+    smallest: int
+    largest: int
+    num_items: int | float | Tensor | None
+
+    @classmethod
+    def of(cls, labels: Tensor, ignore_index: int, num_items: int | float | Tensor | None) -> _Known:
+        """labels int64 (T). In one copy from a GPU, for which the host waits once."""
+        if labels.numel() == 0:
+            return cls(0, 0, 0, num_items)
+        counted, limits = labels != ignore_index, torch.iinfo(torch.int64)
+        numbers = [counted.sum(), labels.where(counted, limits.max).amin(), labels.where(counted, limits.min).amax()]
+        # A number that is none, or that wants a gradient, stays as it is, to be refused.
+        if isinstance(num_items, Tensor) and num_items.numel() == 1 and num_items.device == labels.device:
+            arguments.check_storage("num_items", num_items)
+            if not num_items.requires_grad and not num_items.is_complex():
+                numbers.append(num_items.reshape(()))
+        num_labels, smallest, largest, *items = map(float, torch.stack([each.double() for each in numbers]).cpu())
+        return cls(int(num_labels), int(smallest), int(largest), items[0] if items else num_items)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
