@@ -1,0 +1,225 @@
+"""What a training step does on a GPU, seen on a simulated one: copies to the host, waits, products in float32, and what
+grows with the length of the sequence. docs/design/gpu.md has the numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import ringtile
+import torch
+from hf_models import hybrid, tiny_model
+from hf_training import PROOF, make_trainer
+from pool import run_ranks
+from ringtile.hf import checks
+from simulated_gpu import CUDA, SimulatedGpu
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+CONFIG = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True, "attention_kernel": "ringtile"}
+MODELS = ["llama", "qwen3-moe", pytest.param("qwen3_next", marks=pytest.mark.long)]
+SHORT, LONG = 128, 512  # tokens of a row; of each of a rank's two runs, 32 and 128
+ROTATION = 16  # elements: models multiply positions by frequencies, of half a head, in float32
+
+
+class Step(NamedTuple):
+    """What `SimulatedGpu` recorded."""
+
+    to_host: list[str]
+    to_device: list[str]
+    launches: Counter[str]
+    collectives: Counter[str]
+    wide_products: list[tuple[str, int]]
+
+
+def batch_of(kind: str, seq_len: int, step: int = 0) -> dict[str, Tensor]:
+    """Two rows, of which a fifth of the targets are ignored; documents and padding differ from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 96, (2, seq_len), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)}
+    places = torch.arange(seq_len).expand(2, -1)
+    if kind == "packed":
+        batch["position_ids"] = torch.where(places < seq_len // 3 + step, places, places - seq_len // 3 - step)
+    if kind == "padded":
+        batch["attention_mask"] = (places < seq_len - torch.tensor([[0], [5 + step]])).long()
+    return batch
+
+
+@contextlib.contextmanager
+def enabled(family: str, dtype: torch.dtype, gpu: SimulatedGpu | None) -> Iterator[Trainer]:
+    make = hybrid if family == "qwen3_next" else functools.partial(tiny_model, max_position_embeddings=LONG)
+    trainer = make_trainer(model=make(family).to(dtype).train())
+    device = torch.device("cpu") if gpu is None else CUDA
+    with (
+        mock.patch.object(TrainingArguments, "device", property(lambda self: device)),
+        mock.patch.object(checks, "check_training_model"),  # no engine: its work is not ringtile's
+    ):
+        if gpu is not None:
+            gpu.move(trainer.model)
+        ringtile.enable(trainer, PROOF | CONFIG)
+        yield trainer
+        ringtile.restore(trainer)
+
+
+def train_step(trainer: Trainer, batch: dict[str, Tensor]) -> Tensor:
+    num_items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    return trainer.training_step(trainer.model, batch, num_items)
+
+
+def recorded(family: str, kind: str, seq_lens: tuple[int, ...]) -> list[Step]:
+    """Steps on rows of these lengths, after a first one, in which buffers are made."""
+    steps = []
+    with SimulatedGpu() as gpu, enabled(family, torch.bfloat16, gpu) as trainer:
+        for step, seq_len in enumerate([seq_lens[0], *seq_lens]):
+            batch = {name: x.to(CUDA) for name, x in batch_of(kind, seq_len, step).items()}
+            gpu.forget()
+            train_step(trainer, batch)
+            steps.append(Step(gpu.to_host, gpu.to_device, gpu.launches, gpu.collectives, gpu.wide_products))
+            gpu.forget()
+    return steps[1:]
+
+
+@functools.cache
+def steps_of(family: str) -> list[Step]:
+    """Steps on packed rows, short and long."""
+    return run_ranks(2, recorded, family, "packed", (SHORT, LONG))[0]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_host_waits_twice_a_step(family: str) -> None:
+    """For what it must know of the batch, and of the labels."""
+    for step in steps_of(family):
+        assert [place.partition(" ")[2].rpartition(":")[0] for place in step.to_host] == [
+            "ringtile/hf/masks.py",
+            "ringtile/tiled/loss.py",
+        ]
+        # Recurrences copy which document each token is in.
+        assert [place for place in step.to_device if "ringtile/recurrent/" not in place] == []
+
+
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "padded"])
+def test_other_batches_cost_no_more(kind: str) -> None:
+    (step,) = run_ranks(2, recorded, "llama", kind, (SHORT,))[0]
+    assert (len(step.to_host), step.to_device) == (2, [])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_models_of_16_bits_multiply_16_bits(family: str) -> None:
+    """But for rotations, and for recurrences, which are computed in float32."""
+    for step in steps_of(family):
+        wide = [(place, size) for place, size in step.wide_products if "ringtile/recurrent/" not in place]
+        assert [(place, size) for place, size in wide if size > ROTATION] == []
+        assert (len(wide) < len(step.wide_products)) == (family == "qwen3_next")
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_only_recurrences_launch_more_for_longer_rows(family: str) -> None:
+    short, long = steps_of(family)
+    assert (long.launches.total() > short.launches.total()) == (family == "qwen3_next")
+    assert long.collectives == short.collectives
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_documentation_has_these_numbers(family: str) -> None:
+    text = (Path(__file__).parents[2] / "docs/design/gpu.md").read_text(encoding="ascii")
+    found = dict(re.findall(r"^\| `(\S+)` \|(.*)\|$", text, re.MULTILINE))
+    step = steps_of(family)[0]
+    kernels = sum(count for name, count in step.launches.items() if name.startswith("ringtile."))
+    counted = [len(step.to_host), len(step.to_device), kernels, step.collectives["send"]]
+    assert counted == [int(cell) for cell in found[family].split("|")]
+
+
+# ---- what is computed from the copies ------------------------------------------------------------
+
+
+def losses(kind: str) -> tuple[float, float]:
+    """Of a float32 model, on the simulated GPU and on the CPU."""
+    batch = batch_of(kind, 45)  # padded by the layout
+    with SimulatedGpu() as gpu, enabled("llama", torch.float32, gpu) as trainer:
+        simulated = float(train_step(trainer, {name: x.to(CUDA) for name, x in batch.items()}).detach().cpu())
+    with enabled("llama", torch.float32, None) as trainer:
+        return simulated, float(train_step(trainer, batch))
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_the_loss_is_that_of_the_cpu(kind: str) -> None:
+    """float32, other tiles: as far apart as two orders of a sum of 90 numbers."""
+    simulated, on_cpu = run_ranks(2, losses, kind)[0]
+    assert simulated == pytest.approx(on_cpu, rel=90 * torch.finfo(torch.float32).eps)
+
+
+def refusals() -> list[str]:
+    """Of bad batches on the simulated GPU."""
+    said = []
+    with SimulatedGpu() as gpu, enabled("llama", torch.float32, gpu) as trainer:
+        rank = torch.distributed.get_rank()
+        ones = torch.ones(2, 48, dtype=torch.int64)
+        bad: list[dict[str, Any]] = [
+            {"input_ids": batch_of("plain", 48, rank)["input_ids"]},
+            {"attention_mask": ones.index_fill(1, torch.tensor([3]), rank)},
+            {"attention_mask": ones, "position_ids": batch_of("packed", 48)["position_ids"]},
+            {"attention_mask": torch.ones(2, 1, 48, 48)},
+            {"labels": ones * 96},
+        ]
+        for changes in bad:
+            batch = {name: x.to(CUDA) for name, x in (batch_of("plain", 48) | changes).items()}
+            with pytest.raises(ringtile.RingtileError) as raised:
+                train_step(trainer, batch)
+            said.append(f"{type(raised.value).__name__}: {raised.value}")
+    return said
+
+
+def test_batches_are_refused_as_on_a_cpu() -> None:
+    names = ("RingMismatch", "RingMismatch", "Refused", "Refused", "InputError")
+    parts = ("checksum of input_ids", "checksum of the other", "position_ids restart where", "4-D", "to 96, expected")
+    for said in run_ranks(2, refusals):
+        for text, name, part in zip(said, names, parts, strict=True):
+            assert text.startswith(name)
+            assert part in text
+
+
+# ---- the simulated GPU ---------------------------------------------------------------------------
+
+
+def test_the_simulated_gpu_sees_each_wait() -> None:
+    with SimulatedGpu() as gpu:
+        x = torch.arange(6).to(CUDA)
+        waits = {
+            "item": lambda: x.sum().item(),
+            "int": lambda: int(x[1]),
+            "bool": lambda: bool((x > 3).any()),
+            "tolist": lambda: x.tolist(),
+            "cpu": lambda: x.cpu(),
+            "copy": lambda: torch.empty(6, dtype=torch.int64).copy_(x),
+            "nonzero": lambda: x.nonzero(),
+            "index by bool": lambda: x[x > 2],
+            "masked_select": lambda: x.masked_select(x > 2),
+            "unique": lambda: x.unique(),
+            "equal": lambda: torch.equal(x, x + 1),
+        }
+        for name, wait in waits.items():
+            gpu.forget()
+            wait()
+            assert len(gpu.to_host) == 1, name
+        for make in (lambda: torch.ones(3).to(CUDA), lambda: torch.tensor([1, 2], device=CUDA)):
+            gpu.forget()
+            make()
+            assert (len(gpu.to_host), len(gpu.to_device)) == (0, 1)
+        gpu.forget()
+        torch.ones(3).pin_memory().to(CUDA, non_blocking=True)
+        torch.full((2,), 3, device=CUDA)
+        assert gpu.to_host == gpu.to_device == []
+        with pytest.raises(RuntimeError, match="on the GPU and on the CPU"):
+            x + torch.arange(6)
+        left = torch.ones(2, 3, device=CUDA, requires_grad=True)
+        (left @ torch.ones(3, 2, device=CUDA)).sum().backward()
+        assert len(gpu.wide_products) == 2
+        assert left.grad is not None
+        assert left.grad.is_cuda
