@@ -228,7 +228,7 @@ def _stand_ins() -> Iterator[None]:
 
     with (
         mock.patch.object(torch.autograd, "_engine_run_backward", backward),
-        mock.patch.object(torch.cuda, "current_stream", return_value="the stream"),
+        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(torch.cuda.Stream)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "get_rng_state", return_value=torch.get_rng_state()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 GPU = torch.device("cuda:0")
+
+
+class Stream(str):
+    """By name; an event is the name of the stream that it was recorded on."""
+
+    waits: ClassVar[list[tuple[str, str]]] = []  # stream, event
+
+    def record_event(self) -> str:
+        return str(self)
+
+    def wait_event(self, event: str) -> None:
+        self.waits.append((str(self), event))
 
 
 @dataclass
@@ -33,11 +46,12 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     fake = FakeGpu()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(fake.stream))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
     monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: fake.recorded.append((id(x), stream)))
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)  # of which a CPU build has none
     monkeypatch.setattr(device_mask, "_in_graphs", {})
+    monkeypatch.setattr(Stream, "waits", [])
     return fake
 
 
@@ -58,6 +72,7 @@ def test_every_other_stream_that_reads_a_mask_is_told_to_the_allocator_once(gpu:
         assert gpu.mask_of(one)[0] is begin
     expected = [(id(x), stream) for stream in ("a second", "a third") for x in (begin, end)]
     assert gpu.recorded == expected
+    assert Stream.waits == [("a second", "the first stream"), ("a third", "the first stream")]  # for the copy
 
 
 def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) -> None:

@@ -26,12 +26,12 @@ _DESCRIBING = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu
 def read(inputs: Mapping[str, Any], *numbers: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
     """A batch with the tensors that describe its documents on the CPU, and numbers, int64, there too.
 
-    In one copy from a GPU, for which the host waits once. What is too large to describe a row (an S x S mask), and will
-    be refused, stays where it is.
+    In one copy from a GPU, for which the host waits once; one more for each of floats. What is too large to describe a
+    row (an S x S mask), and will be refused, stays where it is.
     """
     found = {name: inputs[name] for name in _DESCRIBING if isinstance(inputs.get(name), Tensor)}
     found = {name: x for name, x in found.items() if x.dim() < 3 or name == "position_ids"}
-    tensors = [*numbers, *found.values()]
+    tensors = [x.cpu() if x.is_floating_point() and not x.is_meta else x for x in (*numbers, *found.values())]
     away = [x for x in tensors if x.device.type not in ("cpu", "meta")]
     if away:
         packed = torch.cat([x.detach().reshape(-1).to(away[0].device, torch.int64) for x in away]).cpu()

@@ -11,7 +11,7 @@ from ringtile.errors import Refused
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on a device. For a copy to a GPU from memory that is not pinned, the host would wait.
 
-    torch uses pinned memory again only when the copy was made.
+    torch uses pinned memory again only when the copy was made. On the current stream: another one has to wait for it.
     """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
@@ -29,24 +29,28 @@ class DeviceMask:
 
     def __init__(self, device: torch.device, *tensors: Tensor) -> None:
         self._device = device
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise Refused(
-                    f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph "
-                    f"is captured; make the same call once before the capture"
-                )
-            self._streams = {torch.cuda.current_stream(device)}  # which the allocator knows of
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Refused(
+                f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph "
+                f"is captured; make the same call once before the capture"
+            )
         self._tensors = tuple(to_device(x, device) for x in tensors)
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._streams, self._copied = {stream}, stream.record_event()  # those that the allocator knows of
 
     def read(self) -> tuple[Tensor, ...]:
         """The tensors, for kernels that the caller launches on the current stream."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
+            captures = torch.cuda.is_current_stream_capturing()
             if stream not in self._streams:
+                if not captures:  # before a capture torch waits for the device
+                    stream.wait_event(self._copied)
                 for x in self._tensors:
                     x.record_stream(stream)
                 self._streams.add(stream)
-            if torch.cuda.is_current_stream_capturing():
+            if captures:
                 _in_graphs.setdefault(id(self), self)
         return self._tensors
 
