@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 
 pytest.register_assert_rewrite("hf_training", "cells")
 
+from kernels_off import kernels_off  # noqa: E402
 from pool import close_pools, start_server  # noqa: E402
 
 _folder = tempfile.TemporaryDirectory(prefix="ringtile-")
@@ -24,6 +26,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeats the tests that are marked in_torch_too."""
+    if (mark := metafunc.definition.get_closest_marker("in_torch_too")) is not None:
+        again = pytest.param(True, id="in torch", marks=[pytest.mark.long] * mark.kwargs.get("long", False))
+        metafunc.parametrize("without_kernels", [pytest.param(False, id="kernels"), again], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels are switched off for the second run of such a test."""
+    with kernels_off() if getattr(request, "param", False) else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Checks of arguments, whatever the op: of types, devices and memory. Each raises InputError."""
+"""Checks of arguments, whatever the op: of types, devices, memory and numbers. Each raises InputError."""
 
 from __future__ import annotations
 
@@ -89,3 +89,20 @@ def check_int(name: str, value: Any) -> int:
         return int(operator.index(value))  # not a bool
     except (TypeError, RuntimeError):
         raise InputError(f"{name} is {shown(value)}; expected a whole number") from None
+
+
+def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
+    """InputError: the kernels for dtype cannot hold both numbers, the inverse of the softcap, and sums of scores.
+
+    A sum that overflows on its way is silently wrong: a softcap makes it finite again, and a key whose score is -inf is
+    a masked one.
+    """
+    state = torch.promote_types(dtype, torch.float32)
+    limits = torch.finfo(state)
+    # From float32's least normal number to its inverse; float64's inverse is finite too.
+    if abs(scale) <= limits.max**0.5 and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny):
+        return
+    raise InputError(
+        f"scale is {scale} and softcap {softcap}; expected numbers of {state}: scale at most "
+        f"{limits.max**0.5:.3g} in magnitude, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
+    )

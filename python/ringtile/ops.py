@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, self_test
-from ringtile.errors import BuildError, InputError, Refused
+from ringtile import arguments, derivatives, self_test, torch_ops
+from ringtile.errors import BuildError, InputError
 from ringtile.self_test import kernels
 from ringtile.self_test.child_process import Question
 
@@ -40,7 +40,6 @@ except ImportError as error:
     ) from error
 
 _ops = torch.ops.ringtile
-
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 512
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
@@ -72,35 +71,45 @@ def why_no_cuda() -> str:
 
 @functools.cache
 def why_not_on(device_index: int) -> str:
-    """Why a CUDA device cannot run the CUDA kernels; "" if it can."""
+    """Why a CUDA device cannot run the CUDA kernels; "" if it can. Says so if it is the device's fault."""
     if why_no_cuda():
         return why_no_cuda()
     capability = torch.cuda.get_device_capability(device_index)
-    if capability < MIN_CUDA_CAPABILITY:
-        return (
-            f"wrong architecture: {torch.cuda.get_device_name(device_index)} has compute capability "
-            f"{'.'.join(map(str, capability))}, expected at least {'.'.join(map(str, MIN_CUDA_CAPABILITY))}"
-        )
-    return ""
+    if capability >= MIN_CUDA_CAPABILITY:
+        return ""
+    reason = (
+        f"wrong architecture: {torch.cuda.get_device_name(device_index)} has compute capability "
+        f"{'.'.join(map(str, capability))}, expected at least {'.'.join(map(str, MIN_CUDA_CAPABILITY))}"
+    )
+    _warn(f" on cuda:{device_index}", reason)
+    return reason
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why there are no kernels for the tensors of a device; "" if there are."""
+    return why_not_on(device.index or 0) if device.type == "cuda" else ""
 
 
 def check_device(name: str, x: Tensor) -> None:
-    """Raises InputError, with the reason, for a tensor on a device without kernels in this process."""
+    """Raises InputError for a tensor on a device that ringtile does not know."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
-    if x.device.type in ("cpu", "meta"):
-        return
-    if x.device.type != "cuda":
-        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor, the devices with kernels")
-    reason = why_not_on(x.device.index or 0)
-    if reason:
-        raise InputError(f"{name} is on {x.device}, but ringtile's CUDA kernels are not in use here: {reason}")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor")
 
 
 def warn_of_missing_kernels() -> None:
-    """Says so where there is a GPU, and an installation that will refuse its tensors."""
-    if why_no_cuda().startswith("not built") and torch.cuda.is_available():
-        logging.getLogger(__name__).warning("ringtile refuses CUDA tensors: its CUDA kernels are %s", why_no_cuda())
+    """Says so where there is a GPU, and an installation without kernels for it."""
+    if torch.cuda.is_available() and why_no_cuda():
+        _warn("", why_no_cuda())
+
+
+def _warn(where: str, reason: str) -> None:
+    logging.getLogger(__name__).warning(
+        "ringtile's CUDA kernels are not in use%s: %s. Torch operations run instead: the same results, but slower; "
+        "attention is aten's, and what that cannot compute is refused",
+        *(where, reason),
+    )
 
 
 warn_of_missing_kernels()
@@ -126,12 +135,7 @@ KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wr
     "loss": lambda device, dtype: kernels.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
     "shard": lambda device, dtype: kernels.shard(_ops.shard_seq_, _ops.unshard_seq_, device, dtype),
     "dropout": lambda device, dtype: kernels.dropout(_ops.dropout, device, dtype),
-}
-_INSTEAD = {
-    "GLU": "set tiled_mlp_use_original_mlp: true",
-    "loss": "set tiled_loss: false",
-    "shard": "report this with the output of: ringtile doctor",
-    "dropout": "set the model's dropout to 0",
+    "delta": lambda device, dtype: kernels.delta(_ops.attn_delta, device, dtype),
 }
 
 
@@ -141,37 +145,28 @@ def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return self_test.why_not((name, device, dtype), lambda: self_test.of_own_kernel(device, question, test))
 
 
-def _check_kernel(name: str, x: Tensor) -> None:
-    """Refused where a kernel for tensors such as x is wrong."""
-    if torch.compiler.is_compiling() or self_test.failures.get((name, x.device, x.dtype)) == "":
-        return
-    if x.device.type == "meta" or (name != "shard" and x.dtype not in FLOAT_DTYPES):
-        return
-    if reason := why_not_kernel(name, x.device, x.dtype):
-        variable = "RINGTILE_CUDA_ISA=sm_80" if x.is_cuda else "RINGTILE_CPU_ISA=generic"
-        raise Refused(
-            f"ringtile's {name} kernel cannot be used for {x.dtype} on {x.device}: it {reason}; {_INSTEAD[name]}, or "
-            f"try {variable}"
-        )
+def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch operations stand in for one of KERNELS, which is missing, or wrong: then it says so once."""
+    if why_no_kernels(device):
+        return True
+    if device.type == "meta" or (name != "shard" and dtype not in FLOAT_DTYPES):
+        return False
+    if reason := why_not_kernel(name, device, dtype):
+        where, instead = f"{dtype} on {device}", "A slower version in torch operations"
+        self_test.warn_once(f"ringtile's {name} kernel", where, reason, instead)
+    return bool(reason)
+
+
+# As torch.compiler.assume_constant_result would say it, which imports the compiler.
+setattr(_in_torch, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _for(name: str, x: Tensor) -> Any:
+    """Where the functions are that compute calls on x: the kernels' ops, or torch_ops."""
+    return torch_ops if _in_torch(name, x.device, x.dtype) else _ops
 
 
 # ---- arguments ----------------------------------------------------------------------------------
-
-
-def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
-    """InputError: the kernels for dtype cannot hold both numbers, the inverse of the softcap, and sums of scores.
-
-    A sum that overflows on its way is silently wrong: a softcap makes it finite again, and a key whose score is -inf is
-    a masked one.
-    """
-    limits = torch.finfo(state_dtype(dtype))
-    # From float32's least normal number to its inverse; float64's inverse is finite too.
-    if abs(scale) <= limits.max**0.5 and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny):
-        return
-    raise InputError(
-        f"scale is {scale} and softcap {softcap}; expected numbers of {state_dtype(dtype)}: scale at most "
-        f"{limits.max**0.5:.3g} in magnitude, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
-    )
 
 
 def _register_fake(name: str, host: int = -1) -> None:
@@ -291,7 +286,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     contiguous. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
     """
     check_device("dout", dout)
-    result: Tensor = _run(_ops.attn_delta, dout, out, dlse)
+    result: Tensor = _run(_for("delta", dout).attn_delta, dout, out, dlse)
     return result
 
 
@@ -312,15 +307,13 @@ def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
 def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
     check_device("x", x)
-    _check_kernel("shard", x)
-    _run(_ops.shard_seq_, x, runs, dim, y)
+    _run(_for("shard", x).shard_seq_, x, runs, dim, y)
 
 
 def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
     check_device("x", x)
-    _check_kernel("shard", x)
-    _run(_ops.unshard_seq_, x, runs, dim, y)
+    _run(_for("shard", x).unshard_seq_, x, runs, dim, y)
 
 
 @torch.library.custom_op("ringtile::shard_seq", mutates_args=())
@@ -428,16 +421,14 @@ torch.library.register_fake("ringtile::digest", _digest_fake)
 def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """act(gate) * up for (T, F) matrices of any row stride; kind is a value of GLU_KINDS (arXiv:2002.05202)."""
     check_device("gate", gate)
-    _check_kernel("GLU", gate)
-    result: Tensor = _run(_ops.glu_fwd, gate, up, kind)
+    result: Tensor = _run(_for("GLU", gate).glu_fwd, gate, up, kind)
     return result
 
 
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     """In place, in one pass over (T, F): gate and up become their gradients, dprod becomes act(gate) * up."""
     check_device("gate", gate)
-    _check_kernel("GLU", gate)
-    _run(_ops.glu_bwd_, gate, up, dprod, kind)
+    _run(_for("GLU", gate).glu_bwd_, gate, up, dprod, kind)
 
 
 @torch.library.register_fake("ringtile::glu_fwd")  # type: ignore[untyped-decorator]
@@ -465,19 +456,8 @@ def cross_entropy_fwd_bwd_(
     outside [0, V) is a RuntimeError on the CPU; on a GPU, which the call does not wait for, its token becomes NaN.
     """
     check_device("logits", logits)
-    _check_kernel("loss", logits)
-    _run(
-        _ops.cross_entropy_fwd_bwd_,
-        logits,
-        labels,
-        loss,
-        lse,
-        ignore_index,
-        label_smoothing,
-        softcap,
-        z_loss,
-        want_grad,
-    )
+    numbers = (ignore_index, label_smoothing, softcap, z_loss, want_grad)
+    _run(_for("loss", logits).cross_entropy_fwd_bwd_, logits, labels, loss, lse, *numbers)
 
 
 # ---- dropout ------------------------------------------------------------------------------------
@@ -493,8 +473,7 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
     for name, tensor in (("x", x), ("places", places)):
         arguments.check_tensor(name, tensor)
     derivatives.check_once("dropout", x, places)
-    _check_kernel("dropout", x)
-    result: Tensor = _ops.dropout(_unit_last_stride(x), places, p, seed, step, stream)
+    result: Tensor = _for("dropout", x).dropout(_unit_last_stride(x), places, p, seed, step, stream)
     return result
 
 

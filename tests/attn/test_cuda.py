@@ -1,14 +1,20 @@
-"""Tensors on a device without kernels in this process are refused with the reason before anything runs.
+"""Without kernels for them in this process, CUDA tensors are computed by torch operations, and attention by aten.
 
 The tensors are fake: they claim to be on a GPU on a machine without one.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
-from ringtile import InputError, ops
-from ringtile.attn.call import check_tensors
+from ringtile import InputError, IntervalMask, Layout, Refused, ShardedSequence, ops
+from ringtile.attn import choose
+from ringtile.attn.aten import ATEN
+from ringtile.attn.backend import Block, BlockMask
+from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,42 +56,75 @@ def pretend(monkeypatch: pytest.MonkeyPatch, find_spec: object, version: str | N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
 
 
+def calls(device: str) -> dict[str, Callable[[], object]]:
+    """Each op that has a kernel."""
+    x, matrix = (torch.empty(*size, device=device, dtype=torch.bfloat16) for size in ((2, 8, 4, 16), (64, 16)))
+    places, labels = (torch.empty(*size, dtype=torch.int64, device=device) for size in ((64, 2), (64,)))
+    loss, lse = (torch.empty(64, device=device) for _ in "12")
+    dlse, runs = torch.empty(2, 4, 8, dtype=torch.float64, device=device), ops.runs_tensor([(0, 1, 0, 8)])
+    return {
+        "attn_delta": lambda: ops.attn_delta(x, x, dlse),
+        "shard_seq_": lambda: ops.shard_seq_(x, runs, 1, x.clone()),
+        "unshard_seq_": lambda: ops.unshard_seq_(x, runs, 1, x.clone()),
+        "glu_fwd": lambda: ops.glu_fwd(matrix, matrix, 0),
+        "glu_bwd_": lambda: ops.glu_bwd_(matrix, matrix.clone(), matrix.clone(), 0),
+        "cross_entropy": lambda: ops.cross_entropy_fwd_bwd_(matrix, labels, loss, lse, -100, 0.1, 2.0, 0.1, True),
+        "dropout": lambda: ops.dropout(matrix, places, 0.1, 1, 2, 3),
+    }
+
+
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_cuda_tensor_without_kernels_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_cuda_tensors_without_kernels_are_computed_in_torch(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Without a wait: neither a tensor on meta nor a fake one has a number to wait for."""
     pretend(monkeypatch, *REASONS[reason])
     assert reason in doctor.cuda(ops)
-    with FakeTensorMode():
-        x = torch.empty(2, 8, 4, 16, device="cuda")
-        matrix, labels, state = torch.empty(4, 16, device="cuda"), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-        runs = ops.runs_tensor([(0, 1, 0, 8)])
-        calls = [
-            lambda: check_tensors(x, x, x, 1.0, 0.0),
-            lambda: ops.shard_seq_(x, runs, 1, x),
-            lambda: ops.unshard_seq_(x, runs, 1, x),
-            lambda: ops.glu_fwd(matrix, matrix, 0),
-            lambda: ops.glu_bwd_(matrix, matrix, matrix, 0),
-            lambda: ops.cross_entropy_fwd_bwd_(matrix, labels, state, state, -100, 0.0, 0.0, 0.0, True),
-        ]
-        for call in calls:
-            with pytest.raises(
-                InputError, match="is on cuda:0, but ringtile's CUDA kernels are not in use here"
-            ) as error:
-                call()
-            assert reason in str(error.value)
+    why, cuda = ops.why_no_kernels, torch.device("cuda")
+    assert reason in why(cuda)
+    assert all(ops._in_torch(name, cuda, torch.float32) for name in ops.KERNELS)
+    monkeypatch.setattr(ops, "why_no_kernels", lambda device: why(cuda))  # indexing a fake cuda tensor needs a GPU
+    monkeypatch.setattr(ops, "_ops", None)
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            results = {name: call() for name, call in calls("meta").items()}
+        assert {name for name, x in results.items() if x is not None} == {"attn_delta", "glu_fwd", "dropout"}
+        assert all(x is None or x.is_meta for x in results.values())
 
 
-def test_an_old_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_computes_in_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pretend(monkeypatch, True, "13.0", True)
     monkeypatch.setattr(ops.importlib, "import_module", lambda name: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((8, 0), (7, 5))[index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ("A100", "T4")[index])
     wrong = "wrong architecture: T4 has compute capability 7.5, expected at least 8.0"
-    assert doctor.cuda(ops) == f"in use; not on cuda:1, {wrong}"
+    for _ in range(2):
+        assert ops.why_no_kernels(torch.device("cuda")) == ""
+        assert ops.why_no_kernels(torch.device("cuda:1")) == wrong
+    assert doctor.cuda(ops) == f"in use; torch operations on cuda:1, {wrong}"
+    (said,) = caplog.messages
+    assert said.startswith(f"ringtile's CUDA kernels are not in use on cuda:1: {wrong}. Torch operations run instead")
+
+
+def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a pretended GPU without a binary: ringtile's kernels are refused by name, and nobody tests them."""
+    pretend(monkeypatch, *REASONS["not built"])
+    monkeypatch.setattr(choose, "why_wrong", lambda backend, *given: "is tested" if backend.name[0] == "r" else "")
+    mask, layout = IntervalMask.causal(8), Layout.contiguous(8, 1)
+    call = AttentionCall(ShardedSequence.of(mask, layout, None), 1.0)
+    of_block = BlockMask(mask.begin, mask.end, ops.runs_tensor([(0, 1, 0, 8)]))
+    assert len(of_block.squares) == 1  # found in real tensors
     with FakeTensorMode():
-        ops.check_device("x", torch.empty(1, device="cuda:0"))
-        with pytest.raises(InputError, match=wrong):
-            ops.check_device("x", torch.empty(1, device="cuda:1"))
+        x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        block = Block(x, x, x, of_block, mask.begin, mask.end, 1.0, 0.0)
+        able = choose._able(call, block)
+        assert [each.name for each in able] == [each.name for each in ATEN["cuda"]]
+        with pytest.raises(Refused, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
+            choose._able(call._replace(attention_kernel="ringtile"), block)
+        x = x.float()
+        with pytest.raises(Refused, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"):
+            choose._able(call, block._replace(q=x, k=x, v=x))
 
 
 def test_a_tensor_of_another_device_is_refused() -> None:
@@ -99,4 +138,5 @@ def test_an_installation_without_kernels_says_so_where_a_gpu_is(
 ) -> None:
     pretend(monkeypatch, *REASONS[reason])
     ops.warn_of_missing_kernels()
-    assert ("ringtile refuses CUDA tensors: its CUDA kernels are not built" in caplog.text) == says
+    assert ("ringtile's CUDA kernels are not in use: not built" in caplog.text) == says
+    assert ("Torch operations run instead" in caplog.text) == says

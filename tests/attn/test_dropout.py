@@ -38,6 +38,7 @@ def random_word(row: int, position: int, feature: int, seed: int, step: int, str
     return word[feature % 4]
 
 
+@pytest.mark.in_torch_too
 def test_every_feature_stays_or_goes_as_its_random_word_says() -> None:
     places, p, step = torch.tensor([[0, 0], [3, 70000], [2**32 - 1, 2**31]]), 0.3, 2**32 - 1
     got = kept(places, 11, p, step=step)
@@ -47,6 +48,7 @@ def test_every_feature_stays_or_goes_as_its_random_word_says() -> None:
             assert bool(got[token, feature]) == (word < round((1 - p) * 2**32))
 
 
+@pytest.mark.in_torch_too
 def test_the_mask_of_a_token_depends_on_its_place_alone() -> None:
     places, order = places_of(3, 40), torch.randperm(120)
     whole = kept(places, 37)
@@ -96,6 +98,7 @@ def test_masks_of_neighbours_are_independent() -> None:
         assert chi_square(counts, chance) <= bound(3), name
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)
 def test_forward_and_backward_are_those_of_the_mask(dtype: torch.dtype) -> None:
     """One rounding of the factor, one of the product, one to dtype: 2 eps of the dtype cover them."""
@@ -111,6 +114,7 @@ def test_forward_and_backward_are_those_of_the_mask(dtype: torch.dtype) -> None:
         assert bool(((got.double() - expected).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()).all())
 
 
+@pytest.mark.in_torch_too
 def test_second_derivatives_are_right_and_transforms_are_refused() -> None:
     x, places = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), places_of(1, 3)
     assert torch.autograd.gradgradcheck(lambda x: ops.dropout(x * x, places, 0.3, 1, 2, 3), x)

@@ -278,6 +278,7 @@ def test_layout_check_refuses_runs_that_do_not_partition(layout: torch.Tensor, s
         torch.ops.ringtile.layout_check(layout, seq_len, 2)
 
 
+@pytest.mark.in_torch_too
 def test_shard_refuses_a_run_outside_the_sequence() -> None:
     with pytest.raises(RuntimeError, match="a run needs"):
         ops.shard_seq_(torch.zeros(2, 8), ops.runs_tensor([(5, 1, 0, 4)]), 1, torch.zeros(2, 4))
@@ -297,6 +298,7 @@ def test_shard_refuses_runs_and_outputs_that_overlap() -> None:
         torch.ops.ringtile.attn_fwd_(*pick(arguments, FORWARD))
 
 
+@pytest.mark.in_torch_too
 def test_glu_and_cross_entropy_refuse_bad_kind_and_label() -> None:
     with pytest.raises(RuntimeError, match="GLU kind"):
         ops.glu_fwd(torch.zeros(2, 3), torch.zeros(2, 3), 99)
@@ -330,6 +332,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(name: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.in_torch_too
 def test_shard_is_the_adjoint_of_unshard() -> None:
     """<shard(x), y> = <x, unshard(y)> in float64, as the autograd formula claims."""
     x = torch.randn(2, 8, 3, dtype=torch.float64, requires_grad=True)

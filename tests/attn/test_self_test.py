@@ -1,5 +1,5 @@
-"""Kernels that are wrong on purpose are found at their first use, and refused by name. (test_attention_kernel.py has
-attention.)"""
+"""Kernels that are wrong on purpose are found at their first use, and torch operations replace them.
+(test_attention_kernel.py has attention.)"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ringtile import Layout, Refused, ops, self_test, tiled_linear_cross_entropy
+from ringtile import Layout, ops, self_test, tiled_linear_cross_entropy
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.choose import RINGTILE
@@ -18,7 +18,13 @@ from torch import Tensor
 
 REAL = torch.ops.ringtile
 # By kernel: one of its ops.
-ARGUMENTS = {"GLU": "glu_bwd_", "loss": "cross_entropy_fwd_bwd_", "shard": "shard_seq_", "dropout": "dropout"}
+ARGUMENTS = {
+    "GLU": "glu_bwd_",
+    "loss": "cross_entropy_fwd_bwd_",
+    "shard": "shard_seq_",
+    "dropout": "dropout",
+    "delta": "attn_delta",
+}
 DTYPES = dict.fromkeys(ARGUMENTS, ops.FLOAT_DTYPES) | {"shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
 
 
@@ -59,6 +65,10 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
     return REAL.dropout(x, places.flip(1), p, seed, step, stream)
 
 
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+    return REAL.attn_delta(dout, out, dlse) * 1.02
+
+
 def raises(*arguments: Any) -> None:
     raise RuntimeError("an illegal instruction\nand where")
 
@@ -75,29 +85,44 @@ def test_every_kernel_is_right_and_a_wrong_one_is_found(
         assert ops.why_not_kernel(name, cpu, dtype).startswith(reason)
 
 
-def use(name: str) -> None:
-    x = torch.ones(4, 6)
+def use(name: str) -> Tensor:
+    """A result that the wrong kernel above spoils."""
+    x = torch.arange(24.0).view(4, 6) / 24
     if name == "GLU":
-        ops.glu_fwd(x, x, 0)
-    elif name == "loss":
-        tiled_linear_cross_entropy(x, torch.ones(5, 6), torch.zeros(4, dtype=torch.int64))
-    elif name == "dropout":
-        ops.dropout(x, torch.zeros(4, 2, dtype=torch.int64), 0.5, 0, 0, 0)
-    else:
-        Layout.zigzag(4, 2).shard(x, 0, 1)
+        gate, up, dprod = (x.clone() for _ in range(3))
+        ops.glu_bwd_(gate, up, dprod, 0)
+        return gate
+    if name == "loss":
+        weight = torch.eye(5, 6).requires_grad_()
+        loss = tiled_linear_cross_entropy(x, weight, torch.zeros(4, dtype=torch.int64))
+        return torch.autograd.grad(loss, weight)[0]
+    if name == "dropout":
+        return ops.dropout(x, torch.tensor([[0, 1]] * 4), 0.5, 0, 0, 0)
+    if name == "delta":
+        return ops.attn_delta(*[x.view(1, 2, 2, 6)] * 2, torch.zeros(1, 2, 2, dtype=torch.float64))
+    return Layout.zigzag(4, 2).shard(x, 0, 1)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_wrong_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    use(name)
-    self_test.forget()
-    monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: raises}))
-    with pytest.raises(Refused, match=f"ringtile's {name} kernel cannot be used for torch.float32 on cpu: it raises"):
-        use(name)
+def test_torch_operations_replace_a_wrong_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """With one warning; unless nothing is tested."""
+    expected, wrong = use(name), Ops(**{ARGUMENTS[name]: globals()[ARGUMENTS[name]]})
+    for replaced in (wrong, Ops(**{ARGUMENTS[name]: raises})):
+        self_test.forget()
+        caplog.clear()
+        monkeypatch.setattr(ops, "_ops", replaced)
+        for _ in range(2):
+            torch.testing.assert_close(use(name), expected)
+        (said,) = caplog.messages
+        assert said.startswith(f"ringtile's {name} kernel is not used for torch.float32 on cpu: it ")
+        assert "A slower version in torch operations runs instead" in said
     self_test.forget()
     monkeypatch.setenv(self_test.VARIABLE, "0")
-    monkeypatch.setattr(ops, "_ops", Ops(**{ARGUMENTS[name]: globals()[ARGUMENTS[name]]}))
-    use(name)
+    monkeypatch.setattr(ops, "_ops", wrong)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(use(name), expected)
 
 
 def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:

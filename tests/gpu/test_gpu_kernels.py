@@ -35,6 +35,7 @@ def assert_near(got: Tensor, expected: Tensor, bound: Tensor) -> None:
 # ---- sharding -----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_small_shard_and_unshard_are_index_select(dtype: torch.dtype, dim: int) -> None:
@@ -63,6 +64,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("num_cols", "scale"), [(1001, 1.0), (1024, 30.0)])
@@ -90,6 +92,7 @@ def test_small_glu_is_the_formula(kind: str, dtype: torch.dtype, num_cols: int, 
 # ---- cross entropy ------------------------------------------------------------------------------
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("vocab_size", [97, 32000])
 @pytest.mark.parametrize("options", [(0.0, 0.0, 0.0), (0.1, 30.0, 1e-3)])
@@ -124,6 +127,7 @@ def test_small_cross_entropy_is_the_formula(
     assert_near(logits, torch.where(keep[:, None], gradient, zero), bound + torch.finfo(dtype).tiny)
 
 
+@pytest.mark.in_torch_too
 def test_small_bad_label_is_nan_on_a_gpu_and_refused_on_a_cpu() -> None:
     logits, labels = normal(2, 8), torch.tensor([8, 0], device=DEVICE)
     loss, lse = torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE)
@@ -288,6 +292,7 @@ def test_small_queries_without_keys_give_zeros() -> None:
         assert bool(mine.isfinite().all())
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("dtype", [torch.float64, *FLOATS])
 @pytest.mark.parametrize("v_head_dim", [17, 64, 100, 128, 256])
 def test_small_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None:

@@ -80,6 +80,7 @@ def test_different_layouts_differ() -> None:
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex128]
 
 
+@pytest.mark.in_torch_too(long=True)
 @given(WORLDS, st.integers(0, 20), st.integers(-3, 2), st.sampled_from(DTYPES), st.booleans(), st.data())
 def test_shard_takes_the_tokens_of_the_rank(
     world_size: int, extra: int, dim: int, dtype: torch.dtype, transposed: bool, data: st.DataObject
@@ -94,6 +95,7 @@ def test_shard_takes_the_tokens_of_the_rank(
         assert torch.equal(layout.shard(x, dim, rank), x.index_select(dim, layout.positions(rank)))
 
 
+@pytest.mark.in_torch_too(long=True)
 @given(st.integers(1, 3), st.integers(0, 4), st.data())
 def test_shard_has_the_gradient_of_indexing(world_size: int, extra: int, data: st.DataObject) -> None:
     layout = data.draw(layouts(world_size + extra, world_size))

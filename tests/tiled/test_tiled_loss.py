@@ -56,6 +56,7 @@ def reduced(per_token: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return per_token.sum() / (1 if reduction == "sum" else (labels != -100).sum())
 
 
+@pytest.mark.in_torch_too(long=True)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("options", [{}, *({name: value} for name, value in OPTIONS.items()), OPTIONS])
@@ -100,6 +101,7 @@ def test_every_number_of_tokens_and_tile_size() -> None:
             assert_near(ours, theirs, num_terms=VOCAB)
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(reduction) -> None:
     hidden, weight, labels, bias = problem(7)
@@ -185,6 +187,7 @@ def test_products_are_computed_for_labelled_tokens_only() -> None:
     assert count.flops == unit
 
 
+@pytest.mark.in_torch_too
 def test_an_ignored_token_cannot_spoil_the_others() -> None:
     hidden, weight, labels, _ = problem()
     with torch.no_grad():
@@ -236,6 +239,7 @@ def test_float16_loss_scale() -> None:
         assert_near(ours, theirs, num_terms=VOCAB)
 
 
+@pytest.mark.in_torch_too(long=True)
 def test_weight_gradient_is_closer_than_the_plain_one() -> None:
     """The plain product adds the labels' few terms of size 1 to hundreds of size 1 / V, and rounds each to the size of
     the sum. Summed separately, the small terms are rounded at their own size."""
@@ -258,6 +262,7 @@ def isa(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.mark.in_torch_too(long=True)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_bfloat16_is_no_worse_than_torch(reduction, isa) -> None:
     """The accuracy rule for the loss and the weight's gradient. torch's path: product in bfloat16, loss in float32.
@@ -330,6 +335,7 @@ def test_shard_without_labels_is_exactly_zero_with_a_graph(options) -> None:
         assert grad.eq(0).all()
 
 
+@pytest.mark.in_torch_too(long=True)
 def test_mean_of_nothing_is_torchs() -> None:
     hidden, weight, labels, _ = problem()
     nothing = torch.full_like(labels, -100)
@@ -341,6 +347,7 @@ def test_mean_of_nothing_is_torchs() -> None:
         assert all(grad.eq(0).all() for grad in torch.autograd.grad(one, (hidden, weight)))
 
 
+@pytest.mark.in_torch_too(long=True)
 def test_no_tokens_at_all() -> None:
     hidden, weight, labels, _ = problem(0)
     loss = tiled_linear_cross_entropy(hidden, weight, labels, reduction="sum")

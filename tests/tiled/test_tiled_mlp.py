@@ -34,6 +34,7 @@ class Experts(nn.Module):
         return out.view_as(x), logits, chosen, None
 
 
+@pytest.mark.in_torch_too(long=True)
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -95,6 +96,7 @@ def test_strided_input_and_gradient() -> None:
                 torch.testing.assert_close(one, other)
 
 
+@pytest.mark.in_torch_too
 @pytest.mark.parametrize("use_original_mlp", [False, True])
 def test_gradcheck(use_original_mlp) -> None:
     module = Gated("gelu", bias=True).double()

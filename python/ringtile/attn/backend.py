@@ -139,7 +139,8 @@ class Ringtile:
     head_dim_step = 16
 
     def why_not(self, block: Block) -> str:
-        return ""
+        reason = ops.why_no_kernels(block.q.device)
+        return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
         ops.attn_fwd_(

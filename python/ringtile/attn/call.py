@@ -158,7 +158,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float)
             f"q has {heads} heads and k, v have {k_shape[2]}; "
             "expected the query heads to be a positive multiple of the kv heads"
         )
-    ops.check_scale_and_softcap(dtype, scale, softcap)
+    arguments.check_scale_and_softcap(dtype, scale, softcap)
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Who computes a block of keys: ringtile's kernels, or one of aten's.
 
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
-auto is ringtile's kernels; on a GPU, whoever is fastest there, of those that can. A backend that does not compute what
-it should (self_test.py) is never used: with auto the next one takes over.
+auto is ringtile's kernels; on a GPU, whoever is fastest there, of those that can, and that are there at all. A backend
+that does not compute what it should (self_test.py) is never used: with auto the next one takes over.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, ta
     if ring.heads is not None:
         own = [stage[ring.heads.place] for stage in call.sequence.shares(shape.num_heads, shape.num_kv_heads)]
         sizes = {(len(share.heads), len(share.kv_of_heads or share.kv_heads)) for share in own if share.heads}
-    elif _is_ringtiles(call, q) and not why_wrong(RINGTILE, q, k, v, call.dropout is not None):
+    elif _is_ringtiles(call, q) and not (
+        ops.why_no_kernels(q.device) or why_wrong(RINGTILE, q, k, v, call.dropout is not None)
+    ):
         return
     for num_heads, num_kv_heads in sizes:  # where each query head has a kv head of its own, other kernels may run
         of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]
@@ -122,7 +124,9 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}
     if call.attention_kernel != "aten":
-        if reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None):
+        if reason := RINGTILE.why_not(block):
+            unable[RINGTILE.name] = reason
+        elif reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None):
             wrong[RINGTILE.name] = reason
         else:
             able.append(RINGTILE)
@@ -140,7 +144,8 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     where = f"{q.dtype} with head dims {q.size(3)} and {v.size(3)} on {q.device}"
     if not able:
         setting, said = call.attention_kernel, "; ".join(f"{name} {why}" for name, why in (unable | wrong).items())
-        raise Refused(f"attention_kernel is {setting!r}, but for {where}: {said}; {_OTHERWISE[setting]}")
+        otherwise = _OTHERWISE[setting] if wrong or setting != "auto" else "change what both lack"
+        raise Refused(f"attention_kernel is {setting!r}, but for {where}: {said}; {otherwise}")
     for name, reason in wrong.items():
         self_test.warn_once(name, where, reason, able[0].name)
     return able

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ringtile import ops, self_test
 from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
-from ringtile.self_test import kernels
 from ringtile.self_test.child_process import Question
+from ringtile.torch_ops import random_words
 
 
 class Sizes(NamedTuple):
@@ -199,6 +199,6 @@ def _factors(num_tokens: int, num_heads: int, device: torch.device) -> Tensor:
     positions, heads = torch.arange(num_tokens, device="cpu"), torch.arange(num_heads, device="cpu")
     counters = torch.arange(-(-num_tokens // 4), device="cpu")
     rows = _ROW + (heads[:, None, None] << 20)
-    words = kernels.random_words(counters, positions[:, None], rows, stream, (seed, step))
+    words = random_words(counters, positions[:, None], rows, stream, (seed, step))
     kept = words.flatten(2)[:, :, :num_tokens] < (1 - p) * 2**32
     return kept.to(device, torch.float64) / (1 - p)

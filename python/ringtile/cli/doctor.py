@@ -129,12 +129,12 @@ def kernels() -> dict[str, Any]:
 
 
 def cuda(ops: ModuleType) -> str:
-    """Whether the CUDA kernels are in use, and which devices they refuse; or why they are not in use."""
+    """Whether the CUDA kernels are in use, and on which devices they are not; or why on none."""
     reason: str = ops.why_no_cuda()
     if reason:
-        return reason
-    refused = [f"not on cuda:{i}, {why}" for i in range(torch.cuda.device_count()) if (why := ops.why_not_on(i))]
-    return "; ".join(["in use", *refused])
+        return f"{reason}; torch operations run instead" if torch.cuda.is_available() else reason
+    refused = {i: why for i in range(torch.cuda.device_count()) if (why := ops.why_not_on(i))}
+    return "; ".join(["in use", *(f"torch operations on cuda:{i}, {why}" for i, why in refused.items())])
 
 
 def self_tests() -> dict[str, str]:
@@ -149,21 +149,23 @@ def self_tests() -> dict[str, str]:
     if not self_test.is_on():
         return {"switched off": f"{self_test.VARIABLE}=0"}
     found: dict[str, str] = {}
-    usable = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if not ops.why_not_on(i)]
-    for device in (torch.device("cpu"), *usable):
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in (torch.device("cpu"), *gpus):
+        missing = bool(ops.why_no_kernels(device))
         halves = (torch.bfloat16, torch.float16)
         own = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:]
-        questions = [Question.of(name, dtype) for name in ops.KERNELS for dtype in ops.FLOAT_DTYPES]
-        questions += [Question.of("attention", dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in own]
-        self_test.prepare(device, *questions)
-        for backend in (RINGTILE, *ATEN[device.type]):
+        if not missing:
+            questions = [Question.of(name, dtype) for name in ops.KERNELS for dtype in ops.FLOAT_DTYPES]
+            questions += [Question.of("attention", dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in own]
+            self_test.prepare(device, *questions)
+        for backend in (*[RINGTILE] * (not missing), *ATEN[device.type]):
             dtypes = own if backend is RINGTILE or device.type == "cpu" else halves
             for head_dim in HEAD_DIMS:
                 dims = (head_dim, head_dim)
                 found[f"{device}: {backend.name}, head dim {head_dim}"] = results(
                     {dtype: (attn_self_test.failure, (backend, device, dtype, *dims, True)) for dtype in dtypes}
                 )
-        for name in ops.KERNELS:
+        for name in () if missing else ops.KERNELS:
             found[f"{device}: ringtile's {name}"] = results(
                 {dtype: (ops.why_not_kernel, (name, device, dtype)) for dtype in ops.FLOAT_DTYPES}
             )

@@ -10,21 +10,17 @@ import math
 import torch
 from torch import Tensor
 
-from ringtile.self_test.kernels import random_words
-
-_CHUNK = 1 << 18  # counters at once; their words take 16 times as many bytes
+from ringtile.torch_ops import random_numbers
 
 
 def noise(
     places: Tensor, num_features: int, largest: float, dtype: torch.dtype, key: tuple[int, int], stream: int
 ) -> Tensor:
     """Uniform in [-largest, largest], (T, F) of dtype, for the tokens at places (T, 2): row and position."""
-    counters = torch.arange(-(-num_features // 4), device=places.device)
-    parts, num_tokens = [], max(1, _CHUNK // counters.numel())
-    for first in range(0, places.size(0), num_tokens):
-        row, position = (places[first : first + num_tokens] & 0xFFFFFFFF).tensor_split(2, dim=1)
-        words = random_words(counters, position, row, stream, key).flatten(1)[:, :num_features]
-        parts.append(((words - 2**31).to(torch.float32) * (largest * 2.0**-31)).to(dtype))
+    parts = [
+        ((words - 2**31).to(torch.float32) * (largest * 2.0**-31)).to(dtype)
+        for _, words in random_numbers(places, num_features, key, stream)
+    ]
     return torch.cat(parts) if parts else places.new_empty((0, num_features), dtype=dtype)
 
 

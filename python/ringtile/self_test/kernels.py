@@ -1,4 +1,5 @@
-"""What is wrong with a kernel of the GLU, the loss or the shards on a device: a small case against its definition.
+"""What is wrong with a kernel of the GLU, the loss or the shards on a device: a small case against its definition,
+which is the torch operations that would run instead (torch_ops.py), in float64.
 
 Every test returns "" if nothing is. Bounds: u is half an eps of the tensors' dtype, for the one rounding of a result;
 e an eps of the dtype that the kernel computes in, of which elementary functions take a few and a sum of n terms n.
@@ -8,25 +9,16 @@ Shape letters: T tokens, F MLP intermediate size, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ringtile import torch_ops
+
 REPEATS = {"cpu": 1, "cuda": 500}  # of a case's few tokens
 FEW = 32  # roundings of a GLU's elementary functions and products
-# Without autograd, whose hooks belong to the caller.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "silu": (functional.silu, torch.ops.aten.silu_backward),
-    "gelu": (functional.gelu, torch.ops.aten.gelu_backward),
-    "gelu_tanh": (
-        functools.partial(functional.gelu, approximate="tanh"),
-        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
-    ),
-    "relu": (functional.relu, lambda dout, x: dout * (x > 0)),
-}
 
 
 def _normal(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
@@ -60,12 +52,11 @@ def glu(
     u, e, least = _roundings(dtype)
     for name, kind in kinds.items():
         g, up64, d64 = (x.double() for x in (gate, up, dprod))
-        activation, backward = ACTIVATIONS[name]
-        act, slope, size = activation(g), backward(torch.ones_like(g), g), 1 + g.abs()
-        dgate, dup, product = (x.clone() for x in (gate, up, dprod))
-        got = [fwd(gate, up, kind), dgate, dup, product]
+        size, dgate, dup, product = 1 + g.abs(), gate.clone(), up.clone(), dprod.clone()
         bwd_(dgate, dup, product, kind)
-        expected = [act * up64, d64 * up64 * slope, d64 * act, act * up64]
+        got = [fwd(gate, up, kind), dgate, dup, product]
+        expected = [torch_ops.glu_fwd(g, up64, kind), g.clone(), up64.clone(), d64.clone()]
+        torch_ops.glu_bwd_(expected[1], expected[2], expected[3], kind)
         terms = [size * up64.abs(), size * (d64 * up64).abs(), size * d64.abs(), size * up64.abs()]
         names = (f"product ({name})", f"gradient of the gate ({name})", f"gradient of up ({name})", f"product ({name})")
         for what, x, y, magnitude in zip(names, got, expected, terms, strict=True):
@@ -82,25 +73,22 @@ def cross_entropy(
     """With and without label smoothing, softcap and z-loss; one token is ignored."""
     labels = torch.tensor([0, 300, -100, 17, 150], device="cpu").repeat(REPEATS[device.type]).to(device)
     logits = _normal((len(labels), 320), device, dtype, 0)[:, :301] * 3
-    counted = (labels != -100).double()[:, None]
     u, e, least = _roundings(dtype)
+    vocab_size, largest = logits.size(1), float(logits.abs().max())
+    is_label = functional.one_hot(labels.clamp(min=0), vocab_size)
     for smoothing, softcap, z_loss in ((0.0, 0.0, 0.0), (0.1, 5.0, 0.01)):
-        x, vocab_size = logits.double(), logits.size(1)
-        x = softcap * torch.tanh(x / softcap) if softcap else x
-        lse = x.logsumexp(1, keepdim=True)
-        target = functional.one_hot(labels.clamp(min=0), vocab_size).double()
-        target = (1 - smoothing) * target + smoothing / vocab_size
-        weights, twice = (x - lse).exp(), 1 + 2 * z_loss * lse
-        slope = 1 - (x / softcap) ** 2 if softcap else torch.ones_like(x)
-        bound = 4 * e * (vocab_size + 8 * float(x.abs().max()))  # of lse, and relative for a weight
-        got = logits.clone()
+        got, gradient = logits.clone(), logits.double()
+        numbers = (-100, smoothing, softcap, z_loss, True)
         loss = torch.empty(len(labels), device=device, dtype=torch.promote_types(dtype, torch.float32))
-        got_lse = torch.empty_like(loss)
-        fwd_bwd_(got, labels, loss, got_lse, -100, smoothing, softcap, z_loss, True)
-        expected = counted * (lse - (target * x).sum(1, keepdim=True) + z_loss * lse**2)
-        gradient = counted * slope * (weights * twice - target)
-        near = u * gradient.abs() + bound * (weights * twice + target) + least
-        reason = _differs("loss", loss, expected[:, 0], 2 * bound * twice[:, 0])
+        expected, lse64 = (torch.empty_like(loss, dtype=torch.float64) for _ in "12")
+        fwd_bwd_(got, labels, loss, torch.empty_like(loss), *numbers)
+        torch_ops.cross_entropy_fwd_bwd_(gradient, labels, expected, lse64, *numbers)
+        bound = 4 * e * (vocab_size + 8 * largest)  # of lse, and relative for a weight
+        # A weight less the target, times a slope in 0..1: terms of at most the gradient and twice the target.
+        target = (1 - smoothing) * is_label + smoothing / vocab_size
+        near = u * gradient.abs() + bound * (gradient.abs() + 2 * target) + least
+        of_loss = 2 * bound * (1 + 2 * z_loss * lse64)
+        reason = _differs("loss", loss, expected, of_loss)
         if reason := reason or _differs("gradient of the logits", got, gradient, near):
             return reason
     return ""
@@ -112,33 +100,10 @@ def dropout(
     """Of tokens with a row stride, at places of 32 bits; every feature must stay or go as Philox4x32-10 says."""
     places = torch.tensor([[0, 0], [2**32 - 1, 5], [7, 2**31 + 3]], device="cpu").repeat(REPEATS[device.type], 1)
     x = _normal((len(places), 150), device, dtype, 0)[:, :139]
-    key, stream, p = (2**32 - 3, 12), 0xC0FFEE11, 0.25
-    row, position = places[:, :1], places[:, 1:]
-    words = random_words(torch.arange(35, device="cpu"), position, row, stream, key)
-    kept = (words.flatten(1)[:, :139] < (1 - p) * 2**32).to(device)
+    numbers = (places.to(device), 0.25, 2**32 - 3, 12, 0xC0FFEE11)
     u, e, least = _roundings(dtype)
-    expected = x.double() * kept / (1 - p)
-    got = kernel(x, places.to(device), p, *key, stream)
+    expected, got = torch_ops.dropout(x.double(), *numbers), kernel(x, *numbers)
     return _differs("result", got, expected, (u + 4 * e) * expected.abs() + least)
-
-
-def random_words(counter: Tensor, position: Tensor, row: Tensor, stream: int, key: tuple[int, int]) -> Tensor:
-    """Philox4x32-10 of counters in int64, broadcast against each other: (..., 4), of which word i is for feature
-    4 counter + i."""
-    shape = (counter + position + row).shape
-    words = [x.expand(shape) for x in (counter, position, row, torch.full_like(row, stream))]
-    for i in range(10):
-        k0, k1 = ((k + i * weyl) % 2**32 for k, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
-        (high_0, low_0), (high_1, low_1) = (_halves(f, words[j]) for f, j in ((0xD2511F53, 0), (0xCD9E8D57, 2)))
-        words = [high_1 ^ words[1] ^ k0, low_1, high_0 ^ words[3] ^ k1, low_0]
-    return torch.stack(words, dim=-1)
-
-
-def _halves(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of factor * x, for x (int64) in 0..2^32 - 1, without an overflow."""
-    low, high = factor * (x & 0xFFFF), factor * (x >> 16)
-    high += low >> 16
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
 def shard(
@@ -166,3 +131,13 @@ def shard(
         if not torch.equal(got.contiguous().view(torch.uint8).cpu(), expected):
             return f"gives another {what} than its definition"
     return ""
+
+
+def delta(kernel: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> str:
+    """Of one gradient for two heads. A product is rounded once, and so is each sum."""
+    num_tokens = 9 * REPEATS[device.type]
+    dout, out = (_normal((2, num_tokens, heads, 70), device, dtype, heads) for heads in (1, 2))
+    dout, dlse = dout.expand_as(out), _normal((2, 2, num_tokens), device, torch.float64, 0)
+    x, y, minus = dout.double(), out.double(), dlse
+    expected, terms = torch_ops.attn_delta(x, y, minus), torch_ops.attn_delta(x.abs(), y.abs(), -minus.abs())
+    return _differs("delta", kernel(dout, out, dlse), expected, _roundings(dtype)[1] * 72 * terms)

@@ -127,7 +127,7 @@ def tiled_linear_cross_entropy(
                     "the sum of the losses is divided by it"
                 )
         dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
-        ops.check_scale_and_softcap(dtype, logit_scale, softcap)
+        arguments.check_scale_and_softcap(dtype, logit_scale, softcap)
         options = LossOptions(label_smoothing, softcap, z_loss)
         vocab_parallel = None
         if group is not None:

@@ -1,0 +1,243 @@
+"""The kernels' work in torch operations, for a device that has no kernels, or a wrong one; and their definition.
+
+Each function takes the arguments of the op of its name (ops.py), and computes in the state dtype: float64 for float64,
+else float32. In float64 it is what the kernels are compared with (self_test/kernels.py). All run on any device, never
+wait for it, and hold copies of a few rows at a time.
+
+Shape letters as in ops.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK_NUMBERS = 1 << 22  # of which copies in the state dtype are held at once: 16 MiB each
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise RuntimeError(f"ringtile.{text}")
+
+
+def _check(op: str, first_name: str, first: Tensor, dim: int, **others: Tensor) -> None:
+    """RuntimeError: no floats of so many dims, or others of another shape, dtype or device."""
+    _require(first.dtype in _FLOATS, f"{op}: dtype {first.dtype} is not supported, expected one of {_FLOATS}")
+    _require(first.dim() == dim, f"{op}: {first_name} has shape {tuple(first.shape)}, expected {dim} dimensions")
+    for name, x in others.items():
+        _check_one(op, name, x, first.shape, first.dtype, first.device)
+
+
+def _check_one(op: str, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    _require(x.dtype == dtype, f"{op}: {name} has dtype {x.dtype}, expected {dtype}")
+    _require(x.shape == shape, f"{op}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
+    _require(x.device == device, f"{op}: {name} is on {x.device}, expected {device}; move all tensors to one device")
+
+
+def _state(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _blocks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few rows of each array; the first has the largest rows."""
+    num_rows = max(1, BLOCK_NUMBERS // max(1, arrays[0][:1].numel()))
+    return zip(*(torch.split(x, num_rows) for x in arrays), strict=True)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+    _check("attn_delta", "dout", dout, 4, out=out)
+    (B, N, H, _), state = dout.shape, _state(dout)
+    _check_one("attn_delta", "dlse", dlse, (B, H, N), torch.float64, dout.device)
+    delta = dlse.new_empty((B, H, N), dtype=state)
+    tokens = (x.transpose(0, 1) for x in (dout, out))  # (N, B, H, Dv)
+    for x, y, minus, result in _blocks(*tokens, dlse.permute(2, 0, 1), delta.permute(2, 0, 1)):
+        result.copy_((x.to(state) * y.to(state)).sum(-1, dtype=torch.float64) - minus)
+    return delta
+
+
+# ---- sequence -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    for of_x, of_y in _of_runs("shard_seq_", x, y, runs, dim):
+        of_y.copy_(of_x)
+
+
+@torch.no_grad()
+def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
+    for of_y, of_x in _of_runs("unshard_seq_", y, x, runs, dim):
+        of_y.copy_(of_x)
+
+
+def _of_runs(op: str, whole: Tensor, local: Tensor, runs: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the tokens of each run in both tensors. RuntimeError: they do not fit."""
+    _require(0 <= dim < whole.dim(), f"{op}: dim {dim} is not a dimension of shape {tuple(whole.shape)}")
+    shape = (*whole.shape[:dim], *local.shape[dim : dim + 1], *whole.shape[dim + 1 :])
+    _check_one(op, "local tensor", local, shape, whole.dtype, whole.device)
+    # The core checks the runs, against tensors that hold nothing.
+    torch.ops.ringtile.shard_seq_(
+        *(torch.empty(whole.size(dim), 0, device="cpu"), runs, 0, torch.empty(local.size(dim), 0, device="cpu"))
+    )
+    if type(runs) is not Tensor:  # a fake one, as is what is copied
+        return
+    for begin, stride, local_begin, length in runs.tolist():
+        tokens = whole.narrow(dim, begin, (length - 1) * stride + 1)
+        every = tokens[(slice(None),) * dim + (slice(None, None, stride),)]
+        yield every, local.narrow(dim, local_begin, length)
+
+
+# ---- MLP and loss -------------------------------------------------------------------------------
+
+_Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+# By kind: act(x), and dact * act'(x) of (dact, x). aten's own, since autograd has hooks, which belong to the caller.
+_ACTIVATIONS: dict[int, _Activation] = {
+    0: (functional.silu, torch.ops.aten.silu_backward),
+    1: (functional.gelu, torch.ops.aten.gelu_backward),
+    2: (
+        functools.partial(functional.gelu, approximate="tanh"),
+        functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+    3: (functional.relu, functools.partial(torch.ops.aten.threshold_backward, threshold=0)),
+}
+
+
+def _activation(op: str, kind: int) -> _Activation:
+    _require(kind in _ACTIVATIONS, f"{op}: {kind} is no GLU kind; expected one of {[*_ACTIVATIONS]}")
+    return _ACTIVATIONS[kind]
+
+
+@torch.no_grad()
+def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+    _check("glu_fwd", "gate", gate, 2, up=up)
+    act, _ = _activation("glu_fwd", kind)
+    state, result = _state(gate), gate.new_empty(gate.shape)
+    for g, u, prod in _blocks(gate, up, result):
+        prod.copy_(act(g.to(state)) * u.to(state))
+    return result
+
+
+@torch.no_grad()
+def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
+    _check("glu_bwd_", "gate", gate, 2, up=up, dprod=dprod)
+    act, act_backward = _activation("glu_bwd_", kind)
+    state = _state(gate)
+    for arrays in _blocks(gate, up, dprod):
+        g, u, d = (x.to(state) for x in arrays)
+        value = act(g)
+        results = act_backward(d * u, g), d * value, value * u
+        for x, result in zip(arrays, results, strict=True):
+            x.copy_(result)
+
+
+@torch.no_grad()
+def cross_entropy_fwd_bwd_(
+    logits: Tensor,
+    labels: Tensor,
+    loss: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    want_grad: bool,
+) -> None:
+    op, state, device = "cross_entropy_fwd_bwd_", _state(logits), logits.device
+    _check(op, "logits", logits, 2)
+    num_tokens, V = logits.shape
+    for name, x, dtype in (("labels", labels, torch.int64), ("loss", loss, state), ("lse", lse, state)):
+        _check_one(op, name, x, (num_tokens,), dtype, device)
+    ignored = labels == ignore_index
+    usable = ~ignored & (labels >= 0) & (labels < V)
+    if device.type == "cpu":  # a GPU is not waited for
+        text = f"ringtile.{op}: a label is neither ignore_index nor in [0, vocab_size)"
+        torch._assert_async((usable | ignored).all(), text)
+    otherwise = torch.zeros_like(loss).masked_fill(~(usable | ignored), torch.nan)
+    columns = labels.clamp(0, V - 1)
+    for x, label, usable_here, other, *results in _blocks(logits, columns, usable, otherwise, loss, lse):
+        capped, slope = _capped(x.to(state), softcap, want_grad)
+        rows = torch.arange(x.size(0), device=device)
+        largest = capped.amax(1)
+        shift = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be nan
+        weights = (capped - shift[:, None]).exp_()
+        total, shift64 = weights.sum(1, dtype=torch.float64), shift.double()
+        # Differences from the largest come first, so that logits far from 0 lose no precision.
+        z = shift64 + (log_sum := total.log())
+        per_token = (1 - label_smoothing) * (log_sum + (shift64 - capped[rows, label])) + z_loss * z**2
+        if label_smoothing:
+            per_token += label_smoothing * (log_sum + (shift64 - capped.mean(1, dtype=torch.float64)))
+        for result, value in zip(results, (per_token, z), strict=True):
+            result.copy_(torch.where(usable_here, value.to(state), other))
+        if want_grad:
+            # d loss / d x' = p (1 + 2 z_loss lse) - smoothing / V - (1 - smoothing) [label], p = exp(x' - lse)
+            gradient = weights.mul_(((1 + 2 * z_loss * z) / total).to(state)[:, None]).sub_(label_smoothing / V)
+            gradient[rows, label] -= 1 - label_smoothing
+            if slope is not None:
+                gradient *= slope
+            x.copy_(torch.where(usable_here[:, None], gradient, other[:, None]))
+
+
+def _capped(x: Tensor, softcap: float, want_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """x' and, where it is not 1 everywhere, dx' / dx = 1 - tanh^2."""
+    if not softcap:
+        return x, None
+    tanh = (x * (1 / softcap)).tanh_()
+    slope = 1 - tanh * tanh if want_slope else None
+    return tanh.mul_(softcap), slope
+
+
+# ---- dropout ------------------------------------------------------------------------------------
+
+
+def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
+    """Differentiable as often as its torch operations, which save what stays, a byte a number."""
+    _check("dropout", "x", x, 2)
+    _check_one("dropout", "places", places, (x.size(0), 2), torch.int64, x.device)
+    _require(0 <= p <= 1, "dropout: a probability must be in [0, 1]")
+    for name, number in (("seed", seed), ("step", step), ("stream", stream)):
+        _require(0 <= number < 2**32, f"dropout: {name} is {number}, expected 0 .. 2^32 - 1")
+    num_kept = round((1 - p) * 2**32)  # of the 2^32 random numbers
+    scale, parts = 1 / (1 - p) if num_kept else 0.0, []
+    for tokens, words in random_numbers(places, x.size(1), (seed, step), stream):
+        parts.append((x[tokens].to(_state(x)) * (words < num_kept) * scale).to(x.dtype))
+    return torch.cat(parts) if parts else x.clone()
+
+
+def random_numbers(
+    places: Tensor, num_features: int, key: tuple[int, int], stream: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """A few tokens after the other, and their random numbers: int64 (t, F) in 0..2^32 - 1."""
+    counters = torch.arange(-(-num_features // 4), device=places.device)
+    num_tokens = max(1, BLOCK_NUMBERS // max(1, 4 * counters.numel()))
+    for first in range(0, places.size(0), num_tokens):
+        tokens = slice(first, first + num_tokens)
+        row, position = (places[tokens] & 0xFFFFFFFF).tensor_split(2, dim=1)
+        yield tokens, random_words(counters, position, row, stream, key).flatten(1)[:, :num_features]
+
+
+def random_words(counter: Tensor, position: Tensor, row: Tensor, stream: int, key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10 of counters in int64, broadcast against each other: (..., 4), of which word i is for feature
+    4 counter + i."""
+    shape = (counter + position + row).shape
+    words = [x.expand(shape) for x in (counter, position, row, torch.full_like(row, stream))]
+    for i in range(10):
+        k0, k1 = ((k + i * weyl) % 2**32 for k, weyl in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        (high_0, low_0), (high_1, low_1) = (_halves(f, words[j]) for f, j in ((0xD2511F53, 0), (0xCD9E8D57, 2)))
+        words = [high_1 ^ words[1] ^ k0, low_1, high_0 ^ words[3] ^ k1, low_0]
+    return torch.stack(words, dim=-1)
+
+
+def _halves(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of factor * x, for x (int64) in 0..2^32 - 1, without an overflow."""
+    low, high = factor * (x & 0xFFFF), factor * (x >> 16)
+    high += low >> 16
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

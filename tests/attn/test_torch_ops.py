@@ -1,0 +1,199 @@
+"""The torch operations that stand in for kernels: within the kernels' bounds, block by block, without a wait; and who
+uses them. (Tests marked in_torch_too repeat the kernels' own tests.)"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counting import Counting
+from kernels_off import WHY, kernels_off
+from oracle import dense_gradients
+from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ops, ring_attention, self_test, torch_ops
+from strategies import dense
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    self_test.forget()
+    yield
+    self_test.forget()
+
+
+@pytest.mark.parametrize("dtype", [*ops.FLOAT_DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_they_keep_the_kernels_bounds(fresh: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """In each dtype, against themselves in float64, which the tests' own oracles check."""
+    monkeypatch.setattr(ops, "_ops", torch_ops)
+    for name in ops.KERNELS if dtype in ops.FLOAT_DTYPES else ["shard"]:
+        assert ops.why_not_kernel(name, CPU, dtype) == "", name
+
+
+def labels_of(num_tokens: int, vocab_size: int) -> Tensor:
+    """Every third one is ignored, -100."""
+    return (torch.arange(num_tokens) * 7 % vocab_size).masked_fill(torch.arange(num_tokens) % 3 == 1, -100)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, want_grad: bool = True) -> list[Tensor]:
+    logits, state = logits.clone(), ops.state_dtype(logits.dtype)
+    loss, lse = (torch.full(labels.shape, 7.0, dtype=state) for _ in "12")
+    ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -100, 0.1, 5.0, 0.01, want_grad)
+    return [logits, loss, lse]
+
+
+def glu_backward(x: Tensor) -> list[Tensor]:
+    arrays = [x.clone(), x.roll(1).clone(), x.roll(2).clone()]
+    ops.glu_bwd_(*arrays, 2)
+    return arrays
+
+
+X = torch.randn(60, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+PLACES = torch.arange(120).view(60, 2)
+ONES = torch.ones(2, 2, 15, dtype=torch.float64)
+CALLS: dict[str, Callable[[], list[Tensor]]] = {
+    "glu_fwd": lambda: [ops.glu_fwd(X, X.roll(1), 1)],
+    "glu_bwd_": lambda: glu_backward(X),
+    "cross_entropy_fwd_bwd_": lambda: cross_entropy(X, labels_of(60, 50)),
+    "cross_entropy_fwd_bwd_ without gradients": lambda: cross_entropy(X, labels_of(60, 50), want_grad=False),
+    "dropout": lambda: [ops.dropout(X, PLACES, 0.3, 1, 2, 3)],
+    "attn_delta": lambda: [ops.attn_delta(*(x.view(2, 15, 2, 50) for x in (X, X.roll(1))), ONES)],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_few_rows_are_copied_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give the same bits. Results have 60 x 50 elements, also as bytes; a block of 3 rows has 13 counters a row."""
+    with kernels_off():
+        whole = CALLS[name]()
+        monkeypatch.setattr(torch_ops, "BLOCK_NUMBERS", 160)
+        with Counting() as count, WideTensors() as wide:
+            parts = CALLS[name]()
+    assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+    assert 0 < wide.largest <= 4 * 160
+    assert count.largest <= X.numel()
+
+
+class WideTensors(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most elements of 4 bytes and more of a tensor made inside."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.itemsize >= 4 and result._base is None:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)
+def test_dropout_has_the_bits_of_the_kernel(dtype: torch.dtype) -> None:
+    x = torch.randn(60, 37).to(dtype).requires_grad_()
+    dy = torch.randn(60, 37).to(dtype)
+    for p in (0.0, 0.3, 1.0):
+        results = []
+        for switched in (contextlib.nullcontext(), kernels_off()):
+            with switched:
+                y = ops.dropout(x, PLACES, p, 1, 2, 3)
+                results.append((y, *torch.autograd.grad(y, x, dy)))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_what_is_not_finite_is_as_in_the_kernel() -> None:
+    """A masked class, a row of nothing else, a token that counts not, and an infinite logit."""
+    logits = torch.randn(5, 50)
+    logits[0, 7:] = logits[1] = -torch.inf
+    logits[2], logits[3, 4] = torch.nan, torch.inf
+    labels = torch.tensor([3, 3, -100, 3, 3])
+    kernel = cross_entropy(logits, labels)
+    with kernels_off():
+        torch.testing.assert_close(cross_entropy(logits, labels), kernel, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+M = torch.zeros(3, 5)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "shapes": (lambda: ops.glu_fwd(M, M[:1], 0), r"glu_fwd: up has shape \(1, 5\), expected \(3, 5\)"),
+    "dtypes": (lambda: ops.glu_bwd_(M, M, M.half(), 0), "glu_bwd_: dprod has dtype torch.float16, expected"),
+    "dims": (lambda: ops.glu_fwd(M[0], M[0], 0), "gate has shape .*, expected 2 dimensions"),
+    "kind": (lambda: ops.glu_fwd(M, M, 4), "4 is no GLU kind"),
+    "labels": (lambda: cross_entropy(M, torch.zeros(3)), "labels has dtype torch.float32, expected torch.int64"),
+    "a label": (lambda: cross_entropy(M, torch.tensor([0, 5, 0])), "a label is neither ignore_index nor in"),
+    "no floats": (lambda: ops.attn_delta(*[M.int().view(1, 1, 3, 5)] * 2, M), "dtype torch.int32 is not supported"),
+    "dlse": (lambda: ops.attn_delta(*[M.view(1, 1, 3, 5)] * 2, M), "dlse has dtype torch.float32, expected"),
+    "probability": (lambda: ops.dropout(M, PLACES[:3], 1.5, 0, 0, 0), "a probability must be in"),
+    "seed": (lambda: ops.dropout(M, PLACES[:3], 0.5, 2**32, 0, 0), "seed is 4294967296, expected 0"),
+    "places": (lambda: ops.dropout(M, PLACES, 0.5, 0, 0, 0), "places has shape"),
+    "dim": (lambda: ops.shard_seq_(M, ops.runs_tensor([]), 2, M), "dim 2 is not a dimension"),
+    "other dims": (lambda: ops.shard_seq_(M, ops.runs_tensor([(0, 1, 0, 2)]), 1, M[:1]), "local tensor has shape"),
+    "a run": (lambda: ops.unshard_seq_(M, ops.runs_tensor([(3, 1, 0, 4)]), 1, M.clone()), "a run needs"),
+    "two runs": (
+        lambda: ops.shard_seq_(M, ops.runs_tensor([(0, 1, 0, 2), (1, 1, 2, 2)]), 1, M),
+        "must not share a pos",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what: str) -> None:
+    call, message = REFUSED[what]
+    with kernels_off(), pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def test_dropout_compiles_whole() -> None:
+    def dropped(x: Tensor) -> Tensor:
+        return ops.dropout(x, PLACES, 0.3, 1, 2, 3)
+
+    x = torch.randn(60, 37, requires_grad=True)
+    expected = torch.autograd.grad(dropped(x).sum(), x)
+    with kernels_off():
+        y = torch.compile(dropped, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(y, dropped(x))
+    assert torch.equal(*torch.autograd.grad(y.sum(), x), *expected)
+
+
+# ---- attention without ringtile's kernels -------------------------------------------------------
+
+
+def qkv(v_head_dim: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, 16), (2, 16), (2, v_head_dim), (4, v_head_dim)
+    return [torch.randn(1, 48, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "aten"])
+def test_a_ring_without_kernels_is_the_definition(kernel: str) -> None:
+    """float64, sums of at most 48 terms below 10: within 1e-12."""
+    q, k, v, dout = qkv()
+    mask, layout = IntervalMask.documents([20, 28]), Layout.zigzag(48, 2)
+
+    def on_rank(group: Any) -> list[Tensor]:
+        rank = group.transport.rank
+        leaves = [layout.shard(x, 1, rank).requires_grad_() for x in (q, k, v)]
+        out = ring_attention(*leaves, mask=mask, layout=layout, group=group, attention_kernel=kernel)
+        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, 1, rank))]
+
+    with kernels_off():
+        ranks = LoopbackWorld(2).run(on_rank)
+    exact = dense_gradients(q, k, v, dense(mask), dout)
+    for parts, expected in zip(zip(*ranks, strict=True), (exact.out, *exact[2:]), strict=True):
+        for rank, part in enumerate(parts):
+            torch.testing.assert_close(part, layout.shard(expected, 1, rank), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_kernel": "ringtile"}, f"{WHY}; set attention_kernel to auto or aten"),
+        ({"softcap": 2.0}, f"{WHY}; aten's flash attention has no softcap, which is 2.0; change what both lack"),
+    ],
+)
+def test_attention_that_only_a_missing_kernel_computes_is_refused(options: dict[str, Any], message: str) -> None:
+    q, k, v, _ = qkv()
+    with kernels_off(), pytest.raises(Refused, match="ringtile's attention is not in use here: not built") as refused:
+        ring_attention(q, k, v, mask=IntervalMask.causal(48), layout=Layout.contiguous(48, 1), **options)
+    assert str(refused.value).endswith(message)
