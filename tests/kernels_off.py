@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
+import torch
+
 WHY = "not built: as a test says"
+ON_THE_HOST = ("layout_check", "plan", "digest", "cpu_isa")  # the ops that CUDA tensors need no kernel for
 
 
-def kernels_off() -> AbstractContextManager[Any]:
-    """As on a GPU where the CUDA kernels are missing: torch operations on every device, and aten's attention."""
-    return mock.patch("ringtile.ops.why_no_kernels", lambda device: "" if device.type == "meta" else WHY)
+@contextlib.contextmanager
+def kernels_off() -> Iterator[None]:
+    """As on a GPU where the CUDA kernels are missing: torch operations on every device, and aten's attention.
+
+    Whoever asks for another op fails.
+    """
+    there = SimpleNamespace(**{name: getattr(torch.ops.ringtile, name) for name in ON_THE_HOST})
+    with mock.patch("ringtile.ops.why_no_kernels", lambda device: WHY), mock.patch("ringtile.ops._ops", there):
+        yield

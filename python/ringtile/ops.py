@@ -1,6 +1,7 @@
 """The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and checks of a user's arguments.
 
-The wrappers take the arguments of the op schemas and document their shapes. Among the ops here only the
+The wrappers take the arguments of the op schemas and document their shapes. Where a kernel is missing or wrong, torch
+operations (torch_ops.py) compute the same; attention then is aten's (attn/choose.py). Among the ops here only the
 linear ones have registered autograd formulas: `shard_seq` and `unshard_seq`, each the other, and `dropout`, itself. The
 rest are called inside autograd nodes, which are differentiated by hand.
 
@@ -72,8 +73,8 @@ def why_no_cuda() -> str:
 @functools.cache
 def why_not_on(device_index: int) -> str:
     """Why a CUDA device cannot run the CUDA kernels; "" if it can. Says so if it is the device's fault."""
-    if why_no_cuda():
-        return why_no_cuda()
+    if reason := why_no_cuda():
+        return reason
     capability = torch.cuda.get_device_capability(device_index)
     if capability >= MIN_CUDA_CAPABILITY:
         return ""
@@ -81,7 +82,7 @@ def why_not_on(device_index: int) -> str:
         f"wrong architecture: {torch.cuda.get_device_name(device_index)} has compute capability "
         f"{'.'.join(map(str, capability))}, expected at least {'.'.join(map(str, MIN_CUDA_CAPABILITY))}"
     )
-    _warn(f" on cuda:{device_index}", reason)
+    _warn_of(reason, f" on cuda:{device_index}")
     return reason
 
 
@@ -100,11 +101,11 @@ def check_device(name: str, x: Tensor) -> None:
 
 def warn_of_missing_kernels() -> None:
     """Says so where there is a GPU, and an installation without kernels for it."""
-    if torch.cuda.is_available() and why_no_cuda():
-        _warn("", why_no_cuda())
+    if torch.cuda.is_available() and (reason := why_no_cuda()):
+        _warn_of(reason)
 
 
-def _warn(where: str, reason: str) -> None:
+def _warn_of(reason: str, where: str = "") -> None:
     logging.getLogger(__name__).warning(
         "ringtile's CUDA kernels are not in use%s: %s. Torch operations run instead: the same results, but slower; "
         "attention is aten's, and what that cannot compute is refused",
@@ -152,8 +153,8 @@ def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     if device.type == "meta" or (name != "shard" and dtype not in FLOAT_DTYPES):
         return False
     if reason := why_not_kernel(name, device, dtype):
-        where, instead = f"{dtype} on {device}", "A slower version in torch operations"
-        self_test.warn_once(f"ringtile's {name} kernel", where, reason, instead)
+        given = f"ringtile's {name} kernel", f"{dtype} on {device}", reason
+        self_test.warn_once(*given, "A slower version in torch operations")
     return bool(reason)
 
 
@@ -407,12 +408,8 @@ def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[T
     return layout.new_empty(num_needed, 6), layout.new_empty(world_size, world_size)
 
 
-def _digest_fake(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
-    return layout.new_empty(1)
-
-
 torch.library.register_fake("ringtile::plan", _plan_fake)
-torch.library.register_fake("ringtile::digest", _digest_fake)
+torch.library.register_fake("ringtile::digest", lambda begin, end, layout: layout.new_empty(1))
 
 
 # ---- MLP and loss -------------------------------------------------------------------------------

@@ -39,10 +39,10 @@ def labels_of(num_tokens: int, vocab_size: int) -> Tensor:
     return (torch.arange(num_tokens) * 7 % vocab_size).masked_fill(torch.arange(num_tokens) % 3 == 1, -100)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, want_grad: bool = True) -> list[Tensor]:
+def cross_entropy(logits: Tensor, labels: Tensor, want_grad: bool = True, softcap: float = 5.0) -> list[Tensor]:
     logits, state = logits.clone(), ops.state_dtype(logits.dtype)
     loss, lse = (torch.full(labels.shape, 7.0, dtype=state) for _ in "12")
-    ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -100, 0.1, 5.0, 0.01, want_grad)
+    ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -100, 0.1, softcap, 0.01, want_grad)
     return [logits, loss, lse]
 
 
@@ -103,15 +103,25 @@ def test_dropout_has_the_bits_of_the_kernel(dtype: torch.dtype) -> None:
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_what_is_not_finite_is_as_in_the_kernel() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_what_is_not_finite_is_as_in_the_kernel(softcap: float) -> None:
     """A masked class, a row of nothing else, a token that counts not, and an infinite logit."""
     logits = torch.randn(5, 50)
     logits[0, 7:] = logits[1] = -torch.inf
     logits[2], logits[3, 4] = torch.nan, torch.inf
     labels = torch.tensor([3, 3, -100, 3, 3])
-    kernel = cross_entropy(logits, labels)
+    kernel = cross_entropy(logits, labels, softcap=softcap)
     with kernels_off():
-        torch.testing.assert_close(cross_entropy(logits, labels), kernel, equal_nan=True, rtol=1e-5, atol=1e-6)
+        got = cross_entropy(logits, labels, softcap=softcap)
+    torch.testing.assert_close(got, kernel, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_of_an_unknown_class_becomes_nan_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the CUDA kernel. On a CPU it is refused before."""
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, text: None)
+    with kernels_off():
+        for result in cross_entropy(torch.randn(4, 50), torch.tensor([50, 0, -1, -100])):
+            assert result.isnan().view(4, -1).all(1).tolist() == [True, False, True, False]
 
 
 M = torch.zeros(3, 5)
@@ -144,16 +154,20 @@ def test_what_does_not_fit_is_refused(what: str) -> None:
         call()
 
 
-def test_dropout_compiles_whole() -> None:
+@pytest.mark.parametrize("switched", [kernels_off, contextlib.nullcontext])
+def test_dropout_compiles_whole(fresh: None, switched: Callable[[], Any]) -> None:
+    """Its kernel too, of which the compiler asks first."""
+
     def dropped(x: Tensor) -> Tensor:
         return ops.dropout(x, PLACES, 0.3, 1, 2, 3)
 
     x = torch.randn(60, 37, requires_grad=True)
-    expected = torch.autograd.grad(dropped(x).sum(), x)
-    with kernels_off():
+    torch.compiler.reset()
+    with switched():
         y = torch.compile(dropped, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(y, dropped(x))
-    assert torch.equal(*torch.autograd.grad(y.sum(), x), *expected)
+    expected = dropped(x)
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (y, expected)))
 
 
 # ---- attention without ringtile's kernels -------------------------------------------------------

@@ -5,7 +5,8 @@ from unittest.mock import patch
 import pytest
 import ringtile
 import torch
-from hf_training import TOLERANCE, Padded, make_trainer, train
+from hf_training import TOLERANCE, Padded, assert_equal_training, make_trainer, train
+from kernels_off import kernels_off
 from pool import run_ranks
 from ringtile.hf import attention
 
@@ -27,6 +28,20 @@ def _attention_kernels(config):
 
 def test_attention_kernel_of_the_configuration_reaches_the_ring():
     assert run_ranks(2, _attention_kernels, {"context_parallel_size": 2, "attention_kernel": "auto"}) == [{"auto"}] * 2
+
+
+TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 7}
+
+
+def _train_without_kernels(config):
+    with kernels_off():
+        return train(config, max_steps=2, evaluate=False)
+
+
+def test_without_kernels_ranks_train_as_one_process():
+    expected = train(None, max_steps=2, evaluate=False)
+    for run in run_ranks(2, _train_without_kernels, TILED):
+        assert_equal_training(run, expected)
 
 
 def _loss_of_one_batch(config, average):
