@@ -175,7 +175,10 @@ def find_nvcc() -> str | None:
         return nvcc
     if CUDA == "1":
         refuse(f"RINGTILE_CUDA is 1, but {NO_NVCC}. Install the CUDA toolkit (>= 12.4).")
-    print(f"ringtile: built without its CUDA kernels: {NO_NVCC}", file=sys.stderr)
+    print(
+        f"ringtile: built without its CUDA kernels: {NO_NVCC}. On a GPU, slower torch operations run instead",
+        file=sys.stderr,
+    )
     return None
 
 
