@@ -20,5 +20,5 @@ def kernels_off() -> Iterator[None]:
     Whoever asks for another op fails.
     """
     there = SimpleNamespace(**{name: getattr(torch.ops.ringtile, name) for name in ON_THE_HOST})
-    with mock.patch("ringtile.ops.why_no_kernels", lambda device: WHY), mock.patch("ringtile.ops._ops", there):
+    with mock.patch("ringtile.ops.why_no_kernels", return_value=WHY), mock.patch("ringtile.ops._ops", there):
         yield
