@@ -34,9 +34,16 @@ def _check(op: str, first_name: str, first: Tensor, dim: int, **others: Tensor) 
 
 
 def _check_one(op: str, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    _require(isinstance(x, Tensor), f"{op}: {name} is a {type(x).__name__}, expected a tensor")
     _require(x.dtype == dtype, f"{op}: {name} has dtype {x.dtype}, expected {dtype}")
     _require(x.shape == shape, f"{op}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
     _require(x.device == device, f"{op}: {name} is on {x.device}, expected {device}; move all tensors to one device")
+
+
+def _check_written(op: str, *outputs: Tensor) -> None:
+    for x in outputs:
+        overlaps = any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
+        _require(not overlaps, f"{op}: an output must not overlap itself: it needs strides above 0")
 
 
 def _state(x: Tensor) -> torch.dtype:
@@ -69,21 +76,26 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    for of_x, of_y in _of_runs("shard_seq_", x, y, runs, dim):
+    for of_x, of_y in _of_runs("shard_seq_", x, y, runs, dim, y):
         of_y.copy_(of_x)
 
 
 @torch.no_grad()
 def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    for of_y, of_x in _of_runs("unshard_seq_", y, x, runs, dim):
+    for of_y, of_x in _of_runs("unshard_seq_", y, x, runs, dim, y):
         of_y.copy_(of_x)
 
 
-def _of_runs(op: str, whole: Tensor, local: Tensor, runs: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _of_runs(
+    op: str, whole: Tensor, local: Tensor, runs: Tensor, dim: int, written: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of the tokens of each run in both tensors. RuntimeError: they do not fit."""
+    for name, x in (("global tensor", whole), ("local tensor", local)):
+        _require(isinstance(x, Tensor), f"{op}: {name} is a {type(x).__name__}, expected a tensor")
     _require(0 <= dim < whole.dim(), f"{op}: dim {dim} is not a dimension of shape {tuple(whole.shape)}")
     shape = (*whole.shape[:dim], *local.shape[dim : dim + 1], *whole.shape[dim + 1 :])
     _check_one(op, "local tensor", local, shape, whole.dtype, whole.device)
+    _check_written(op, written)
     # The core checks the runs, against tensors that hold nothing.
     torch.ops.ringtile.shard_seq_(
         *(torch.empty(whole.size(dim), 0, device="cpu"), runs, 0, torch.empty(local.size(dim), 0, device="cpu"))
@@ -129,6 +141,7 @@ def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 @torch.no_grad()
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     _check("glu_bwd_", "gate", gate, 2, up=up, dprod=dprod)
+    _check_written("glu_bwd_", gate, up, dprod)
     act, act_backward = _activation("glu_bwd_", kind)
     state = _state(gate)
     for arrays in _blocks(gate, up, dprod):
@@ -156,6 +169,7 @@ def cross_entropy_fwd_bwd_(
     num_tokens, V = logits.shape
     for name, x, dtype in (("labels", labels, torch.int64), ("loss", loss, state), ("lse", lse, state)):
         _check_one(op, name, x, (num_tokens,), dtype, device)
+    _check_written(op, loss, lse, *[logits] * want_grad)
     ignored = labels == ignore_index
     usable = ~ignored & (labels >= 0) & (labels < V)
     if device.type == "cpu":  # a GPU is not waited for

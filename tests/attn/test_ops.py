@@ -286,12 +286,16 @@ def test_shard_refuses_a_run_outside_the_sequence() -> None:
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4)], 2)
 
 
+@pytest.mark.in_torch_too
 def test_shard_refuses_runs_and_outputs_that_overlap() -> None:
     """A position in two runs would get one of two gradients; an expanded output has several elements in one place."""
     with pytest.raises(RuntimeError, match="two runs of a rank must not share a position"):
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4), (3, 1, 4, 2)], 1)
     with pytest.raises(RuntimeError, match="must not overlap itself"):
         ops.unshard_seq_(torch.zeros(2, 4), ops.runs_tensor([(0, 1, 0, 4)]), 1, torch.zeros(8).expand(2, 8))
+
+
+def test_attention_refuses_outputs_that_overlap() -> None:
     arguments = attention_arguments()
     arguments["out"] = torch.zeros(1, N, 1, Dv).expand(B, N, H, Dv)
     with pytest.raises(RuntimeError, match="must not overlap itself"):

@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "shapes": (lambda: ops.glu_fwd(M, M[:1], 0), r"glu_fwd: up has shape \(1, 5\), expected \(3, 5\)"),
     "dtypes": (lambda: ops.glu_bwd_(M, M, M.half(), 0), "glu_bwd_: dprod has dtype torch.float16, expected"),
     "dims": (lambda: ops.glu_fwd(M[0], M[0], 0), "gate has shape .*, expected 2 dimensions"),
+    "no tensor": (lambda: ops.glu_fwd(M, 1.0, 0), "glu_fwd: up is a float, expected a tensor"),
+    "an output": (lambda: ops.glu_bwd_(M, M, M[:1].expand(3, 5), 0), "an output must not overlap itself"),
     "kind": (lambda: ops.glu_fwd(M, M, 4), "4 is no GLU kind"),
     "labels": (lambda: cross_entropy(M, torch.zeros(3)), "labels has dtype torch.float32, expected torch.int64"),
     "a label": (lambda: cross_entropy(M, torch.tensor([0, 5, 0])), "a label is neither ignore_index nor in"),
