@@ -119,7 +119,8 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         block = Block(x, x, x, of_block, mask.begin, mask.end, 1.0, 0.0)
         able = choose._able(call, block)
-        assert [each.name for each in able] == [each.name for each in ATEN["cuda"]]
+        assert able
+        assert set(able) <= set(ATEN["cuda"])
         with pytest.raises(Refused, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
             choose._able(call._replace(attention_kernel="ringtile"), block)
         x = x.float()
