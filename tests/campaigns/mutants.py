@@ -114,6 +114,35 @@ MUTANTS = [
         "pass",
         "tests/attn/test_self_test_child.py -k hang",
     ),
+    # ---- torch operations instead of kernels
+    Mutant(
+        "torch operations: a shard without its stride",
+        "python/ringtile/torch_ops.py",
+        "every = tokens[(slice(None),) * dim + (slice(None, None, stride),)]",
+        "every = tokens[(slice(None),) * dim + (slice(None, length),)]",
+        "tests/attn/test_torch_ops.py -k bounds",
+    ),
+    Mutant(
+        "torch operations: GLU rounded twice",
+        "python/ringtile/torch_ops.py",
+        "value = act(g)",
+        "value = act(g).to(gate.dtype)",
+        "tests/attn/test_torch_ops.py -k bounds",
+    ),
+    Mutant(
+        "torch operations: an unknown class has loss 0",
+        "python/ringtile/torch_ops.py",
+        "masked_fill(~(usable | ignored), torch.nan)",
+        "masked_fill(~(usable | ignored), 0.0)",
+        "tests/attn/test_torch_ops.py -k unknown",
+    ),
+    Mutant(
+        "torch operations: kernels are asked that are not there",
+        "python/ringtile/ops.py",
+        "    if why_no_kernels(device):\n        return True\n",
+        "",
+        "tests/attn/test_cuda.py",
+    ),
     # ---- kernels on a GPU, on the emulator
     Mutant(
         "CUDA: key at the end of the interval attended",
