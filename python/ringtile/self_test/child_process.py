@@ -98,8 +98,9 @@ def environment(device: torch.device) -> dict[str, str]:
     if binary is None or binary.origin is None:
         raise RuntimeError(f"ringtile has no binary for {device.type}")
     package, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
-    for path in (binary.origin, package / "attn" / "self_test.py", package / "self_test" / "kernels.py"):
-        digest.update(pathlib.Path(path).read_bytes())
+    cases = (package / name for name in ("attn/self_test.py", "self_test/kernels.py", "torch_ops.py"))
+    for path in (pathlib.Path(binary.origin), *cases):
+        digest.update(path.read_bytes())
     return {
         "digest": digest.hexdigest(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
