@@ -1,7 +1,7 @@
 """Causal convolution, gated delta rule, Mamba and Mamba-2 over a sequence sharded over the ranks of a group.
 
 The public functions, and every check of their arguments. What travels is in state_passing.py and heads.py, who computes
-the tokens of one rank in kernels.py and torch_path.py.
+the tokens of one rank in choose.py.
 
 Shape letters: B batch, N local tokens, C channels, W width, H heads, G heads of q and k (or groups of B and C), K key
 dim (or state dim), V value dim.
@@ -20,10 +20,11 @@ from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
+from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.costs import groups_of_channels
 from ringtile.recurrent.documents import Documents
 from ringtile.recurrent.kernels import MAX_WIDTH
-from ringtile.recurrent.recurrence import Operand, Recurrence, functions_on
+from ringtile.recurrent.recurrence import Operand, Recurrence
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.state_passing import Halos
 from ringtile.sequence.given import check_given, tell_others
@@ -93,7 +94,8 @@ def causal_conv1d(
         if activation not in ("", "silu"):
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
         pieces = documents.pieces
-    compute = functools.partial(functions_on(x.device).causal_conv1d, weight=weight, bias=bias, activation=activation)
+    function = function_for(op, x, sizes["W"])
+    compute = functools.partial(function, weight=weight, bias=bias, activation=activation)
     if documents.sequence.world_size == 1 and len(pieces) == 1:
         y: Tensor = compute(x, seq_idx=pieces[0].seq_idx, initial_state=None)[0]
         return y

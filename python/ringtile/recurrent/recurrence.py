@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ringtile.recurrent import kernels, torch_path
+from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.costs import Share
 from ringtile.recurrent.documents import Documents
 from ringtile.transport.agreement import HeaderValue
 
 EVERY_TOKEN = slice(None)
-
-
-def functions_on(device: torch.device) -> ModuleType:
-    """Return the module that computes there: ringtile's kernels, or torch operations. Both have the same functions."""
-    return kernels if device.type == "cpu" else torch_path
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Operand:
 class Recurrence:
     """One call of a recurrence on this rank. num_head_groups: the heads of an operand are a multiple of it."""
 
-    op: str  # the function of `functions_on`
+    op: str  # a function of kernels.py
     documents: Documents
     terms: Mapping[str, HeaderValue]
     options: Mapping[str, float]  # of the function
@@ -68,8 +62,10 @@ class Recurrence:
     def compute(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and the final state, for tensors of the operands of any tokens and heads."""
         named = {operand.name: x for operand, x in zip(self.operands, given, strict=True)}
-        function = getattr(functions_on(self.out.tensor.device), self.op)
-        return function(**named, **self.options, seq_idx=seq_idx, initial_state=state)  # type: ignore[no-any-return]
+        key_dim = named["k" if "k" in named else "B"].size(-1)
+        by_channel = "g" in named and named["g"].dim() == 4
+        function = function_for(self.op, named[self.out.name], key_dim, by_channel)
+        return function(**named, **self.options, seq_idx=seq_idx, initial_state=state)
 
     def gradients(
         self,

@@ -1,0 +1,250 @@
+"""Recurrences and convolution by flash-linear-attention against their definitions in float64.
+
+Its Triton kernels run on the CPU, in Triton's interpreter, where it is installed and there is no GPU. Bounds: an error
+is at most 2e-6 of a result's norm in float32, which is 32 units of rounding, and 1e-3 in float16, 2 units. bfloat16
+does not work in the interpreter.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ringtile
+import scan_oracle
+import torch
+from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, self_test
+from ringtile.recurrent import choose, fla
+from torch import Tensor
+from torch.nn import functional
+
+if importlib.util.find_spec("fla") is None:
+    pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
+if torch.cuda.is_available() or "triton" in sys.modules:
+    pytest.skip("Triton must be imported by this file, to interpret its kernels", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["FLA_DISABLE_TENSOR_CACHE"] = "1"  # which threads would share
+
+Tensors = dict[str, Tensor]
+B, H, K, V, C, W = 2, 2, 16, 8, 12, 4
+KINDS = {"delta": "gated_delta_rule", "kda": "gated_delta_rule", "ssd": "ssd", "convolution": "causal_conv1d"}
+OPTIONS: dict[str, dict[str, Any]] = {"convolution": {"activation": "silu"}, "ssd": {}}
+BOUND = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+class Index(int):
+    """A number of a loop, which some kernels cast."""
+
+    def to(self, dtype: object) -> Index:
+        return self
+
+
+def interpreted_range(*bounds: Any) -> Iterator[Index]:
+    """The loop of an interpreted kernel, whose bounds may be tensors of one element."""
+    for i in builtins.range(*(int(x.handle.data.item()) if hasattr(x, "handle") else int(x) for x in bounds)):
+        yield Index(i)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter() -> Iterator[None]:
+    """No kernel is tuned, since no driver measures time; one runs at a time, since the interpreter has globals."""
+    with pytest.MonkeyPatch.context() as patch:
+        from triton.runtime import autotuner, interpreter
+
+        tuned, run, lock = autotuner.Autotuner.__init__, interpreter.GridExecutor.__call__, threading.RLock()
+
+        def first(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+            tuned(self, fn, names, configs[:1], *args, **kwargs)
+
+        def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return run(self, *args, **kwargs)
+
+        patch.setattr(autotuner.Autotuner, "__init__", first)
+        patch.setattr(interpreter.GridExecutor, "__call__", alone)
+        assert fla.why_not("ssd", torch.zeros(1, 1, 2, 2), 2) == ""
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fla."):
+                patch.setitem(vars(module), "range", interpreted_range)
+        patch.setattr(choose, "uses_libraries", lambda device: True)
+        yield
+
+
+def tensors_of(kind: str, num_tokens: int, dtype: torch.dtype, batch: int = B, groups: int = 1) -> Tensors:
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
+
+    if kind == "convolution":
+        found = {"x": normal(num_tokens, C), "weight": normal(C, W)[0], "bias": normal(C)[0]}
+        found["initial_state"] = normal(W - 1, C)
+    elif kind == "ssd":
+        found = {"x": normal(num_tokens, H, V), "dt": normal(num_tokens, H).sigmoid(), "A": -normal(H)[0].abs()}
+        found |= {"B": normal(num_tokens, groups, K) / 4, "C": normal(num_tokens, groups, K), "D": normal(H)[0]}
+        found["initial_state"] = normal(H, V, K)
+    else:
+        found = {"q": normal(num_tokens, groups, K), "k": functional.normalize(normal(num_tokens, groups, K), dim=-1)}
+        found |= {"v": normal(num_tokens, H, V), "beta": normal(num_tokens, H).sigmoid()}
+        found["g"] = -normal(num_tokens, H, *([K] if kind == "kda" else [])).abs() / 2
+        found["initial_state"] = normal(H, K, V)
+    wide = ("dt", "A", "D", "g", "beta", "weight", "bias")
+    wide += () if kind == "convolution" else ("initial_state",)
+    return {name: x.to(torch.float32 if name in wide else dtype) for name, x in found.items()}
+
+
+def seq_idx_of(*rows: tuple[set[int], set[int]], num_tokens: int) -> Tensor:
+    """Of each row, where documents begin, and which tokens are padding."""
+    return torch.tensor(
+        [[-1 if t in padding else sum(b <= t for b in begins) for t in range(num_tokens)] for begins, padding in rows],
+        dtype=torch.int32,
+    )
+
+
+def results(module: object, kind: str, tensors: Tensors, seq_idx: Tensor) -> Tensors:
+    """The output, the final state, and the gradients of a random function of both."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    given: dict[str, Any] = {"initial_state": None} | leaves
+    out, final = getattr(module, KINDS[kind])(**given, seq_idx=seq_idx, **OPTIONS.get(kind, {"scale": 0.7}))
+    generator = torch.Generator().manual_seed(0)
+    slopes = [torch.randint(-8, 9, x.shape, generator=generator).double() / 8 for x in (out, final)]
+    known = [(x, slope.to(x)) for x, slope in zip((out, final), slopes, strict=True) if x.requires_grad]
+    outputs, incoming = zip(*known, strict=True) if known else ((), ())  # padding has no graph
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming, allow_unused=True, materialize_grads=True)
+    return {"out": out.detach(), "final": final.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def assert_near(got: Tensors, want: Tensors, dtype: torch.dtype, sizes: dict[str, float] | None = None) -> None:
+    """sizes: what an error is relative to, where it is not the norm."""
+    for name, x in want.items():
+        size = (sizes or {}).get(name) or float(x.norm()) or 1.0
+        error = float((got[name].double() - x).norm()) / size
+        assert error <= BOUND[dtype], f"{name}: {error:.1e}"
+
+
+def size_of_terms(exact: Tensors, seq_idx: Tensor) -> dict[str, float]:
+    """Of the gradient of A: most of what its tokens add cancels, but no rounding of it."""
+    if "A" not in exact:
+        return {}
+    of_tokens = exact | {"A": exact["A"].expand(exact["dt"].shape)}
+    return {"A": float(results(scan_oracle, "ssd", of_tokens, seq_idx)["A"].abs().sum((0, 1)).norm())}
+
+
+N = 80
+PLACES = {
+    "from a state": seq_idx_of((set(), set()), num_tokens=N),
+    "documents": seq_idx_of(({66}, set()), ({0, 1, 2}, set()), num_tokens=N),
+    "padding": seq_idx_of(({70}, {0, 5, 79}), (set(), set(range(N))), num_tokens=N),
+}
+CELLS = [(kind, places, torch.float32) for kind in KINDS for places in PLACES if kind != "kda" or places == "documents"]
+CELLS += [(kind, "documents", torch.float16) for kind in KINDS if kind != "kda"]
+
+
+@pytest.mark.parametrize(("kind", "places", "dtype"), CELLS)
+def test_results_and_gradients_are_those_of_the_definition(kind: str, places: str, dtype: torch.dtype) -> None:
+    """Padding holds NaN, which nothing reads."""
+    tensors, seq_idx = tensors_of(kind, N, dtype), PLACES[places]
+    held = (seq_idx >= 0).expand(B, -1)
+    padded = {
+        name: torch.where(held.view(B, N, *[1] * (x.dim() - 2)), x, float("nan")) if x.shape[:2] == (B, N) else x
+        for name, x in tensors.items()
+    }
+    exact = {name: x.double() for name, x in tensors.items()}
+    want = results(scan_oracle, kind, exact, seq_idx)
+    assert_near(results(fla, kind, padded, seq_idx), want, dtype, size_of_terms(exact, seq_idx))
+
+
+@pytest.mark.parametrize("kind", ["delta", "ssd", "convolution"])
+def test_without_an_initial_state(kind: str) -> None:
+    tensors, seq_idx = tensors_of(kind, N, torch.float32), PLACES["padding"]
+    del tensors["initial_state"]
+    exact = {name: x.double() for name, x in tensors.items()}
+    want = results(scan_oracle, kind, exact, seq_idx)
+    assert_near(results(fla, kind, tensors, seq_idx), want, torch.float32, size_of_terms(exact, seq_idx))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_only(kind: str) -> None:
+    tensors, seq_idx = tensors_of(kind, 3, torch.float32), torch.full((1, 3), -1, dtype=torch.int32)
+    exact = {name: x.double() for name, x in tensors.items()}
+    assert_near(results(fla, kind, tensors, seq_idx), results(scan_oracle, kind, exact, seq_idx), torch.float32)
+
+
+# ---- over ranks ---------------------------------------------------------------------------------
+
+PUBLIC = {"delta": ringtile.gated_delta_rule, "kda": ringtile.gated_delta_rule, "ssd": ringtile.ssd}
+PUBLIC["convolution"] = ringtile.causal_conv1d
+PARAMETERS = ("A", "D", "weight", "bias")
+RANKS = [(kind, size, "states") for kind in ("delta", "ssd", "convolution") for size in (1, 2, 3)]
+RANKS += [("delta", 2, "heads"), ("ssd", 2, "heads")]
+LONG_RANKS = [pytest.param("kda", 2, "states", marks=pytest.mark.long)]  # a minute in the interpreter
+
+
+@pytest.mark.parametrize(("kind", "world_size", "scheme"), [*RANKS, *LONG_RANKS])
+def test_packed_documents_over_ranks(kind: str, world_size: int, scheme: str) -> None:
+    """States, and their gradients, travel between ranks in documents that are cut; two heads share each head of q."""
+    lengths, num_tokens = [7, 33, 8], 48
+    tensors = tensors_of(kind, num_tokens, torch.float32, batch=1, groups=1 if kind == "kda" else 2)
+    del tensors["initial_state"]
+    mask, layout = IntervalMask.documents([lengths]), Layout.zigzag(num_tokens, world_size)
+    options = dict(OPTIONS.get(kind, {"scale": 0.7})) | ({} if kind == "convolution" else {"scheme": scheme})
+    generator = torch.Generator().manual_seed(0)
+    of_out = tensors["v" if "v" in tensors else "x"].shape
+    dout = torch.randint(-8, 9, of_out, generator=generator).float() / 8
+
+    def rank(group: Any) -> tuple[Tensor, Tensors]:
+        sequence = ShardedSequence(mask, layout, group)
+        local = {
+            name: (x.clone() if name in PARAMETERS else sequence.shard(x, 1)).detach().requires_grad_()
+            for name, x in tensors.items()
+        }
+        out = PUBLIC[kind](**local, sequence=sequence, **options)
+        out.backward(sequence.shard(dout, 1))
+        return out.detach(), {name: x.grad for name, x in local.items() if x.grad is not None}
+
+    found = LoopbackWorld(world_size).run(rank)
+    order = torch.cat([layout.positions(r) for r in range(world_size)]).argsort()
+    got = {"out": torch.cat([out for out, _ in found], 1)[:, order]}
+    for name in tensors:
+        of_ranks = [gradients[name] for _, gradients in found]
+        got[name] = sum(of_ranks[1:], of_ranks[0]) if name in PARAMETERS else torch.cat(of_ranks, 1)[:, order]
+
+    leaves = {name: x.double().requires_grad_() for name, x in tensors.items()}
+    seq_idx = torch.repeat_interleave(torch.tensor(lengths))[None].int() + 1
+    oracle_options = OPTIONS.get(kind, {"scale": 0.7})
+    out, _ = getattr(scan_oracle, KINDS[kind])(**leaves, seq_idx=seq_idx, initial_state=None, **oracle_options)
+    out.backward(dout.double())
+    want = {"out": out.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
+    sizes = {"A": float(leaves["dt"].grad.abs().sum())} if kind == "ssd" else {}
+    assert_near(got, want, torch.float32, sizes)
+
+
+# ---- who computes -------------------------------------------------------------------------------
+
+
+def test_the_small_case_of_the_first_use_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    self_test.forget()
+    x = torch.zeros(1, 1, H, V)
+    try:
+        assert choose.why_not("ssd", x, K) == ""
+        assert choose.function_for("ssd", x, K) is fla.ssd
+        for spoilt in ("ssd", "causal_conv1d"):
+            right = getattr(fla, spoilt)
+            with monkeypatch.context() as patch:
+                self_test.forget()
+                patch.setattr(fla, spoilt, lambda *given, right=right, **named: _spoilt(*right(*given, **named)))
+                like, dim = (x, K) if spoilt == "ssd" else (x[0], W)
+                assert "gives another output than its definition" in choose.why_not(spoilt, like, dim)
+                assert choose.function_for(spoilt, like, dim).__module__ == "ringtile.recurrent.torch_path"
+    finally:
+        self_test.forget()
+
+
+def _spoilt(out: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+    return out * 1.01, final
