@@ -11,6 +11,8 @@ import torch
 from hf_models import hybrid
 from hf_training import make_trainer, packed
 from ringtile.errors import Refused
+from ringtile.hf import recurrent
+from ringtile.recurrent import recurrence, torch_path
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +37,89 @@ def test_other_models_and_restored_ones_are_as_they_were() -> None:
     ringtile.restore(trainer)
     assert loss_of(model, position_ids=RESTARTING) == leaking
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+ONES = torch.ones(1, 16, dtype=torch.int64)
+LEFT_ALONE = {
+    "one document": {},
+    "one document, by its ids": {"position_ids": torch.arange(16)[None]},
+    "padding behind": {"attention_mask": ONES.clone().index_fill_(1, torch.arange(12, 16), 0)},
+}
+KEPT = {
+    "packed": {"position_ids": RESTARTING},
+    "padding before": {"attention_mask": ONES.clone().index_fill_(1, torch.arange(4), 0)},
+}
+
+
+@pytest.mark.parametrize("name", [*LEFT_ALONE, *KEPT])
+def test_rows_of_one_document_are_left_to_mixers_that_are_fast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with flash-linear-attention; with checkpoints too, whose layers run again in the backward."""
+    calls: set[str] = set()
+
+    def counted(function: str, compute: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.add(function)
+            return compute(*args, **kwargs)
+
+        return call
+
+    for function, compute in list(recurrent._FUNCTIONS.items()):
+        monkeypatch.setitem(recurrent._FUNCTIONS, function, counted(function, compute))
+    monkeypatch.setattr(recurrent, "is_fast_alone", lambda functions, device: True)
+    model = hybrid("qwen3_next")
+    inputs = LEFT_ALONE.get(name, KEPT.get(name, {}))
+    expected = loss_of(model, **inputs)
+    trainer = make_trainer(model=model)
+    ringtile.enable(trainer, ALONE)
+    model.gradient_checkpointing_enable()
+    ids = torch.arange(3, 19)[None]
+    loss = trainer.model(input_ids=ids, labels=ids, **inputs).loss
+    loss.backward()
+    if name in LEFT_ALONE:
+        assert not calls
+        assert float(loss) == expected
+    else:
+        assert calls == {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
+    ringtile.restore(trainer)
+
+
+def test_mixers_are_fast_where_their_packages_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: transformers' torch loops, and its CPU, are left for ringtile's functions."""
+    mixers = {family: next(iter(recurrent.mixers(hybrid(family).named_modules()).values())) for family in PACKAGES}
+    slow = {family: recurrent._slow_functions(mixer) for family, mixer in mixers.items()}
+    for family, package in PACKAGES.items():
+        for there in ("fla", "mamba_ssm", "causal_conv1d"):
+            monkeypatch.setattr(recurrent, "_can_import", lambda name, there=there: name == there)
+            assert recurrent.is_fast_alone(slow[family], torch.device("cuda")) == (there == package), family
+            assert not recurrent.is_fast_alone(slow[family], torch.device("cpu"))
+
+
+PACKAGES = {"qwen3_next": "fla", "mamba": "mamba_ssm", "bamba": "mamba_ssm", "lfm2": "causal_conv1d", "minimax": ""}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "mamba"])
+def test_libraries_get_numbers_of_the_models_dtype(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their products would round wider ones; decays and steps stay in float32."""
+    seen: dict[str, torch.dtype] = {}
+
+    def spy(op: str) -> Any:
+        def compute(**given: Any) -> Any:
+            seen.update({f"{op} {name}": x.dtype for name, x in given.items() if torch.is_tensor(x)})
+            return getattr(torch_path, op)(**given)
+
+        return compute
+
+    monkeypatch.setattr(recurrent, "uses_libraries", lambda device: True)
+    monkeypatch.setattr(recurrence, "function_for", lambda op, *rest: spy(op))
+    trainer = make_trainer(model=hybrid(family).to(torch.bfloat16))
+    ringtile.enable(trainer, ALONE)
+    loss_of(trainer.model)
+    ringtile.restore(trainer)
+    for name, dtype in seen.items():
+        if not name.endswith("seq_idx"):
+            multiplied = name.split()[1] in ("q", "k", "v", "x", "B", "C") and not name.startswith("selective")
+            assert dtype == (torch.bfloat16 if multiplied else torch.float32), name
+    assert seen
 
 
 def test_generation_with_a_cache_is_left_to_transformers() -> None:

@@ -9,6 +9,7 @@ Shape letters: B batch, S global tokens, N local tokens, C channels, W width, H 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,6 +36,7 @@ from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import switch_attention
 from ringtile.hf.packing import positions_separate
 from ringtile.hf.patches import Patches
+from ringtile.recurrent.choose import uses_libraries
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -82,9 +84,10 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) 
     """The same where no sequence is sharded: packed documents and padding stay apart in the mixers too.
 
     wrapped: the model with its adapters, whose batches are whole sequences. Attention is transformers' own where its
-    masks tell documents apart, and else ringtile's.
+    masks tell documents apart, and else ringtile's. Rows of one document are left to the mixers where these are fast.
     """
     own = bool(positions_separate(model))
+    slow_functions = frozenset().union(*(_slow_functions(mixer) for mixer in mixers(model.named_modules()).values()))
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if module.training:
@@ -99,6 +102,8 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) 
         mask = mask_of_batch(kwargs, main.size(0), main.size(1))
         if own and "flash" not in str(model.config._attn_implementation):
             _refuse_unseen(kwargs, main, mask)
+        if is_fast_alone(slow_functions, main.device) and _is_one_document(mask):
+            return args, kwargs
         sequence = ShardedSequence.of(mask, Layout.contiguous(main.size(1), 1), None)
         places = torch.arange(main.size(1), device=main.device)
         activate(ShardedBatch(sequence, main.size(1), max_position=0, num_targets=None, places=places))
@@ -113,6 +118,40 @@ def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) 
     install(model, patches)
     if not own:
         switch_attention(wrapped, patches)
+
+
+_PACKAGES = {  # by which transformers computes a function, where they can be imported
+    "causal_conv1d_fn": "causal_conv1d",
+    **dict.fromkeys(("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"), "fla"),
+    **dict.fromkeys(("mamba_selective_scan", "mamba_inner_fn"), "mamba_ssm"),
+    **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"), "mamba_ssm"),
+}
+
+
+def _slow_functions(mixer: nn.Module) -> frozenset[str]:
+    """Return what a mixer needs a package for, to be fast: torch's own convolution will do beside a recurrence."""
+    if type(mixer).__name__ in _WHOLE:
+        return frozenset({"forward"})
+    return MIXERS[type(mixer).__name__] - {"causal_conv1d_fn"} or frozenset({"causal_conv1d_fn"})
+
+
+def is_fast_alone(functions: frozenset[str], device: torch.device) -> bool:
+    """Return whether transformers computes all of these functions by compiled kernels. On a CPU it loops."""
+    return device.type == "cuda" and all(_can_import(_PACKAGES.get(name, "")) for name in functions)
+
+
+@functools.cache
+def _can_import(package: str) -> bool:
+    try:
+        return bool(package) and importlib.import_module(package) is not None
+    except Exception:  # as in transformers, which then computes by torch operations
+        return False
+
+
+def _is_one_document(mask: IntervalMask) -> bool:
+    """Return whether each row is a document, with padding behind it at most, which nothing causal sees."""
+    attends = mask.end > mask.begin
+    return not bool((attends & (mask.begin > 0)).any())
 
 
 def refuse_packed(wrapped: nn.Module, reason: str, patches: Patches) -> None:
@@ -212,6 +251,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(ops.state_dtype(x.dtype))
 
 
+def _multiplied(x: Tensor) -> Tensor:
+    """Return what is multiplied in matrix products: as wide as sums where that costs nothing, which is not on a GPU.
+
+    There the libraries would multiply float32 as TF32, no better than float16 and much slower, or not at all.
+    """
+    return x if uses_libraries(x.device) else _wide(x)
+
+
 def _causal_conv1d_fn(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
 ) -> Tensor:
@@ -236,10 +283,15 @@ def _gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """query, key (B, N, H, K), value (B, N, H, V), g (B, N, H) or (B, N, H, K), beta (B, N, H) -> (B, N, H, V)."""
     sequence = _sequence(output_final_state or kwargs.get("initial_state"))
-    q, k, v, decay, strength = (_wide(x) for x in (query, key, value, g, beta))
+    q, k, v = (_multiplied(x) for x in (query, key, value))
     if use_qk_l2norm_in_kernel:  # with an epsilon under the root, as in fla, and not as functional.normalize
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return gated_delta_rule(q, k, v, decay, strength, sequence).to(value.dtype), None
+        q, k = (_normalized(x).to(x.dtype) for x in (q, k))
+    return gated_delta_rule(q, k, v, _wide(g), _wide(beta), sequence).to(value.dtype), None
+
+
+def _normalized(x: Tensor) -> Tensor:
+    x = _wide(x)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def _mamba2_chunk_scan(
@@ -257,15 +309,15 @@ def _mamba2_chunk_scan(
     z: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32."""
+    """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32 on a CPU."""
     sequence = _sequence(return_final_states or kwargs.get("initial_states"))
     if z is not None:
         raise Refused("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
     dt = _wide(dt)
     dt = dt if dt_bias is None else dt + _wide(dt_bias)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    x, A, B, C = (_wide(x) for x in (hidden_states, A, B, C))
-    y: Tensor = ssd(x, dt, A, B, C, sequence, D=None if D is None else _wide(D))
+    x, B, C = (_multiplied(x) for x in (hidden_states, B, C))
+    y: Tensor = ssd(x, dt, _wide(A), B, C, sequence, D=None if D is None else _wide(D))
     return y
 
 
@@ -295,7 +347,7 @@ def _lightning_attention(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs
     """hidden_states (B, N, E) -> (B, N, E): plain decay (arXiv:2501.08313), which is Mamba-2's with a step of 1."""
     num_heads, dim = mixer.num_attention_heads, mixer.head_dim
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (num_heads, 3 * dim))
-    q, k, v = (_wide(x) for x in qkv.split(dim, dim=3))
+    q, k, v = (_multiplied(x) for x in qkv.split(dim, dim=3))
     out = ssd(v, torch.ones_like(v[..., 0]), -_wide(mixer.slope_rate).flatten(), k, q, _sequence())
     out = mixer.norm(out.flatten(2).to(hidden_states.dtype))
     return mixer.out_proj(functional.sigmoid(mixer.output_gate(hidden_states)) * out), None
