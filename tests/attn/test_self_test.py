@@ -14,6 +14,7 @@ from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.choose import RINGTILE
 from ringtile.cli import doctor
+from ringtile.recurrent import choose
 from torch import Tensor
 
 REAL = torch.ops.ringtile
@@ -167,15 +168,17 @@ def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch
 
 
 def test_doctor_names_who_computes_recurrences_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel of ringtile's, and so no result of one."""
+    """No kernel of ringtile's, and so no result of one (tests/recurrent/test_libraries.py: who they are)."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ops, "why_not_on", lambda index: "")
     monkeypatch.setattr(doctor, "results", lambda questions: "right")
+    monkeypatch.setattr(choose, "who_computes", lambda device: {"SSD": f"somebody on {device}"})
     report = doctor.self_tests()
-    assert "torch operations" in report["cuda:0: recurrences"]
+    assert report["cuda:0: SSD"] == "somebody on cuda:0"
     assert {name for name in report if "SSD" in name or "delta rule" in name} == {
         "cpu: ringtile's SSD",
         "cpu: ringtile's gated delta rule",
+        "cuda:0: SSD",
     }
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
 from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
-from ringtile.recurrent.recurrence import functions_on
+from ringtile.recurrent.choose import function_for
 
 CASES = ("delta", "kda", "ssd", "selective", "convolution")
 WIDTH = 4  # of the convolution, whose channels, as the selective scan's, are the heads' together
@@ -88,7 +88,6 @@ def make_inputs(workload: Workload) -> Inputs:
 
 
 def ringtile_apply(workload: Workload) -> Apply:
-    functions: Any = functions_on(torch.device(workload.device))
     call: dict[str, Any] = {
         "seq_idx": torch.zeros(1, workload.seq_len, dtype=torch.int32),
         "initial_state": None,
@@ -96,14 +95,16 @@ def ringtile_apply(workload: Workload) -> Apply:
 
     def apply(x: dict[str, Tensor]) -> Any:
         if workload.case == "convolution":
-            return functions.causal_conv1d(x["x"], x["weight"], None, activation="silu", **call)[0]
+            convolve = function_for("causal_conv1d", x["x"], WIDTH)
+            return convolve(x["x"], x["weight"], None, activation="silu", **call)[0]
         if workload.case == "selective":
             dt = functional.softplus(x["dt"])
-            y = functions.selective_scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], **call)[0]
-            return y * functional.silu(x["z"])
+            scan = function_for("selective_scan", x["x"], STATE)
+            return scan(x["x"], dt, x["A"], x["B"], x["C"], x["D"], **call)[0] * functional.silu(x["z"])
         if workload.case == "ssd":
-            return functions.ssd(**x, **call)[0]
-        return functions.gated_delta_rule(**x, scale=workload.head_dim**-0.5, **call)[0]
+            return function_for("ssd", x["x"], workload.head_dim)(**x, **call)[0]
+        rule = function_for("gated_delta_rule", x["v"], workload.head_dim, workload.case == "kda")
+        return rule(**x, scale=workload.head_dim**-0.5, **call)[0]
 
     return apply
 
@@ -146,7 +147,7 @@ def make_candidate(name: str, workload: Workload, inputs: Inputs) -> Candidate:
 
 
 def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:
-    """The output and the gradients of ringtile's kernels in float64, which tests hold to the definitions."""
+    """The output and the gradients by ringtile in float64, which tests hold to the definitions."""
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.tensors.items()}
     out = ringtile_apply(workload)(exact)
     torch.autograd.backward(out, inputs.dout.double())

@@ -143,7 +143,7 @@ def self_tests() -> dict[str, str]:
     from ringtile.attn import self_test as attn_self_test
     from ringtile.attn.aten import ATEN
     from ringtile.attn.choose import RINGTILE
-    from ringtile.recurrent import kernels
+    from ringtile.recurrent import choose, kernels
     from ringtile.self_test.child_process import Question
 
     if not self_test.is_on():
@@ -170,9 +170,7 @@ def self_tests() -> dict[str, str]:
                 {dtype: (ops.why_not_kernel, (name, device, dtype)) for dtype in ops.FLOAT_DTYPES}
             )
         if device.type != "cpu":
-            found[f"{device}: recurrences"] = (
-                "torch operations, which are not checked: ringtile has no kernels for them"
-            )
+            found |= {f"{device}: {name}": who for name, who in choose.who_computes(device).items()}
             continue
         for name in kernels.KERNELS:
             found[f"{device}: ringtile's {kernels.KERNELS[name]}"] = results(

@@ -23,6 +23,7 @@ LIBRARIES = {  # by function
     **dict.fromkeys(("causal_conv1d", "gated_delta_rule", "ssd"), ("flash-linear-attention", fla)),
     "selective_scan": ("mamba_ssm", mamba),
 }
+SLOWER = "an estimated 30 to 100 times slower than compiled kernels"
 _warned: set[str] = set()
 
 
@@ -60,10 +61,25 @@ def why_not(op: str, x: Tensor, key_dim: int, by_channel: bool = False) -> str:
     return wrong and f"{name} cannot be used for {x.dtype} with dims {dims}: it {wrong}"
 
 
+def who_computes(device: torch.device) -> dict[str, str]:
+    """Return who computes each of kernels.KERNELS in bfloat16 on a device with libraries, and why no library does."""
+    heads, channels = (torch.empty(1, 1, *size, dtype=torch.bfloat16, device=device) for size in ((2, 128), (128,)))
+    questions: dict[str, tuple[str, torch.Tensor, int, bool]] = {
+        "delta": ("gated_delta_rule", heads, 128, False),
+        "kda": ("gated_delta_rule", heads, 128, True),
+        "ssd": ("ssd", heads, 128, False),
+        "selective": ("selective_scan", channels, 16, False),
+        "convolution": ("causal_conv1d", channels, 4, False),
+    }
+    found = {}
+    for kind, question in questions.items():
+        reason = why_not(*question)
+        library = f"{LIBRARIES[question[0]][0]}, right for bfloat16"
+        found[kernels.KERNELS[kind]] = f"torch operations, {SLOWER}: {reason}" if reason else library
+    return found
+
+
 def _warn_once(op: str, device: torch.device, reason: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
-        logger.warning(
-            "%s is computed by torch operations on %s, an estimated 30 to 100 times slower than compiled kernels: %s",
-            *(op, device, reason),
-        )
+        logger.warning("%s is computed by torch operations on %s, %s: %s", *(op, device, SLOWER, reason))
