@@ -143,6 +143,20 @@ MUTANTS = [
         "",
         "tests/attn/test_cuda.py",
     ),
+    Mutant(
+        "mamba_ssm: documents go on from one another",
+        "python/ringtile/recurrent/mamba.py",
+        "dt_ = dt_.index_fill(0, s.resets, _RESET)",
+        "dt_ = dt_.index_fill(0, s.resets, 0.0)",
+        "tests/recurrent/test_libraries.py -k states_and_documents",
+    ),
+    Mutant(
+        "hybrid models: packed rows left to transformers",
+        "python/ringtile/hf/recurrent.py",
+        "attends & (mask.begin > 0)",
+        "attends & (mask.begin > mask.seq_len)",
+        "tests/hf/test_hf_hybrid.py -k one_document",
+    ),
     # ---- kernels on a GPU, on the emulator
     Mutant(
         "CUDA: key at the end of the interval attended",

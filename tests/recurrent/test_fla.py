@@ -32,7 +32,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["FLA_DISABLE_TENSOR_CACHE"] = "1"  # which threads would share
 
 Tensors = dict[str, Tensor]
-B, H, K, V, C, W = 2, 2, 16, 8, 12, 4
+B, K, V, C, W = 2, 16, 8, 12, 4
 KINDS = {"delta": "gated_delta_rule", "kda": "gated_delta_rule", "ssd": "ssd", "convolution": "causal_conv1d"}
 OPTIONS: dict[str, dict[str, Any]] = {"convolution": {"activation": "silu"}, "ssd": {}}
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3}
@@ -77,7 +77,8 @@ def interpreter() -> Iterator[None]:
 
 
 def tensors_of(kind: str, num_tokens: int, dtype: torch.dtype, batch: int = B, groups: int = 1) -> Tensors:
-    generator = torch.Generator().manual_seed(num_tokens)
+    """Heads by two share those of q and k, or B and C."""
+    generator, heads = torch.Generator().manual_seed(num_tokens), 2 * groups
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
@@ -86,14 +87,18 @@ def tensors_of(kind: str, num_tokens: int, dtype: torch.dtype, batch: int = B, g
         found = {"x": normal(num_tokens, C), "weight": normal(C, W)[0], "bias": normal(C)[0]}
         found["initial_state"] = normal(W - 1, C)
     elif kind == "ssd":
-        found = {"x": normal(num_tokens, H, V), "dt": normal(num_tokens, H).sigmoid(), "A": -normal(H)[0].abs()}
-        found |= {"B": normal(num_tokens, groups, K) / 4, "C": normal(num_tokens, groups, K), "D": normal(H)[0]}
-        found["initial_state"] = normal(H, V, K)
+        found = {
+            "x": normal(num_tokens, heads, V),
+            "dt": normal(num_tokens, heads).sigmoid(),
+            "A": -normal(heads)[0].abs(),
+        }
+        found |= {"B": normal(num_tokens, groups, K) / 4, "C": normal(num_tokens, groups, K), "D": normal(heads)[0]}
+        found["initial_state"] = normal(heads, V, K)
     else:
         found = {"q": normal(num_tokens, groups, K), "k": functional.normalize(normal(num_tokens, groups, K), dim=-1)}
-        found |= {"v": normal(num_tokens, H, V), "beta": normal(num_tokens, H).sigmoid()}
-        found["g"] = -normal(num_tokens, H, *([K] if kind == "kda" else [])).abs() / 2
-        found["initial_state"] = normal(H, K, V)
+        found |= {"v": normal(num_tokens, heads, V), "beta": normal(num_tokens, heads).sigmoid()}
+        found["g"] = -normal(num_tokens, heads, *([K] if kind == "kda" else [])).abs() / 2
+        found["initial_state"] = normal(heads, K, V)
     wide = ("dt", "A", "D", "g", "beta", "weight", "bias")
     wide += () if kind == "convolution" else ("initial_state",)
     return {name: x.to(torch.float32 if name in wide else dtype) for name, x in found.items()}
@@ -139,7 +144,7 @@ def size_of_terms(exact: Tensors, seq_idx: Tensor) -> dict[str, float]:
 N = 80
 PLACES = {
     "from a state": seq_idx_of((set(), set()), num_tokens=N),
-    "documents": seq_idx_of(({66}, set()), ({0, 1, 2}, set()), num_tokens=N),
+    "documents": seq_idx_of(({0, 1, 66}, set()), ({2}, set()), num_tokens=N),
     "padding": seq_idx_of(({70}, {0, 5, 79}), (set(), set(range(N))), num_tokens=N),
 }
 CELLS = [(kind, places, torch.float32) for kind in KINDS for places in PLACES if kind != "kda" or places == "documents"]
@@ -188,7 +193,7 @@ LONG_RANKS = [pytest.param("kda", 2, "states", marks=pytest.mark.long)]  # a min
 
 @pytest.mark.parametrize(("kind", "world_size", "scheme"), [*RANKS, *LONG_RANKS])
 def test_packed_documents_over_ranks(kind: str, world_size: int, scheme: str) -> None:
-    """States, and their gradients, travel between ranks in documents that are cut; two heads share each head of q."""
+    """States, and their gradients, travel between ranks in documents that are cut."""
     lengths, num_tokens = [7, 33, 8], 48
     tensors = tensors_of(kind, num_tokens, torch.float32, batch=1, groups=1 if kind == "kda" else 2)
     del tensors["initial_state"]
@@ -230,7 +235,7 @@ def test_packed_documents_over_ranks(kind: str, world_size: int, scheme: str) ->
 
 def test_the_small_case_of_the_first_use_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     self_test.forget()
-    x = torch.zeros(1, 1, H, V)
+    x = torch.zeros(1, 1, 2, V)
     try:
         assert choose.why_not("ssd", x, K) == ""
         assert choose.function_for("ssd", x, K) is fla.ssd

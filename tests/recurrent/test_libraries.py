@@ -115,7 +115,7 @@ def seq_idx_of(*rows: tuple[set[int], set[int]]) -> Tensor:
 
 PLACES = {
     "from a state": seq_idx_of((set(), set())),
-    "documents": seq_idx_of(({30}, set()), ({0, 1, 2}, set())),
+    "documents": seq_idx_of(({0, 1, 30}, set()), ({2}, set())),
     "padding": seq_idx_of(({20}, {0, 5, 39}), (set(), set(range(N)))),
 }
 
