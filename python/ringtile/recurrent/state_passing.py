@@ -23,6 +23,7 @@ from ringtile import derivatives, ops
 from ringtile.recurrent.costs import shares_in_time
 from ringtile.recurrent.documents import Documents, Piece
 from ringtile.recurrent.recurrence import Recurrence, agreed
+from ringtile.sequence.device_mask import to_device
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
 
@@ -212,7 +213,7 @@ class _Halos(torch.autograd.Function):
                         messages.wait()
                         earlier = own.new_zeros(x.size(0), before, x.size(2)) if halo is None else halo
                         own = torch.cat([earlier[:, piece.length :], own], dim=1)
-                    kept = _kept_after(piece.seq_idx, before)[..., None].to(x.device)
+                    kept = to_device(_kept_after(piece.seq_idx, before)[..., None], x.device)
                     messages.send(piece.target, 0, torch.where(kept, own, 0))
         ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
         return (x.view_as(x), *received)
@@ -239,7 +240,7 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
 
     def add(piece: Piece, dwindow: Tensor) -> Tensor:
         """Add the gradient of what was sent to that of the piece's inputs; return that of its own halo."""
-        kept = _kept_after(piece.seq_idx, before)[..., None].to(dx.device)
+        kept = to_device(_kept_after(piece.seq_idx, before)[..., None], dx.device)
         dwindow = torch.where(kept, dwindow, 0)
         own = min(before, piece.length)
         dx[:, piece.tokens][:, -own:].add_(dwindow[:, before - own :])

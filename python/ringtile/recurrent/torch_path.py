@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ringtile import ops
+from ringtile.sequence.device_mask import to_device
 
 _CHUNK = 64
 _CHUNK_OF_CHANNELS = 16  # with a decay per channel: a chunk makes n x n x K numbers of each head
@@ -36,7 +37,8 @@ def causal_conv1d(
     batch, num_tokens, num_channels = x.shape
     before = weight.size(1) - 1
     dtype = ops.state_dtype(x.dtype)
-    seq_idx = functional.pad(seq_idx.to(x.device), (before, 0)).expand(batch, -1)[..., None]  # before: document 0
+    seq_idx = to_device(seq_idx, x.device)
+    seq_idx = functional.pad(seq_idx, (before, 0)).expand(batch, -1)[..., None]  # before: document 0
     own = seq_idx[:, before:]
     inputs = torch.where(own >= 0, x.to(dtype), 0)
     if initial_state is None:
