@@ -2,6 +2,7 @@
 #include "machine.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <random>
 
@@ -10,6 +11,11 @@ namespace emulator {
 Cta *cta;
 Thread *current;
 
+uint32_t base_seed() {
+    const char *const seed = getenv("RINGTILE_EMULATOR_SEED");
+    return seed == nullptr || *seed == 0 ? 1 : (uint32_t)strtoul(seed, nullptr, 10);
+}
+
 namespace {
 
 constexpr int STACK_BYTES = 256 * 1024;
@@ -17,7 +23,8 @@ jmp_buf scheduler;
 ucontext_t boot;
 std::vector<std::unique_ptr<Cta>> ctas; // running concurrently
 int most_ctas = 1, threads_in_cta;
-std::minstd_rand draw;
+std::minstd_rand draw(base_seed()); // decides everything that a GPU leaves open
+uint32_t slow_warps, steps_until_others_are_slow;
 grid_size grid{1};
 const std::function<void()> *kernel_body;
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
@@ -119,11 +126,25 @@ void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     }
 }
 
-// Runs every warp once, as far as it can go: usually up to a barrier. Returns whether any was ready.
+// A random set of warps, which run only when no other can: nobody, some, a warp group, one warp, a half.
+void draw_slow_warps() {
+    if (steps_until_others_are_slow-- > 0) return;
+    steps_until_others_are_slow = draw() % 200;
+    const uint32_t warps = (uint32_t)draw(), group = 4 * (warps % (uint32_t)(MAX_WARPS / 4));
+    const uint32_t sets[] = {0, warps & (uint32_t)draw(), 0xfu << group, 1u << warps % MAX_WARPS, warps};
+    slow_warps = sets[draw() % std::size(sets)];
+}
+
+// Runs one random warp that is ready as far as it can go: usually up to a barrier. Returns whether any was.
 bool advance(Cta &running) {
     cta = &running;
-    bool progress = false;
-    for (int warp = 0; warp < threads_in_cta / 32; warp++) progress |= run_warp(warp);
+    draw_slow_warps();
+    int order[MAX_WARPS];
+    int *const end = order + threads_in_cta / 32;
+    std::iota(order, end, 0);
+    std::shuffle(order, end, draw);
+    std::stable_partition(order, end, [](int warp) { return (slow_warps >> warp & 1) == 0; });
+    const bool progress = std::any_of(order, end, run_warp);
     cta->done = true;
     for (int i = 0; i < threads_in_cta; i++) cta->done &= cta->threads[(size_t)i]->done;
     if (cta->done) {
@@ -309,7 +330,8 @@ void set_num_multiprocessors(int number) { multiprocessors = number; }
 void run_concurrently(int num_ctas, uint32_t seed) {
     most_ctas = num_ctas;
     ctas.clear();
-    draw.seed(seed);
+    draw.seed(seed + 1000003 * base_seed());
+    steps_until_others_are_slow = 0;
 }
 
 void run(const std::function<void()> &kernel, grid_size num_ctas, int num_threads, int num_shared_bytes) {
@@ -420,7 +442,9 @@ void count_ldmatrix(const shared_address (&rows)[32]) {
 } // namespace emulator
 
 extern "C" {
-void emulator_report(const char *message) { printf("emulator: %s\n", message); }
+void emulator_report(const char *message) {
+    printf("emulator: %s (RINGTILE_EMULATOR_SEED=%u)\n", message, emulator::base_seed());
+}
 void emulator_set_compute_capability(int capability) { emulator::set_compute_capability(capability); }
 void emulator_set_num_multiprocessors(int number) { emulator::set_num_multiprocessors(number); }
 void emulator_run_concurrently(int num_ctas, uint32_t seed) { emulator::run_concurrently(num_ctas, seed); }

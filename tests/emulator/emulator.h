@@ -1,6 +1,7 @@
 // Runs the CUDA kernels on the host, one thread block (CTA) after the other or several concurrently:
 // cuda/device/ptx.cuh includes this where nvcc does not compile. The threads of a CTA are fibers of one host thread
-// that yield only where a kernel waits. Errors that a GPU would commit silently are Faults here, with the CTA and
+// that yield only where a kernel waits; warps run in a random order, and for a while some of them only when no other
+// can. Errors that a GPU would commit silently are Faults here, with the CTA and
 // thread at fault:
 //   global memory    an access that is misaligned, outside the lent arrays, or to what another CTA writes, unless an
 //                    st_release followed that write, a wait_eq saw the release, and both reach the two threads
@@ -11,7 +12,7 @@
 //   warp functions   lanes that call different ones, or none
 //   barriers         threads that never arrive
 // Host arithmetic stands in for the GPU's: functions are at least as exact as the instruction, and a product of
-// fragments is summed in f64 and rounded once. Timing and instruction order are not modelled.
+// fragments is summed in f64 and rounded once. Timing is not modelled, nor the order of instructions within a warp.
 #ifndef RINGTILE_TESTS_EMULATOR_H
 #define RINGTILE_TESTS_EMULATOR_H
 
@@ -45,8 +46,11 @@ struct Fault {
 void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes = 2);
 void take_back_all();
 
-// From now on num_ctas CTAs of a launch run concurrently; the seed decides in which order they start and which
-// continues after a barrier. Until the first call CTAs run one at a time, in grid order.
+// RINGTILE_EMULATOR_SEED, 1 if it is not set. It decides in which order warps run.
+uint32_t base_seed();
+
+// From now on num_ctas CTAs of a launch run concurrently; the seed, with base_seed(), decides in which order they start
+// and which warp of which CTA continues. Until the first call CTAs run one at a time, in grid order.
 void run_concurrently(int num_ctas, uint32_t seed);
 
 // Sets what compute_capability() returns, and with it which kernels are chosen; 80 until the first call.

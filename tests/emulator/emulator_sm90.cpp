@@ -85,13 +85,16 @@ void mbarrier_arrive(shared_address at, int num_bytes) {
     Mbarrier &barrier = barrier_at(at);
     join(barrier.arrived, current->seen);
     barrier.bytes_missing += num_bytes;
-    barrier.arrivals_missing--;
+    if (--barrier.arrivals_missing < 0) fail("one arrival too many in a phase of an mbarrier");
     end_phase_if_complete(barrier);
 }
 
 void mbarrier_wait_parity(shared_address at, int parity) {
     const Mbarrier &barrier = barrier_at(at);
-    while (barrier.phase % 2 == parity) wait_while(&barrier.phase, barrier.phase, "mbarrier_try_wait_parity");
+    if (const int64_t awaited = barrier.phase; awaited % 2 == parity) {
+        wait_while(&barrier.phase, awaited, "mbarrier_try_wait_parity");
+        if (barrier.phase != awaited + 1) fail("waits for a phase of an mbarrier that a later one has overtaken");
+    }
     join(current->seen, barrier.complete);
 }
 

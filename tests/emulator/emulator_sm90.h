@@ -1,5 +1,6 @@
 // The emulator's half of cuda/device/ptx_sm90.cuh. In addition to the checks of emulator.h these are Faults:
-//   mbarriers          use before the init is visible; bytes that arrive unannounced, or never
+//   mbarriers          use before the init is visible; bytes that arrive unannounced, or never; an arrival too many; a
+//                      wait that two phases overtook
 //   named barriers     half a warp; warps that name different sizes; one that stays incomplete
 //   bulk copies        a read of the bytes by a thread that has neither waited for their phase nor synchronized with
 //                      one that has; a copy over bytes that may still be read; a copy from outside the lent arrays

@@ -79,6 +79,26 @@ static void test_bulk_copies() {
     lend_numbers();
 }
 
+static void test_mbarriers() {
+    expect_group("an arrival too many", "one arrival too many", [] {
+        init_barriers();
+        if (thread_index() == 0) mbarrier_arrive_expect_tx(barrier(0), 16);
+        if (thread_index() == 0) mbarrier_arrive(barrier(0)); // the phase still lacks its bytes
+    });
+    expect_group("a wait that two phases overtake", "that a later one has overtaken", [] {
+        init_barriers();
+        if (thread_index() == 0) mbarrier_wait_parity(barrier(0), 0);
+        for (int i = 0; i < 2 && thread_index() == 1; i++) mbarrier_arrive(barrier(0));
+    });
+    expect_group("a wait that holds the next phase back", "", [] {
+        init_barriers();
+        if (thread_index() == 1) mbarrier_arrive(barrier(0));
+        if (thread_index() % 32 == 0) mbarrier_wait_parity(barrier(0), 0);
+        syncthreads();
+        if (thread_index() == 1) mbarrier_arrive(barrier(0));
+    });
+}
+
 static void test_named_barriers() {
     const auto write = [] { st_shared(shared_base() + 4 * (shared_address)thread_index(), thread_index()); };
     const auto read = [](int of) {
@@ -95,7 +115,7 @@ static void test_named_barriers() {
             named_barrier_sync(2, 64);
         }
     });
-    expect_of_warps("orders no third warp", "race: reads what thread", [=](int warp) {
+    expect_of_warps("orders no third warp", "race: reads what thread|reads bytes never written", [=](int warp) {
         write();
         if (warp < 2) named_barrier_sync(1, 64);
         if (warp == 2) read(0);
@@ -107,7 +127,7 @@ static void test_named_barriers() {
         named_barrier_sync(3, 96);
         read(64 + lane_index());
     });
-    expect_of_warps("an arrival acquires nothing", "race: reads what thread", [=](int warp) {
+    expect_of_warps("an arrival acquires nothing", "race: reads what thread|reads bytes never written", [=](int warp) {
         write();
         if (warp == 0) named_barrier_sync(1, 64);
         if (warp == 1) named_barrier_arrive(1, 64);
@@ -129,7 +149,8 @@ static void test_named_barriers() {
     expect_of_warps("too few warps arrive", "ends with a named barrier that waits", [=](int warp) {
         if (warp < 2) named_barrier_arrive(1, 96);
     });
-    expect_of_warps("two sizes", "a named barrier of 96 threads, of 64 for others",
+    expect_of_warps("two sizes",
+                    "a named barrier of 96 threads, of 64 for others|a named barrier of 64 threads, of 96 for others",
                     [=](int warp) { named_barrier_sync(1, warp == 0 ? 64 : 96); });
     expect_of_warps("half of a warp", "waits forever in named_barrier_sync", [=](int) {
         if (lane_index() < 16) named_barrier_sync(1, 96);
@@ -319,6 +340,7 @@ static void test_stores() {
 int main() {
     lend_numbers();
     test_bulk_copies();
+    test_mbarriers();
     test_named_barriers();
     test_additions();
     test_stores();
