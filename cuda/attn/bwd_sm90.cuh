@@ -30,7 +30,6 @@ struct attn_bwd_sm90_args {
     attn_args attn;
     tensor_map q, dout, dq, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90];
 };
-static_assert(sizeof(attn_bwd_sm90_args) <= 4096); // accepted by every driver
 
 template <int D> struct backward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads

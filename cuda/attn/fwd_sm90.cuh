@@ -26,7 +26,6 @@ struct attn_sm90_args {
     attn_args attn;
     tensor_map q, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90], out; // out: of rounded_out, if there is one
 };
-static_assert(sizeof(attn_sm90_args) <= 4096); // accepted by every driver
 
 template <int D, int DV> struct forward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads

@@ -36,6 +36,11 @@ struct grid_size {
     grid_size(int64_t x, int64_t y = 1, int64_t z = 1) : x(x), y(y), z(z) {}
 };
 
+inline bool is_empty(grid_size grid) { return grid.x == 0 || grid.y == 0 || grid.z == 0; }
+inline bool fits_cuda(grid_size grid) { return grid.x <= INT32_MAX && grid.y <= UINT16_MAX && grid.z <= UINT16_MAX; }
+
+constexpr size_t MAX_PARAMS_BYTES = 4096; // of a kernel: every driver accepts them
+
 // Sets the text of rt_cuda_last_error(); whoever then returns RT_CUDA has called it.
 void set_last_error(const char *text);
 
@@ -91,8 +96,9 @@ rt_status launch_failed(const failed_launch &failed);
 template <class Params>
 rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *stream,
                  const Params &params, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return RT_OK;
-    if (grid.x > INT32_MAX || grid.y > UINT16_MAX || grid.z > UINT16_MAX) return RT_BAD_SHAPE;
+    static_assert(sizeof(Params) <= MAX_PARAMS_BYTES);
+    if (is_empty(grid)) return RT_OK;
+    if (!fits_cuda(grid)) return RT_BAD_SHAPE;
     const void *const function = reinterpret_cast<const void *>(kernel);
     void *arguments[] = {const_cast<Params *>(&params)};
     cudaError_t error = cudaSuccess;

@@ -24,7 +24,7 @@ ucontext_t boot;
 std::vector<std::unique_ptr<Cta>> ctas; // running concurrently
 int most_ctas = 1, threads_in_cta;
 std::minstd_rand draw(base_seed()); // decides everything that a GPU leaves open
-uint32_t slow_warps, steps_until_others_are_slow;
+uint32_t slow, steps_until_others_are_slow;
 grid_size grid{1};
 const std::function<void()> *kernel_body;
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
@@ -126,25 +126,29 @@ void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     }
 }
 
-// A random set of warps, which run only when no other can: nobody, some, a warp group, one warp, a half.
-void draw_slow_warps() {
+constexpr uint32_t COPIES = 1u << MAX_WARPS;
+
+// A random set of warps, which run only when no other can: none, some, a warp group, one warp, half of them. COPIES in
+// the set delays bulk copies alike.
+void draw_slow() {
     if (steps_until_others_are_slow-- > 0) return;
     steps_until_others_are_slow = draw() % 200;
     const uint32_t warps = (uint32_t)draw(), group = 4 * (warps % (uint32_t)(MAX_WARPS / 4));
     const uint32_t sets[] = {0, warps & (uint32_t)draw(), 0xfu << group, 1u << warps % MAX_WARPS, warps};
-    slow_warps = sets[draw() % std::size(sets)];
+    slow = sets[draw() % std::size(sets)];
 }
 
 // Runs one random warp that is ready as far as it can go: usually up to a barrier. Returns whether any was.
 bool advance(Cta &running) {
     cta = &running;
-    draw_slow_warps();
+    draw_slow();
+    if (!(slow & COPIES) && draw() % 2) finish_bulk_copy((uint32_t)draw());
     int order[MAX_WARPS];
     int *const end = order + threads_in_cta / 32;
     std::iota(order, end, 0);
     std::shuffle(order, end, draw);
-    std::stable_partition(order, end, [](int warp) { return (slow_warps >> warp & 1) == 0; });
-    const bool progress = std::any_of(order, end, run_warp);
+    std::stable_partition(order, end, [](int warp) { return (slow >> warp & 1) == 0; });
+    const bool progress = std::any_of(order, end, run_warp) || finish_bulk_copy((uint32_t)draw());
     cta->done = true;
     for (int i = 0; i < threads_in_cta; i++) cta->done &= cta->threads[(size_t)i]->done;
     if (cta->done) {
@@ -334,9 +338,18 @@ void run_concurrently(int num_ctas, uint32_t seed) {
     steps_until_others_are_slow = 0;
 }
 
-void run(const std::function<void()> &kernel, grid_size num_ctas, int num_threads, int num_shared_bytes) {
+void run(const std::function<void()> &kernel, grid_size num_ctas, int num_threads, int num_shared_bytes,
+         size_t params_bytes) {
     if (num_threads < 32 || num_threads % 32 != 0 || num_threads > MAX_THREADS)
         throw Fault{"a CTA of " + std::to_string(num_threads) + " threads"};
+    // sm_80 has more, but its kernels also run on sm_86, sm_89 and sm_120.
+    const int most_shared_bytes = (capability == 90 ? 227 : 99) * 1024;
+    if (num_shared_bytes > most_shared_bytes)
+        throw Fault{"a CTA of " + std::to_string(num_shared_bytes) + " bytes of shared memory, expected at most " +
+                    std::to_string(most_shared_bytes)};
+    if (params_bytes > MAX_PARAMS_BYTES)
+        throw Fault{"parameters of " + std::to_string(params_bytes) + " bytes, expected at most " +
+                    std::to_string(MAX_PARAMS_BYTES)};
     kernel_body = &kernel;
     threads_in_cta = num_threads;
     grid = num_ctas;

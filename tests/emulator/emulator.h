@@ -11,6 +11,7 @@
 //   cp.async         a read of the bytes before the wait and the barrier; a copy without a wait
 //   warp functions   lanes that call different ones, or none
 //   barriers         threads that never arrive
+//   launches         more threads, shared memory or bytes of parameters than the device has
 // Host arithmetic stands in for the GPU's: functions are at least as exact as the instruction, and a product of
 // fragments is summed in f64 and rounded once. Timing is not modelled, nor the order of instructions within a warp.
 #ifndef RINGTILE_TESTS_EMULATOR_H
@@ -59,7 +60,8 @@ void set_compute_capability(int capability);
 void set_num_multiprocessors(int number);
 
 // Throws the first Fault.
-void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes);
+void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes,
+         size_t params_bytes = 0);
 
 // Since the start: CTAs, calls of ldmatrix, and the 16-byte rows in them that conflict with another row's memory banks.
 struct Statistics {
@@ -126,8 +128,10 @@ inline int num_multiprocessors() { return emulator::num_multiprocessors(); }
 template <class Params>
 rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *,
                  const Params &params) {
+    if (is_empty(grid)) return RT_OK;
+    if (!fits_cuda(grid)) return RT_BAD_SHAPE;
     try {
-        emulator::run([&] { kernel(params); }, grid, num_threads, shared_bytes);
+        emulator::run([&] { kernel(params); }, grid, num_threads, shared_bytes, sizeof(Params));
     } catch (const emulator::Fault &fault) {
         emulator_report(fault.message.c_str());
         set_last_error(fault.message.c_str());

@@ -12,8 +12,9 @@ struct Mbarrier {
     Touch init;
     bool fenced;
     int arrivals, arrivals_missing;
-    int64_t bytes_missing;
-    int64_t phase; // the current one
+    int64_t bytes_missing, bytes_in_flight; // announced and not there; of these, being copied
+    int64_t phase;                          // the current one
+    int64_t last_copy;                      // phase of the last copy that started, -1 before
     Clock arrived[NUM_CLOCKS] = {},
           complete[NUM_CLOCKS] = {}; // released by the arrivals of the current phase; of the complete ones
 };
@@ -24,6 +25,12 @@ struct NamedBarrier {
     uint32_t came = 0;  // a bit for each warp
     std::vector<int> waiting;
     Clock arrived[NUM_CLOCKS] = {};
+};
+
+struct BulkCopy { // to shared memory, in flight
+    shared_address to, barrier;
+    tensor_map map;
+    int64_t from[4];
 };
 
 struct Adder { // a thread that starts bulk additions or stores
@@ -37,6 +44,7 @@ struct Adder { // a thread that starts bulk additions or stores
 struct CtaBulk {
     std::map<shared_address, Mbarrier> barriers;
     NamedBarrier named[16];
+    std::vector<BulkCopy> copies;
     std::vector<Adder> adders;
 };
 
@@ -72,7 +80,9 @@ void mbarrier_init(shared_address at, int arrivals) {
                         .arrivals = arrivals,
                         .arrivals_missing = arrivals,
                         .bytes_missing = 0,
-                        .phase = 0};
+                        .bytes_in_flight = 0,
+                        .phase = 0,
+                        .last_copy = -1};
     if (!barriers.emplace(at, barrier).second) fail("initializes an mbarrier twice");
 }
 
@@ -178,11 +188,11 @@ void for_chunks_of_box(shared_address box, const tensor_map &map, const int64_t 
 
 void fence_proxy_async_shared() { current->proxy_fences.push_back(current->now); }
 
-// The bytes are there at once, but no thread may read them before the phase of the mbarrier completes.
+// No thread may read the bytes before the phase of the mbarrier completes; until they land, they are NaNs.
 void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_address at, const int64_t (&from)[4]) {
     Mbarrier &barrier = barrier_at(at);
     const int num_bytes = map.box_rows * 128;
-    if (barrier.bytes_missing < num_bytes) fail("a bulk copy of unannounced bytes");
+    if (barrier.bytes_missing - barrier.bytes_in_flight < num_bytes) fail("a bulk copy of unannounced bytes");
     const Touch writer = {thread_of_clock(clock_of_barrier(barrier.index)), (Clock)barrier.phase};
     for_chunks_of_box(to, map, from, [&](shared_address chunk, const char *source, int64_t count) {
         char *const bytes = static_cast<char *>(check_shared_place(chunk, 16));
@@ -190,13 +200,30 @@ void cp_async_bulk_tensor(shared_address to, const tensor_map &map, shared_addre
         check_shared(Access::WRITE, chunk, 16);
         for (shared_address i = chunk; i < chunk + 16; i += CELL_BYTES)
             cta->shared_cells[i / CELL_BYTES].writer = writer;
-        memset(bytes, 0, 16);
-        if (count == 0) return;
-        if (!is_lent(source, count)) fail("a bulk copy from outside the lent arrays");
-        memcpy(bytes, source, (size_t)count);
+        memset(bytes, 0xff, 16);
+        if (count > 0 && !is_lent(source, count)) fail("a bulk copy from outside the lent arrays");
     });
-    barrier.bytes_missing -= num_bytes;
+    barrier.bytes_in_flight += num_bytes;
+    barrier.last_copy = barrier.phase;
+    cta->bulk->copies.push_back({to, at, map, {from[0], from[1], from[2], from[3]}});
+}
+
+bool finish_bulk_copy(uint32_t random) {
+    auto &copies = cta->bulk->copies;
+    if (copies.empty()) return false;
+    std::swap(copies[random % copies.size()], copies.back());
+    const BulkCopy copy = copies.back();
+    copies.pop_back();
+    for_chunks_of_box(copy.to, copy.map, copy.from, [&](shared_address chunk, const char *source, int64_t count) {
+        char *const bytes = &cta->shared_bytes[chunk];
+        memset(bytes, 0, 16);
+        if (count > 0) memcpy(bytes, source, (size_t)count);
+    });
+    Mbarrier &barrier = cta->bulk->barriers.at(copy.barrier);
+    barrier.bytes_missing -= copy.map.box_rows * 128;
+    barrier.bytes_in_flight -= copy.map.box_rows * 128;
     end_phase_if_complete(barrier);
+    return true;
 }
 
 // ---- bulk additions and stores -------------------------------------------------------------------
@@ -290,8 +317,14 @@ void end_thread_bulk() {
 }
 
 void end_cta_bulk() {
-    for (const auto &[at, barrier] : cta->bulk->barriers)
-        if (barrier.bytes_missing > 0) fail("ends with an mbarrier that waits for bytes");
+    for (const auto &[at, barrier] : cta->bulk->barriers) {
+        if (barrier.bytes_missing > barrier.bytes_in_flight) fail("ends with an mbarrier that waits for bytes");
+        const int clock = clock_of_barrier(barrier.index);
+        const bool waited = std::any_of(cta->threads.begin(), cta->threads.end(), [&](const auto &thread) {
+            return (int64_t)thread->seen[clock] > barrier.last_copy;
+        });
+        if (!waited) fail("ends with a bulk copy that no thread has waited for");
+    }
     for (const NamedBarrier &named : cta->bulk->named)
         if (named.num_arrived > 0) fail("ends with a named barrier that waits for threads");
 }

@@ -3,7 +3,8 @@
 //                      wait that two phases overtook
 //   named barriers     half a warp; warps that name different sizes; one that stays incomplete
 //   bulk copies        a read of the bytes by a thread that has neither waited for their phase nor synchronized with
-//                      one that has; a copy over bytes that may still be read; a copy from outside the lent arrays
+//                      one that has; a copy over bytes that may still be read; a copy from outside the lent arrays; one
+//                      that no thread waits for. The bytes land at a random later time; until then they are NaNs
 //   bulk additions     a write to the source while it is added; an addition to what an earlier one adds to without a
 //                      wait between, or to what another CTA adds to without a semaphore; a missing wait, or a missing
 //                      fence beside the semaphore
@@ -16,7 +17,7 @@
 #ifndef RINGTILE_TESTS_EMULATOR_SM90_H
 #define RINGTILE_TESTS_EMULATOR_SM90_H
 
-struct tensor_map {
+struct alignas(128) tensor_map { // as large as CUDA's, which counts among a kernel's parameters
     const char *array;
     int64_t size[4], stride[3]; // stride in bytes
     int box_rows, element_bytes;
@@ -60,7 +61,7 @@ template <class T> float widen_bits(uint16_t bits) {
 
 } // namespace emulator
 
-// Refuses what the driver refuses.
+// Refuses what the driver refuses. A row of a box has 128 bytes, as many as the swizzle spans.
 template <class T>
 bool make_tensor_map(tensor_map &map, const void *array, const int64_t (&size)[4], const int64_t (&stride)[3],
                      int box_rows) {

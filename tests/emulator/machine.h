@@ -151,6 +151,8 @@ void fence_acquisitions(int adder);
 // ---- emulator_sm90.cpp, emulator_groups.cpp ------------------------------------------------------
 
 shared_address swizzled(shared_address address);
+// Completes one of the CTA's bulk copies to shared memory that are in flight. Returns whether there was any.
+bool finish_bulk_copy(uint32_t random);
 // Faults unless the thread that wrote the chunk has fenced its write for the async proxy, and a barrier followed
 // the fence.
 void check_fence(shared_address chunk, const char *what);

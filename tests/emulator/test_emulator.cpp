@@ -344,6 +344,29 @@ struct address_params {
 };
 RT_KERNEL(32) write_at(RT_PARAMS address_params p) { st_shared(p.address, 1); }
 
+struct large_params {
+    char bytes[MAX_PARAMS_BYTES + 4];
+};
+RT_KERNEL(32) nothing(RT_PARAMS large_params) {}
+
+static void test_launches_that_cuda_refuses() {
+    const auto nobody = [] {};
+    expect("a CTA of 33 warps", "a CTA of 1056 threads", nobody, 1056);
+    expect("as much shared memory as sm_86 has", "", nobody, 32, 1, 99 * 1024);
+    expect("more", "101392 bytes of shared memory, expected at most 101376", nobody, 32, 1, 99 * 1024 + 16);
+    emulator::set_compute_capability(90);
+    expect("as much as sm_90 has", "", nobody, 32, 1, 227 * 1024);
+    expect("more", "232464 bytes of shared memory, expected at most 232448", nobody, 32, 1, 227 * 1024 + 16);
+    emulator::set_compute_capability(80);
+    check(launch(nothing, 1, 32, 0, nullptr, large_params{}) == RT_CUDA &&
+              strstr(rt_cuda_last_error(), "parameters of 4100 bytes") != nullptr,
+          "parameters", "more than 4096 bytes are accepted");
+    const auto status = [](grid_size grid) { return launch(write_at, grid, 32, 64, nullptr, address_params{0}); };
+    const grid_size large[] = {(int64_t)1 << 31, {1, 1 << 16}, {1, 1, 1 << 16}};
+    for (const grid_size &grid : large) check(status(grid) == RT_BAD_SHAPE, "a grid", "is too large and accepted");
+    check(status({1, 0}) == RT_OK, "an empty grid", "is refused");
+}
+
 static void test_last_error() {
     const auto status = [](shared_address address) {
         return launch(write_at, 1, 32, 64, nullptr, address_params{address});
@@ -373,5 +396,6 @@ int main() {
     test_bank_conflicts_are_counted();
     test_numbers();
     test_last_error();
+    test_launches_that_cuda_refuses();
     return finish();
 }

@@ -1,5 +1,6 @@
 // Tests of the emulator's mbarriers, named barriers, bulk copies and additions: it catches each mistake.
 #include "../../cuda/device/ptx_sm90.cuh"
+#include "machine.h"
 #include "numbers_sm90.h"
 
 static void test_bulk_copies() {
@@ -44,11 +45,17 @@ static void test_bulk_copies() {
         read_at(5, 5);
         syncwarp();
         mbarrier_arrive(barrier(1));
+        if (thread_index() < 127) mbarrier_arrive(barrier(2));
         if (thread_index() == 127) {
             mbarrier_wait_parity(barrier(1), 0);
             mbarrier_arrive_expect_tx(barrier(2), BOX_BYTES);
             cp_async_bulk_tensor_4d(shared_base(), map, barrier(2), 0, 0, 0, 0);
+            mbarrier_wait_parity(barrier(2), 0);
         }
+    });
+    expect_group("never waited for", "ends with a bulk copy that no thread has waited for", [] {
+        init_barriers();
+        copy_rows(0);
     });
     expect_group("over a thread's write", "over what a thread wrote, without fence_proxy_async_shared", [] {
         init_barriers();
@@ -68,15 +75,50 @@ static void test_bulk_copies() {
         syncthreads(); // no fence
         copy_rows(0);
     });
-    check(!make_tensor_map<bf16>(map, numbers.data(), {COLS, ROWS, 1, 1}, {COLS * 2 + 2, 16, 16}, 128), "a tensor map",
-          "accepts misaligned rows");
-    lend_numbers();
     emulator::take_back_all();
     expect_group("from outside", "bulk copy from outside", [] {
         init_barriers();
         copy_rows(0);
     });
     lend_numbers();
+}
+
+// Threads that look at the bytes without a check, as if clocks were wrong.
+static void test_bulk_copies_land_late() {
+    const auto is_there = [] { // number_at(5, 6) is -4
+        bf16 x;
+        memcpy(&x, emulator::check_shared_place(place_of(5, 6), 2), 2);
+        return widen(x) == (float)number_at(5, 6);
+    };
+    int num_there = 0;
+    for (int i = 0; i < 100; i++)
+        expect_group("a look before and after the wait", "", [&] {
+            init_barriers();
+            copy_rows(0);
+            if (thread_index() == 0 && is_there()) throw emulator::Fault{"the bytes are there at once"};
+            syncthreads();
+            if (thread_index() == 0) num_there += is_there();
+            mbarrier_wait_parity(barrier(0), 0);
+            if (!is_there()) throw emulator::Fault{"the bytes are not there after the wait"};
+        });
+    check(num_there > 0 && num_there < 100, "bulk copies", "always land before, or always after, the next barrier");
+}
+
+static void test_tensor_maps_that_a_driver_refuses() {
+    alignas(16) static bf16 x[64];
+    const auto refused = [](const char *what, int64_t row_bytes, int box_rows, int offset = 0, int64_t rows = ROWS) {
+        tensor_map map;
+        check(!make_tensor_map<bf16>(map, x + offset, {COLS, rows, 1, 1}, {row_bytes, 16, 16}, box_rows), what,
+              "accepted");
+    };
+    refused("rows that are not 16 bytes apart", COLS * 2 + 2, 128);
+    refused("rows that are 2^40 bytes apart", (int64_t)1 << 40, 128);
+    refused("rows that are all the same", 0, 128);
+    refused("a box of 257 rows", COLS * 2, 257);
+    refused("a box without rows", COLS * 2, 0);
+    refused("a first byte off by 2", COLS * 2, 128, 1);
+    refused("no rows", COLS * 2, 128, 0, 0);
+    refused("2^32 + 1 rows", COLS * 2, 128, 0, ((int64_t)1 << 32) + 1);
 }
 
 static void test_mbarriers() {
@@ -340,6 +382,8 @@ static void test_stores() {
 int main() {
     lend_numbers();
     test_bulk_copies();
+    test_bulk_copies_land_late();
+    test_tensor_maps_that_a_driver_refuses();
     test_mbarriers();
     test_named_barriers();
     test_additions();
