@@ -55,15 +55,29 @@ template <class R> RT_DEVICE logit<R> capped(const rt_cross_entropy_params &p, R
     return {t * (R)p.softcap, 1 - t * t};
 }
 
-// Calls function(pack of elements, first column) for this thread's share of a row of V elements. The tail that does
-// not fill a pack comes in packs of one.
+// Calls function(pack of elements, its place, first column) for this thread's share of a row of V elements, in order.
+// Several packs are loaded before the first is processed, so that few tokens, each with one thread block, keep the
+// memory busy too. The tail that does not fill a pack comes in packs of one.
 template <class T, int count, class Function> RT_DEVICE void for_packs(T *row, int64_t V, Function function) {
+    constexpr int IN_FLIGHT = sizeof(T) == 8 ? 1 : 4, STEP = THREADS * count;
+    using pack = pack_of<T, count>;
     const int64_t in_packs = V / count * count;
-    for (int64_t col = (int64_t)thread_index() * count; col < in_packs; col += THREADS * count)
-        function((pack_of<T, count> *)(row + col), col);
+    for (int64_t first = (int64_t)thread_index() * count; first < in_packs; first += IN_FLIGHT * STEP) {
+        pack packs[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (first + i * STEP < in_packs) packs[i] = ld_global((const pack *)(row + first + i * STEP));
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            const int64_t col = first + i * STEP;
+            if (col < in_packs) function(packs[i], (pack *)(row + col), col);
+        }
+    }
     if constexpr (count > 1)
-        for (int64_t col = in_packs + thread_index(); col < V; col += THREADS)
-            function((pack_of<T, 1> *)(row + col), col);
+        for (int64_t col = in_packs + thread_index(); col < V; col += THREADS) {
+            const auto at = (pack_of<T, 1> *)(row + col);
+            function(ld_global(at), at, col);
+        }
 }
 
 template <class T> RT_DEVICE void fill_row(T *row, int64_t V, real<T> value) {
@@ -88,8 +102,7 @@ template <class T, int count> RT_DEVICE void one_token(const loss_params &job, i
     // Pass 1.
     R max = -INFINITY;
     double sum = 0, total = 0;
-    for_packs<T, count>(row, V, [&](auto *at, int64_t) {
-        const auto pack = ld_global(at);
+    for_packs<T, count>(row, V, [&](auto pack, auto *, int64_t) {
         constexpr int size = sizeof(pack) / sizeof(T);
         R x[size], top = max;
         for (int i = 0; i < size; i++) {
@@ -125,8 +138,7 @@ template <class T, int count> RT_DEVICE void one_token(const loss_params &job, i
 
     // Pass 2: d loss / d x' = p (1 + 2 z_loss lse) - (1 - smoothing) [label] - smoothing / V, p = exp(x' - lse).
     const R scale = (R)((1 + 2 * p.z_loss * z) / sum), uniform = (R)(smoothing / (double)V);
-    for_packs<T, count>(row, V, [&](auto *at, int64_t col) {
-        auto pack = ld_global(at);
+    for_packs<T, count>(row, V, [&](auto pack, auto *at, int64_t col) {
         constexpr int size = sizeof(pack) / sizeof(T);
         for (int i = 0; i < size; i++) {
             const logit<R> x = capped<R>(p, widen(pack.element[i]));

@@ -1,7 +1,7 @@
-// The pointwise part of the gated MLP. A thread processes 16 bytes of a row at a time if alignment allows, else one
-// element. The forward reads 2 numbers and writes 1, the backward reads 3 and writes 3, with some 30 flops each:
-// memory-bound. No shared memory. Small sigmoids and normal tails are computed from exp and erfc directly, never as
-// 1 minus a number near 1.
+// The pointwise part of the gated MLP. A thread processes 16 bytes of a row if alignment allows, else one element; a
+// grid of (parts of a row, rows) takes no division. The forward reads 2 numbers and writes 1, the backward reads 3 and
+// writes 3, with some 30 flops each: memory-bound. No shared memory. Small sigmoids and normal tails are computed from
+// exp and erfc directly, never as 1 minus a number near 1.
 #include "../csrc/glu/glu.h"
 #include "device/elements.cuh"
 #include "ringtile_cuda.h"
@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 
 struct glu_params {
     rt_glu_kind kind;
-    int64_t num_packs, packs_per_row;            // in all rows; in one
+    int64_t num_rows, num_cols;
     int64_t gate_stride, up_stride, prod_stride; // elements between rows
     const void *gate, *up, *dprod;
     void *dgate, *dup, *prod; // in the backward the same arrays as gate, up and dprod
@@ -63,8 +63,9 @@ template <class R> RT_DEVICE activation<R> activate(rt_glu_kind kind, R x) {
 template <class T, int count, bool backward> RT_KERNEL(THREADS) glu(RT_PARAMS glu_params p) {
     using pack = pack_of<T, count>;
     using R = real<T>;
-    for (int64_t i = first_item(THREADS); i < p.num_packs; i += items_per_grid(THREADS)) {
-        const int64_t row = i / p.packs_per_row, col = (i - row * p.packs_per_row) * count;
+    const int64_t col = first_item(num_threads()) * count;
+    if (col >= p.num_cols) return;
+    for (int64_t row = cta_index_y(); row < p.num_rows; row += num_ctas_y()) {
         const int64_t gate_at = row * p.gate_stride + col, up_at = row * p.up_stride + col;
         const int64_t prod_at = row * p.prod_stride + col;
         pack gate = ld_global((const pack *)((const T *)p.gate + gate_at));
@@ -94,6 +95,7 @@ rt_status run_glu(const rt_glu_params *p, const void *gate, const void *up, glu_
     const rt_status status = rt_glu_check(p, gate, up, arrays.prod, backward);
     if (status != RT_OK || p->num_rows == 0 || p->num_cols == 0) return status;
     arrays.kind = p->kind;
+    arrays.num_rows = p->num_rows, arrays.num_cols = p->num_cols;
     arrays.gate = gate, arrays.up = up;
     arrays.gate_stride = p->gate_stride, arrays.up_stride = p->up_stride, arrays.prod_stride = p->prod_stride;
     return for_dtype(p->dtype, [&](auto element) {
@@ -101,10 +103,11 @@ rt_status run_glu(const rt_glu_params *p, const void *gate, const void *up, glu_
         const int64_t steps = p->num_cols | p->gate_stride | p->up_stride | p->prod_stride;
         const bool packed =
             steps % PACK<T> == 0 && is_aligned(gate, 16) && is_aligned(up, 16) && is_aligned(arrays.prod, 16);
-        arrays.packs_per_row = packed ? p->num_cols / PACK<T> : p->num_cols;
-        arrays.num_packs = p->num_rows * arrays.packs_per_row;
+        const int64_t packs = packed ? p->num_cols / PACK<T> : p->num_cols; // of a row
+        const int threads = packs < THREADS ? ((int)packs + 31) / 32 * 32 : THREADS;
+        const grid_size grid = {(packs + threads - 1) / threads, p->num_rows < UINT16_MAX ? p->num_rows : UINT16_MAX};
         const auto kernel = packed ? glu<T, PACK<T>, backward> : glu<T, 1, backward>;
-        return launch(kernel, grid_for(arrays.num_packs, THREADS), THREADS, 0, stream, arrays);
+        return launch(kernel, grid, threads, 0, stream, arrays);
     });
 }
 

@@ -145,6 +145,7 @@ RT_DEVICE int cta_index_z() {
 RT_DEVICE int num_threads() { return (int)blockDim.x; }
 // PTX %nctaid: https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-nctaid
 RT_DEVICE int num_ctas_x() { return (int)gridDim.x; }
+RT_DEVICE int num_ctas_y() { return (int)gridDim.y; }
 
 // ---- barriers, shuffles and votes --------------------------------------------------------------
 

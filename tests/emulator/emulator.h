@@ -146,6 +146,7 @@ inline int cta_index_x() { return emulator::cta_index(0); }
 inline int cta_index_y() { return emulator::cta_index(1); }
 inline int cta_index_z() { return emulator::cta_index(2); }
 inline int num_ctas_x() { return emulator::num_ctas(0); }
+inline int num_ctas_y() { return emulator::num_ctas(1); }
 
 inline void syncthreads() { emulator::syncthreads(); }
 inline void syncwarp() {

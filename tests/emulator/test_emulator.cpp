@@ -339,6 +339,21 @@ static void test_grids_of_more_items_than_an_int_counts() {
     check(ok && grid_for((int64_t)1 << 40, 256) == INT32_MAX, "item_index", "wraps at 2^31");
 }
 
+// GLU's rows go along y, of which a grid has at most 65,535: the last rows come second.
+static void test_glu_of_more_rows_than_a_grid_has() {
+    constexpr int64_t ROWS = UINT16_MAX + 3;
+    std::vector<float> gate(ROWS), up(ROWS, 2), prod(ROWS, -1);
+    for (int64_t i = 0; i < ROWS; i++) gate[(size_t)i] = (float)i;
+    emulator::lend(gate.data(), ROWS * 4, false);
+    emulator::lend(up.data(), ROWS * 4, false);
+    emulator::lend(prod.data(), ROWS * 4, true);
+    const rt_glu_params p = {RT_F32, RT_GLU_RELU, ROWS, 1, 1, 1, 1};
+    bool ok = rt_cuda_glu_fwd(&p, gate.data(), up.data(), prod.data(), nullptr) == RT_OK;
+    for (int64_t i = 0; i < ROWS; i++) ok &= prod[(size_t)i] == 2 * (float)i;
+    check(ok, "GLU", "a wrong row");
+    emulator::take_back_all();
+}
+
 struct address_params {
     shared_address address;
 };
@@ -397,5 +412,6 @@ int main() {
     test_numbers();
     test_last_error();
     test_launches_that_cuda_refuses();
+    test_glu_of_more_rows_than_a_grid_has();
     return finish();
 }

@@ -67,15 +67,15 @@ def instructions(text: str) -> list[Instruction]:
 
 
 @functools.cache
-def machine_code() -> dict[str, list[Instruction]]:
-    """Of each sm_90a attention kernel of the binary."""
+def machine_code(cubins: str = ".sm_90a", kernel: re.Pattern[str] = KERNEL) -> dict[str, list[Instruction]]:
+    """Of the kernels whose names match, in the binary's cubins whose names contain a text."""
     CACHE.mkdir(parents=True, exist_ok=True)
     kernels = {}
     folder = CACHE / f"cubins.{os.getpid()}"
     folder.mkdir()
     try:
-        run_tool("cuobjdump", "-xelf", "sm_90a", BINARY, folder=folder)
-        for cubin in sorted(folder.glob("*.sm_90a.cubin")):
+        run_tool("cuobjdump", "-xelf", cubins, BINARY, folder=folder)
+        for cubin in sorted(folder.glob("*.cubin")):
             cached = CACHE / f"{hashlib.sha256(cubin.read_bytes()).hexdigest()}.sass"
             if not cached.exists():
                 done = cached.with_suffix(f".{os.getpid()}")
@@ -83,7 +83,7 @@ def machine_code() -> dict[str, list[Instruction]]:
                 done.rename(cached)
             for text in re.split(r"(?=^\.text\.)", cached.read_text(), flags=re.MULTILINE)[1:]:
                 name = text[: text.index(":")]
-                if KERNEL.search(name):
+                if kernel.search(name):
                     kernels[name] = instructions(text)
     finally:
         shutil.rmtree(folder)
@@ -289,6 +289,35 @@ def test_warp_groups_share_the_registers() -> None:
     for name, _, code in kernels("fwd", "bwd"):
         limits = {i.opcode.split(".")[1]: i.operands[-1] for i in code if i.opcode.startswith("USETMAXREG")}
         assert limits == {"DEALLOC": hex(24), "TRY_ALLOC": hex(240)}, name
+
+
+def test_every_architecture_has_each_kernel_once() -> None:
+    """Each file for the architectures of the build, those of sm_90a for it alone; and PTX for GPUs beyond them."""
+    cubins = re.findall(r"(\w+)\.sm_(\w+)\.cubin", run_tool("cuobjdump", "-lelf", BINARY))
+    archs = {arch for name, arch in cubins if "_sm90" not in name}
+    assert "80" in archs
+    assert archs <= {"80", "86", "89", "90a", "100", "120"}
+    for name in {name for name, _ in cubins}:
+        assert sorted(arch for other, arch in cubins if other == name) == sorted({"90a"} if "_sm90" in name else archs)
+    ptx = re.findall(r"(\w+)\.sm_80\.ptx", run_tool("cuobjdump", "-lptx", BINARY))
+    assert set(ptx) == {name for name, _ in cubins if "_sm90" not in name}
+
+
+def test_glu_divides_no_index() -> None:
+    """A division of 64-bit integers would convert them (I2F); 14 kernels: four dtypes, f64 in packs of one alone."""
+    glu = machine_code("glu.sm_80", re.compile(r"3gluI"))
+    assert len(glu) == 14
+    assert [name for name, code in glu.items() if any(each.opcode.startswith("I2F") for each in code)] == []
+
+
+def test_cross_entropy_loads_four_packs_before_it_uses_one() -> None:
+    packed = machine_code("cross_entropy.sm_80", re.compile(r"13cross_entropyI(4bf16|3f16|f)Li[48]E"))
+    assert len(packed) == 3
+    for name, code in packed.items():
+        reads = "".join(
+            "L" if i.opcode == "LDG.E.128" else "x" if i.opcode.startswith(("MUFU", "STG")) else "" for i in code
+        )
+        assert re.findall("L+", reads) == ["LLLL", "LLLL"], name  # pass 1, pass 2
 
 
 def test_rounded_out_is_staged_in_pairs() -> None:
