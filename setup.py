@@ -11,8 +11,9 @@ Environment, read here and nowhere else in the build (setuptools reads CC and CX
     RINGTILE_CUDA    0: leave the CUDA kernels out, which take minutes to compile; 1: fail without nvcc; auto, the
                      default: build them where nvcc is and torch has CUDA
     RINGTILE_CUDA_ARCHS  the GPUs to compile for, by compute capability: "80;90a". all, the default, is the list of all
-                     known ones; one, as in `make test`, is 80, in a third of the time. 80 adds PTX, which a GPU that is
-                     not in the list compiles when it first runs a kernel; without 80 such a GPU has no kernels
+                     that are known here and to nvcc (100 and 120 from CUDA 12.8 on); one, as in `make test`, is 80, in
+                     a fifth of the time. 80 adds PTX, which a GPU that is not in the list compiles when it first runs a
+                     kernel; without 80 such a GPU has no kernels
     RINGTILE_WERROR  1: every warning fails the build, ptxas' included. The Makefile sets it; an installation does not,
                      so that a newer compiler with a new warning still installs
 """
@@ -73,7 +74,14 @@ NO_NVCC = f"nvcc is neither in CUDA_HOME nor on PATH nor in {USUAL_NVCC_FOLDER}"
 CUDA = setting(
     "RINGTILE_CUDA", "auto", {"0": "CPU only", "1": "CPU and CUDA", "auto": "CUDA where nvcc is and torch has CUDA"}
 )
-KNOWN_ARCHS = {"80": "A100", "86": "A10, RTX 30", "89": "L4, RTX 40", "90a": "H100, H200"}
+KNOWN_ARCHS = {
+    "80": "A100",
+    "86": "A10, RTX 30",
+    "89": "L4, RTX 40",
+    "90a": "H100, H200",
+    "100": "B200",
+    "120": "RTX 50",
+}
 
 
 def cuda_archs(value: str) -> list[str]:
@@ -92,6 +100,12 @@ def cuda_archs(value: str) -> list[str]:
 
 ARCHS = cuda_archs(os.environ.get("RINGTILE_CUDA_ARCHS", ""))
 STRICT = setting("RINGTILE_WERROR", "0", {"0": "warnings are printed", "1": "warnings fail the build"}) == "1"
+
+
+def without_unknown(archs: list[str], nvcc: str) -> list[str]:
+    """The architectures without those that an older nvcc lacks: PTX serves these GPUs."""
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    return [arch for arch in archs if arch not in ("100", "120") or f"sm_{arch}" in listed]
 
 
 def check_toolchain() -> None:
@@ -312,6 +326,8 @@ class BuildExtensions(BuildExtension):
 
 
 NVCC = find_nvcc()
+if NVCC and os.environ.get("RINGTILE_CUDA_ARCHS", "") in ("", "all"):
+    ARCHS = without_unknown(ARCHS, NVCC)
 extensions = [
     extension("_C", [f"csrc/torch/{name}.cpp" for name in ("kernels", "scan", "sequence", "shared_memory")]),
     extension("_bench", ["csrc/torch/bench.cpp"]),

@@ -102,7 +102,7 @@ def test_an_old_gpu_computes_in_torch_and_says_so(
     for _ in range(2):
         assert ops.why_no_kernels(torch.device("cuda")) == ""
         assert ops.why_no_kernels(torch.device("cuda:1")) == wrong
-    assert doctor.cuda(ops) == f"in use; torch operations on cuda:1, {wrong}"
+    assert doctor.cuda(ops) == f"in use; cuda:0 has kernels of sm_80; torch operations on cuda:1, {wrong}"
     (said,) = caplog.messages
     assert said.startswith(f"ringtile's CUDA kernels are not in use on cuda:1: {wrong}. Torch operations run instead")
 
@@ -126,6 +126,19 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
         x = x.float()
         with pytest.raises(Refused, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"):
             choose._able(call, block._replace(q=x, k=x, v=x))
+
+
+def test_doctor_says_which_kernels_serve_a_gpu() -> None:
+    capabilities = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+    blackwell = "kernels of sm_80, compiled for sm_{}0 or, by the driver, from PTX"
+    assert [ops.cuda_kernels_of(capability) for capability in capabilities] == [
+        "kernels of sm_80",
+        "kernels of sm_80",
+        "kernels of sm_90a, and of sm_80 for what they leave",
+        blackwell.format(10),
+        blackwell.format(10),
+        blackwell.format(12),
+    ]
 
 
 def test_a_tensor_of_another_device_is_refused() -> None:

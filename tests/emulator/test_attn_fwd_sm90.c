@@ -68,8 +68,15 @@ static void test_environment_chooses_the_kernels(void) {
         check_forward(&c, &state, 1);
         CHECK_INT(emulator_group_products() > before, isa > 0);
     }
-    emulator_set_compute_capability(80);
-    CHECK_STATUS(forward_with_isa(&c, "sm_90a"), RT_BAD_CUDA_ISA);
+    const int others[] = {80, 86, 89, 100, 103, 120}; // no other GPU has what sm_90a's kernels use
+    for (int i = 0; i < 6; i++) {
+        const int64_t before = emulator_group_products();
+        emulator_set_compute_capability(others[i]);
+        CHECK_STATUS(forward_with_isa(&c, "sm_90a"), RT_BAD_CUDA_ISA);
+        unsetenv("RINGTILE_CUDA_ISA");
+        check_forward(&c, &state, 1);
+        CHECK_INT(emulator_group_products(), before);
+    }
     emulator_set_compute_capability(90);
     unsetenv("RINGTILE_CUDA_ISA");
     free_case(&c);

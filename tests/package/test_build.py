@@ -180,15 +180,16 @@ def test_unknown_choice_is_one_line(variable: str) -> None:
 def test_architectures_of_a_build_are_a_list(tmp_path: pathlib.Path) -> None:
     """nvcc's flags follow the list; 80 brings PTX for GPUs beyond it; another list links the binary again."""
     copy_with_fake_nvcc(tmp_path)
-    lists = ("", "all", "one", "80", "90a;80", " 86 ; 89", "90a")
+    lists = ("", "all", "one", "80", "90a;80", " 86 ; 89", "90a", "120;100")
     stamp = "(ARCHS.clear(), ARCHS.append(arch), archs_of_binary(), open(archs_of_binary()).read())[3]"
     expression = f"[[arch_flags(cuda_archs(value)) for value in {lists}], [{stamp} for arch in ('80', '89')]]"
     done = evaluate_in_setup(expression, tmp_path, RINGTILE_CUDA="0", RINGTILE_CUDA_ARCHS="")
     flags, stamps = eval(done.stdout.splitlines()[-1])
     every, only_90a = (
-        "-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,compute_80]",
+        "-gencode=arch=compute_80,code=[sm_80,sm_86,sm_89,sm_100,sm_120,compute_80]",
         "-gencode=arch=compute_90a,code=sm_90a",
     )
+    blackwell = "-gencode=arch=compute_80,code=[sm_100,sm_120]"
     only_80, newer = "-gencode=arch=compute_80,code=[sm_80,compute_80]", "-gencode=arch=compute_80,code=[sm_86,sm_89]"
     assert dict(zip(lists, flags, strict=True)) == {
         "": [every, only_90a],
@@ -198,8 +199,20 @@ def test_architectures_of_a_build_are_a_list(tmp_path: pathlib.Path) -> None:
         "90a;80": [only_80, only_90a],
         " 86 ; 89": [newer],
         "90a": [only_90a],
+        "120;100": [blackwell],
     }
     assert stamps == ["80", "89"]
+
+
+def test_an_older_nvcc_leaves_the_newest_architectures_to_ptx(tmp_path: pathlib.Path) -> None:
+    nvcc = copy_with_fake_nvcc(tmp_path)
+    left = []
+    for listed in ("sm_80 sm_90a sm_100 sm_120", "sm_80 sm_90a sm_100", "sm_80"):
+        nvcc.write_text(f"#!/bin/sh\necho {listed}\n")
+        expression = f"without_unknown(cuda_archs('all'), {str(nvcc)!r})"
+        done = evaluate_in_setup(expression, tmp_path, RINGTILE_CUDA="0", RINGTILE_CUDA_ARCHS="")
+        left.append(eval(done.stdout.splitlines()[-1])[4:])
+    assert left == [["100", "120"], ["100"], []]
 
 
 def test_unknown_architecture_is_refused_by_name() -> None:

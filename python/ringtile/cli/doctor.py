@@ -133,8 +133,12 @@ def cuda(ops: ModuleType) -> str:
     reason: str = ops.why_no_cuda()
     if reason:
         return f"{reason}; torch operations run instead" if torch.cuda.is_available() else reason
-    refused = {i: why for i in range(torch.cuda.device_count()) if (why := ops.why_not_on(i))}
-    return "; ".join(["in use", *(f"torch operations on cuda:{i}, {why}" for i, why in refused.items())])
+    found = ["in use"]
+    for i in range(torch.cuda.device_count()):
+        why = ops.why_not_on(i)
+        own = "" if why else ops.cuda_kernels_of(torch.cuda.get_device_capability(i))
+        found.append(f"torch operations on cuda:{i}, {why}" if why else f"cuda:{i} has {own}")
+    return "; ".join(found)
 
 
 def self_tests() -> dict[str, str]:
