@@ -2,7 +2,8 @@
 # make test    set up, build, lint, and test: C under sanitizers, Python (about six minutes on two cores)
 # make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
 # make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
-# make mutants   break one line of the product at a time and show that a test goes red (half an hour)
+# make mutants   break one line of the product at a time, drop one barrier of the CUDA kernels, and show that a test goes
+#              red (an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
 #              minutes); `cd tests/campaigns && python -m faults --trials N MODULE` for more of one kind;
 #              `make test` makes a few hundred
@@ -109,6 +110,7 @@ pytest-nvcc: build $(if $(NVCC),$(if $(ALL),cuda,build/.cuda_one))
 
 mutants: build
 	$(BIN)/python -u tests/campaigns/mutants.py
+	$(BIN)/python -u tests/campaigns/cuda_barriers.py
 
 faults: build
 	cd tests/campaigns && ../../$(BIN)/python -m faults

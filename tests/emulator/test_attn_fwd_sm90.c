@@ -21,6 +21,20 @@ static void test_random_problems_agree_with_the_reference(void) {
     }
 }
 
+// Five tiles of one run in a ring of two stages: only barriers of the stages hold the copies back. Between runs the
+// whole thread block meets.
+static void test_one_long_run_agrees_too(void) {
+    uint64_t state = 5;
+    const attn_shape shape = {RT_BF16, 1, 128, 520, 1, 1, 128, 128, false};
+    attn_case c = new_case(&state, shape, MASK_FULL, 1);
+    while (c.p.num_k_runs != 1 || !rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(&state, shape, MASK_FULL, 1);
+    }
+    check_forward(&c, &state, 1);
+    free_case(&c);
+}
+
 // Rows that a tensor map cannot describe, and larger head dims, go to other kernels.
 static void test_rows_that_cannot_be_mapped_agree_too(void) {
     uint64_t state = 6;
@@ -86,6 +100,7 @@ int main(void) {
     unsetenv("RINGTILE_CUDA_ISA");
     emulator_set_compute_capability(90);
     check_that_heads_in_sections_agree();
+    test_one_long_run_agrees_too();
     test_random_problems_agree_with_the_reference();
     test_rows_that_cannot_be_mapped_agree_too();
     test_empty_problems_are_accepted();
