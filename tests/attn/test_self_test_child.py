@@ -175,12 +175,13 @@ def test_a_kernel_that_cannot_be_tested_is_not_used_and_tested_again(
 ) -> None:
     behaviour, reason = SAYS_NOTHING[name]
     children.answer(**behaviour)
-    if "hang" in name:
-        monkeypatch.setattr(child_process, "START_SECONDS", 0.3)
-    for _ in range(2):
-        said = child_process.why_not(CPU, GLU)
-        assert said.startswith("cannot be tested: its child process ")
-        assert reason in said
+    with monkeypatch.context() as patch:
+        if "hang" in name:
+            patch.setattr(child_process, "START_SECONDS", 0.3)
+        for _ in range(2):
+            said = child_process.why_not(CPU, GLU)
+            assert said.startswith("cannot be tested: its child process ")
+            assert reason in said
     assert len(children.started) == 1
     child_process.forget()
     children.answer()
