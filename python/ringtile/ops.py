@@ -91,14 +91,6 @@ def why_no_kernels(device: torch.device) -> str:
     return why_not_on(device.index or 0) if device.type == "cuda" else ""
 
 
-def cuda_kernels_of(capability: tuple[int, int]) -> str:
-    """Which attention kernels a device of this compute capability runs (choose_isa in cuda/attn/dispatch.cu)."""
-    if capability == (9, 0):
-        return "kernels of sm_90a, and of sm_80 for what they leave"
-    code = "" if capability[0] == 8 else f", compiled for sm_{capability[0]}0 or, by the driver, from PTX"
-    return f"kernels of sm_80{code}"
-
-
 def check_device(name: str, x: Tensor) -> None:
     """Raises InputError for a tensor on a device that ringtile does not know."""
     if not isinstance(x, Tensor):

@@ -131,7 +131,7 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
 def test_doctor_says_which_kernels_serve_a_gpu() -> None:
     capabilities = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
     blackwell = "kernels of sm_80, compiled for sm_{}0 or, by the driver, from PTX"
-    assert [ops.cuda_kernels_of(capability) for capability in capabilities] == [
+    assert [doctor.cuda_kernels_of(capability) for capability in capabilities] == [
         "kernels of sm_80",
         "kernels of sm_80",
         "kernels of sm_90a, and of sm_80 for what they leave",

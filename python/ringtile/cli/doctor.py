@@ -136,9 +136,17 @@ def cuda(ops: ModuleType) -> str:
     found = ["in use"]
     for i in range(torch.cuda.device_count()):
         why = ops.why_not_on(i)
-        own = "" if why else ops.cuda_kernels_of(torch.cuda.get_device_capability(i))
+        own = "" if why else cuda_kernels_of(torch.cuda.get_device_capability(i))
         found.append(f"torch operations on cuda:{i}, {why}" if why else f"cuda:{i} has {own}")
     return "; ".join(found)
+
+
+def cuda_kernels_of(capability: tuple[int, int]) -> str:
+    """Which attention kernels a device of this compute capability runs (choose_isa in cuda/attn/dispatch.cu)."""
+    if capability == (9, 0):
+        return "kernels of sm_90a, and of sm_80 for what they leave"
+    code = "" if capability[0] == 8 else f", compiled for sm_{capability[0]}0 or, by the driver, from PTX"
+    return f"kernels of sm_80{code}"
 
 
 def self_tests() -> dict[str, str]:
