@@ -66,6 +66,8 @@ def failure(
     """
     step = backend.head_dim_step
     key = (backend.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops)
+    if self_test.failures.get(key) == "":  # every call asks
+        return ""
 
     def test() -> str:
         return run_case(backend, device, dtype, head_dim, v_head_dim, *num_heads_of(grouped), drops)
