@@ -172,6 +172,7 @@ def test_doctor_names_who_computes_recurrences_on_a_gpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ops, "why_not_on", lambda index: "")
     monkeypatch.setattr(doctor, "results", lambda questions: "right")
+    monkeypatch.setattr(self_test, "prepare", lambda device, *questions: None)
     monkeypatch.setattr(choose, "who_computes", lambda device: {"SSD": f"somebody on {device}"})
     report = doctor.self_tests()
     assert report["cuda:0: SSD"] == "somebody on cuda:0"
