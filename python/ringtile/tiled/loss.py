@@ -116,7 +116,7 @@ def tiled_linear_cross_entropy(
         derivatives.check_once(_NAME, hidden, weight, bias, vmap=False)
         labels_flat = labels.reshape(-1)
         known = _Known.of(labels_flat, ignore_index, num_items)
-        rows = torch.nonzero_static(labels_flat != ignore_index, size=known.num_labels).squeeze(1)
+        rows = torch.nonzero_static(known.counted, size=known.num_labels).squeeze(1)
         labels_flat = labels_flat[rows]
         denominator = 1.0 if reduction == "sum" else float(rows.numel())
         if num_items is not None:
@@ -184,8 +184,9 @@ def _check(
 
 
 class _Known(NamedTuple):
-    """What the host must know of the labels that are not ignored."""
+    """Which labels are not ignored, and what the host must know of these."""
 
+    counted: Tensor  # bool (T)
     num_labels: int
     smallest: int
     largest: int
@@ -194,9 +195,9 @@ class _Known(NamedTuple):
     @classmethod
     def of(cls, labels: Tensor, ignore_index: int, num_items: int | float | Tensor | None) -> _Known:
         """labels int64 (T). In one copy from a GPU, for which the host waits once."""
-        if labels.numel() == 0:
-            return cls(0, 0, 0, num_items)
         counted, limits = labels != ignore_index, torch.iinfo(torch.int64)
+        if labels.numel() == 0:
+            return cls(counted, 0, 0, 0, num_items)
         numbers = [counted.sum(), labels.where(counted, limits.max).amin(), labels.where(counted, limits.min).amax()]
         # A number that is none, or that wants a gradient, stays as it is, to be refused.
         if isinstance(num_items, Tensor) and num_items.numel() == 1 and num_items.device == labels.device:
@@ -204,7 +205,7 @@ class _Known(NamedTuple):
             if not num_items.requires_grad and not num_items.is_complex():
                 numbers.append(num_items.reshape(()))
         num_labels, smallest, largest, *items = map(float, torch.stack([each.double() for each in numbers]).cpu())
-        return cls(int(num_labels), int(smallest), int(largest), items[0] if items else num_items)
+        return cls(counted, int(num_labels), int(smallest), int(largest), items[0] if items else num_items)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
