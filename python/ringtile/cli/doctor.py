@@ -135,9 +135,10 @@ def cuda(ops: ModuleType) -> str:
         return f"{reason}; torch operations run instead" if torch.cuda.is_available() else reason
     found = ["in use"]
     for i in range(torch.cuda.device_count()):
-        why = ops.why_not_on(i)
-        own = "" if why else cuda_kernels_of(torch.cuda.get_device_capability(i))
-        found.append(f"torch operations on cuda:{i}, {why}" if why else f"cuda:{i} has {own}")
+        if why := ops.why_not_on(i):
+            found.append(f"torch operations on cuda:{i}, {why}")
+        else:
+            found.append(f"cuda:{i} has {cuda_kernels_of(torch.cuda.get_device_capability(i))}")
     return "; ".join(found)
 
 
