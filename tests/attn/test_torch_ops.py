@@ -105,7 +105,10 @@ def test_dropout_has_the_bits_of_the_kernel(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_what_is_not_finite_is_as_in_the_kernel(softcap: float) -> None:
-    """A masked class, a row of nothing else, a token that counts not, and an infinite logit."""
+    """A masked class, a row of nothing else, a token that counts not, and an infinite logit.
+
+    Where both are finite, three sums of 50 terms in float32 are off by at most 150 2^-24 = 9e-6 of a result.
+    """
     logits = torch.randn(5, 50)
     logits[0, 7:] = logits[1] = -torch.inf
     logits[2], logits[3, 4] = torch.nan, torch.inf
