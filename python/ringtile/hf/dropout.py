@@ -31,8 +31,6 @@ from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
-
-
 _OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
 
 
