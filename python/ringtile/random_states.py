@@ -1,6 +1,15 @@
-"""Which of torch's default generators have drawn: what a shard draws is not what the full sequence would."""
+"""The states of torch's default generators: which have drawn, since what a shard draws is not what the full sequence
+would; and numbers of a rank's own."""
 
 from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,3 +35,41 @@ def drawn_since(before: dict[str, Tensor]) -> list[str]:
         # CUDA was initialized since: a generator that has not drawn has offset 0, the second half of its state.
         if (state[8:].any() if device not in before else not torch.equal(state, before[device]))
     ]
+
+
+def all_random_states() -> tuple[dict[str, Tensor], Any, Any]:
+    """Those of `random_states`, Python's and numpy's, of which users' code draws; None for numpy's without numpy."""
+    numpy = sys.modules.get("numpy")
+    return random_states(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_random_states(states: tuple[dict[str, Tensor], Any, Any]) -> None:
+    """Puts back what `all_random_states` returned."""
+    ours, pythons, numpys = states
+    for device, state in ours.items():
+        generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[int(device[5:])]
+        generator.set_state(state)
+    random.setstate(pythons)
+    if numpys is not None:
+        sys.modules["numpy"].random.set_state(numpys)
+
+
+def random_digest() -> str:
+    """A hash of all states: equal on ranks that have drawn the same."""
+    ours, pythons, numpys = all_random_states()
+    states = [bytes(state.numpy()) for state in ours.values()], pythons, numpys
+    return hashlib.sha256(pickle.dumps(states)).hexdigest()
+
+
+@contextlib.contextmanager
+def random_numbers_of(seed: int) -> Iterator[None]:
+    """Inside, all random numbers are those of a seed in 0..2^32-1; outside, nothing was drawn."""
+    before = all_random_states()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_states(before)

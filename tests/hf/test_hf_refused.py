@@ -48,8 +48,15 @@ class OwnStep(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-class GRPOTrainer(Trainer):
-    """Recognized by name; TRL's own needs a reward function and a tokenizer with a chat template."""
+class AsyncGRPOTrainer(Trainer):
+    """Recognized by name; TRL's own needs a server."""
+
+
+class OwnInputs(Trainer):
+    """Might generate what it trains on."""
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
 
 
 def settings(words: str, **options: Any) -> Refusal:
@@ -65,7 +72,8 @@ TRAINERS = [
     settings("dispatch_batches", accelerator_config={"dispatch_batches": True}),
     settings("OwnLoss computes its loss from the outputs", trainer_class=OwnLoss, torch_compile=True),
     settings("OwnStep.training_step replaces that of transformers.Trainer", trainer_class=OwnStep),
-    settings("each rank would sample its own completions", trainer_class=GRPOTrainer),
+    settings("OwnInputs._prepare_inputs replaces that of transformers.Trainer", trainer_class=OwnInputs),
+    settings("its completions come from processes of their own", trainer_class=AsyncGRPOTrainer),
     of_change("model_init", lambda trainer: setattr(trainer, "model_init", tiny_model)),
     of_change("use_liger_kernel", lambda trainer: setattr(trainer.args, "use_liger_kernel", True)),
     of_change("training_step", lambda trainer: setattr(trainer, "training_step", lambda *args: None)),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from ringtile.random_states import random_states
+from ringtile.random_states import all_random_states, set_random_states
 
 _PLAIN = (int, float, str, bool, type(None))
 _MOST = 10_000  # entries of a list or a mapping of numbers; what is longer is data, which no forward pass writes
@@ -41,7 +39,7 @@ class Unchanged:
         ]
         found = {id(x): x for _, held, _ in self._owners for x in held.values() if isinstance(x, torch.Generator)}
         self._generators = [(generator, generator.get_state()) for generator in found.values()]
-        self._random = random_states(), random.getstate(), numpy.random.get_state()  # noqa: NPY002  of users' code
+        self._random = all_random_states()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -57,11 +55,7 @@ class Unchanged:
                 vars(owner)[name] = _fill(held[name], content)
         for generator, state in self._generators:
             generator.set_state(state)
-        states, ours, theirs = self._random
-        for device, state in states.items():
-            _default_generator(device).set_state(state)
-        random.setstate(ours)
-        numpy.random.set_state(theirs)  # noqa: NPY002
+        set_random_states(self._random)
 
 
 @contextlib.contextmanager
@@ -94,12 +88,6 @@ def without_checkpoints(model: nn.Module) -> Iterator[None]:
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _default_generator(device: str) -> torch.Generator:
-    if device == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[int(device.partition(":")[2])]
 
 
 def _plain(owner: object) -> list[str]:

@@ -55,9 +55,10 @@ def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: 
     batch it is the original. TRL's fused head calls that of Mixtral's file for every type of model. wrapped: the model
     with its adapters, of which AdaLoRA's calls the inner module's forward, without its hooks.
     """
-    original = _function_of(model)
-    if original is None or not _is_known(original):
-        return
+    own = _function_of(model)
+    files = {modeling_mixtral} | (
+        {sys.modules[type(model).__module__]} if own is not None and _is_known(own) else set()
+    )
 
     def without_share(module: Any, args: Any, outputs: Any) -> None:
         """Callers of the model log the balancing loss, or add it to a loss of their own."""
@@ -65,8 +66,8 @@ def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: 
         if batch is not None and batch.balancing_loss is not None and isinstance(outputs, dict):
             outputs["aux_loss"] = batch.balancing_loss
 
-    for module in {sys.modules[type(model).__module__], modeling_mixtral}:
-        patches.share(module, _NAME, _over_group)
+    for file in files:
+        patches.share(file, _NAME, _over_group)
     patches.on_restore(wrapped.register_forward_hook(without_share).remove)
 
 

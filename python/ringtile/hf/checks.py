@@ -35,6 +35,7 @@ _TRAINER_METHODS = {
     "training_step": (),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
     "evaluation_loop": ("dataloader",),
+    "_prepare_inputs": (),
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "_track_num_input_tokens": ("inputs",),
     "floating_point_ops": ("inputs",),
@@ -68,12 +69,15 @@ _WORK_ON_SHARDS = (
     "trl.trainer.dpo_trainer",
     "trl.trainer.kto_trainer",
     "trl.trainer.reward_trainer",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
+    "trl.trainer.distillation_trainer",
     "trl.experimental.orpo.orpo_trainer",
     "axolotl.core.trainers.mixins.activation_checkpointing",
     "axolotl.core.trainers.mixins.layer_offloading",
 )
-_GENERATES = "each rank would sample its own completions, whose shards do not belong to one sequence"
-_REFUSED_TRAINERS = {"GRPOTrainer": _GENERATES, "RLOOTrainer": _GENERATES, "DistillationTrainer": _GENERATES}
+_ASYNC = "its completions come from processes of their own, one of which feeds each rank with other rows"
+_REFUSED_TRAINERS = {"AsyncGRPOTrainer": _ASYNC, "AsyncDistillationTrainer": _ASYNC}
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
@@ -317,7 +321,8 @@ def _check_touch_points(trainer: Trainer) -> None:
         if method != "compute_loss" and home.__module__ not in _WORK_ON_SHARDS:
             raise Refused(
                 f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
-                f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer or RewardTrainer, with at most a compute_loss of "
+                f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer or "
+                f"DistillationTrainer, with at most a compute_loss of "
                 f"your own: ringtile cannot tell whether another {method} works on shards"
             )
 

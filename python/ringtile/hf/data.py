@@ -55,11 +55,17 @@ def gather_rows(accelerator: Accelerator, group: ContextParallelGroup, data: Any
     end of a data set the rows that only fill up the last batch are dropped.
     Raises Refused for anything but tensors.
     """
+    return _without_surplus(accelerator, 1, one_copy(group, _gather(accelerator, data)))
 
-    def one_copy(rows: Tensor) -> Tensor:
-        return rows.reshape(group.data_size, group.size, -1, *rows.shape[1:])[:, 0].flatten(0, 1)
 
-    return _without_surplus(accelerator, 1, recursively_apply(one_copy, _gather(accelerator, data)))
+def one_copy(group: ContextParallelGroup, data: Any) -> Any:
+    """Tensors (n * ranks, ...) of all ranks -> (n * data_size, ...): of each group, the rows of its first rank."""
+
+    def of_tensor(rows: Tensor) -> Tensor:
+        each = rows.size(0) // (group.data_size * group.size)
+        return rows.reshape(group.data_size, group.size, each, *rows.shape[1:])[:, 0].flatten(0, 1)
+
+    return recursively_apply(of_tensor, data)
 
 
 def gather_parts(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:

@@ -9,18 +9,25 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ringtile.hf import adapters, checks, data, model
 from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.model_loss import watch_loss
+from ringtile.hf.one_process import OneProcess
 from ringtile.hf.parallelism import accelerate_knows_groups
+from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score
+
+_GATHERS = {"gather", "gather_object"}  # functions of accelerate that modules of TRL import by name
 
 
 class LossOnSequences(Strategy):
@@ -42,19 +49,46 @@ class LossOnSequences(Strategy):
         for name in ("compute_loss", "prediction_step"):
             self.replace(trainer, name, self._in_step)
         if not accelerate_knows_groups(trainer.accelerator):
-            self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+            self.replace(trainer, "_get_num_items_in_batch", self.counting_groups)
         self.gather_with(data.gather_rows)
         for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
             if wrapped is not None:
-                wrapped = adapters.receiver(trainer.accelerator.unwrap_model(wrapped))
-                base = model.base_model(wrapped)
-                self.switch_model(wrapped, base)
-                if not has_score(base):
-                    watch_loss(wrapped, base, self.patches)
-                draws = RandomDraws(base)
-                hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, draws)
-                hooks.install(wrapped, base, self.patches)
-                self.hooks.append(hooks)
+                self.hook(wrapped)
+
+    def hook(self, wrapped: nn.Module) -> None:
+        """Makes a model run on shards where the Trainer's loss calls it."""
+        wrapped = adapters.receiver(self.trainer.accelerator.unwrap_model(wrapped))
+        base = model.base_model(wrapped)
+        self.switch_model(wrapped, base)
+        if not has_score(base):
+            watch_loss(wrapped, base, self.patches)
+        hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, RandomDraws(base))
+        hooks.install(self.called(wrapped, base), base, self.patches)
+        self.hooks.append(hooks)
+
+    def called(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
+        """The module of a model that the loss calls."""
+        return wrapped
+
+    @contextlib.contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Inside, the Trainer and the modules of TRL that it is of see a group as one process."""
+        trainer = self.trainer
+        if isinstance(trainer.accelerator, OneProcess):
+            yield
+            return
+        patches, one = Patches(), OneProcess(trainer.accelerator, self.group)
+        vllm = getattr(trainer, "vllm_generation", None)
+        for owner in [trainer] + [vllm] * (vllm is not None):
+            patches.set(owner, "accelerator", one)
+        names = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__}
+        for module in [sys.modules[name] for name in names if name.startswith("trl.")]:
+            for name in _GATHERS & vars(module).keys():
+                patches.set(module, name, getattr(one, name))
+        try:
+            yield
+        finally:
+            patches.restore()
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
@@ -63,7 +97,7 @@ class LossOnSequences(Strategy):
             return original(model, *args, **kwargs)
         self.in_step = True
         try:
-            with active(None), self.counting_groups():
+            with active(None), self.as_one_process():
                 return original(model, *args, **kwargs)
         finally:
             self.in_step = False
@@ -74,8 +108,7 @@ class LossOnSequences(Strategy):
         """None for a batch of other code, such as generate(), on which the model runs as it is."""
         return self.shard(inputs) if self.in_step else None
 
-    def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """T: averaged over devices, the original counts every batch once per rank of a group."""
-        num_items = original(*args, **kwargs)
-        counted_often = num_items is not None and self.trainer.args.average_tokens_across_devices
-        return num_items // self.group.size if counted_often else num_items
+    def counting_groups(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the Trainer's that counts processes."""
+        with self.as_one_process():
+            return original(*args, **kwargs)

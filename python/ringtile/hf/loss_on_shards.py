@@ -55,6 +55,17 @@ class LossOnShards(Strategy):
             watch_loss(self.entry, self.base, self.patches)
 
     @contextlib.contextmanager
+    def counting_groups(self) -> Iterator[None]:
+        """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
+        state = self.trainer.accelerator.state
+        num_ranks = state.num_processes
+        state.num_processes = num_ranks // self.group.size
+        try:
+            yield
+        finally:
+            state.num_processes = num_ranks
+
+    @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
         """This rank's part of a batch, on which the model runs inside the context; checked at its end."""
         local, batch = self.shard(inputs)

@@ -55,7 +55,8 @@ class Strategy(abc.ABC):
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
         hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
-        self.routers_checked = bool(getattr(base.config.get_text_config(), "output_router_logits", False))
+        routers = getattr(base.config.get_text_config(), "output_router_logits", False)
+        self.routers_checked = bool(routers or getattr(trainer, "aux_loss_enabled", False))  # by TRL's fused head
         self.training_checked = False
         self.positions = Positions(base, patches)
         self.trace: Trace | None = None  # of the first batch, while it is proved
@@ -234,17 +235,6 @@ class Strategy(abc.ABC):
             return gather(accelerator, self.group, input_data)
 
         self.replace(accelerator, "gather_for_metrics", gathered)
-
-    @contextlib.contextmanager
-    def counting_groups(self) -> Iterator[None]:
-        """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
-        state = self.trainer.accelerator.state
-        num_ranks = state.num_processes
-        state.num_processes = num_ranks // self.group.size
-        try:
-            yield
-        finally:
-            state.num_processes = num_ranks
 
     # ---- data and counting ----------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ from ringtile.hf.packing import Packing
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import LimitTimeouts, Peers
+from ringtile.hf.rollouts import LossOnRollouts, generates
+from ringtile.hf.strategy import Strategy
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -121,9 +123,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         assert trainer.model is not None  # base_model has refused it otherwise
         adapters.check_adapters(trainer.model)
         checks.check_deepspeed(trainer, base)
-        strategy = (LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards)(
-            trainer, base, config, patches
-        )
+        strategy = _strategy_of(trainer)(trainer, base, config, patches)
         strategy.install()
         if config.first_batch_check:
             first_batch = FirstBatch(strategy)
@@ -133,6 +133,12 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         _install_alone(trainer, base, patches)
     _attach_callbacks(trainer, config, group, patches)
     patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
+
+
+def _strategy_of(trainer: Trainer) -> type[Strategy]:
+    if generates(trainer):
+        return LossOnRollouts
+    return LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards
 
 
 def _install_alone(trainer: Trainer, base: PreTrainedModel, patches: Patches) -> None:

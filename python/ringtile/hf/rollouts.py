@@ -1,0 +1,256 @@
+"""Trainers that generate what they train on (TRL's GRPO, RLOO and distillation): a group of ranks is one process.
+
+The rows of a group are dealt to its ranks. Each generates its rows on the unsharded model, with random numbers of its
+own. Then every rank holds all rows of the group, and the log-probs of policy and reference are those of sharded models.
+Reward functions run on the first rank of a group; reward models score the rows that a rank was dealt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, Trainer
+
+from ringtile.errors import ConfigError, Refused, RingMismatch
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.loss_on_sequences import LossOnSequences
+from ringtile.random_states import random_digest, random_numbers_of
+
+
+def generates(trainer: Trainer) -> bool:
+    """Whether it samples completions as TRL's GRPOTrainer does."""
+    return hasattr(trainer, "_generate_single_turn") and hasattr(trainer, "_generate_and_score_completions")
+
+
+class LossOnRollouts(LossOnSequences):
+    """Deals the rows of a group to its ranks to generate, and shards what computes their log-probs."""
+
+    def check(self) -> None:
+        super().check()
+        args, name = self.trainer.args, type(self.trainer).__name__
+        trainer: Any = self.trainer
+        if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None) is not None:
+            raise Refused(
+                f"{name} has tools or environments; expected none under context parallelism: every rank of a group "
+                f"would call them. Call them in a rollout_func, which is given the rows of one rank"
+            )
+        groups = args.world_size // self.config.context_parallel_size
+        asked = {"num_generations": self._rows_at_once(groups)}
+        if trainer.eval_dataset is not None:
+            asked["num_generations_eval"] = args.per_device_eval_batch_size * groups
+        for key, rows in asked.items():
+            if rows % (number := getattr(trainer, key, None) or 1):
+                raise ConfigError(
+                    f"{rows} rows are generated at once, since {self.config.context_parallel_size} ranks count as one "
+                    f"process, but {key} is {number}; expected a multiple of it: raise "
+                    + ("per_device_eval_batch_size" if key.endswith("eval") else "gradient_accumulation_steps")
+                )
+
+    def _rows_at_once(self, groups: int) -> int:
+        """Rows of all groups that are generated together for training."""
+        args = self.trainer.args
+        steps = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+        return int(args.per_device_train_batch_size * groups * steps)
+
+    def called(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
+        """Distillation multiplies the last hidden states by the head itself."""
+        return base.base_model if hasattr(self.trainer, "teacher_model") else wrapped
+
+    @property
+    def entry(self) -> nn.Module:
+        return self.called(super().entry, self.base)
+
+    def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
+        """Without the number of last tokens whose logits distillation wants: it cuts the hidden states itself."""
+        return super().shard({name: value for name, value in inputs.items() if name != "logits_to_keep"})
+
+    def install_loss(self) -> None:
+        super().install_loss()
+        trainer: Any = self.trainer
+        patches, rows = self.patches, self._rows_at_once(self.group.data_size)
+        if (teacher := getattr(trainer, "teacher_model", None)) is not None:
+            self.hook(teacher)
+        self.replace(trainer, "get_train_dataloader", self.counting_groups)
+        self.replace(trainer, "_prepare_inputs", self._score)
+        self.replace(trainer, "_generate_single_turn", self._generate)
+        if getattr(trainer, "rollout_func", None) is not None:
+            self.replace(trainer, "rollout_func", self._roll_out)
+        if hasattr(trainer.args, "generation_batch_size"):
+            patches.set(trainer.args, "generation_batch_size", rows)
+        patches.set(trainer, "_logs", _with_length(trainer._logs, rows))
+        if hasattr(trainer, "reward_funcs"):
+            patches.set(trainer, "reward_funcs", [self._reward(function) for function in trainer.reward_funcs])
+        set_seed(trainer.args.seed + self.group.data_index)  # as TRL does with the index of a process
+
+    def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`_prepare_inputs`, which generates completions and computes old and reference log-probs of them."""
+        was_in_step, self.in_step = self.in_step, True
+        try:
+            with self.as_one_process():
+                batch = original(*args, **kwargs)
+        finally:
+            self.in_step = was_in_step
+            for hooks in self.hooks:
+                hooks.stop_watching()
+        self.group.check_same_batch(batch)
+        return batch
+
+    @contextlib.contextmanager
+    def _unsharded(self) -> Iterator[None]:
+        was_in_step, self.in_step = self.in_step, False
+        try:
+            yield
+        finally:
+            self.in_step = was_in_step
+
+    # ---- rows that are dealt --------------------------------------------------------------------
+
+    def _generate(
+        self,
+        original: Callable[..., Any],
+        prompt_ids: Sequence[Any],
+        images: Any,
+        multimodal_fields: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        trainer: Any = self.trainer
+        if images is not None or multimodal_fields:
+            raise Refused(f"{type(trainer).__name__} was given images; expected text alone: images cannot be sharded")
+
+        def generate(rows: Sequence[Any]) -> Any:
+            with self._unsharded():
+                return original(rows, images, multimodal_fields, *args, **kwargs)
+
+        if getattr(trainer, "use_vllm", False):
+            if trainer.vllm_mode == "server":  # which one rank of the world asks, for the rows of all
+                return generate(prompt_ids)
+            sharing = trainer.vllm_tensor_parallel_size
+            if sharing > 1 and len(prompt_ids) % self.group.size:
+                raise Refused(
+                    f"{len(prompt_ids)} rows for {self.group.size} ranks, {sharing} of which share an instance of "
+                    f"vLLM; expected as many rows on each: change per_device_train_batch_size or steps_per_generation"
+                )
+        return self._deal(prompt_ids, generate)
+
+    def _roll_out(self, original: Callable[..., Any], prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
+
+        def roll_out(rows: Sequence[Any]) -> Any:
+            with self._unsharded():
+                return original(rows, *args, **kwargs)
+
+        return self._deal(prompts, roll_out)
+
+    def _deal(self, rows: Sequence[Any], generate: Callable[[Sequence[Any]], Any]) -> Any:
+        """Returns what `generate` answers to all rows; each rank asks it about its part of them. A collective.
+
+        Raises RingMismatch where the ranks hold other rows, or other random numbers.
+        """
+        group = self.group
+        counts = _counts(len(rows), group.size)
+        first = sum(counts[: group.rank])
+        mine, answer = rows[first : first + counts[group.rank]], None
+        shared = {"rows to generate": _hash(repr(rows)), "random numbers": _hash(random_digest())}
+        if mine or _gathers_weights(self.trainer):  # a rank without rows helps the others to gather weights
+            of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training, group.rank)
+            with random_numbers_of(_hash(repr(of_rank))):
+                answer = generate(mine or rows[:1])
+        held: list[Any] = [None] * group.size
+        dist.all_gather_object(held, (shared, answer), group=group.process_group)
+        for rank, (theirs, _) in enumerate(held):
+            for what, expected in held[0][0].items():
+                if theirs[what] != expected:
+                    raise RingMismatch(
+                        f"ranks {group.world_rank(0)} and {group.world_rank(rank)} share a sequence but not the {what}:"
+                        f" the hash is {expected:08x} and {theirs[what]:08x}; expected the same on every rank of a "
+                        f"context-parallel group (same seed and data, nothing drawn on one of its ranks alone)"
+                    )
+        return _joined([answer for (_, answer), count in zip(held, counts, strict=True) if count], counts)
+
+    # ---- rewards --------------------------------------------------------------------------------
+
+    def _reward(self, function: Any) -> Any:
+        """A reward model that scores this rank's rows; a function that runs on the first rank of a group, which alone
+        is heard."""
+        if isinstance(function, nn.Module):
+            self.patches.wrap(function, "forward", self._score_rows)
+            return function
+        if self.group.rank == 0:
+            return function
+
+        def nothing(prompts: Sequence[Any], **kwargs: Any) -> list[float]:
+            return [0.0] * len(prompts)
+
+        async def nothing_later(prompts: Sequence[Any], **kwargs: Any) -> list[float]:
+            return nothing(prompts)
+
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return functools.wraps(function)(nothing_later if is_async else nothing)
+
+    def _score_rows(self, original: Callable[..., Any], **inputs: Tensor) -> Any:
+        """The reward model on the rows of this rank, and the logits of all rows of the group."""
+        counts = _counts(next(iter(inputs.values())).size(0), self.group.size)
+        first = sum(counts[: self.group.rank])
+        rows = slice(first, first + counts[self.group.rank]) if counts[self.group.rank] else slice(0, 1)
+        with self._unsharded():
+            output = original(**{name: value[rows] for name, value in inputs.items()})
+        most = output.logits.new_zeros(max(counts), *output.logits.shape[1:])
+        most[: output.logits.size(0)] = output.logits
+        parts = [torch.empty_like(most) for _ in counts]
+        dist.all_gather(parts, most, group=self.group.process_group)
+        output.logits = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return output
+
+
+def _counts(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets: as many as another, or one more."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _gathers_weights(trainer: Trainer) -> bool:
+    """Whether a rank holds but a part of the weights."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    return isinstance(trainer.model, FSDPModule) or (plugin is not None and plugin.zero_stage == 3)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def _joined(answers: Sequence[Any], counts: Sequence[int]) -> Any:
+    """One answer for all rows from those for a few rows each: lists of rows one after another, in tuples and mappings;
+    of anything else the first."""
+    first = answers[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(parts, counts) for parts in zip(*answers, strict=True))
+    if isinstance(first, Mapping):
+        return {key: _joined([answer[key] for answer in answers], counts) for key in first}
+    lengths = [len(answer) if isinstance(answer, list) else None for answer in answers]
+    if lengths == [count for count in counts if count]:
+        return [row for answer in answers for row in answer]
+    if any(answer != first for answer in answers):
+        raise Refused(
+            "a rollout_func returned something else than a list of one entry for each row, which differs between the "
+            "ranks of a group; expected lists as long as the prompts that it was given"
+        )
+    return first
+
+
+def _with_length(logs: Any, rows: int) -> Any:
+    """TRL's logs of the last generation, empty, for so many rows."""
+    if isinstance(logs, deque):
+        return deque(maxlen=rows)
+    kept = {name: _with_length(log, rows) for name, log in logs.items()}
+    return defaultdict(functools.partial(deque, maxlen=rows), kept) if isinstance(logs, defaultdict) else kept

@@ -1,0 +1,178 @@
+"""Short trainings of TRL's trainers that generate, on completions that are given, in one process or on ranks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+import tempfile
+import warnings
+from typing import Any
+
+import datasets
+import ringtile
+import torch.distributed as dist
+from hf_engines import engine as engine_arguments
+from hf_engines import full_weights
+from hf_models import hybrid, tiny_model, tiny_tokenizer, with_lora
+from hf_training import PROOF, Run, enter_world
+from transformers import Trainer
+
+EOS = 2
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_completion_length": 14,
+    "temperature": 0.9,
+    "max_steps": 3,
+    "learning_rate": 0.3,
+    "optim": "sgd",
+    "max_grad_norm": 1e9,  # clips nothing: clipping would hide a wrong scale of the loss
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+}
+OF_REWARDS: dict[str, Any] = {"num_generations": 4, "epsilon": 0.001}  # so small that ratios are clipped
+HYBRIDS = {"qwen3_next", "bamba"}
+TIMES = {"train_runtime", "train_tokens_per_second", "step_time", "eval_runtime", "eval_samples_per_second"}
+TIMES |= {"eval_steps_per_second", "train_samples_per_second", "train_steps_per_second"}
+
+
+class Given:
+    """A rollout_func that gives each row of a generation its completion: 1 to 14 tokens, some without an end."""
+
+    def __init__(self, group: int) -> None:
+        self.group, self.calls = group, [0]  # ranks that share a sequence; rows of each call
+
+    def __call__(self, prompts: list[str], trainer: Trainer) -> dict[str, Any]:
+        self.calls.append(len(prompts))
+        rank, args = dist.get_rank() if dist.is_initialized() else 0, trainer.args
+        steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)
+        rows = args.per_device_train_batch_size * steps if trainer.model.training else args.per_device_eval_batch_size
+        shares = [rows // self.group + (r < rows % self.group) for r in range(self.group)]
+        first = rank // self.group * rows + sum(shares[: rank % self.group])
+        completions = [
+            completion_of(prompt, row, trainer.state.global_step) for row, prompt in enumerate(prompts, first)
+        ]
+        prompt_ids = trainer.processing_class(prompts)["input_ids"]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completions,
+            "logprobs": None,
+            "row": list(range(len(prompts))),
+        }
+
+
+def completion_of(prompt: str, row: int, step: int) -> list[int]:
+    draw = random.Random(f"{prompt} {row} {step}")
+    tokens = [draw.randrange(3, 96) for _ in range(draw.choice([1, 2, 5, 9, 13]))]
+    return tokens + [EOS] * (draw.random() < 0.7)
+
+
+def length_reward(completion_ids: list[list[int]], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+    log_metric("longest", max(map(len, completion_ids)))
+    log_extra("length", [len(ids) for ids in completion_ids])
+    return [math.sin(len(ids)) for ids in completion_ids]
+
+
+def word_reward(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    return [None if ids[0] % 7 == 0 else sum(ids) % 11 / 11 for ids in completion_ids]
+
+
+def make_prompts(count: int, seed: int = 0) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    return [
+        {"prompt": " ".join(f"w{draw.randrange(3, 96)}" for _ in range(draw.randrange(1, 9)))} for _ in range(count)
+    ]
+
+
+def make_rollouts(
+    kind: str = "GRPO",
+    group: int = 1,
+    *,
+    family: str = "llama",
+    lora: bool = False,
+    given: bool = True,
+    folder: str | None = None,
+    rewards: Any = None,
+    more: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Trainer:
+    """group: the ranks that share a sequence. more: arguments of the Trainer."""
+    enter_world()
+    warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
+    package = importlib.import_module("trl")
+    folder = folder or tempfile.mkdtemp(prefix="ringtile-test-")
+    model = hybrid(family) if family in HYBRIDS else tiny_model(family).train()
+    model.config._name_or_path = _saved(model, folder)  # from which a reference model is read
+    model = with_lora(model) if lora else model
+    config = SETTINGS | (OF_REWARDS if kind != "Distillation" else {}) | settings
+    arguments = {"processing_class": tiny_tokenizer(), **(more or {})}
+    if kind == "Distillation":
+        arguments["teacher_model"] = tiny_model(family, seed=3)
+    else:
+        arguments["reward_funcs"] = rewards or [length_reward, word_reward]
+        if given and kind == "GRPO":
+            arguments["rollout_func"] = Given(group)
+    trainer: Trainer = getattr(package, f"{kind}Trainer")(
+        model=model,
+        args=getattr(package, f"{kind}Config")(f"{folder}/run", **config),
+        train_dataset=datasets.Dataset.from_list(make_prompts(12)),
+        eval_dataset=datasets.Dataset.from_list(make_prompts(4, seed=1)),
+        **arguments,
+    )
+    if given and kind != "GRPO":
+        trainer._generate_single_turn = _generating(trainer, Given(group))
+    return trainer
+
+
+def _saved(model: Any, folder: str) -> str:
+    """The first rank saves it, as transformers does it, where all of them see it."""
+    if not dist.is_initialized():
+        model.save_pretrained(folder)
+        return folder
+    shared = [folder]
+    dist.broadcast_object_list(shared)
+    model.save_pretrained(shared[0])
+    dist.barrier()
+    return shared[0]
+
+
+def _generating(trainer: Trainer, given: Given) -> Any:
+    def generate(prompt_ids: list[list[int]], images: Any, fields: Any, *args: Any) -> Any:
+        prompts = trainer.processing_class.batch_decode(prompt_ids)
+        return given(prompts, trainer)["completion_ids"]
+
+    return generate
+
+
+def train_rollouts(
+    config: dict[str, Any] | None, *, engine: str = "DDP", resume: str | None = None, **options: Any
+) -> Run:
+    """Run it on every rank."""
+    with engine_arguments(engine) as arguments:
+        trainer = make_rollouts(**{**arguments, **options})
+        if config is not None:
+            ringtile.enable(trainer, PROOF | config)
+        trainer.train(resume_from_checkpoint=resume)
+        run = Run(global_step=trainer.state.global_step, num_input_tokens=trainer.state.num_input_tokens_seen)
+        run.metrics = [{key: x for key, x in entry.items() if key not in TIMES} for entry in trainer.state.log_history]
+        run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        run.logs = {
+            name: {k: list(v) for k, v in log.items()} if isinstance(log, dict) else list(log)
+            for name, log in trainer._logs.items()
+        }
+        run.weights = full_weights(trainer.model)
+        run.metrics.append(_without_times(trainer.evaluate()))
+        if config is not None:
+            ringtile.restore(trainer)
+    return run
+
+
+def _without_times(entry: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in entry.items() if key not in TIMES}

@@ -1,0 +1,112 @@
+"""Trainers that generate: weights, metrics and logs of ranks that share sequences equal those of one process, or of as
+many processes as there are groups."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hf_rollouts import train_rollouts
+from hf_training import TOLERANCE, Run
+from pool import run_ranks
+
+# Old log-probs, from the second update on; clipping; a reference model; fewer tokens than there are; truncated ones.
+ALL = {
+    "num_iterations": 2,
+    "beta": 0.1,
+    "top_entropy_quantile": 0.2,
+    "mask_truncated_completions": True,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "max_steps": 5,
+}
+TWICE = {name: ALL[name] for name in ("num_iterations", "gradient_accumulation_steps", "steps_per_generation")}
+# At a rate of 0.3 rounding grows: two paddings of RLOO in one process differ by 2e-6 after 4 steps.
+SLOWLY = {"learning_rate": 0.05}
+RLOO = {name: value for name, value in ALL.items() if name != "top_entropy_quantile"} | SLOWLY
+QWEN3_MOE = {"family": "qwen3-moe", "router_aux_loss_coef": 0.1}
+
+
+def cell(what: str, world: int = 2, size: int = 2, long: bool = True, ranks: Any = None, **options: Any) -> Any:
+    marks = [pytest.mark.long] * long
+    return pytest.param(world, size, options, ranks or {}, id=f"{what}, {world} ranks in groups of {size}", marks=marks)
+
+
+CELLS = [
+    cell("grpo", long=False),
+    cell("everything", 4, long=False, **ALL),
+    *(cell(f"{loss} with everything", 2, loss_type=loss, **ALL) for loss in ("grpo", "bnpo", "dr_grpo", "dapo")),
+    *(cell(f"{loss} with everything", 3, 3, loss_type=loss, **ALL) for loss in ("cispo", "sapo", "vespo", "luspo")),
+    cell("importance of sequences", loss_type="grpo", importance_sampling_level="sequence", **ALL),
+    cell("luspo of sequences", 4, 4, loss_type="luspo", importance_sampling_level="sequence", **ALL),
+    cell("AdamW", optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-3, long=False, **ALL),
+    cell("LoRA", lora=True, long=False, **ALL),
+    cell("LoRA", 4, lora=True, loss_type="cispo", **ALL),
+    cell("scaled by the batch", 4, scale_rewards="batch"),
+    cell("not scaled", scale_rewards="none"),
+    cell("normalized, then summed", 4, multi_objective_aggregation="normalize_then_sum", reward_weights=[0.3, 1.5]),
+    cell("adaptive entropy", 4, use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=4.5, **TWICE),
+    cell("two-sided clipping", delta=1.0005, off_policy_mask_threshold=1e-7, **TWICE),
+    cell("unbiased KL", use_bias_correction_kl=True, **ALL),
+    cell("experts", long=False, **QWEN3_MOE),
+    cell("experts", 4, **QWEN3_MOE, **ALL),
+    cell("checkpointing", gradient_checkpointing=True, **ALL),
+    cell("one row for two ranks", 2, per_device_train_batch_size=1, gradient_accumulation_steps=4),
+    cell(
+        "fewer rows than ranks", 4, 4, per_device_train_batch_size=1, gradient_accumulation_steps=2, num_generations=2
+    ),
+    *(cell(f"a hybrid, {family}", family=family, **ALL | SLOWLY) for family in ("qwen3_next", "bamba")),
+    cell("RLOO", kind="RLOO", long=False, **RLOO),
+    cell(
+        "RLOO of sequences", 4, kind="RLOO", **RLOO | {"normalize_advantages": True, "reward_clip_range": [-0.5, 0.5]}
+    ),
+    cell("RLOO with LoRA", 3, 3, kind="RLOO", lora=True, **RLOO),
+    cell("distillation", kind="Distillation", long=False),
+    *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),
+    cell("distillation with LoRA", 3, 3, kind="Distillation", lora=True),
+    cell("grpo under FSDP2", ranks={"engine": "FSDP2"}, **ALL),
+    cell("grpo with LoRA under ZeRO-3", ranks={"engine": "ZeRO-3"}, lora=True, **ALL),
+    cell("grpo under ZeRO-2", 4, ranks={"engine": "ZeRO-2"}, **ALL),
+    cell("distillation under FSDP2", kind="Distillation", ranks={"engine": "FSDP2"}),
+]
+
+
+@pytest.mark.parametrize(("world", "size", "options", "ranks"), CELLS)
+def test_equals_one_process(world: int, size: int, options: dict[str, Any], ranks: dict[str, Any]) -> None:
+    check(world, size, options, ranks)
+
+
+def check(world: int, size: int, options: dict[str, Any], ranks: dict[str, Any] | None = None) -> None:
+    groups = world // size
+    expected = train_rollouts(None, **options) if groups == 1 else run_ranks(groups, train_rollouts, None, **options)[0]
+    runs = run_ranks(world, train_rollouts, {"context_parallel_size": size}, group=size, **options, **(ranks or {}))
+    for run in runs:
+        assert_equal(run, expected)
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    assert run.global_step == expected.global_step
+    assert run.num_input_tokens == expected.num_input_tokens
+    assert_same(run.metrics, expected.metrics, "metrics")
+    assert_same(run.logs, expected.logs, "logs")
+    assert run.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+
+
+def assert_same(got: Any, expected: Any, what: str) -> None:
+    """Numbers of order 1, sums of some of either sign: differences are bounded absolutely."""
+    if isinstance(expected, dict):
+        assert got.keys() == expected.keys(), what
+        for key in expected:
+            assert_same(got[key], expected[key], f"{what}: {key}")
+    elif isinstance(expected, list):
+        assert len(got) == len(expected), what
+        for index, pair in enumerate(zip(got, expected, strict=True)):
+            assert_same(*pair, f"{what}[{index}]")
+    elif isinstance(expected, float) and isinstance(got, float):
+        same = (math.isnan(got) and math.isnan(expected)) or abs(got - expected) <= TOLERANCE * max(1, abs(expected))
+        assert same, f"{what}: {got} is not {expected}"
+    else:
+        assert got == expected, what
