@@ -41,8 +41,12 @@ class FirstBatch:
         self.comparison: Comparison | None = None
 
     def install(self) -> None:
-        self._strategy.replace(self._strategy.trainer, "get_batch_samples", self._get_batch_samples)
-        self._strategy.replace(self._strategy.trainer, "prediction_step", self._prediction_step)
+        strategy, trainer = self._strategy, self._strategy.trainer
+        if strategy.makes_batches:
+            strategy.replace(trainer, "compute_loss", self._compute_loss)
+            return
+        strategy.replace(trainer, "get_batch_samples", self._get_batch_samples)
+        strategy.replace(trainer, "prediction_step", self._prediction_step)
 
     # ---- before the first step, and the first evaluation ----------------------------------------
 
@@ -82,6 +86,21 @@ class FirstBatch:
 
             self._prove(_without_engine(model), self._strategy.trainer._prepare_inputs(dict(inputs)), loss)
         return original(model, inputs, prediction_loss_only, *args, **kw)
+
+    def _compute_loss(
+        self, original: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kw: Any
+    ) -> Any:
+        """Of a Trainer whose batches are known no earlier."""
+        if not self._trained and (model.training or not self._evaluated):
+            self._trained, self._evaluated = model.training, True
+            self._strategy.prepare_training(model)
+
+            def loss(model: nn.Module, cut: dict[str, Any]) -> Tensor | None:
+                found: Tensor | None = original(model, self._strategy.of_cut(model, cut), *args, **kw)
+                return found
+
+            self._prove(_without_engine(model), dict(inputs), loss)
+        return original(model, inputs, *args, **kw)
 
     def _training_loss(self, model: nn.Module, cut: dict[str, Any]) -> Any:
         trainer = self._strategy.trainer

@@ -95,12 +95,17 @@ class LossOnSequences(Strategy):
         self.prepare_training(model)
         if self.in_step:
             return original(model, *args, **kwargs)
-        self.in_step = True
+        with active(None), self.as_one_process(), self.step(True):
+            return original(model, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def step(self, inside: bool) -> Iterator[None]:
+        """Inside, the models shard what they are given, or, in other code such as generate(), they do not."""
+        was_inside, self.in_step = self.in_step, inside
         try:
-            with active(None), self.as_one_process():
-                return original(model, *args, **kwargs)
+            yield
         finally:
-            self.in_step = False
+            self.in_step = was_inside
             for hooks in self.hooks:
                 hooks.stop_watching()
 

@@ -7,12 +7,11 @@ Reward functions run on the first rank of a group; reward models score the rows 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +34,8 @@ def generates(trainer: Trainer) -> bool:
 
 class LossOnRollouts(LossOnSequences):
     """Deals the rows of a group to its ranks to generate, and shards what computes their log-probs."""
+
+    makes_batches = True
 
     def check(self) -> None:
         super().check()
@@ -95,24 +96,23 @@ class LossOnRollouts(LossOnSequences):
 
     def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`_prepare_inputs`, which generates completions and computes old and reference log-probs of them."""
-        was_in_step, self.in_step = self.in_step, True
-        try:
-            with self.as_one_process():
-                batch = original(*args, **kwargs)
-        finally:
-            self.in_step = was_in_step
-            for hooks in self.hooks:
-                hooks.stop_watching()
+        with self.as_one_process(), self.step(True):
+            batch = original(*args, **kwargs)
         self.group.check_same_batch(batch)
         return batch
 
-    @contextlib.contextmanager
-    def _unsharded(self) -> Iterator[None]:
-        was_in_step, self.in_step = self.in_step, False
-        try:
-            yield
-        finally:
-            self.in_step = was_in_step
+    def of_cut(self, model: nn.Module, cut: dict[str, Any]) -> dict[str, Any]:
+        """With the model's own log-probs for old ones and the reference's, which are of other contexts: exp of their
+        differences, and of RLOO's sums over rows, would be too steep to compare."""
+        trainer: Any = self.trainer
+        names = {"old_per_token_logps", "ref_per_token_logps", "old_logps"} & cut.keys()
+        if not names:
+            return cut
+        ids, mask = (torch.cat([cut[f"prompt_{name}"], cut[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+        with torch.no_grad(), self.as_one_process(), self.step(True):
+            found = trainer._get_per_token_logps_and_entropies(model, ids, mask, cut["completion_ids"].size(1))[0]
+        sums = {"old_logps": (found * cut["completion_mask"]).sum(1)}
+        return cut | {name: sums.get(name, found) for name in names}
 
     # ---- rows that are dealt --------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class LossOnRollouts(LossOnSequences):
             raise Refused(f"{type(trainer).__name__} was given images; expected text alone: images cannot be sharded")
 
         def generate(rows: Sequence[Any]) -> Any:
-            with self._unsharded():
+            with self.step(False):
                 return original(rows, images, multimodal_fields, *args, **kwargs)
 
         if getattr(trainer, "use_vllm", False):
@@ -148,7 +148,7 @@ class LossOnRollouts(LossOnSequences):
         """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
 
         def roll_out(rows: Sequence[Any]) -> Any:
-            with self._unsharded():
+            with self.step(False):
                 return original(rows, *args, **kwargs)
 
         return self._deal(prompts, roll_out)
@@ -204,7 +204,7 @@ class LossOnRollouts(LossOnSequences):
         counts = _counts(next(iter(inputs.values())).size(0), self.group.size)
         first = sum(counts[: self.group.rank])
         rows = slice(first, first + counts[self.group.rank]) if counts[self.group.rank] else slice(0, 1)
-        with self._unsharded():
+        with self.step(False):
             output = original(**{name: value[rows] for name, value in inputs.items()})
         most = output.logits.new_zeros(max(counts), *output.logits.shape[1:])
         most[: output.logits.size(0)] = output.logits

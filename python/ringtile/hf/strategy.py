@@ -42,6 +42,8 @@ class Strategy(abc.ABC):
     Raises Refused, ConfigError.
     """
 
+    makes_batches = False  # whether the Trainer makes the batches of its loss itself, of what its data loader gives
+
     def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
         self.trainer, self.base, self.config, self.patches = trainer, base, config, patches
         self.check()
@@ -155,6 +157,10 @@ class Strategy(abc.ABC):
             yield
         finally:
             self.trace, self.proves_whole = None, False
+
+    def of_cut(self, model: nn.Module, cut: dict[str, Any]) -> dict[str, Any]:
+        """A cut of a batch, with what was computed from the whole rows computed from the cut."""
+        return cut
 
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
