@@ -3,7 +3,8 @@ length."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ringtile.hf import attention, temperature
 from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
+_OWN_ATTENTION = "ringtile_own_attention"  # the attribute of a switched model: the names of its attention before
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
 
 # What to do about a model that no setting makes run on shards; ends a message.
@@ -79,6 +81,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
             config._attn_implementation = None
 
     patches.on_restore(restore)
+    patches.set(model, _OWN_ATTENTION, previous)
     model.set_attn_implementation(attention.NAME)
     temperature.leave_to_ringtile(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
@@ -86,6 +89,16 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
             f"model that does, since others would attend within a shard only: {INSTEAD}"
         )
+
+
+@contextlib.contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a switched model attends as it did before: to generate, which may need a function for its cache."""
+    model.set_attn_implementation(getattr(model, _OWN_ATTENTION))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.NAME)
 
 
 def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
