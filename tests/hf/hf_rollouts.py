@@ -11,7 +11,9 @@ from typing import Any
 
 import datasets
 import ringtile
+import torch
 import torch.distributed as dist
+from counting import Alive
 from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import hybrid, tiny_model, tiny_tokenizer, with_lora
@@ -172,6 +174,24 @@ def train_rollouts(
         if config is not None:
             ringtile.restore(trainer)
     return run
+
+
+def log_prob_bytes(config: dict[str, Any] | None, tokens: int) -> int:
+    """The most bytes of tensors that GRPO's log-probs and entropies of a row, and their backward, made at one time."""
+    trainer: Any = make_rollouts(per_device_train_batch_size=4)
+    if config is not None:
+        ringtile.enable(trainer, PROOF | config)
+    ids = torch.randint(3, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
+    parts = {"prompt_ids": ids[:, :16], "completion_ids": ids[:, 16:]}
+    masks = {name.replace("ids", "mask"): torch.ones_like(part) for name, part in parts.items()}
+    batch = {**parts, **masks, "advantages": torch.ones(1), "num_items_in_batch": torch.tensor(tokens - 16)}
+    model = trainer.accelerator.prepare_model(trainer.model)
+    trainer.current_gradient_accumulation_steps = 1
+    with Alive(at_least=1024) as alive:
+        trainer.compute_loss(model, batch).backward()
+    if config is not None:
+        ringtile.restore(trainer)
+    return alive.bytes_peak
 
 
 def _without_times(entry: dict[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hf_engines import engine as engine_arguments
 from hf_models import SIZES, tiny_tokenizer
-from hf_rollouts import SETTINGS, Given, completion_of, make_rollouts, train_rollouts
+from hf_rollouts import SETTINGS, Given, completion_of, log_prob_bytes, make_rollouts, train_rollouts
 from hf_training import PROOF, Run, failure_of
 from pool import run_ranks
 from test_rollouts import ALL, assert_equal, assert_same
@@ -255,6 +255,17 @@ def test_ratio_is_one_before_the_first_step() -> None:
     for found in run_ranks(2, _first_ratios, 2):
         assert len(found) == 2
         assert max(found) <= 4 * torch.finfo(torch.float32).eps * 8  # log-probs of up to 8
+
+
+@pytest.mark.long
+def test_a_rank_holds_its_share_of_a_row() -> None:
+    """Of what grows with the row: half of it, and a little for the neighbour's keys and the row's log-probs. What does
+    not grow is a tile of logits of TRL's head, 4096 tokens by 32768 words."""
+    short, long = 8192, 16384
+    alone = log_prob_bytes(None, long) - log_prob_bytes(None, short)
+    held = (run_ranks(2, log_prob_bytes, CONFIG, tokens) for tokens in (long, short))
+    for more, less in zip(*held, strict=True):
+        assert more - less <= 0.6 * alone
 
 
 # ---- refusals -----------------------------------------------------------------------------------

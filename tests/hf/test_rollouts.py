@@ -28,9 +28,21 @@ RLOO = {name: value for name, value in ALL.items() if name != "top_entropy_quant
 QWEN3_MOE = {"family": "qwen3-moe", "router_aux_loss_coef": 0.1}
 
 
-def cell(what: str, world: int = 2, size: int = 2, long: bool = True, ranks: Any = None, **options: Any) -> Any:
+def cell(
+    what: str,
+    world: int = 2,
+    size: int = 2,
+    long: bool = True,
+    ranks: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """ranks: options of the ranks alone. config: more of ringtile's."""
     marks = [pytest.mark.long] * long
-    return pytest.param(world, size, options, ranks or {}, id=f"{what}, {world} ranks in groups of {size}", marks=marks)
+    config = {"context_parallel_size": size, **(config or {})}
+    return pytest.param(
+        world, config, options, ranks or {}, id=f"{what}, {world} ranks in groups of {size}", marks=marks
+    )
 
 
 CELLS = [
@@ -65,6 +77,9 @@ CELLS = [
     cell("distillation", kind="Distillation", long=False),
     *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),
     cell("distillation with LoRA", 3, 3, kind="Distillation", lora=True),
+    cell("tiles", config={"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 4}, **ALL),
+    cell("heads first, striped", 4, 4, config={"context_parallel_scheme": "usp:2", "layout": "striped"}, **ALL),
+    cell("nothing shared", 2, 1, **ALL),
     cell("grpo under FSDP2", ranks={"engine": "FSDP2"}, **ALL),
     cell("grpo with LoRA under ZeRO-3", ranks={"engine": "ZeRO-3"}, lora=True, **ALL),
     cell("grpo under ZeRO-2", 4, ranks={"engine": "ZeRO-2"}, **ALL),
@@ -72,16 +87,12 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "size", "options", "ranks"), CELLS)
-def test_equals_one_process(world: int, size: int, options: dict[str, Any], ranks: dict[str, Any]) -> None:
-    check(world, size, options, ranks)
-
-
-def check(world: int, size: int, options: dict[str, Any], ranks: dict[str, Any] | None = None) -> None:
+@pytest.mark.parametrize(("world", "config", "options", "ranks"), CELLS)
+def test_equals_one_process(world: int, config: dict[str, Any], options: dict[str, Any], ranks: dict[str, Any]) -> None:
+    size = config["context_parallel_size"]
     groups = world // size
     expected = train_rollouts(None, **options) if groups == 1 else run_ranks(groups, train_rollouts, None, **options)[0]
-    runs = run_ranks(world, train_rollouts, {"context_parallel_size": size}, group=size, **options, **(ranks or {}))
-    for run in runs:
+    for run in run_ranks(world, train_rollouts, config, group=size, **options, **ranks):
         assert_equal(run, expected)
 
 

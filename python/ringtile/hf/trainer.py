@@ -197,11 +197,12 @@ def _summary(trainer: Trainer, config: Config) -> str:
         return "; ".join([f"ringtile: {args.world_size} ranks, DeepSpeed shards the sequences", *on])
     sharing = f"{size} ranks share a sequence ({config.layout})" if size > 1 else "no sequence is sharded"
     rows, steps = trainer.get_total_train_batch_size(args), args.gradient_accumulation_steps
-    batches = rows // (args.train_batch_size * steps)
+    batches, generated = rows // (args.train_batch_size * steps), getattr(args, "generation_batch_size", None)
     return "; ".join(
         [
             f"ringtile: {args.world_size} ranks, {sharing}",
             f"a step trains on {rows} rows: {steps} x {batches} batches of {args.train_batch_size}",
+            *([f"{generated} rows are generated at once"] * bool(generated)),
             *on,
         ]
     )
