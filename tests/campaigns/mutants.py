@@ -488,6 +488,27 @@ MUTANTS = [
         "tests/hf/test_hf_inputs.py",
     ),
     Mutant(
+        "rollouts: advantages of another process",
+        "python/ringtile/hf/one_process.py",
+        "return int(self._group.data_index)",
+        "return int(self._accelerator.process_index)",
+        "tests/hf/test_rollouts.py -k everything",
+    ),
+    Mutant(
+        "rollouts: every copy of a row counted",
+        "python/ringtile/hf/data.py",
+        "[:, 0].flatten(0, 1)",
+        ".flatten(0, 2)",
+        "tests/hf/test_rollouts.py -k everything",
+    ),
+    Mutant(
+        "rollouts: ranks sample alike",
+        "python/ringtile/hf/rollouts.py",
+        "of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training, group.rank)",
+        "of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training)",
+        "tests/hf/test_generation.py -k other_completions",
+    ),
+    Mutant(
         "loss: targets counted once per rank",
         "python/ringtile/hf/loss_on_shards.py",
         "return None if num_items is None else num_items / self.group.size",

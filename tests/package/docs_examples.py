@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -135,10 +136,19 @@ def _run_trl(code: str, folder: str) -> Names:
     enter_world()
     with engine("DDP"):
         arguments = {"use_cpu": True, "max_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False}
-        config = functools.partial(trl.SFTConfig, **arguments)
         trainer = functools.partial(trl.SFTTrainer, processing_class=tiny_tokenizer())
-        names: Names = {"model": tiny_model(), "rows": datasets.Dataset.from_list(make_rows(8))}
-        with mock.patch.object(trl, "SFTConfig", config), mock.patch.object(trl, "SFTTrainer", trainer):
+        names: Names = {
+            "model": tiny_model(),
+            "rows": datasets.Dataset.from_list(make_rows(8)),
+            "prompts": datasets.Dataset.from_list([{"prompt": f"w{n} w9"} for n in range(3, 9)]),
+            "tokenizer": tiny_tokenizer(),
+            "reward": lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids],
+        }
+        with contextlib.ExitStack() as stack:
+            for config in ("SFTConfig", "GRPOConfig"):
+                made = functools.partial(getattr(trl, config), **arguments)
+                stack.enter_context(mock.patch.object(trl, config, made))
+            stack.enter_context(mock.patch.object(trl, "SFTTrainer", trainer))
             exec(code.replace('"out"', repr(folder)), names)
     return names
 
@@ -189,7 +199,8 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/pytorch.md 4": (_heads_first, _has_output),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
 }
-_RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer, "docs/guide/trl.md 0": _run_trl}
+_RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer}
+_RUNNERS |= {"docs/guide/trl.md 0": _run_trl, "docs/guide/trl.md 1": _run_trl}
 EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
 
 
