@@ -21,7 +21,10 @@ settings.load_profile("all" if os.environ.get("RINGTILE_TESTS") == "all" else "p
 def dense(mask: IntervalMask) -> Tensor:
     """bool (B or 1, S, S), [query, key]: the definition of an interval mask."""
     key = torch.arange(mask.seq_len)
-    return (mask.begin[:, :, None] <= key) & (key < mask.end[:, :, None])
+    attend = (mask.begin[:, :, None] <= key) & (key < mask.end[:, :, None])
+    if mask.key_begin is not None and mask.key_end is not None:
+        attend &= (mask.key_begin[:, None] <= key[:, None]) & (key[:, None] < mask.key_end[:, None])
+    return attend
 
 
 @st.composite
@@ -81,6 +84,34 @@ def masks(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
     )
     mask = draw(simple)
     return mask & draw(simple) if draw(st.booleans()) else mask
+
+
+@st.composite
+def forests(draw: st.DrawFn, seq_len: int, max_nodes: int = 12) -> tuple[list[int], list[int]]:
+    """parents and lengths of trees in one row, in depth-first order: chains, stars and all between, empty nodes too."""
+    num_nodes = draw(st.integers(1, max_nodes))
+    cuts = sorted(draw(st.lists(st.integers(0, seq_len), min_size=num_nodes - 1, max_size=num_nodes - 1)))
+    parents: list[int] = []
+    path: list[int] = []
+    for node in range(num_nodes):
+        del path[draw(st.integers(0, len(path))) :]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return parents, [end - begin for begin, end in itertools.pairwise([0, *cuts, seq_len])]
+
+
+@st.composite
+def two_sided_masks(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
+    """Trees, their intersections with any mask, and arbitrary intervals of queries and keys."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    rows = [draw(forests(seq_len)) for _ in range(batch)]
+    tree = IntervalMask.tree([row[0] for row in rows], [row[1] for row in rows], draw(st.booleans()))
+    low, high = (
+        torch.randint(0, seq_len + 1, (2, batch, seq_len), generator=generator, dtype=torch.int32).sort(0).values
+    )
+    keys = IntervalMask(torch.zeros_like(low), torch.full_like(low, seq_len), low, high)
+    mask = draw(st.sampled_from([tree, keys]))
+    return mask & draw(masks(batch, seq_len)) if draw(st.booleans()) else mask
 
 
 @st.composite

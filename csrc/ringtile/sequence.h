@@ -85,6 +85,27 @@ rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const in
 rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below, const int64_t *attended,
                          rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs);
 
+// ---- masks with two sides ----------------------------------------------------------------------
+
+// Two sets of positions; each position has an interval of the other set's positions. x meets y if y lies in the
+// interval of x and x in that of y: a query and a key, in either role.
+typedef struct rt_meetings_params {
+    int64_t seq_len, num_x, num_y;
+    const int32_t *x, *y;           // (num_x), (num_y) rising; NULL: all of 0..S-1
+    const int32_t *x_begin, *x_end; // (S) by position
+    const int32_t *y_begin, *y_end; // (S)
+} rt_meetings_params;
+
+// Elements of scratch for so many positions; 0 if they are negative or too many.
+int64_t rt_meetings_scratch_len(int64_t num_x, int64_t num_y);
+
+// counts (num_x): how many y each x meets. first, after (num_x), both or none NULL: the smallest position that it
+// meets, and the largest plus 1; 0 and 0 where it meets none.
+//   scratch (rt_meetings_scratch_len)
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_PLAN (positions that do not rise, or are outside 0..S-1)
+// O((num_x + num_y) log S).
+rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *first, int32_t *after, int32_t *scratch);
+
 // 64-bit digest of a byte array, chained through seed; not cryptographic. Ranks compare digests of their masks and
 // layouts before they exchange keys.
 //   RT_BAD_SHAPE, RT_BAD_POINTER

@@ -95,12 +95,46 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
     return {needed, pairs};
 }
 
+// begin, end, key_begin, key_end (rows, S): of a query, and of a key. counts int64 (rows, S): the keys of each query;
+// first, after int32: the smallest of them, and the largest plus 1.
+std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor &end, const Tensor &key_begin,
+                                              const Tensor &key_end) {
+    const char *op = "mask_hulls";
+    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    const int64_t rows = begin.size(0), S = begin.size(1);
+    const std::pair<const char *, const Tensor *> others[] = {
+        {"end", &end}, {"key_begin", &key_begin}, {"key_end", &key_end}};
+    for (const auto &[name, x] : others)
+        Arg{op, name, *x}.on_cpu().dtype(ScalarType::Int).contiguous().sizes({rows, S});
+    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+    Tensor counts = torch::stable::empty({rows, S}, ScalarType::Long, std::nullopt, cpu);
+    Tensor first = torch::stable::empty({rows, S}, ScalarType::Int, std::nullopt, cpu);
+    Tensor after = torch::stable::empty({rows, S}, ScalarType::Int, std::nullopt, cpu);
+    std::vector<int32_t> scratch(static_cast<size_t>(rt_meetings_scratch_len(S, S)) + 1);
+    const auto row_of = [&](const char *name, const Tensor &x, int64_t row) {
+        return Arg{op, name, x}.data<const int32_t>() + row * S;
+    };
+    for (int64_t row = 0; row < rows; ++row) {
+        rt_meetings_params p = {S, S, S, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+        p.x_begin = row_of("begin", begin, row), p.x_end = row_of("end", end, row);
+        p.y_begin = row_of("key_begin", key_begin, row), p.y_end = row_of("key_end", key_end, row);
+        check(rt_meetings(&p, static_cast<int64_t *>(counts.data_ptr()) + row * S,
+                          static_cast<int32_t *>(first.data_ptr()) + row * S,
+                          static_cast<int32_t *>(after.data_ptr()) + row * S, scratch.data()),
+              op);
+    }
+    return {counts, first, after};
+}
+
 // (1,) int64: equal on two ranks exactly if their masks and layouts are, up to a 64-bit collision.
-Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
+Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout, std::optional<Tensor> key_begin,
+              std::optional<Tensor> key_end) {
     uint64_t value = 0;
-    const Tensor *parts[] = {&begin, &end, &layout};
+    std::vector<const Tensor *> parts = {&begin, &end, &layout};
+    for (const std::optional<Tensor> *part : {&key_begin, &key_end})
+        if (part->has_value()) parts.push_back(&**part);
     for (const Tensor *part : parts) {
-        const Arg arg = {"digest", "begin, end or layout", *part};
+        const Arg arg = {"digest", "begin, end, layout or an interval of keys", *part};
         const int64_t num_bytes = part->numel() * static_cast<int64_t>(part->element_size());
         check(rt_digest(arg.on_cpu().contiguous().data(), num_bytes, value, &value), "digest");
     }
@@ -137,7 +171,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
-    m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
+    m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end) -> (Tensor, Tensor, Tensor)");
+    m.def("digest(Tensor begin, Tensor end, Tensor layout, Tensor? key_begin=None, Tensor? key_end=None) -> Tensor");
     m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
     m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "
@@ -163,6 +198,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("layout_check", TORCH_BOX(&layout_check));
     m.impl("plan", TORCH_BOX(&plan));
+    m.impl("mask_hulls", TORCH_BOX(&mask_hulls));
     m.impl("digest", TORCH_BOX(&digest));
 }
 

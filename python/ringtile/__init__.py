@@ -34,6 +34,7 @@ try:
     from ringtile.sequence.mask import IntervalMask
     from ringtile.sequence.plan import Plan, plan
     from ringtile.sequence.sharded import ShardedSequence
+    from ringtile.sequence.tree import tree_position_ids
     from ringtile.transport.loopback import LoopbackWorld
 except BuildError as error:  # `ringtile doctor` must run where the compiled ops do not load, and say why
     _build_error = error
@@ -122,6 +123,7 @@ __all__ = [
     "tile_mlps",
     "tiled_linear_cross_entropy",
     "tiled_mlp",
+    "tree_position_ids",
 ]
 
 

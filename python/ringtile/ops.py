@@ -393,10 +393,25 @@ def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Te
     return needed, pairs
 
 
-def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
-    """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
+def mask_hulls(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How many keys each query of a mask attends, int64 (B, S); the first, and the last plus 1, int32 (B, S).
+
+    All int32 (B, S) on the CPU: query q attends key k if begin[q] <= k < end[q] and key_begin[k] <= q < key_end[k].
+    With the two sides exchanged: the queries of each key. O(S log S).
+    """
+    for name, x in (("begin", begin), ("end", end), ("key_begin", key_begin), ("key_end", key_end)):
+        arguments.check_on_cpu(name, x)
+    counts, first, after = _ops.mask_hulls(begin, end, key_begin, key_end)
+    return counts, first, after
+
+
+def digest(begin: Tensor, end: Tensor, layout: Tensor, *key_bounds: Tensor) -> int:
+    """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision.
+
+    key_bounds: key_begin and key_end of a mask with two sides.
+    """
     _check_on_cpu(begin, end, layout)
-    return int(_ops.digest(begin, end, layout).item())
+    return int(_ops.digest(begin, end, layout, *key_bounds).item())
 
 
 def _check_on_cpu(begin: Tensor, end: Tensor, layout: Tensor) -> None:
@@ -411,7 +426,12 @@ def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[T
 
 
 torch.library.register_fake("ringtile::plan", _plan_fake)
-torch.library.register_fake("ringtile::digest", lambda begin, end, layout: layout.new_empty(1))
+torch.library.register_fake("ringtile::digest", lambda begin, end, layout, *key_bounds: layout.new_empty(1))
+
+
+@torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]
+def _(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return begin.new_empty(begin.shape, dtype=torch.int64), begin.new_empty(begin.shape), begin.new_empty(begin.shape)
 
 
 # ---- MLP and loss -------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Interval masks: which keys a query attends, as one interval of global positions per query.
+"""Interval masks: which keys a query attends, as one interval of global positions per query, and one per key.
 
-The query at global position i of batch row b attends the keys whose global position lies in
-[begin[b, i], end[b, i]). A mask knows nothing of ranks: it is the same for any layout.
+In batch row b, the query at global position q attends the key at k if begin[b, q] <= k < end[b, q] and
+key_begin[b, k] <= q < key_end[b, k]. Most masks need no interval of keys; those of trees do. A mask knows nothing of
+ranks: it is the same for any layout.
 
 Shape letters: B batch, S global tokens.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressible
+from ringtile.sequence import tree
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
 _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
@@ -26,37 +28,82 @@ _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IntervalMask:
-    """Two int32 CPU tensors (B or 1, S), to be left as they are. One row serves every batch row.
+    """int32 CPU tensors (B or 1, S), to be left as they are. One row serves every batch row.
 
-    0 <= begin, end <= S; a query with end <= begin attends nothing and is stored as [0, 0).
+    begin, end: of each query; 0 <= begin, end <= S. A query with end <= begin attends nothing and is stored as [0, 0).
+    key_begin, key_end: of each key, the queries that may attend it; None where that says nothing more. With them, every
+    interval is stored from its first to its last position that is attended, and they are dropped where they say
+    nothing: two masks are equal if they let the same pairs attend.
     """
 
     begin: Tensor
     end: Tensor
+    key_begin: Tensor | None = None
+    key_end: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, bound in (("begin", self.begin), ("end", self.end)):
+        if (self.key_begin is None) != (self.key_end is None):
+            raise InputError("only one of key_begin and key_end is given; expected both or none")
+        for name, bound in self._bounds():
             arguments.check_tensor(name, bound)
             if bound.dim() != 2 or bound.dtype != torch.int32 or bound.device.type != "cpu" or bound.numel() == 0:
                 raise InputError(
                     f"{name} is {bound.dtype} {tuple(bound.shape)} on {bound.device}; expected int32 (B or 1, S) on "
                     "cpu, not empty"
                 )
-        if self.begin.shape != self.end.shape:
-            raise InputError(f"begin is {tuple(self.begin.shape)} but end is {tuple(self.end.shape)}; must agree")
+            if bound.shape != self.begin.shape:
+                raise InputError(f"begin is {tuple(self.begin.shape)} but {name} is {tuple(bound.shape)}; must agree")
         _check_seq_len(self.seq_len)
-        if int(self.begin.min()) < 0 or int(self.end.max()) > self.seq_len:
+        self._check_positions("begin", self.begin, "end", self.end)
+        if self.key_begin is not None and self.key_end is not None:
+            self._check_positions("key_begin", self.key_begin, "key_end", self.key_end)
+            self._tighten(self.key_begin, self.key_end)
+            return
+        attends = self.end > self.begin
+        self._set(begin=(self.begin * attends).contiguous(), end=(self.end * attends).contiguous())
+
+    def _check_positions(self, begin_name: str, begin: Tensor, end_name: str, end: Tensor) -> None:
+        if int(begin.min()) < 0 or int(end.max()) > self.seq_len:
             raise InputError(
-                f"begin goes down to {int(self.begin.min())} and end up to {int(self.end.max())}; expected global "
+                f"{begin_name} goes down to {int(begin.min())} and {end_name} up to {int(end.max())}; expected global "
                 f"positions in 0..{self.seq_len}"
             )
-        attends = self.end > self.begin
-        object.__setattr__(self, "begin", (self.begin * attends).contiguous())
-        object.__setattr__(self, "end", (self.end * attends).contiguous())
+
+    def _tighten(self, key_begin: Tensor, key_end: Tensor) -> None:
+        """Narrows every interval to what is attended, which changes no pair, and drops those of keys if the pairs are
+        those of the queries' intervals alone."""
+        of_queries = [x.contiguous() for x in (self.begin, self.end)]
+        of_keys = [x.contiguous() for x in (key_begin, key_end)]
+        num_keys, begin, end = ops.mask_hulls(*of_queries, *of_keys)
+        self._set(begin=begin, end=end, key_begin=None, key_end=None)
+        if not torch.equal(num_keys, (end - begin).long()):
+            _, key_begin, key_end = ops.mask_hulls(*of_keys, *of_queries)
+            self._set(key_begin=key_begin, key_end=key_end)
+
+    def _set(self, **bounds: Tensor | None) -> None:
+        for name, bound in bounds.items():
+            object.__setattr__(self, name, bound)
+
+    def _bounds(self) -> list[tuple[str, Tensor]]:
+        """The tensors that there are, by name."""
+        every = ("begin", self.begin), ("end", self.end), ("key_begin", self.key_begin), ("key_end", self.key_end)
+        return [(name, bound) for name, bound in every if bound is not None]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """begin and end; and key_begin and key_end, if there are any."""
+        return tuple(bound for _, bound in self._bounds())
 
     @property
     def seq_len(self) -> int:
         return self.begin.size(1)
+
+    @functools.cached_property
+    def num_keys(self) -> Tensor:
+        """int64 (B or 1, S): how many keys each query attends."""
+        if self.key_begin is None or self.key_end is None:
+            return (self.end - self.begin).long()
+        return ops.mask_hulls(self.begin, self.end, self.key_begin, self.key_end)[0]
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """A query attends what both masks let it attend; a mask of one row meets every row of the other."""
@@ -67,26 +114,35 @@ class IntervalMask:
         rows = {self.begin.size(0), other.begin.size(0)} - {1}
         if len(rows) > 1:
             raise InputError(f"masks of {self.begin.size(0)} and {other.begin.size(0)} rows; expected as many, or 1")
-        return IntervalMask(torch.maximum(self.begin, other.begin), torch.minimum(self.end, other.end))
+        of_queries = torch.maximum(self.begin, other.begin), torch.minimum(self.end, other.end)
+        key_bounds = [mask.tensors[2:] for mask in (self, other) if mask.key_begin is not None]
+        if not key_bounds:
+            return IntervalMask(*of_queries)
+        key_begin, key_end = key_bounds[0]
+        for begin, end in key_bounds[1:]:
+            key_begin, key_end = torch.maximum(key_begin, begin), torch.minimum(key_end, end)
+        return IntervalMask(*of_queries, *(x.expand_as(of_queries[0]) for x in (key_begin, key_end)))
 
     def padded(self, padding: int) -> IntervalMask:
         """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended."""
-        return IntervalMask(*(torch.nn.functional.pad(bound, (0, padding)) for bound in (self.begin, self.end)))
+        return IntervalMask(*(torch.nn.functional.pad(bound, (0, padding)) for bound in self.tensors))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, IntervalMask):
             return NotImplemented
-        return torch.equal(self.begin, other.begin) and torch.equal(self.end, other.end)
+        pairs = zip(self.tensors, other.tensors, strict=False)
+        return len(self.tensors) == len(other.tensors) and all(torch.equal(a, b) for a, b in pairs)
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return ops.digest(self.begin, self.end, self.begin[:0])
+        return ops.digest(self.begin, self.end, self.begin[:0], *self.tensors[2:])
 
     def __repr__(self) -> str:
-        return f"IntervalMask(rows={self.begin.size(0)}, seq_len={self.seq_len})"
+        sides = "" if self.key_begin is None else ", two sides"
+        return f"IntervalMask(rows={self.begin.size(0)}, seq_len={self.seq_len}{sides})"
 
     # ---- from numbers ---------------------------------------------------------------------------
 
@@ -171,6 +227,33 @@ class IntervalMask:
             raise InputError(f"cu_seqlens is {bounds.tolist()}; expected 0, ..., S, rising")
         return cls.documents(bounds.diff().tolist(), causal)
 
+    # ---- trees ----------------------------------------------------------------------------------
+
+    @classmethod
+    def tree(cls, parents: tree.Numbers, lengths: tree.Numbers, causal: bool = True) -> IntervalMask:
+        """A token attends the tokens of its node's ancestors, and those of its node up to itself.
+
+        parents: of each node, in depth-first order, or -1 for a root; lengths: tokens of each node. Or one such
+        list per batch row, all of the same number of tokens. Several trees in a row do not attend each other. Not
+        causal: the tokens of a node attend each other in both directions. `tree_position_ids` has the positions.
+        """
+        return cls(*tree.bounds(parents, lengths, causal))
+
+    @classmethod
+    def shared_prefix(cls, prompt: int, completions: Sequence[int]) -> IntervalMask:
+        """A prompt of so many tokens, then its completions: each attends the prompt and itself, causally."""
+        return cls.tree([-1, *[0] * len(completions)], [prompt, *completions])
+
+    @classmethod
+    def block_diffusion(cls, seq_len: int, block: int) -> IntervalMask:
+        """Block diffusion in training (arXiv:2503.09573), of seq_len tokens in blocks of `block` (the last: the rest).
+
+        A row has 2 seq_len tokens: block after block, the noised tokens of the block, then its clean ones. Both attend
+        their own block in both directions, and the clean tokens of all blocks before.
+        """
+        parents, lengths = tree.of_blocks(arguments.check_int("seq_len", seq_len), arguments.check_int("block", block))
+        return cls.tree(parents, lengths, causal=False)
+
     # ---- from tensors of a batch ----------------------------------------------------------------
 
     @classmethod
@@ -214,7 +297,8 @@ class IntervalMask:
     def from_bool(cls, attend: Tensor) -> IntervalMask:
         """attend (S, S), (B, S, S) or (B, 1, S, S) bool, [query, key], True = attend. Costs what such a mask costs.
 
-        Raises MaskNotExpressible, naming the first query whose keys are not one interval.
+        Raises MaskNotExpressible, naming the first query that would attend a key between those that it attends, from
+        between the queries that attend it.
         """
         arguments.check_tensor("attend", attend)
         shape = tuple(attend.shape)
@@ -229,15 +313,13 @@ class IntervalMask:
         if attend.device.type == "meta":
             raise InputError("attend is on meta, which holds no data; expected a real device")
         attend = attend.cpu()
-        num_keys = attend.sum(2, dtype=torch.int32)
-        begin = attend.byte().argmax(2).int()
-        end = (attend.size(2) - attend.flip(2).byte().argmax(2)).int()
-        wrong = (num_keys > 0) & (end - begin != num_keys)
-        if bool(wrong.any()):
-            row, query = wrong.nonzero()[0].tolist()
-            raise _not_expressible(row, query, attend[row, query])
-        attends = num_keys > 0
-        return cls(begin * attends, end * attends)
+        mask = cls(*_hulls(attend))
+        if not torch.equal(mask.num_keys, attend.sum(2)):
+            mask = cls(*_hulls(attend), *_hulls(attend.mT))
+            if not torch.equal(mask.num_keys, attend.sum(2)):
+                row, query = (mask.num_keys != attend.sum(2)).nonzero()[0].tolist()
+                raise _not_two_intervals(row, query, attend[row])
+        return mask
 
     @classmethod
     def _of_documents(cls, document: Tensor, causal: bool) -> IntervalMask:
@@ -278,13 +360,41 @@ def _check_integers(name: str, x: Tensor, dim: int) -> None:
         raise InputError(f"{name} is {x.dtype} {tuple(x.shape)}; expected integers of {dim} dimension(s), not empty")
 
 
-def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressible:
-    """keys bool (S,): what that query would attend."""
-    steps = torch.nn.functional.pad(keys.int(), (1, 1)).diff()
+def _hulls(attend: Tensor) -> tuple[Tensor, Tensor]:
+    """attend bool (B, S, S) -> int32 (B, S): the first True of each row, and the last plus 1; or 0 and 0."""
+    some = attend.any(2)
+    begin = attend.byte().argmax(2).int()
+    end = (attend.size(2) - attend.flip(2).byte().argmax(2)).int()
+    return begin * some, end * some
+
+
+def _intervals(attends: Tensor) -> tuple[int, str]:
+    """attends bool (S,): how many intervals it has, and the first ones as text."""
+    steps = torch.nn.functional.pad(attends.int(), (1, 1)).diff()
     pieces = torch.stack(((steps == 1).nonzero().flatten(), (steps == -1).nonzero().flatten()), dim=1).tolist()
     shown = ", ".join(f"[{begin}, {end})" for begin, end in pieces[:_SHOWN_INTERVALS])
-    more = ", ..." if len(pieces) > _SHOWN_INTERVALS else ""
+    return len(pieces), shown + (", ..." if len(pieces) > _SHOWN_INTERVALS else "")
+
+
+def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressible:
+    """keys bool (S,): what that query would attend."""
+    num, shown = _intervals(keys)
     return MaskNotExpressible(
-        f"row {row}, query {query} needs the keys {shown}{more}: {len(pieces)} intervals; expected one interval for "
+        f"row {row}, query {query} needs the keys {shown}: {num} intervals; expected one interval for "
         "every query. Pack tokens so that a document has no hole, or run this model without ringtile's attention"
+    )
+
+
+def _not_two_intervals(row: int, query: int, attend: Tensor) -> MaskNotExpressible:
+    """attend bool (S, S): some key that the query does not attend is between such keys, and it between such queries."""
+    (begin, end), (key_begin, key_end) = _hulls(attend[None]), _hulls(attend.T[None])
+    positions = torch.arange(attend.size(0), device="cpu")
+    between = (begin[0, query] <= positions) & (positions < end[0, query])
+    between &= (key_begin[0] <= query) & (query < key_end[0])
+    key = int((between & ~attend[query]).nonzero()[0])
+    (num_keys, keys), (num_queries, queries) = _intervals(attend[query]), _intervals(attend[:, key])
+    return MaskNotExpressible(
+        f"row {row}, query {query} needs the keys {keys}: {num_keys} intervals; and key {key}, which is between them, "
+        f"is needed by the queries {queries}: {num_queries} intervals. Expected one interval for either. Change the "
+        "order of the tokens, or run this model without ringtile's attention"
     )
