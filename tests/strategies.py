@@ -114,6 +114,11 @@ def two_sided_masks(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
     return mask & draw(masks(batch, seq_len)) if draw(st.booleans()) else mask
 
 
+def any_masks(batch: int, seq_len: int) -> st.SearchStrategy[IntervalMask]:
+    """Of one side or two."""
+    return st.one_of(masks(batch, seq_len), two_sided_masks(batch, seq_len))
+
+
 @st.composite
 def _any_intervals(draw: st.DrawFn, batch: int, seq_len: int) -> IntervalMask:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

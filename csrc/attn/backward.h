@@ -101,6 +101,7 @@ static void add_attended_gradients(const rt_attn_params *p, const panel_part *pa
         const int64_t row = part->panel * PANEL + i;
         const int64_t lo = max64(part->begin, s->ranges.lo[row]), hi = min64(part->end, s->ranges.hi[row]);
         for (int64_t key = lo - part->begin; key < hi - part->begin; key++) {
+            if (!key_meets_row(&s->ranges, row, part->begin + key)) continue;
             const real weight = s->weights[key * PANEL + i], dscore = s->dscores[key * PANEL + i];
             for (int64_t j = 0; j < dv; j++) part->dv[key * dv + j] += weight * s->dout[row * dv + j];
             for (int64_t j = 0; j < d; j++) {

@@ -57,10 +57,16 @@ static rows mask_rows(const rt_attn_params *p, const int32_t *bounds, int64_t st
     return (rows){bounds, sizeof(*bounds), p->batch, p->num_queries, 1, 1, stride};
 }
 
-// One int64 for each of n queries or batches; an array of no bytes without dropout, which reads none.
-static rows dropout_numbers(const rt_attn_params *p, const int64_t *array, int64_t n) {
+// key_begin and key_end: (B or 1, K); arrays of no bytes if there are none.
+static rows key_mask_rows(const rt_attn_params *p, const int32_t *bounds, int64_t stride[3]) {
+    stride[0] = p->key_mask_batch_stride, stride[1] = 1, stride[2] = 0;
+    return (rows){bounds, sizeof(*bounds), bounds != NULL ? p->batch : 0, p->num_keys, 1, 1, stride};
+}
+
+// One int64 for each of n queries or batches; an array of no bytes where none is read.
+static rows numbers_of(const int64_t *array, int64_t n, bool is_read) {
     static const int64_t stride[3] = {0, 1, 0};
-    return (rows){array, sizeof(*array), p->dropout > 0 ? 1 : 0, n, 1, 1, stride};
+    return (rows){array, sizeof(*array), is_read ? 1 : 0, n, 1, 1, stride};
 }
 
 rt_status rt_attn_check_sizes(const rt_attn_params *p) {
@@ -75,14 +81,17 @@ rt_status rt_attn_check_sizes(const rt_attn_params *p) {
 }
 
 // Checks what forward and backward share; bytes: of lse, the only output among them, then of the inputs.
-enum { NUM_COMMON = 8 };
+enum { NUM_COMMON = 10 };
 static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
     const rt_status sizes = rt_attn_check_sizes(p);
     if (sizes != RT_OK) return sizes;
     if (!rt_is_finite(p->dtype, p->scale) || !rt_is_softcap(p->dtype, p->softcap)) return RT_BAD_SCALE;
     if (!(p->dropout >= 0 && p->dropout <= 1)) return RT_BAD_PROBABILITY;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return RT_BAD_MASK;
-    int64_t mask[3], numbers[3];
+    const bool two_sides = p->key_begin != NULL;
+    if (two_sides != (p->key_end != NULL)) return RT_BAD_MASK;
+    if (two_sides && p->key_mask_batch_stride != 0 && p->key_mask_batch_stride != p->num_keys) return RT_BAD_MASK;
+    int64_t mask[3], key_mask[3], numbers[3];
     const int64_t input = rt_element_bytes(p->dtype), lse = p->lse_f64 ? 8 : rt_state_bytes(p->dtype);
     const rows arrays[NUM_COMMON] = {
         row_numbers(p->lse, lse, p->batch, p->num_queries, p->num_heads, numbers),
@@ -91,8 +100,10 @@ static rt_status check(const rt_attn_params *p, rt_bytes bytes[NUM_COMMON]) {
         key_rows(p, p->v, input, p->v_head_dim, p->v_stride),
         mask_rows(p, p->begin, mask),
         mask_rows(p, p->end, mask),
-        dropout_numbers(p, p->q_positions, p->num_queries),
-        dropout_numbers(p, p->dropout_rows, p->batch),
+        key_mask_rows(p, p->key_begin, key_mask),
+        key_mask_rows(p, p->key_end, key_mask),
+        numbers_of(p->q_positions, p->num_queries, p->dropout > 0 || two_sides),
+        numbers_of(p->dropout_rows, p->batch, p->dropout > 0),
     };
     for (int i = 0; i < NUM_COMMON; i++) {
         const rt_status status = check_rows(arrays[i], false, &bytes[i]);

@@ -87,9 +87,11 @@ static void add_attended_values(const key_ranges *ranges, int64_t panel, int64_t
     for (int64_t row = 0; row < PANEL; row++) {
         const int64_t lo = max64(begin, ranges->lo[panel * PANEL + row]),
                       hi = min64(end, ranges->hi[panel * PANEL + row]);
-        for (int64_t key = lo; key < hi; key++)
+        for (int64_t key = lo; key < hi; key++) {
+            if (!key_meets_row(ranges, panel * PANEL + row, key)) continue;
             for (int64_t j = 0; j < width; j++)
                 out[row * width + j] += weights[(key - begin) * PANEL + row] * v[(key - begin) * width + j];
+        }
     }
 }
 

@@ -17,6 +17,10 @@ typedef struct key_ranges {
     int64_t full_begin[TILE_PANELS], full_end[TILE_PANELS]; // per panel: the keys that all rows attend
     int64_t vec_begin[TILE_PANELS][PANEL_VECS], vec_end[TILE_PANELS][PANEL_VECS]; // begin, end of each vector
     int64_t first, last;                                                          // of the tile
+    // With intervals of keys, those of the run's keys, and the position of each row, 0 in unused lanes; else NULL.
+    const int32_t *key_begin, *key_end;
+    real_bits position[TILE_ROWS];
+    int64_t first_position[TILE_PANELS], last_position[TILE_PANELS];
 } key_ranges;
 
 // First key of the run whose position is at least `bound`, in [0, length].
@@ -24,6 +28,27 @@ static inline int64_t first_key_from(const rt_run *run, int64_t bound) {
     if (bound <= run->global_begin) return 0;
     const int64_t distance = bound - run->global_begin;
     return min64(run->stride == 1 ? distance : (distance - 1) / run->stride + 1, run->length);
+}
+
+// The other side of the mask. A position that is no int32 is in no interval.
+static void find_positions(const rt_attn_params *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
+    const int64_t key = queries->batch * p->key_mask_batch_stride + run->local_begin;
+    ranges->key_begin = p->key_begin + key, ranges->key_end = p->key_end + key;
+    for (int64_t panel = 0; panel < queries->num_panels; panel++) {
+        int64_t first = INT64_MAX, last = INT64_MIN;
+        for (int64_t row = panel * PANEL; row < (panel + 1) * PANEL; row++) {
+            ranges->position[row] = 0;
+            if (row >= queries->num_rows) continue;
+            const int64_t position = p->q_positions[row_token(queries, row)];
+            if (position < INT32_MIN || position > INT32_MAX) {
+                ranges->lo[row] = ranges->hi[row] = 0;
+                continue;
+            }
+            ranges->position[row] = (real_bits)position;
+            first = min64(first, position), last = max64(last, position);
+        }
+        ranges->first_position[panel] = first, ranges->last_position[panel] = last;
+    }
 }
 
 static void find_ranges(const rt_attn_params *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
@@ -40,6 +65,8 @@ static void find_ranges(const rt_attn_params *p, const query_tile *queries, cons
     }
     for (int64_t row = queries->num_rows; row < queries->num_panels * PANEL; row++)
         ranges->lo[row] = ranges->hi[row] = 0;
+    ranges->key_begin = ranges->key_end = NULL;
+    if (p->key_begin != NULL) find_positions(p, queries, run, ranges);
 
     ranges->first = INT64_MAX;
     ranges->last = 0;
@@ -68,6 +95,18 @@ static void find_ranges(const rt_attn_params *p, const query_tile *queries, cons
     }
 }
 
+// Whether some row of the panel may be in the interval of a key.
+static inline bool key_meets_panel(const key_ranges *ranges, int64_t panel, int64_t key) {
+    return ranges->key_begin[key] <= ranges->last_position[panel] &&
+           ranges->key_end[key] > ranges->first_position[panel];
+}
+
+// Whether a row is in the interval of a key.
+static inline bool key_meets_row(const key_ranges *ranges, int64_t row, int64_t key) {
+    return ranges->key_begin == NULL ||
+           (ranges->key_begin[key] <= ranges->position[row] && ranges->position[row] < ranges->key_end[key]);
+}
+
 // Narrows the tile's keys to the part [*begin, *end) that a panel has to look at; false if its rows attend none.
 static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end, int64_t *begin,
                        int64_t *end) {
@@ -77,12 +116,20 @@ static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_beg
     const real_bits *lo = ranges->lo + panel * PANEL, *hi = ranges->hi + panel * PANEL;
     real_bits live = 0;
     for (int64_t row = 0; row < PANEL; row++) live |= (lo[row] < *end) & (hi[row] > *begin);
-    return live;
+    if (!live || ranges->key_begin == NULL) return live;
+    while (*begin < *end && !key_meets_panel(ranges, panel, *begin)) ++*begin;
+    while (*begin < *end && !key_meets_panel(ranges, panel, *end - 1)) --*end;
+    return *begin < *end;
 }
 
 // Whether every row of the panel attends all of [begin, end), so that nothing needs masking.
 static inline bool panel_is_full(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end) {
-    return begin >= ranges->full_begin[panel] && end <= ranges->full_end[panel];
+    bool full = begin >= ranges->full_begin[panel] && end <= ranges->full_end[panel];
+    if (ranges->key_begin == NULL) return full;
+    for (int64_t key = begin; full && key < end; key++)
+        full = ranges->key_begin[key] <= ranges->first_position[panel] &&
+               ranges->key_end[key] > ranges->last_position[panel];
+    return full;
 }
 
 // Keys that only some row vectors of a panel attend. The matrix products run per span, and so skip most masked pairs.
@@ -117,6 +164,21 @@ static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, i
     return count;
 }
 
+// The part of mask_panel that follows from the intervals of the keys.
+static void mask_panel_by_key(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end, real masked,
+                              real *x) {
+    for (int64_t j = 0; j < PANEL; j += LANES) {
+        vec_bits position;
+        memcpy(&position, ranges->position + panel * PANEL + j, sizeof(position));
+        for (int64_t key = begin; key < end; key++) {
+            const vec_bits first = (real_bits)ranges->key_begin[key] - (vec_bits){0},
+                           after = (real_bits)ranges->key_end[key] - (vec_bits){0};
+            real *at = x + (key - begin) * PANEL + j;
+            vec_store(at, vec_select((first <= position) & (position < after), vec_load(at), vec_set(masked)));
+        }
+    }
+}
+
 // Overwrites x (key, row) with `masked` where the row does not attend the key; keys [begin, end).
 static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end, real masked, real *x) {
     for (int64_t j = 0; j < PANEL; j += LANES) {
@@ -129,6 +191,7 @@ static void mask_panel(const key_ranges *ranges, int64_t panel, int64_t begin, i
             vec_store(at, vec_select((lo <= index) & (index < hi), vec_load(at), vec_set(masked)));
         }
     }
+    if (ranges->key_begin != NULL) mask_panel_by_key(ranges, panel, begin, end, masked, x);
 }
 
 #endif // RINGTILE_ATTN_KEY_RANGES_H

@@ -52,7 +52,10 @@ typedef struct query {
 
 static bool attends(const rt_attn_params *p, const query *i, const rt_run *run, int64_t j) {
     const int64_t at = i->batch * p->mask_batch_stride + i->token, position = run->global_begin + j * run->stride;
-    return position >= p->begin[at] && position < p->end[at];
+    if (position < p->begin[at] || position >= p->end[at]) return false;
+    if (p->key_begin == NULL) return true;
+    const int64_t key = i->batch * p->key_mask_batch_stride + run->local_begin + j, query = p->q_positions[i->token];
+    return query >= p->key_begin[key] && query < p->key_end[key];
 }
 
 // softcap * tanh(scale q.k / softcap), or scale q.k.

@@ -22,9 +22,11 @@ typedef struct rt_attn_params {
     const void *v;                                 // (B, K, G, Dv)
     int64_t q_stride[3], k_stride[3], v_stride[3]; // batch, token, head
 
-    const int32_t *begin, *end; // (B or 1, N): query attends global positions [begin, end)
-    int64_t mask_batch_stride;  // N, or 0 if one row serves every batch
-    const rt_run *k_runs;       // (R) global positions of the keys; keys in no run are not attended
+    const int32_t *begin, *end;         // (B or 1, N): query attends global positions [begin, end)
+    int64_t mask_batch_stride;          // N, or 0 if one row serves every batch
+    const int32_t *key_begin, *key_end; // (B or 1, K): queries at [key_begin, key_end) attend the key; or both NULL
+    int64_t key_mask_batch_stride;      // K, or 0; not read without them
+    const rt_run *k_runs;               // (R) global positions of the keys; keys in no run are not attended
     int64_t num_k_runs;
 
     // Dropout of weights: a feature is a key, by its position, and a token is a query head (rt_dropout_params): word
@@ -33,7 +35,8 @@ typedef struct rt_attn_params {
     double dropout; // probability of a 0, rounded to a multiple of 2^-32; 0: off, nothing below is read
     uint32_t seed, step, stream;
     const int64_t *dropout_rows; // (B): the row of each batch
-    const int64_t *q_positions;  // (N): the global position of each query
+
+    const int64_t *q_positions; // (N): the global position of each query. Read with dropout or key_begin only
 
     // Outputs are uninitialized: overwritten, never read. Forward: out and lse, 0 and -inf for queries that attend no
     // key. Backward: dk and dv (not dq), 0 for keys that no query attends; the runs must hold every key.

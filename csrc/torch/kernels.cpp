@@ -85,18 +85,24 @@ struct DropoutArgs {
     const std::optional<Tensor> &rows, &positions;
 };
 
+// The mask's intervals of keys, which are at the positions of the queries.
+struct KeyMaskArgs {
+    const std::optional<Tensor> &begin, &end, &positions;
+};
+
 // The arguments that forward and backward share.
 struct BlockArgs {
     const Tensor &q, &k, &v, &begin, &end, &k_runs;
     double scale, softcap;
     bool fresh;
     DropoutArgs dropout;
+    KeyMaskArgs keys;
 };
 
-// The int64 (count) tensor that dropout needs.
-const int64_t *dropout_numbers(const char *op, const char *name, const Place &place,
-                               const std::optional<Tensor> &numbers, int64_t count) {
-    require(numbers.has_value(), op, "dropout is above 0 and ", name, " is None, expected a tensor");
+// An int64 (count) tensor that is needed because of something else.
+const int64_t *numbers(const char *op, const char *name, const char *because, const Place &place,
+                       const std::optional<Tensor> &numbers, int64_t count) {
+    require(numbers.has_value(), op, because, " and ", name, " is None, expected a tensor");
     Arg{op, name, *numbers}.on(place.device).dtype(ScalarType::Long).contiguous().sizes({count});
     return Arg{op, name, *numbers}.data<const int64_t>();
 }
@@ -106,8 +112,21 @@ void set_dropout(rt_attn_params &p, const char *op, const Place &place, const Dr
     p.seed = word_of(op, "seed", in.seed), p.step = word_of(op, "step", in.step);
     p.stream = word_of(op, "stream", in.stream);
     if (p.dropout == 0) return;
-    p.dropout_rows = dropout_numbers(op, "rows", place, in.rows, p.batch);
-    p.q_positions = dropout_numbers(op, "positions", place, in.positions, p.num_queries);
+    p.dropout_rows = numbers(op, "rows", "dropout is above 0", place, in.rows, p.batch);
+    p.q_positions = numbers(op, "positions", "dropout is above 0", place, in.positions, p.num_queries);
+}
+
+void set_key_mask(rt_attn_params &p, const char *op, const Place &place, const KeyMaskArgs &in) {
+    require(in.begin.has_value() == in.end.has_value(), op, "only one of key_begin and key_end is given");
+    if (!in.begin.has_value()) return;
+    Arg{op, "key_begin", *in.begin}.on(place.device).dtype(ScalarType::Int).dim(2);
+    const int64_t mask_rows = in.begin->size(0);
+    Arg{op, "key_begin", *in.begin}.contiguous().sizes({mask_rows == 1 ? 1 : p.batch, p.num_keys});
+    Arg{op, "key_end", *in.end}.on(place.device).dtype(ScalarType::Int).contiguous().sizes({mask_rows, p.num_keys});
+    p.key_begin = Arg{op, "key_begin", *in.begin}.data<const int32_t>();
+    p.key_end = Arg{op, "key_end", *in.end}.data<const int32_t>();
+    p.key_mask_batch_stride = mask_rows == 1 ? 0 : p.num_keys;
+    p.q_positions = numbers(op, "positions", "there is a key_begin", place, in.positions, p.num_queries);
 }
 
 // Their params, from checked tensors.
@@ -136,6 +155,7 @@ rt_attn_params attn_params(const char *op, const Place &place, const BlockArgs &
     p.mask_batch_stride = mask_rows == 1 ? 0 : N;
     std::tie(p.k_runs, p.num_k_runs) = runs_of(in.k_runs, op, "k_runs");
     set_dropout(p, op, place, in.dropout);
+    set_key_mask(p, op, place, in.keys);
     return p;
 }
 
@@ -158,12 +178,21 @@ void *rounded_result(const char *op, const char *name, const Place &place, const
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
                const Tensor &k_runs, Tensor out, Tensor lse, double scale, double softcap, bool fresh, double dropout,
                int64_t seed, int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
-               std::optional<Tensor> rounded_out) {
+               std::optional<Tensor> rounded_out, std::optional<Tensor> key_begin, std::optional<Tensor> key_end) {
     const char *op = "attn_fwd_";
     const Place place(op, q);
-    rt_attn_params p = attn_params(
-        op, place,
-        {q, k, v, begin, end, k_runs, scale, softcap, fresh, {dropout, seed, step, stream, rows, positions}});
+    rt_attn_params p = attn_params(op, place,
+                                   {q,
+                                    k,
+                                    v,
+                                    begin,
+                                    end,
+                                    k_runs,
+                                    scale,
+                                    softcap,
+                                    fresh,
+                                    {dropout, seed, step, stream, rows, positions},
+                                    {key_begin, key_end, positions}});
     const ScalarType state = state_dtype(p.dtype);
     Arg{op, "out", out}.on(place.device).dtype(state).sizes({p.batch, p.num_queries, p.num_heads, p.v_head_dim});
     Arg{op, "out", out}.unit_last_stride();
@@ -183,12 +212,22 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
                const Tensor &k_runs, const Tensor &dout, const Tensor &lse, const Tensor &delta, Tensor dq, Tensor dk,
                Tensor dv, double scale, double softcap, bool fresh, double dropout, int64_t seed, int64_t step,
                int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
-               std::optional<Tensor> rounded_dk, std::optional<Tensor> rounded_dv) {
+               std::optional<Tensor> rounded_dk, std::optional<Tensor> rounded_dv, std::optional<Tensor> key_begin,
+               std::optional<Tensor> key_end) {
     const char *op = "attn_bwd_";
     const Place place(op, q);
-    rt_attn_params p = attn_params(
-        op, place,
-        {q, k, v, begin, end, k_runs, scale, softcap, fresh, {dropout, seed, step, stream, rows, positions}});
+    rt_attn_params p = attn_params(op, place,
+                                   {q,
+                                    k,
+                                    v,
+                                    begin,
+                                    end,
+                                    k_runs,
+                                    scale,
+                                    softcap,
+                                    fresh,
+                                    {dropout, seed, step, stream, rows, positions},
+                                    {key_begin, key_end, positions}});
     const ScalarType state = state_dtype(p.dtype);
     const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
     Arg{op, "dout", dout}

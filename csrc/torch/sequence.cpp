@@ -38,19 +38,64 @@ void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
     check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, places.data()), op);
 }
 
+// What rt_plan_attended counts, of a mask with two sides: begin and end of p are followed by those of the keys.
+struct TwoSides {
+    const rt_plan_params &p;
+    std::vector<std::vector<int32_t>> positions; // of each rank, rising
+
+    TwoSides(const rt_plan_params &p, bool two_sides) : p(p), positions(two_sides ? p.num_ranks : 0) {
+        if (!two_sides) return;
+        std::vector<int32_t> rank_of(static_cast<size_t>(p.seq_len));
+        for (int64_t rank = 0; rank < p.num_ranks; ++rank)
+            for (int64_t r = p.run_offsets[rank]; r < p.run_offsets[rank + 1]; ++r)
+                for (int64_t j = 0; j < p.runs[r].length; ++j)
+                    rank_of[p.runs[r].global_begin + j * p.runs[r].stride] = static_cast<int32_t>(rank);
+        for (int64_t position = 0; position < p.seq_len; ++position)
+            positions[rank_of[position]].push_back(static_cast<int32_t>(position));
+    }
+    // key_rank -1: the keys of all ranks.
+    void attended(int64_t query_rank, int64_t key_rank, std::vector<int64_t> &attended) const {
+        const std::vector<int32_t> &queries = positions[query_rank];
+        const int64_t num_queries = static_cast<int64_t>(queries.size());
+        const int64_t num_keys = key_rank < 0 ? p.seq_len : static_cast<int64_t>(positions[key_rank].size());
+        std::vector<int32_t> scratch(static_cast<size_t>(rt_meetings_scratch_len(num_keys, num_queries)));
+        std::vector<int64_t> of_row(static_cast<size_t>(num_keys) + 1);
+        std::fill(attended.begin(), attended.end(), 0);
+        for (int64_t row = 0; row < p.mask_batch; ++row) {
+            const int64_t of_queries = row * p.seq_len, of_keys = (p.mask_batch + row) * p.seq_len;
+            const rt_meetings_params meetings = {p.seq_len,         num_keys,
+                                                 num_queries,       key_rank < 0 ? nullptr : positions[key_rank].data(),
+                                                 queries.data(),    p.begin + of_keys,
+                                                 p.end + of_keys,   p.begin + of_queries,
+                                                 p.end + of_queries};
+            check(rt_meetings(&meetings, of_row.data(), nullptr, nullptr, scratch.data()), "plan");
+            for (int64_t key = 0; key < num_keys; ++key) attended[key] += of_row[key];
+        }
+    }
+};
+
 // needed (M, 6): query rank, key rank, run; pairs (W, W): [query rank][key rank]. rank -1: for all pairs of ranks;
 // otherwise for those that include the rank, and the rest of pairs is 0.
+// begin, end (rows, S), or (2, rows, S): of the queries, then of the keys.
 std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank) {
     const char *op = "plan";
-    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
-    Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes({begin.size(0), begin.size(1)});
+    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).contiguous();
+    const bool two_sides = begin.dim() == 3;
+    if (two_sides)
+        Arg{op, "begin", begin}.sizes({2, begin.size(1), begin.size(2)});
+    else
+        Arg{op, "begin", begin}.dim(2);
+    const int64_t rows_of_mask = begin.size(begin.dim() - 2), S = begin.size(begin.dim() - 1);
+    Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous();
+    Arg{op, "end", end}.sizes(two_sides ? std::vector<int64_t>{2, rows_of_mask, S}
+                                        : std::vector<int64_t>{rows_of_mask, S});
     const LayoutArg arg(layout, op);
-    const int64_t S = begin.size(1), W = arg.num_ranks();
+    const int64_t W = arg.num_ranks();
     layout_check(layout, S, W);
     require(rank >= -1 && rank < W, op, "rank is ", rank, ", expected one of ", W, " ranks, or -1 for all");
     const rt_plan_params p = {W,
                               S,
-                              begin.size(0),
+                              rows_of_mask,
                               arg.runs.data(),
                               arg.offsets.data(),
                               Arg{op, "begin", begin}.data<const int32_t>(),
@@ -83,9 +128,13 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
     // take O(W S).
     std::vector<int32_t> below(rank < 0 ? 0 : static_cast<size_t>(S) + 1);
     if (rank >= 0) check(rt_plan_below(&p, rank, below.data()), op);
+    const TwoSides both(p, two_sides);
     for (int64_t query_rank = 0; query_rank < W; ++query_rank) {
         const bool all_keys = rank < 0 || query_rank == rank;
-        check(rt_plan_attended(&p, query_rank, all_keys ? nullptr : below.data(), attended.data()), op);
+        if (two_sides)
+            both.attended(query_rank, all_keys ? -1 : rank, attended);
+        else
+            check(rt_plan_attended(&p, query_rank, all_keys ? nullptr : below.data(), attended.data()), op);
         for (int64_t key_rank = 0; key_rank < W; ++key_rank)
             if (all_keys || key_rank == rank) add(query_rank, key_rank, all_keys ? nullptr : below.data());
     }
@@ -127,14 +176,11 @@ std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor 
 }
 
 // (1,) int64: equal on two ranks exactly if their masks and layouts are, up to a 64-bit collision.
-Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout, std::optional<Tensor> key_begin,
-              std::optional<Tensor> key_end) {
+Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     uint64_t value = 0;
-    std::vector<const Tensor *> parts = {&begin, &end, &layout};
-    for (const std::optional<Tensor> *part : {&key_begin, &key_end})
-        if (part->has_value()) parts.push_back(&**part);
+    const Tensor *parts[] = {&begin, &end, &layout};
     for (const Tensor *part : parts) {
-        const Arg arg = {"digest", "begin, end, layout or an interval of keys", *part};
+        const Arg arg = {"digest", "begin, end or layout", *part};
         const int64_t num_bytes = part->numel() * static_cast<int64_t>(part->element_size());
         check(rt_digest(arg.on_cpu().contiguous().data(), num_bytes, value, &value), "digest");
     }
@@ -160,19 +206,19 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("attn_fwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
           "Tensor(a!) out, Tensor(b!) lse, float scale, float softcap, bool fresh=False, float dropout=0.0, "
           "int seed=0, int step=0, int stream=0, Tensor? rows=None, Tensor? positions=None, "
-          "Tensor(c!)? rounded_out=None) -> ()");
+          "Tensor(c!)? rounded_out=None, Tensor? key_begin=None, Tensor? key_end=None) -> ()");
     m.def("attn_bwd_(Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor k_runs, "
           "Tensor dout, Tensor lse, Tensor delta, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
           "float scale, float softcap, bool fresh=False, float dropout=0.0, int seed=0, int step=0, "
           "int stream=0, Tensor? rows=None, Tensor? positions=None, Tensor(d!)? rounded_dk=None, "
-          "Tensor(e!)? rounded_dv=None) -> ()");
+          "Tensor(e!)? rounded_dv=None, Tensor? key_begin=None, Tensor? key_end=None) -> ()");
     m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
     m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
     m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end) -> (Tensor, Tensor, Tensor)");
-    m.def("digest(Tensor begin, Tensor end, Tensor layout, Tensor? key_begin=None, Tensor? key_end=None) -> Tensor");
+    m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
     m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
     m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "

@@ -88,6 +88,7 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
+    if (p->key_begin != NULL) return RT_NO_KEY_MASK;
     if (runs_plain(*p)) return attn_fwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
@@ -102,6 +103,7 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_bwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
+    if (p->key_begin != NULL) return RT_NO_KEY_MASK;
     const int64_t needed = backward_workspace_bytes(*p);
     if (needed > 0 && (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;

@@ -223,6 +223,26 @@ class WeightDropout(NamedTuple):
 NO_DROPOUT = (0.0, 0, 0, 0, None, None)
 
 
+class KeyIntervals(NamedTuple):
+    """Of a mask with two sides, the keys of a block: query q attends key k only if begin[k] <= q < end[k]."""
+
+    begin: Tensor  # int32 (B or 1, K), on q's device
+    end: Tensor
+    positions: Tensor  # int64 (N), on q's device: of the queries
+
+
+def _options(
+    numbers: tuple[float, float, bool],
+    dropout: WeightDropout | None,
+    rounded: tuple[Tensor | None, ...],
+    keys: KeyIntervals | None,
+) -> tuple[Any, ...]:
+    """The arguments of attn_fwd_ and attn_bwd_ behind their tensors."""
+    if keys is None:
+        return *numbers, *(dropout or NO_DROPOUT), *rounded
+    return *numbers, *(dropout or NO_DROPOUT)[:-1], keys.positions, *rounded, keys.begin, keys.end
+
+
 def attn_fwd_(
     q: Tensor,
     k: Tensor,
@@ -237,6 +257,7 @@ def attn_fwd_(
     fresh: bool = False,
     dropout: WeightDropout | None = None,
     rounded_out: Tensor | None = None,
+    keys: KeyIntervals | None = None,
 ) -> None:
     """Merges one block of keys into the running softmax of every query.
 
@@ -246,10 +267,11 @@ def attn_fwd_(
     rounding between calls, are read and written. Before the first block they hold 0 and -inf; with fresh they may be
     uninitialized. With dropout, weights are dropped after the softmax; lse is that of all keys. rounded_out, like out
     but contiguous and of q's dtype, gets what out would hold after the last block, rounded; then out holds any numbers.
+    keys: the other side of the mask, if it has one.
     Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
-    numbers = (scale, softcap, fresh, *(dropout or NO_DROPOUT))
-    _run(_ops.attn_fwd_, q, k, v, begin, end, k_runs, out, lse, *numbers, rounded_out)
+    options = _options((scale, softcap, fresh), dropout, (rounded_out,), keys)
+    _run(_ops.attn_fwd_, q, k, v, begin, end, k_runs, out, lse, *options)
 
 
 def attn_bwd_(
@@ -271,6 +293,7 @@ def attn_bwd_(
     dropout: WeightDropout | None = None,
     rounded_dk: Tensor | None = None,
     rounded_dv: Tensor | None = None,
+    keys: KeyIntervals | None = None,
 ) -> None:
     """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
 
@@ -279,8 +302,8 @@ def attn_bwd_(
     then rounded_dk and rounded_dv, contiguous and of k's dtype, may get them rounded, and dk and dv hold any numbers.
     FlashAttention (arXiv:2205.14135), algorithm 4.
     """
-    numbers = (scale, softcap, fresh, *(dropout or NO_DROPOUT))
-    _run(_ops.attn_bwd_, q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, *numbers, rounded_dk, rounded_dv)
+    options = _options((scale, softcap, fresh), dropout, (rounded_dk, rounded_dv), keys)
+    _run(_ops.attn_bwd_, q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, *options)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
@@ -383,10 +406,11 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
 def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Tensor, Tensor]:
     """The keys that each rank needs from every other, for an interval mask over a layout.
 
-    begin, end int32 (B or 1, S), layout int64 (R, 5), all on the CPU. Returns needed int64 (M, 6), sorted rows of query
+    begin, end int32 (B or 1, S), or (2, B or 1, S), those of queries, then those of keys; layout int64 (R, 5), all on
+    the CPU. Returns needed int64 (M, 6), sorted rows of query
     rank, key rank, global_begin, stride, local_begin, length; and pairs int64 (W, W), the unmasked (query, key) pairs
     of two ranks, summed over the rows of the mask. rank: only the keys that this rank needs or provides, in O(S)
-    instead of O(W S), and 0 in the rest of pairs; -1: all ranks.
+    instead of O(W S) (times log S with two sides), and 0 in the rest of pairs; -1: all ranks.
     """
     _check_on_cpu(begin, end, layout)
     needed, pairs = _ops.plan(begin, end, layout, rank)
@@ -405,13 +429,10 @@ def mask_hulls(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor) -
     return counts, first, after
 
 
-def digest(begin: Tensor, end: Tensor, layout: Tensor, *key_bounds: Tensor) -> int:
-    """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision.
-
-    key_bounds: key_begin and key_end of a mask with two sides.
-    """
+def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
+    """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
     _check_on_cpu(begin, end, layout)
-    return int(_ops.digest(begin, end, layout, *key_bounds).item())
+    return int(_ops.digest(begin, end, layout).item())
 
 
 def _check_on_cpu(begin: Tensor, end: Tensor, layout: Tensor) -> None:
@@ -426,7 +447,7 @@ def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[T
 
 
 torch.library.register_fake("ringtile::plan", _plan_fake)
-torch.library.register_fake("ringtile::digest", lambda begin, end, layout, *key_bounds: layout.new_empty(1))
+torch.library.register_fake("ringtile::digest", lambda begin, end, layout: layout.new_empty(1))
 
 
 @torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]

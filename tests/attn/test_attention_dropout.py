@@ -32,7 +32,7 @@ from ringtile import (
     self_test,
 )
 from ringtile.transport.loopback import LoopbackGroup
-from strategies import dense, layouts, masks
+from strategies import any_masks, dense, layouts
 from test_dropout import bound, random_word
 from test_ring import FLOAT64_TOLERANCE, Problem, assemble, assert_close, problem
 from test_self_test import Ops
@@ -102,7 +102,13 @@ def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, float, Attent
     word = st.integers(0, 2**32 - 1)
     rows = tuple(draw(st.lists(st.integers(0, 2**34), min_size=batch, max_size=batch)))
     drop = dropout(draw(st.sampled_from([0.1, 0.5, 0.9])), rows, seed=draw(word), step=draw(word), stream=draw(word))
-    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), draw(st.sampled_from([0.0, 1.5])), drop
+    return (
+        p,
+        draw(any_masks(batch, seq_len)),
+        draw(layouts(seq_len, world_size)),
+        draw(st.sampled_from([0.0, 1.5])),
+        drop,
+    )
 
 
 @given(cases())

@@ -139,7 +139,7 @@ def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None
 
 
 @pytest.mark.parametrize("layout", NAMED)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "tree"])
 def test_ring_by_aten_equals_the_definition(mask: str, layout: str) -> None:
     """float32, forward and backward, within 8 ulp of float64."""
     p = problem(v_head_dim=16, dtype=torch.float32)

@@ -19,7 +19,7 @@ from oracle import Attention, dense_attention, dense_gradients
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, attention, ops, ring_attention
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
-from strategies import dense, layouts, masks
+from strategies import any_masks, dense, layouts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -119,7 +119,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, float | None,
     )
     scale = draw(st.sampled_from([None, 0.3]))
     softcap = draw(st.sampled_from([0.0, 2.0]))
-    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scale, softcap
+    return p, draw(any_masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scale, softcap
 
 
 @given(cases())
@@ -139,6 +139,7 @@ MASKS = {
     "prefix": IntervalMask.prefix_lm(48, 11),
     "chunked": IntervalMask.chunked(48, 10),
     "padding": IntervalMask.from_padding(torch.tensor([[0] * 5 + [1] * 43])),
+    "tree": IntervalMask.tree([-1, 0, 1, 1, 0, -1, 5, 5], [9, 7, 3, 6, 5, 8, 4, 4]).padded(2),
 }
 
 

@@ -35,7 +35,7 @@ from ringtile.attn.call import AttentionCall, Options
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup
-from strategies import dense, layouts, masks
+from strategies import any_masks, dense, layouts
 from test_ring import FLOAT64_TOLERANCE, Problem, assemble, assert_close, assert_within_8_ulp, problem, run_ring
 from test_sinks import by_definition, sinks_of
 from torch import Tensor
@@ -48,6 +48,7 @@ MASKS = {
     "window": IntervalMask.sliding_window(SEQ_LEN, 7),
     "prefix": IntervalMask.prefix_lm(SEQ_LEN, 11),
     "padding": IntervalMask.from_padding(torch.tensor([[0] * 5 + [1] * 43, [1] * 40 + [0] * 8])),
+    "tree": IntervalMask.tree([[-1, 0, 1, 1, 0, -1], [-1, 0, 0, 0, 0, 4]], [[9, 7, 3, 9, 5, 15], [20, 1, 9, 6, 5, 7]]),
 }
 LAYOUTS = ("contiguous", "zigzag", "striped")
 HEADS = ((8, 8), (8, 2), (7, 7), (4, 1), (6, 3))
@@ -150,7 +151,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, str]:
     p = problem(batch, seq_len, num_heads, num_kv_heads, *dims, seed=draw(st.integers(0, 1000)))
     size = draw(st.sampled_from([size for size in range(1, world_size + 1) if world_size % size == 0]))
     scheme = draw(st.sampled_from(["all_gather", "ulysses", f"usp:{size}", f"staged:{draw(st.integers(1, 4))}"]))
-    return p, draw(masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scheme
+    return p, draw(any_masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scheme
 
 
 @settings(max_examples=40)

@@ -18,7 +18,13 @@ static inline int64_t attended_keys(const attn_case *c, int64_t b, int64_t token
     for (const rt_run *run = c->runs; run < c->runs + c->p.num_k_runs; run++)
         for (int64_t j = 0; j < run->length; j++) {
             const int64_t position = run->global_begin + j * run->stride;
-            if (c->begin[at] <= position && position < c->end[at]) rows[num_rows++] = run->local_begin + j;
+            if (position < c->begin[at] || position >= c->end[at]) continue;
+            if (c->key_begin != NULL) {
+                const int64_t key = b * c->p.key_mask_batch_stride + run->local_begin + j;
+                const int64_t query = c->q_positions[token];
+                if (query < c->key_begin[key] || query >= c->key_end[key]) continue;
+            }
+            rows[num_rows++] = run->local_begin + j;
         }
     return num_rows;
 }

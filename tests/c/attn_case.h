@@ -94,10 +94,10 @@ typedef enum array_name { Q, K, V, DOUT, OUT, LSE, DELTA, DQ, DK, DV, NUM_ARRAYS
 
 typedef struct attn_case {
     rt_attn_params p;
-    tensor x[NUM_ARRAYS]; // lse and delta as (B, N, H, 1), laid out as (B, H, N)
-    int32_t *begin, *end;
-    rt_run *runs;                        // (2 MAX_RUNS)
-    int64_t *dropout_rows, *q_positions; // NULL without dropout
+    tensor x[NUM_ARRAYS];                       // lse and delta as (B, N, H, 1), laid out as (B, H, N)
+    int32_t *begin, *end, *key_begin, *key_end; // the last two NULL in a mask with one side
+    rt_run *runs;                               // (2 MAX_RUNS)
+    int64_t *dropout_rows, *q_positions;        // NULL where nothing reads them
 } attn_case;
 
 typedef struct attn_shape {
@@ -161,6 +161,8 @@ static inline void free_case(attn_case *c) {
     free(c->q_positions);
     free(c->begin);
     free(c->end);
+    free(c->key_begin);
+    free(c->key_end);
     free(c->runs);
 }
 
@@ -257,6 +259,31 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
     return c;
 }
 
+// Intervals of keys, and positions of queries that they may hold: nested, as those of a tree, or any.
+static inline void draw_key_mask(uint64_t *state, attn_case *c, int64_t seq_len) {
+    rt_attn_params *p = &c->p;
+    const int64_t rows = random_int(state, 0, 1) ? p->batch : 1, num_intervals = rows * p->num_keys;
+    p->key_mask_batch_stride = rows > 1 ? p->num_keys : 0;
+    c->key_begin = must_alloc((size_t)num_intervals * sizeof(int32_t) + 1);
+    c->key_end = must_alloc((size_t)num_intervals * sizeof(int32_t) + 1);
+    const bool any = random_int(state, 0, 2) == 0;
+    const int64_t node = random_int(state, 1, seq_len / 3 + 2);
+    for (int64_t i = 0; i < num_intervals; i++) {
+        const int64_t begin = i % p->num_keys / node * node, end = begin + node * (1 + (begin / node) % 3);
+        c->key_begin[i] = (int32_t)begin, c->key_end[i] = (int32_t)(end);
+        if (any)
+            draw_interval(state, random_int(state, 0, 5) ? MASK_RANDOM : MASK_WILD, seq_len, 0, &c->key_begin[i],
+                          &c->key_end[i]);
+    }
+    c->q_positions = must_alloc((size_t)p->num_queries * sizeof(int64_t));
+    const bool in_order = random_int(state, 0, 1);
+    for (int64_t i = 0; i < p->num_queries; i++)
+        c->q_positions[i] = in_order                  ? i
+                            : random_int(state, 0, 9) ? random_int(state, 0, seq_len)
+                                                      : random_int(state, -1, 1) * (INT64_C(1) << 33);
+    p->key_begin = c->key_begin, p->key_end = c->key_end, p->q_positions = c->q_positions;
+}
+
 // Any probability but 0, rows and positions of any size.
 static inline void draw_dropout(uint64_t *state, attn_case *c) {
     const double probabilities[] = {0.1, 0.5, 0.9, 1e-9, 1 - 1e-9, 1};
@@ -265,9 +292,10 @@ static inline void draw_dropout(uint64_t *state, attn_case *c) {
     p->seed = (uint32_t)random_int(state, 0, UINT32_MAX), p->step = (uint32_t)random_int(state, 0, 100);
     p->stream = (uint32_t)random_int(state, 0, UINT32_MAX);
     c->dropout_rows = must_alloc((size_t)p->batch * sizeof(int64_t));
-    c->q_positions = must_alloc((size_t)p->num_queries * sizeof(int64_t));
+    const bool drawn = c->q_positions != NULL;
+    if (!drawn) c->q_positions = must_alloc((size_t)p->num_queries * sizeof(int64_t));
     for (int64_t i = 0; i < p->batch; i++) c->dropout_rows[i] = random_int(state, 0, INT64_C(1) << 33);
-    for (int64_t i = 0; i < p->num_queries; i++) c->q_positions[i] = random_int(state, 0, INT64_C(1) << 33);
+    for (int64_t i = 0; i < p->num_queries && !drawn; i++) c->q_positions[i] = random_int(state, 0, INT64_C(1) << 33);
     p->dropout_rows = c->dropout_rows, p->q_positions = c->q_positions;
 }
 

@@ -15,6 +15,8 @@ enum {
     DV,
     BEGIN,
     END,
+    KEY_BEGIN,
+    KEY_END,
     POSITIONS,
     ROWS,
     ROUNDED,
@@ -30,12 +32,25 @@ typedef struct problem {
     rt_run runs[RUNS];
     int64_t num_runs; // that exist
     block x[NUM_BLOCKS];
-    bool rounds, valid, no_params;
+    bool rounds, two_sides, valid, no_params;
 } problem;
 
 // ---- fields ------------------------------------------------------------------------------------------------
 
-enum { NOTHING, BATCH, QUERIES, KEYS, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, NUM_RUNS, MASK_STRIDE, STRIDES };
+enum {
+    NOTHING,
+    BATCH,
+    QUERIES,
+    KEYS,
+    HEADS,
+    KV_HEADS,
+    HEAD_DIM,
+    V_HEAD_DIM,
+    NUM_RUNS,
+    MASK_STRIDE,
+    KEY_STRIDE,
+    STRIDES
+};
 enum { RUN_FIELDS = STRIDES + 8 * 3, NUM_FIELDS = RUN_FIELDS + RUNS * 4 };
 
 static int64_t *strides_of(rt_attn_params *p, int array) {
@@ -48,9 +63,17 @@ static int64_t *strides_of(rt_attn_params *p, int array) {
 static int64_t *field_of(problem *c, int i) {
     static const int strided[] = {Q, K, V, DOUT, OUT, DQ, DK, DV};
     rt_attn_params *p = &c->p;
-    int64_t *const fields[] = {
-        NULL,         &p->batch,      &p->num_queries, &p->num_keys,         &p->num_heads, &p->num_kv_heads,
-        &p->head_dim, &p->v_head_dim, &p->num_k_runs,  &p->mask_batch_stride};
+    int64_t *const fields[] = {NULL,
+                               &p->batch,
+                               &p->num_queries,
+                               &p->num_keys,
+                               &p->num_heads,
+                               &p->num_kv_heads,
+                               &p->head_dim,
+                               &p->v_head_dim,
+                               &p->num_k_runs,
+                               &p->mask_batch_stride,
+                               &p->key_mask_batch_stride};
     if (i < STRIDES) return fields[i];
     if (i < RUN_FIELDS) return &strides_of(p, strided[(i - STRIDES) / 3])[(i - STRIDES) % 3];
     return field_of_run(&c->runs[(i - RUN_FIELDS) / 4], (i - RUN_FIELDS) % 4);
@@ -115,6 +138,8 @@ static void draw_valid(problem *c, uint64_t *state) {
     }
     if (!p->fresh && random_int(state, 0, 3) == 0) p->num_keys += random_int(state, 0, 2);
     p->mask_batch_stride = random_int(state, 0, 1) ? p->num_queries : 0;
+    c->two_sides = random_int(state, 0, 1);
+    p->key_mask_batch_stride = random_int(state, 0, 1) ? p->num_keys : 0;
     c->parallel =
         (rt_parallel){.run = random_int(state, 0, 1) ? run_in_turn : NULL, .num_workers = random_int(state, 0, 3)};
     const int64_t q[] = {p->batch, p->num_queries, p->num_heads, p->head_dim},
@@ -158,7 +183,7 @@ static void draw_blocks(problem *c) {
     const int64_t bytes = (int64_t)dtype_bytes(p->dtype), state_bytes = p->dtype == RT_F64 ? 8 : 4;
     for (int i = 0; i < NUM_BLOCKS; i++) {
         block *x = &c->x[i];
-        const bool of_keys = i == K || i == V || i == DK || i == DV;
+        const bool of_keys = i == K || i == V || i == DK || i == DV || i == KEY_BEGIN || i == KEY_END;
         x->ndim = 4;
         x->sizes[0] = p->batch, x->sizes[1] = of_keys ? p->num_keys : p->num_queries;
         x->sizes[2] = of_keys ? p->num_kv_heads : p->num_heads;
@@ -171,6 +196,7 @@ static void draw_blocks(problem *c) {
             x->sizes[3] = 1, x->sizes[2] = number ? p->num_heads : 1;
             x->strides[0] =
                 number ? (int64_t)((uint64_t)p->num_heads * (uint64_t)p->num_queries) : p->mask_batch_stride;
+            if (i == KEY_BEGIN || i == KEY_END) x->strides[0] = p->key_mask_batch_stride;
             x->strides[1] = 1, x->strides[2] = p->num_queries;
             x->is_output = false;
         } else {
@@ -199,7 +225,9 @@ static void draw_blocks(problem *c) {
 static bool is_used(const problem *c, int i) {
     const pass pass = c->pass;
     if (i >= ROUNDED) return c->rounds && pass == (i == ROUNDED ? FORWARD : BACKWARD);
+    if (i == POSITIONS) return pass != DELTA_PASS && (c->p.dropout > 0 || c->two_sides);
     if (i >= POSITIONS) return pass != DELTA_PASS && c->p.dropout > 0;
+    if (i >= KEY_BEGIN) return pass != DELTA_PASS && c->two_sides;
     if (pass == DELTA_PASS) return i == DOUT || i == OUT || i == LSE || i == DELTA;
     const bool backward = i == DOUT || i == DELTA || i == DQ || i == DK || i == DV;
     return backward ? pass == BACKWARD : i != OUT || pass == FORWARD;
@@ -221,6 +249,7 @@ static verdict judge_problem(const problem *c) {
     if (!is_real(p->dtype, p->scale) || !is_softcap(p->dtype, p->softcap)) return FORBIDDEN;
     if (!(p->dropout >= 0 && p->dropout <= 1)) return FORBIDDEN;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return FORBIDDEN;
+    if (c->two_sides && p->key_mask_batch_stride != 0 && p->key_mask_batch_stride != p->num_keys) return FORBIDDEN;
     if (p->num_k_runs > c->num_runs) return IMPOSSIBLE;
     const verdict of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX);
     if (of_runs == UNKNOWN) return result == FORBIDDEN ? FORBIDDEN : IMPOSSIBLE; // billions of keys
@@ -236,6 +265,8 @@ static void bind(rt_attn_params *p, const block *x, const rt_run *runs) {
     p->lse = x[LSE].data, p->delta = x[DELTA].data;
     p->dq = x[DQ].data, p->dk = x[DK].data, p->dv = x[DV].data;
     p->begin = (const int32_t *)(const void *)x[BEGIN].data, p->end = (const int32_t *)(const void *)x[END].data;
+    p->key_begin = (const int32_t *)(const void *)x[KEY_BEGIN].data;
+    p->key_end = (const int32_t *)(const void *)x[KEY_END].data;
     p->q_positions = (const int64_t *)(const void *)x[POSITIONS].data,
     p->dropout_rows = (const int64_t *)(const void *)x[ROWS].data;
     p->rounded_out = x[ROUNDED].data, p->rounded_dk = x[ROUNDED + 1].data, p->rounded_dv = x[ROUNDED + 2].data;
@@ -304,6 +335,7 @@ static void trial(uint64_t *state, int64_t entry) {
     } else {
         spoil(&c, state);
     }
+    if (c.x[KEY_BEGIN].is_null && c.x[KEY_END].is_null) c.two_sides = false;
     const bool is_dtype = (int)c.p.dtype >= 0 && c.p.dtype <= RT_F16;
     draw_blocks(&c);
     verdict expected = judge_problem(&c);
@@ -317,7 +349,7 @@ static void trial(uint64_t *state, int64_t entry) {
     for (int i = 0; i < NUM_BLOCKS; i++) {
         if (!is_used(&c, i)) c.x[i].is_null = true;
         make_block(&c.x[i], state);
-        const bool is_mask = i == BEGIN || i == END, is_place = i == POSITIONS || i == ROWS,
+        const bool is_mask = i >= BEGIN && i <= KEY_END, is_place = i == POSITIONS || i == ROWS,
                    of_dlse = i == LSE && c.pass == DELTA_PASS;
         const rt_dtype dtype = i < OUT || i >= ROUNDED || (i == OUT && c.pass == DELTA_PASS) ? c.p.dtype
                                : i == LSE && (c.p.lse_f64 || of_dlse)                        ? RT_F64
@@ -327,6 +359,8 @@ static void trial(uint64_t *state, int64_t entry) {
             fill_units(&c.x[i], dtype, state);
         for (int64_t j = 0; is_mask && fair && j < (int64_t)c.x[i].num_bytes / 4; j++)
             ((int32_t *)(void *)c.x[i].memory)[j] = (int32_t)random_int(state, -2, 20);
+        for (int64_t j = 0; i == POSITIONS && fair && j < (int64_t)c.x[i].num_bytes / 8; j++)
+            ((int64_t *)(void *)c.x[i].memory)[j] = random_int(state, -2, 20);
         copies[i] = copy_of(&c.x[i]);
     }
     if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {

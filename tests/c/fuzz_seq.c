@@ -354,6 +354,49 @@ static void try_plan(uint64_t *state) {
     free(begin), free(end), free(runs), free(offsets);
 }
 
+// Meetings: positions and their numbers are spoiled, and judged; test_plan.c counts pairs.
+static void try_meetings(uint64_t *state) {
+    const int64_t S = random_int(state, 0, 40);
+    int32_t *bounds[4], *at[2] = {NULL, NULL};
+    rt_meetings_params p = {.seq_len = S, .num_x = S, .num_y = S};
+    for (int i = 0; i < 4; i++) {
+        bounds[i] = must_alloc((size_t)S * 4);
+        for (int64_t j = 0; j < S; j++)
+            bounds[i][j] = (int32_t)(random_int(state, 0, 9) ? random_int(state, -2, S + 2) : hostile(state, 0));
+    }
+    int64_t *const num[] = {&p.num_x, &p.num_y};
+    bool forbidden = false;
+    for (int i = 0; i < 2; i++) {
+        if (random_int(state, 0, 2) == 0) continue;
+        *num[i] = random_int(state, 0, S);
+        at[i] = must_alloc((size_t)*num[i] * 4);
+        for (int64_t j = 0; j < *num[i]; j++) at[i][j] = (int32_t)(S - *num[i] + j);
+        if (*num[i] > 0 && random_int(state, 0, 3) == 0) {
+            const int64_t where = random_int(state, 0, *num[i] - 1);
+            const int32_t value = (int32_t)hostile(state, at[i][where]);
+            const bool rises = where == 0 && value >= 0 && value < at[i][where]; // they are neighbours, up to S - 1
+            forbidden |= value != at[i][where] && !rises;
+            at[i][where] = value;
+        }
+    }
+    p.x = at[0], p.y = at[1];
+    p.x_begin = bounds[0], p.x_end = bounds[1], p.y_begin = bounds[2], p.y_end = bounds[3];
+    int32_t *scratch = must_alloc((size_t)rt_meetings_scratch_len(p.num_x, p.num_y) * 4);
+    int64_t *counts = must_alloc((size_t)p.num_x * 8);
+    int32_t *first = must_alloc((size_t)p.num_x * 4 + 4), *after = must_alloc((size_t)p.num_x * 4 + 4);
+    verdict expected = forbidden ? FORBIDDEN : VALID;
+    if (random_int(state, 0, 9) == 0) {
+        int64_t *const fields[] = {&p.seq_len, &p.num_x, &p.num_y};
+        int64_t *const field = fields[random_int(state, 0, 2)];
+        const int64_t value = hostile(state, *field), most = field == &p.seq_len ? -1 : S;
+        // More than there is memory for must not be asked for unless it must be refused.
+        if (value < 0 || value > INT32_MAX || (most >= 0 && value > S)) *field = value, expected = FORBIDDEN;
+    }
+    judge("rt_meetings", expected, rt_meetings(&p, counts, first, after, scratch));
+    for (int i = 0; i < 4; i++) free(bounds[i]);
+    free(at[0]), free(at[1]), free(scratch), free(counts), free(first), free(after);
+}
+
 // ---- digest, instruction set -------------------------------------------------------------------------------
 
 static void try_digest(uint64_t *state) {
@@ -384,7 +427,7 @@ static void trial(uint64_t *state, int64_t entry) {
     else if (trial_number % 4 == 2)
         try_layout(state);
     else if (trial_number % 4 == 3)
-        try_plan(state);
+        try_plan(state), try_meetings(state);
     else
         try_shard(state, -1);
 }

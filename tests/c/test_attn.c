@@ -73,6 +73,7 @@ static void test_reference_backward_is_the_derivative_of_its_forward(void) {
                                   false};
         attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
         c.p.softcap = round % 2 ? 0.8 : 0;
+        if (round % 4 == 1) draw_key_mask(&state, &c, shape.seq_len);
         if (round % 3 == 2) draw_dropout(&state, &c), c.p.dropout = 0.5; // not 1, which leaves nothing to compare
         tensor dlse = copy_as(&c.x[LSE], RT_F64, &state);
         fill_random(&dlse, &state, 1);
@@ -115,6 +116,27 @@ static void test_random_problems_agree_with_the_reference(void) {
         if (round % 5 == 1) c.p.scale = 2 * random_unit(&state);
         if (round % 2 == 1) draw_dropout(&state, &c);
         if (round % 3 == 1) {
+            fill_random(&c.x[OUT], &state, 1);
+            fill_random(&c.x[LSE], &state, 4);
+        }
+        check_case(&c, &state, 1 + round % 3, threads_of(1 + round % 4));
+        free_case(&c);
+    }
+}
+
+// The same with intervals of keys, in tiles of any size: few keys, and so many that whole tiles are skipped.
+static void test_two_sides_agree_with_the_reference(void) {
+    uint64_t state = 24;
+    for (int round = 0; round < 120; round++) {
+        attn_shape shape = random_shape(&state);
+        if (round % 6 == 0) shape.num_queries = 150, shape.seq_len = 700, shape.one_run = true, shape.head_dim = 3;
+        attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
+        const bool fresh = round % 5 == 2;
+        if (fresh) make_fresh(&c, shape.seq_len);
+        draw_key_mask(&state, &c, shape.seq_len);
+        if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(&state));
+        if (round % 3 == 1) draw_dropout(&state, &c);
+        if (round % 7 == 1 && !fresh) {
             fill_random(&c.x[OUT], &state, 1);
             fill_random(&c.x[LSE], &state, 4);
         }
@@ -282,6 +304,7 @@ int main(void) {
     test_reference_writes_fresh_outputs();
     test_the_reference_drops_by_the_words_of_the_counter();
     test_random_problems_agree_with_the_reference();
+    test_two_sides_agree_with_the_reference();
     test_fresh_outputs_are_written();
     test_rounded_results_are_rounded_once();
     test_every_head_dim_has_its_tail();

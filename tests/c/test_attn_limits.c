@@ -12,6 +12,7 @@ static void test_infinities_and_nans_stay_where_the_reference_puts_them(void) {
         if (round % 8 == 1) shape.group = 9, shape.num_queries = 30; // query tiles of 8 heads, then of 1
         attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
         c.p.softcap = round % 5 == 0 ? 4 : 0;
+        if (round % 4 == 2) draw_key_mask(&state, &c, shape.seq_len);
         if (round % 3 == 1) draw_dropout(&state, &c);
         tensor *x = &c.x[Q + round % 4]; // q, k, v or dout
         for (int i = 0; i < 3 && x->size[1] > 0; i++)
@@ -221,6 +222,9 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(dropout, -0.1, RT_BAD_PROBABILITY);
     REFUSED(dropout, 1.1, RT_BAD_PROBABILITY);
     REFUSED(dropout, 0.5, RT_BAD_POINTER); // neither rows nor positions
+    c.p.dropout = 0, c.p.key_begin = c.p.key_end = c.begin;
+    REFUSED(q_positions, NULL, RT_BAD_POINTER);
+    c.p.key_begin = c.p.key_end = NULL;
     draw_dropout(&state, &c);
     REFUSED(dropout_rows, NULL, RT_BAD_POINTER);
     REFUSED(q_positions, (const int64_t *)((uintptr_t)c.q_positions + 4), RT_BAD_POINTER);
@@ -238,6 +242,8 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(num_keys, INT64_C(1) << 60, RT_TOO_LARGE);
     REFUSED(q_stride[0], INT64_MIN, RT_TOO_LARGE);
     REFUSED(mask_batch_stride, 3, RT_BAD_MASK);
+    REFUSED(key_begin, c.p.begin, RT_BAD_MASK);
+    REFUSED(key_end, c.p.end, RT_BAD_MASK);
     REFUSED(q, (const char *)c.p.q + 1, RT_BAD_POINTER);
     REFUSED_BY(FORWARD, out, c.p.lse, RT_SHARED_MEMORY);
     REFUSED_BY(FORWARD, out, (void *)c.p.q, RT_SHARED_MEMORY);

@@ -273,11 +273,94 @@ static void test_digest_sees_every_change(void) {
     CHECK(digest_of(NULL, 0, 1) != digest_of(NULL, 0, 2));
 }
 
+// ---- masks with two sides ----------------------------------------------------------------------------------
+
+static bool is_within(const int32_t *begin, const int32_t *end, int64_t of, int64_t position) {
+    return begin[of] <= position && position < end[of];
+}
+
+// Any intervals, of all positions or of some.
+static void test_meetings_are_counted_pair_by_pair(void) {
+    uint64_t state = 31;
+    for (int round = 0; round < 400; round++) {
+        const int64_t S = random_int(&state, 0, 40);
+        int32_t *bounds[4], *at[2];
+        int64_t num[2];
+        for (int i = 0; i < 4; i++) {
+            bounds[i] = must_alloc((size_t)S * sizeof(int32_t));
+            for (int64_t j = 0; j < S; j++)
+                bounds[i][j] = (int32_t)(random_int(&state, 0, 9) ? random_int(&state, -1, S + 1) : INT32_MIN);
+        }
+        for (int i = 0; i < 2; i++) {
+            const bool all = random_int(&state, 0, 2) == 0;
+            at[i] = must_alloc((size_t)S * sizeof(int32_t));
+            num[i] = 0;
+            for (int32_t j = 0; j < S; j++)
+                if (all || random_int(&state, 0, 1)) at[i][num[i]++] = j;
+            if (all && random_int(&state, 0, 1)) free(at[i]), at[i] = NULL;
+        }
+        const rt_meetings_params p = {S, num[0], num[1], at[0], at[1], bounds[0], bounds[1], bounds[2], bounds[3]};
+        const int64_t scratch_len = rt_meetings_scratch_len(num[0], num[1]);
+        int32_t *scratch = must_alloc((size_t)scratch_len * sizeof(int32_t));
+        int32_t *first = must_alloc((size_t)num[0] * sizeof(int32_t) + 4);
+        int32_t *after = must_alloc((size_t)num[0] * sizeof(int32_t) + 4);
+        int64_t *counts = must_alloc((size_t)num[0] * sizeof(int64_t) + 8);
+        const bool hulls = random_int(&state, 0, 1);
+        CHECK_STATUS(rt_meetings(&p, counts, hulls ? first : NULL, hulls ? after : NULL, scratch), RT_OK);
+        for (int64_t i = 0; i < num[0]; i++) {
+            const int64_t x = at[0] == NULL ? i : at[0][i];
+            int64_t count = 0, least = 0, most = 0;
+            for (int64_t j = 0; j < num[1]; j++) {
+                const int64_t y = at[1] == NULL ? j : at[1][j];
+                if (!is_within(bounds[0], bounds[1], x, y) || !is_within(bounds[2], bounds[3], y, x)) continue;
+                if (count++ == 0) least = y;
+                most = y + 1;
+            }
+            CHECK(counts[i] == count && (!hulls || (first[i] == least && after[i] == most)));
+        }
+        for (int i = 0; i < 4; i++) free(bounds[i]);
+        free(at[0]), free(at[1]), free(scratch), free(first), free(after), free(counts);
+    }
+}
+
+static void test_meetings_refuse_malformed_params(void) {
+    const int32_t bounds[4] = {0}, falling[2] = {2, 1}, outside[2] = {0, 4};
+    int64_t counts[4];
+    int32_t scratch[32], hull[4];
+    const rt_meetings_params good = {4, 4, 4, NULL, NULL, bounds, bounds, bounds, bounds};
+    CHECK_STATUS(rt_meetings(&good, counts, NULL, NULL, scratch), RT_OK);
+    CHECK_STATUS(rt_meetings(NULL, counts, NULL, NULL, scratch), RT_BAD_POINTER);
+    CHECK_STATUS(rt_meetings(&good, NULL, NULL, NULL, scratch), RT_BAD_POINTER);
+    CHECK_STATUS(rt_meetings(&good, counts, NULL, NULL, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_meetings(&good, counts, hull, NULL, scratch), RT_BAD_POINTER);
+    CHECK(rt_meetings_scratch_len(-1, 0) == 0 && rt_meetings_scratch_len(0, INT64_MAX) == 0);
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_meetings_params bad = good;                                                                                 \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_meetings(&bad, counts, NULL, NULL, scratch), status);                                          \
+    } while (0)
+    REFUSED(seq_len, -1, RT_BAD_SHAPE);
+    REFUSED(seq_len, INT64_MAX, RT_BAD_SHAPE);
+    REFUSED(num_x, 5, RT_BAD_SHAPE);
+    REFUSED(num_y, 3, RT_BAD_SHAPE); // not all, and no positions
+    REFUSED(x_begin, NULL, RT_BAD_POINTER);
+    REFUSED(y_end, NULL, RT_BAD_POINTER);
+    rt_meetings_params some = good;
+    some.x = falling, some.num_x = 2;
+    CHECK_STATUS(rt_meetings(&some, counts, NULL, NULL, scratch), RT_BAD_PLAN);
+    some.x = outside;
+    CHECK_STATUS(rt_meetings(&some, counts, NULL, NULL, scratch), RT_BAD_PLAN);
+#undef REFUSED
+}
+
 int main(void) {
     test_random_plans_equal_the_oracle();
     test_causal_zigzag_over_two_ranks();
     test_runs_that_touch_are_merged();
     test_plan_refuses_malformed_params();
     test_digest_sees_every_change();
+    test_meetings_are_counted_pair_by_pair();
+    test_meetings_refuse_malformed_params();
     return check_finish();
 }

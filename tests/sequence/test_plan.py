@@ -16,7 +16,7 @@ from ringtile.errors import InputError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Plan, plan, rank_plan
-from strategies import dense, layouts, masks
+from strategies import any_masks, dense, layouts
 from torch import Tensor
 
 
@@ -24,7 +24,7 @@ from torch import Tensor
 def problems(draw: st.DrawFn) -> tuple[IntervalMask, Layout]:
     world_size = draw(st.integers(1, 5))
     seq_len = world_size + draw(st.integers(0, 20))
-    return draw(masks(draw(st.integers(1, 2)), seq_len)), draw(layouts(seq_len, world_size))
+    return draw(any_masks(draw(st.integers(1, 2)), seq_len)), draw(layouts(seq_len, world_size))
 
 
 def keys_needed(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int) -> Tensor:
@@ -88,6 +88,9 @@ def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMas
                 named[local_begin : local_begin + length] = global_begin + stride * torch.arange(length)
             assert torch.equal(named[named >= 0].sort()[0], torch.cat(needed).sort()[0])
             assert torch.equal(named[named >= 0], block[named >= 0])
+            assert len(round.key_bounds) == len(mask.tensors) - 2
+            for bound, of_mask in zip(round.key_bounds, mask.tensors[2:], strict=True):
+                assert torch.equal(bound[:, named >= 0], of_mask[:, block[named >= 0]])
 
 
 @given(

@@ -141,7 +141,7 @@ def _tensors(where: Where) -> op.SequenceTensors:
         return op.SequenceTensors(of_sequence, sequence.group_name, sequence.scheme)
     assert mask is not None
     assert layout is not None
-    return op.SequenceTensors((mask.begin, mask.end, layout.tensor), group_name(group), "ring")
+    return op.SequenceTensors((*mask.bounds, layout.tensor), group_name(group), "ring")
 
 
 class RingAttention(torch.autograd.Function):

@@ -30,12 +30,13 @@ class BlockMask:
     begin: Tensor  # int32 CPU (Bm, N): the mask of the local queries, of the whole batch if Bm is 1
     end: Tensor
     k_runs: Tensor  # int64 CPU (R, 4): positions of the keys, and their rows
+    two_sides: bool = False  # whether it is narrower than begin and end: see Block.keys
     _packs: dict[object, tuple[tuple[Pack, ...], DeviceMask]] = field(default_factory=dict)
 
     @functools.cached_property
     def pieces(self) -> tuple[Sequence[Piece], ...] | None:
-        """The pieces of each row of the mask; None where it takes too many."""
-        return find_pieces(self.begin, self.end, self.k_runs)
+        """The pieces of each row of the mask; None where it takes too many, or has two sides."""
+        return None if self.two_sides else find_pieces(self.begin, self.end, self.k_runs)
 
     @functools.cached_property
     def squares(self) -> list[tuple[slice, Square]]:
@@ -70,6 +71,7 @@ class Block(NamedTuple):
     scale: float
     softcap: float
     dropout: ops.WeightDropout | None = None
+    keys: ops.KeyIntervals | None = None  # the other side of the mask, if it has one
 
 
 class Running(NamedTuple):
@@ -139,20 +141,24 @@ class Ringtile:
     head_dim_step = 16
 
     def why_not(self, block: Block) -> str:
-        reason = ops.why_no_kernels(block.q.device)
-        return f"is not in use here: {reason}" if reason else ""
+        if reason := ops.why_no_kernels(block.q.device):
+            return f"is not in use here: {reason}"
+        if block.mask.two_sides and block.q.device.type == "cuda":
+            return "has no CUDA kernel for a mask with two sides, as a tree's is"
+        return ""
 
     def forward(self, block: Block, state: Running) -> None:
         ops.attn_fwd_(
             *(block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs, state.out, state.lse),
-            *(block.scale, block.softcap, state.fresh, block.dropout, state.rounded),
+            *(block.scale, block.softcap, state.fresh, block.dropout, state.rounded, block.keys),
         )
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        rounded_dk, rounded_dv = grads.rounded or (None, None)
         ops.attn_bwd_(
             *(block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs, final.dout, final.lse, final.delta),
             *(grads.dq, grads.dk, grads.dv, block.scale, block.softcap, grads.fresh, block.dropout),
-            *(grads.rounded or (None, None)),
+            *(rounded_dk, rounded_dv, block.keys),
         )
 
 

@@ -111,9 +111,9 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
             f"{sequence.local_len} of {sequence.seq_len} tokens"
         )
-    if sequence.begin.shape[0] not in (1, batch):
+    if sequence.mask.begin.shape[0] not in (1, batch):
         raise InputError(
-            f"the mask has {sequence.begin.shape[0]} rows, the batch {batch}; expected the same number, or 1"
+            f"the mask has {sequence.mask.begin.shape[0]} rows, the batch {batch}; expected the same number, or 1"
         )
 
 

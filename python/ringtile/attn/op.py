@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class SequenceTensors(NamedTuple):
     """A ShardedSequence as an op takes it."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]  # begin, end, layout_tensor
+    tensors: tuple[Tensor, Tensor, Tensor]  # its begin, end, layout_tensor
     group_name: str = ""
     scheme: str = "ring"
 

@@ -140,6 +140,8 @@ def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
 
 def _seq_idx(mask: IntervalMask) -> Tensor:
     """int32 (Bm, S), -1 for padding: a token that does not attend itself. Refused: the mask is no causal documents."""
+    if mask.key_begin is not None:
+        raise Refused("a recurrent layer under a mask with two sides, as a tree's is; expected causal documents")
     begin, end = mask.begin, mask.end
     positions = torch.arange(mask.seq_len, dtype=torch.int32, device="cpu")
     holds = (begin <= positions) & (positions < end)

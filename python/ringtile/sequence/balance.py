@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringtile.sequence.mask import IntervalMask
+
 TOLERANCE = 1.03  # busiest rank over the mean at which the search ends
 _MAX_TRADES = 400
 
 
-def deal(begin: Tensor, end: Tensor, world_size: int, chunk: int) -> Tensor:
-    """int64 (C,): the rank of each chunk of `chunk` tokens (the last may be shorter), for C >= W.
-
-    begin, end int32 (mask rows, S): an interval mask, in which a query that attends nothing has end <= begin.
-    """
-    work, first, last = _needs(begin, end, chunk)
+def deal(mask: IntervalMask, world_size: int, chunk: int) -> Tensor:
+    """int64 (C,): the rank of each chunk of `chunk` tokens (the last may be shorter), for C >= W."""
+    work, first, last = _needs(mask, chunk)
     index = torch.arange(work.numel(), device="cpu")
     contiguous = index * world_size // work.numel()
     half = index * 2 * world_size // work.numel()
@@ -35,16 +34,19 @@ def deal(begin: Tensor, end: Tensor, world_size: int, chunk: int) -> Tensor:
     return min(even or [table.trade(contiguous)], key=table.num_travelling)
 
 
-def _needs(begin: Tensor, end: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each chunk, all int64 (C,): its unmasked pairs, and the key chunks first .. last - 1 that it needs."""
-    seq_len = begin.size(1)
+def _needs(mask: IntervalMask, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each chunk, all int64 (C,): its unmasked pairs, and the key chunks first .. last - 1 that it needs.
+
+    With two sides it may need fewer of them: the pairs are exact, what travels is an estimate.
+    """
+    begin, end, seq_len = mask.begin, mask.end, mask.seq_len
     attends = end > begin
     missing = -seq_len % chunk
 
     def by_chunk(x: Tensor, filler: int) -> Tensor:
         return pad(x, (0, missing), value=filler).view(-1, chunk)
 
-    pairs = (end - begin).clamp(min=0).sum(0, dtype=torch.int64)
+    pairs = mask.num_keys.sum(0)
     smallest = torch.where(attends, begin, seq_len).amin(0)
     largest = torch.where(attends, end, 0).amax(0)
     first = by_chunk(smallest, seq_len).amin(1).long() // chunk

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, ops
-from ringtile.errors import InputError, LayoutError, Refused, shown
+from ringtile.errors import InputError, LayoutError, shown
 from ringtile.sequence import balance
 from ringtile.sequence.fingerprint import fingerprint, leave_on
 from ringtile.sequence.mask import MAX_SEQ_LEN, IntervalMask
@@ -128,7 +128,7 @@ class Layout:
                 "at least a rank, a token in a chunk, and a chunk for every rank"
             )
         chunk = min(chunk, mask.seq_len)
-        owners = balance.deal(mask.begin, mask.end, world_size, chunk).tolist()
+        owners = balance.deal(mask, world_size, chunk).tolist()
         ranks: list[list[Run]] = [[] for _ in range(world_size)]
         held = [0] * world_size
         for owner, group in itertools.groupby(enumerate(owners), key=operator.itemgetter(1)):
@@ -253,11 +253,6 @@ def check_types(mask: object, *layout: object) -> None:
         raise InputError(
             f"mask is a {type(mask).__name__}; expected an IntervalMask, such as "
             + ("IntervalMask.from_bool(mask)" if boolean else "IntervalMask.causal(S)")
-        )
-    if mask.key_begin is not None:
-        raise Refused(
-            "the mask has intervals of keys too, as a tree's has; attention, plans and balanced layouts know those of "
-            "queries only"
         )
     for each in layout:
         if not isinstance(each, Layout):

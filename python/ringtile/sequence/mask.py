@@ -94,6 +94,20 @@ class IntervalMask:
         """begin and end; and key_begin and key_end, if there are any."""
         return tuple(bound for _, bound in self._bounds())
 
+    @functools.cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """begin and end as the ops take a mask: with two sides (2, B or 1, S), of queries, then of keys."""
+        if self.key_begin is None or self.key_end is None:
+            return self.begin, self.end
+        return torch.stack((self.begin, self.key_begin)), torch.stack((self.end, self.key_end))
+
+    @classmethod
+    def of_bounds(cls, begin: Tensor, end: Tensor) -> IntervalMask:
+        """The inverse of `bounds`; also with one side, (1, B or 1, S)."""
+        if begin.dim() != 3 or end.shape != begin.shape or begin.size(0) not in (1, 2):
+            return cls(begin, end)
+        return cls(*(bound for side in zip(begin, end, strict=True) for bound in side))
+
     @property
     def seq_len(self) -> int:
         return self.begin.size(1)
@@ -138,7 +152,7 @@ class IntervalMask:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return ops.digest(self.begin, self.end, self.begin[:0], *self.tensors[2:])
+        return ops.digest(*self.bounds, self.begin[:0])
 
     def __repr__(self) -> str:
         sides = "" if self.key_begin is None else ", two sides"

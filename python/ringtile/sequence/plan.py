@@ -52,6 +52,7 @@ class Round:
     num_keys: int
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
     in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
+    key_bounds: tuple[Tensor, ...]  # int32 CPU (Bm, rows of the block): key_begin, key_end; none with one side
     incoming: tuple[Incoming, ...]  # together the block, whose keys are in the order of their runs' positions
     outgoing: tuple[Outgoing, ...]
 
@@ -79,7 +80,8 @@ class RankPlan:
 def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = False) -> RankPlan:
     """Return the rounds of `rank`. mask and layout are of one length; at_once: there is one round."""
     world_size = layout.world_size
-    needed, pairs = ops.plan(mask.begin, mask.end, layout.tensor, rank)
+    needed, pairs = ops.plan(*mask.bounds, layout.tensor, rank)
+    positions = layout.positions(rank)
 
     def keys(query_rank: int, key_rank: int) -> Tensor:
         """Return, int64 (R, 4), the runs of key_rank's tokens that query_rank attends."""
@@ -102,12 +104,21 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
                 num_keys=sum(lens),
                 num_pairs=int(pairs[rank, key_ranks].sum()),
                 in_place=in_place,
+                key_bounds=tuple(x[:, positions if in_place else _positions(block)] for x in mask.tensors[2:]),
                 incoming=() if in_place else tuple(map(Incoming, key_ranks, rows, lens)),
                 outgoing=() if in_place else outgoing,
             )
         )
-    positions = layout.positions(rank)
     return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], tuple(rounds))
+
+
+def _positions(block: Tensor) -> Tensor:
+    """int64: of the keys in each row of a block, whose runs are given in any order."""
+    runs = block[block[:, 2].argsort()].tolist()
+    return torch.cat(
+        [torch.arange(begin, begin + stride * length, stride, device="cpu") for begin, stride, _, length in runs]
+        or [torch.empty(0, dtype=torch.int64, device="cpu")]
+    )
 
 
 def _outgoing(rank: int, runs: Tensor) -> Outgoing:
@@ -339,7 +350,7 @@ class _Counts:
         self.shape, self.layout, self.scheme = shape, layout, scheme
         self.size = size = scheme.ranks_per_group(layout.world_size)
         num_groups = layout.world_size // size
-        needed, pairs = ops.plan(mask.begin, mask.end, join(layout, size)[0].tensor)
+        needed, pairs = ops.plan(*mask.bounds, join(layout, size)[0].tensor)
         self.pairs = pairs * (shape.batch // mask.begin.size(0))  # (n, n)
         # (n, n): of the keys of a group (second index), those that another (first) attends.
         self.keys = torch.zeros(num_groups, num_groups, dtype=torch.int64)

@@ -52,8 +52,8 @@ class ShardedSequence:
     depend on it. `sequence & mask` is the same sequence under a narrower mask.
 
     Attributes: mask, layout, scheme, group_name; rank and world_size of this process in the group, and local_len, the
-    tokens that it holds; begin, end int32 (B or 1, S) and layout_tensor int64 (R, 5), mask and layout as the ops take
-    them.
+    tokens that it holds; begin, end int32 (B or 1, S), or (2, B or 1, S) (IntervalMask.bounds), and layout_tensor int64
+    (R, 5), mask and layout as the ops take them.
 
     Raises InputError when mask, layout and group do not fit each other.
     """
@@ -79,14 +79,14 @@ class ShardedSequence:
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
         self.local_len = layout.local_len(self.rank)
-        self.begin, self.end, self.layout_tensor = mask.begin, mask.end, layout.tensor
+        (self.begin, self.end), self.layout_tensor = mask.bounds, layout.tensor
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
         self._narrowed: dict[IntervalMask, ShardedSequence] = {}
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._with_schemes: dict[str, ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
-        self._versions = _version(self.begin), _version(self.end)
+        self._versions = self._current_versions()
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
         _Seen.remember(self, self.begin, self.end, self.layout_tensor)
 
@@ -105,9 +105,12 @@ class ShardedSequence:
             raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
         return transport
 
+    def _current_versions(self) -> tuple[int, ...]:
+        return *map(_version, self.mask.tensors), _version(self.begin), _version(self.end)
+
     def check_unchanged(self) -> None:
         """InputError: the mask is not what it was when the plan was made."""
-        if self._versions != (_version(self.begin), _version(self.end)):
+        if self._versions != self._current_versions():
             raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
 
     # ---- tensors --------------------------------------------------------------------------------
@@ -196,10 +199,23 @@ class ShardedSequence:
 
         Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
-        if device not in self._on_device:
-            self._on_device[device] = DeviceMask(device, self.ring.plan.begin, self.ring.plan.end)
-        begin, end = self._on_device[device].read()
+        begin, end, *_ = self._tensors_on(device)
         return begin, end
+
+    def keys_on(self, device: torch.device, i: int) -> ops.KeyIntervals | None:
+        """The other side of the mask, of the keys of round i, and where those queries are; None: there is none."""
+        if self.mask.key_begin is None:
+            return None
+        begin, end = self._tensors_on(device)[2 * i + 2 : 2 * i + 4]
+        return ops.KeyIntervals(begin, end, self.positions_on(device))
+
+    def _tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """begin and end of the queries, then of the keys of each round."""
+        if device not in self._on_device:
+            plan = self.ring.plan
+            of_keys = [bound for round in plan.rounds for bound in round.key_bounds]
+            self._on_device[device] = DeviceMask(device, plan.begin, plan.end, *of_keys)
+        return self._on_device[device].read()
 
     def positions_on(self, device: torch.device) -> Tensor:
         """int64: the global positions of those queries, in the same order; on a GPU made anew, for which no stream
@@ -244,7 +260,7 @@ class ShardedSequence:
         seen = _seen.get(_ids(group_name, scheme, begin, end, layout))
         found = seen.sequence_of(begin, end, layout) if seen is not None else None
         if found is None or found._transport() is None:
-            found = cls.of(IntervalMask(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
+            found = cls.of(IntervalMask.of_bounds(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
             _Seen.remember(found, begin, end, layout)
         return found
 

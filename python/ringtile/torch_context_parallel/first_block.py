@@ -95,8 +95,7 @@ class Block:
 
 def _first(mask: IntervalMask, seq_len: int) -> IntervalMask:
     """The mask of the first tokens."""
-    begin, end = (x[:, :seq_len].clamp(max=seq_len) for x in (mask.begin, mask.end))
-    return IntervalMask(begin.contiguous(), end.contiguous())
+    return IntervalMask(*(x[:, :seq_len].clamp(max=seq_len).contiguous() for x in mask.tensors))
 
 
 @torch.no_grad()

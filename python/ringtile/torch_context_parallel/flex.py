@@ -284,11 +284,14 @@ def _local_block_mask(block_mask: BlockMask | None, sequence: ShardedSequence) -
     """This rank's part of a global BlockMask, remembered on it; for None, of the sequence's own mask."""
     group, layout = sequence.group_name, sequence.layout
     if block_mask is None:
-        begin, end = sequence.begin, sequence.end
+        begin, end, *of_keys = sequence.mask.tensors
 
         def interval(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             row = b * (begin.size(0) > 1)
-            return (begin[row, q_idx] <= kv_idx) & (kv_idx < end[row, q_idx])
+            attends = (begin[row, q_idx] <= kv_idx) & (kv_idx < end[row, q_idx])
+            if of_keys:
+                attends &= (of_keys[0][row, kv_idx] <= q_idx) & (q_idx < of_keys[1][row, kv_idx])
+            return attends
 
         return create_cp_block_mask(interval, begin.size(0), None, layout.seq_len, layout.seq_len, group, layout)
     parts = block_mask.__dict__.setdefault("ringtile_parts", {})

@@ -228,7 +228,7 @@ def sequence_in_force(group: Group, layout_name: str, local_len: int) -> Sharded
 def sequence_of(
     like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sequence_in_force` for graphs: its begin, end int32 (B or 1, S) and layout int64 (R, 5).
+    """`sequence_in_force` for graphs: its mask (1 or 2, B or 1, S) and layout int64 (R, 5).
 
     A graph must look the sequence up on every run instead of keeping the one it was traced with. like: any tensor
     computed before the call; it keeps the op in its place in the graph.
@@ -237,14 +237,15 @@ def sequence_of(
     sequence = sequence_in_force(group_name, layout, local_len)
     if is_causal:
         sequence = sequence.causal
-    return sequence.begin.clone(), sequence.end.clone(), sequence.layout_tensor.clone()
+    begin, end = (bound.reshape(-1, *bound.shape[-2:]).clone() for bound in (sequence.begin, sequence.end))
+    return begin, end, sequence.layout_tensor.clone()
 
 
 @sequence_of.register_fake
 def _(like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
-    rows, seq_len, runs = (context.new_dynamic_size() for _ in range(3))
-    bounds = torch.empty(rows, seq_len, dtype=torch.int32, device="cpu")
+    sides, rows, seq_len, runs = (context.new_dynamic_size() for _ in range(4))
+    bounds = torch.empty(sides, rows, seq_len, dtype=torch.int32, device="cpu")
     return bounds, torch.empty_like(bounds), torch.empty(runs, 5, dtype=torch.int64, device="cpu")
 
 
