@@ -154,6 +154,27 @@ def test_a_mask_written_to_is_refused() -> None:
             attend()
 
 
+@pytest.mark.parametrize("field", ["key_end", "end"])
+def test_a_mask_with_two_sides_written_to_is_refused(field: str) -> None:
+    mask = IntervalMask.shared_prefix(20, [10, 10])
+    sequence = ShardedSequence(mask, ONE)
+    getattr(sequence if field == "end" else mask, field).fill_(40)
+    p = problem(seq_len=40)
+    with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
+        ring_attention(p.q, p.k, p.v, sequence)
+
+
+def test_two_sides_are_found_again_by_their_tensors() -> None:
+    mask = IntervalMask.shared_prefix(20, [10, 10])
+    sequence = ShardedSequence.of(mask, ONE)
+    copies = [x.clone() for x in mask.bounds]
+    assert ShardedSequence.of_tensors(*copies, ONE.tensor, "") is sequence
+    assert ShardedSequence.of_tensors(mask.begin, mask.end, ONE.tensor, "").mask == IntervalMask.causal(40)
+    assert IntervalMask.of_bounds(*(x[None] for x in IntervalMask.causal(40).bounds)) == IntervalMask.causal(40)
+    with pytest.raises(InputError, match=r"begin is torch.int32 \(3, 1, 40\)"):
+        IntervalMask.of_bounds(*(x.expand(3, 1, 40) for x in IntervalMask.causal(40).bounds))
+
+
 def test_nothing_outlives_its_group_or_its_user() -> None:
     """The last few sequences of a group are remembered, and go with it."""
     sequences: list[weakref.ref[Any]] = []

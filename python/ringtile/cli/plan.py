@@ -41,6 +41,7 @@ MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
     "window": lambda seq_len, window: IntervalMask.sliding_window(seq_len, *window),
     "prefix": lambda seq_len, prefix: IntervalMask.prefix_lm(seq_len, *prefix),
     "chunked": lambda seq_len, chunk: IntervalMask.chunked(seq_len, *chunk),
+    "shared_prefix": lambda seq_len, lengths: IntervalMask.shared_prefix(*lengths[:1], completions=lengths[1:]),
 }
 
 
@@ -53,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mask",
         action="append",
         metavar="MASK",
-        help="causal (the default), full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, chunked:TOKENS; "
-        "given again: the intersection",
+        help="causal (the default), full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, chunked:TOKENS, "
+        "shared_prefix:PROMPT,COMPLETION,...; given again: the intersection",
     )
     parser.add_argument("--num-heads", type=int, metavar="H", help="of one layer: query heads")
     parser.add_argument("--num-kv-heads", type=int, metavar="G", help="key and value heads (H)")
@@ -205,6 +206,6 @@ def parse_mask(text: str, seq_len: int) -> IntervalMask:
         if isinstance(error, RingtileError):
             raise
         raise ConfigError(
-            f"--mask is {text!r}; expected causal, full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS "
-            "or chunked:TOKENS"
+            f"--mask is {text!r}; expected causal, full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, "
+            "chunked:TOKENS or shared_prefix:PROMPT,COMPLETION,..."
         ) from error
