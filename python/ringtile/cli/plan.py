@@ -41,7 +41,7 @@ MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
     "window": lambda seq_len, window: IntervalMask.sliding_window(seq_len, *window),
     "prefix": lambda seq_len, prefix: IntervalMask.prefix_lm(seq_len, *prefix),
     "chunked": lambda seq_len, chunk: IntervalMask.chunked(seq_len, *chunk),
-    "shared_prefix": lambda seq_len, lengths: IntervalMask.shared_prefix(*lengths[:1], completions=lengths[1:]),
+    "shared_prefix": lambda seq_len, lengths: IntervalMask.tree([-1, *[0] * (len(lengths) - 1)], lengths),
 }
 
 
