@@ -25,7 +25,6 @@ extern "C" {
                     "not be negative, and label_smoothing must be in [0, 1]")                                          \
     X(RT_BAD_MASK, "the batch stride of a mask or of seq_idx must be 0 or the number of tokens; key_begin and "        \
                    "key_end need each other")                                                                          \
-    X(RT_NO_KEY_MASK, "the CUDA kernels of attention take no intervals of keys (key_begin, key_end)")                  \
     X(RT_BAD_POINTER, "a required pointer is NULL, or not aligned to its elements")                                    \
     X(RT_BAD_RUN, "a run needs length >= 1, stride >= 1, positions inside the global sequence and local "              \
                   "tokens inside the local tensor; two runs of a rank must not share a position or a token")           \

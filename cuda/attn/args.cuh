@@ -18,6 +18,9 @@ RT_HOST_DEVICE int num_tiles(int n, int tile) { return n / tile + (n % tile != 0
 // Whether plain.cuh alone has a kernel for the head dims.
 inline bool has_large_heads(const rt_attn_params &p) { return p.head_dim > 256 || p.v_head_dim > 256; }
 
+// Whether it has the only kernels for what is asked, in every dtype.
+inline bool is_plain_in_any_dtype(const rt_attn_params &p) { return p.dropout > 0 || p.key_begin != NULL; }
+
 // ---- arguments ---------------------------------------------------------------------------------
 
 // Runs per launch: with the params they stay below the 4096 bytes of arguments that every driver accepts.

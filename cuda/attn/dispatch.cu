@@ -21,9 +21,9 @@ static bool fits_int(const rt_attn_params &p) {
     return p.num_queries <= MOST && p.num_keys <= MOST && p.batch * p.num_heads <= MOST;
 }
 
-// Whether only the plain kernels compute it: f32, large heads, dropout.
+// Whether only the plain kernels compute it: f32, large heads, dropout, a mask with two sides.
 static bool runs_plain(const rt_attn_params &p) {
-    return p.dtype == RT_F32 || has_large_heads(p) || (p.dropout > 0 && p.dtype != RT_F64);
+    return p.dtype == RT_F32 || has_large_heads(p) || (is_plain_in_any_dtype(p) && p.dtype != RT_F64);
 }
 
 // Whether a tensor map can describe the rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
@@ -88,7 +88,6 @@ rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
-    if (p->key_begin != NULL) return RT_NO_KEY_MASK;
     if (runs_plain(*p)) return attn_fwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
@@ -103,7 +102,6 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_bwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
-    if (p->key_begin != NULL) return RT_NO_KEY_MASK;
     const int64_t needed = backward_workspace_bytes(*p);
     if (needed > 0 && (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
         return RT_WORKSPACE;

@@ -1,8 +1,8 @@
 // Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks, for models trained in
-// f32, for head dims above 256 in any dtype, and for dropout, which no other kernel has. The structure is that of
-// fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256), eight lanes per row,
-// and visits tiles of as many columns; a lane computes two weights of its row (one), and every eighth number of its
-// sums.
+// f32, for head dims above 256 in any dtype, for dropout and for masks with two sides, which no other kernel has. The
+// structure is that of fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256),
+// eight lanes per row, and visits tiles of as many columns; a lane computes two weights of its row (one), and every
+// eighth number of its sums.
 #ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
 #define RINGTILE_CUDA_ATTN_PLAIN_CUH
 
@@ -116,6 +116,13 @@ RT_DEVICE float plain_score(const attn_args &args, float product) {
     return args.inverse_softcap > 0 ? (float)args.p.softcap * tanhf(score * args.inverse_softcap) : score;
 }
 
+// Whether the mask's interval of a key, row `key` of k, holds a query.
+RT_DEVICE bool key_meets(const rt_attn_params &p, int64_t key, int token) {
+    if (p.key_begin == NULL) return true;
+    const int64_t at = cta_index_z() * p.key_mask_batch_stride + key, position = ld_global(p.q_positions + token);
+    return ld_global(p.key_begin + at) <= position && position < ld_global(p.key_end + at);
+}
+
 // What dropout multiplies a weight by.
 RT_DEVICE float dropout_factor(const attn_args &args, int head, int token, int64_t position) {
     const rt_attn_params &p = args.p;
@@ -155,7 +162,8 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
 #pragma unroll
         for (int i = 0; i < WEIGHTS; i++) {
             const int col = row_lane + ROW_LANES * i;
-            attended[i] = keys.lo <= first_key + col && first_key + col < keys.hi;
+            attended[i] = keys.lo <= first_key + col && first_key + col < keys.hi &&
+                          key_meets(p, args.runs[at.run].local_begin + first_key + col, queries.first_token + row);
             scores[i] = attended[i] ? plain_score(args, dot(smem.q, row, smem.k, col, p.head_dim)) : -INFINITY;
             new_top = fmaxf(new_top, scores[i]);
         }
@@ -269,7 +277,8 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_queries_pl
         for (int col = row_lane; col < TILE; col += ROW_LANES) {
             plain_gradients pair = {NOT_ATTENDED, 0};
             const rt_run &run = args.runs[at.run];
-            if (keys.lo <= first_key + col && first_key + col < keys.hi)
+            if (keys.lo <= first_key + col && first_key + col < keys.hi &&
+                key_meets(p, run.local_begin + first_key + col, token))
                 pair = differentiate(
                     args, dot(smem.q, row, smem.k, col, p.head_dim), dot(smem.dout, row, smem.v, col, p.v_head_dim),
                     own, dropout_factor(args, queries.head, token, run.global_begin + (first_key + col) * run.stride));
@@ -316,7 +325,8 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain
             const int token = first_token + col;
             const int64_t mask_at = cta_index_z() * p.mask_batch_stride + token;
             if (token < p.num_queries && ld_global(p.begin + mask_at) <= position &&
-                position < ld_global(p.end + mask_at))
+                position < ld_global(p.end + mask_at) &&
+                key_meets(p, run.local_begin + walk.keys().first_key + row, token))
                 pair = differentiate(args, dot(smem.k, row, smem.q, col, p.head_dim),
                                      dot(smem.v, row, smem.dout, col, p.v_head_dim), load_plain_sums(p, head, token),
                                      dropout_factor(args, head, token, position));

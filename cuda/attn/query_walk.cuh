@@ -109,7 +109,7 @@ RT_HOST_DEVICE backward_workspace workspace_of(const rt_attn_params &p, int num_
 }
 // Enough for tiles of 16 queries and of 64 keys or more, and for those of plain.cuh.
 inline int64_t backward_workspace_bytes(const rt_attn_params &p) {
-    const int64_t tiles = num_tiles((int)p.num_queries, has_large_heads(p) || p.dropout > 0 ? 8 : 16);
+    const int64_t tiles = num_tiles((int)p.num_queries, has_large_heads(p) || is_plain_in_any_dtype(p) ? 8 : 16);
     if (tiles == 0) return 0;
     return tiles * (num_mask_rows(p) * (int64_t)sizeof(tile_bounds) + p.batch * p.num_heads * (int64_t)sizeof(int)) +
            (1 + num_key_tiles(p.k_runs, p.num_k_runs, 64) * p.num_kv_heads * p.batch) * (int64_t)sizeof(int);

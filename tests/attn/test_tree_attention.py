@@ -13,8 +13,8 @@ import pytest
 import torch
 from oracle import Attention, dense_attention, dense_gradients
 from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence, attention, ops, plan, ring_attention
-from ringtile.attn import aten
-from ringtile.attn.backend import Block, BlockMask, Ringtile
+from ringtile.attn.backend import Block, BlockMask, why_slow
+from ringtile.attn.pieces import MAX_STRETCHES, Piece, find_pieces
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense
@@ -263,21 +263,28 @@ def test_one_side_makes_the_same_calls_as_ever(monkeypatch: pytest.MonkeyPatch) 
 # ---- who cannot ---------------------------------------------------------------------------------
 
 
-def test_kernels_that_know_one_side_are_refused_by_name() -> None:
-    tree = IntervalMask.shared_prefix(16, [16, 16])
-    q = torch.randn(1, 48, 2, 8)
-    with pytest.raises(Refused, match=r"aten's flash attention takes no mask with two sides.* auto or ringtile"):
-        ring_attention(q, q, q, mask=tree, layout=Layout.contiguous(48, 1), attention_kernel="aten")
-    of_rank = rank_plan(tree, Layout.contiguous(48, 1), 0)
-    mask = BlockMask(of_rank.begin, of_rank.end, of_rank.rounds[0].k_runs, two_sides=True)
-    assert mask.pieces is None
-    on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16, "size": q.size})()
-    block = Block(on_gpu, q, q, mask, of_rank.begin, of_rank.end, 1.0, 0.0)
-    for backend in aten.ATEN["cuda"][::3]:
-        assert "takes no mask with two sides" in backend.why_not(block)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "why_no_kernels", lambda device: "")
-        assert "no CUDA kernel for a mask with two sides" in Ringtile().why_not(block)
+def test_a_tree_of_many_branches_is_refused_by_aten() -> None:
+    """Which knows a mask by its pieces; a node takes two or three."""
+    wide = IntervalMask.shared_prefix(16, [1] * (MAX_STRETCHES + 1))
+    q = torch.randn(1, wide.seq_len, 2, 8)
+    layout = Layout.contiguous(wide.seq_len, 1)
+    with pytest.raises(Refused, match=r"aten's flash attention takes masks of few pieces.* auto or ringtile"):
+        ring_attention(q, q, q, mask=wide, layout=layout, attention_kernel="aten")
+    of_rank = rank_plan(IntervalMask.shared_prefix(16, [16, 16]), Layout.contiguous(48, 1), 0)
+    round = of_rank.rounds[0]
+    found = find_pieces(of_rank.begin, of_rank.end, round.k_runs, round.key_bounds, torch.arange(48))
+    prompt = Piece(0, 16, 0, 16, gains=True), Piece(16, 48, 0, 16)
+    assert found == ((*prompt, Piece(16, 32, 16, 32, gains=True), Piece(32, 48, 32, 48, gains=True)),)
+
+
+def test_two_sides_are_slow_on_tensor_cores_and_say_so() -> None:
+    q = torch.randn(1, 48, 2, 64).bfloat16()
+    of_rank = rank_plan(IntervalMask.shared_prefix(16, [16, 16]), Layout.contiguous(48, 1), 0)
+    mask = BlockMask(of_rank.begin, of_rank.end, of_rank.rounds[0].k_runs)
+    block = Block(q, q, q, mask, of_rank.begin, of_rank.end, 1.0, 0.0)
+    assert why_slow(block, (8, 0), backward=False) == ""
+    keys = ops.KeyIntervals(*of_rank.rounds[0].key_bounds, torch.arange(48))
+    assert "a mask with two sides" in why_slow(block._replace(keys=keys), (8, 0), backward=False)
 
 
 def test_ranks_with_other_trees_notice() -> None:

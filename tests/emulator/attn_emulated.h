@@ -43,9 +43,14 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
         if (rounded[i] != NULL)
             emulator_lend(rounded[i],
                           num_numbers(&c->x[(const int[]){OUT, DK, DV}[i]]) * (int64_t)dtype_bytes(c->p.dtype), true);
-    if (c->p.dropout == 0) return;
-    emulator_lend(c->dropout_rows, c->p.batch * (int64_t)sizeof(int64_t), false);
-    emulator_lend(c->q_positions, c->p.num_queries * (int64_t)sizeof(int64_t), false);
+    const int64_t num_key_intervals = (c->p.key_mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_keys;
+    if (c->key_begin != NULL) {
+        emulator_lend(c->key_begin, num_key_intervals * (int64_t)sizeof(int32_t), false);
+        emulator_lend(c->key_end, num_key_intervals * (int64_t)sizeof(int32_t), false);
+    }
+    if (c->p.dropout > 0) emulator_lend(c->dropout_rows, c->p.batch * (int64_t)sizeof(int64_t), false);
+    if (c->p.dropout > 0 || c->key_begin != NULL)
+        emulator_lend(c->q_positions, c->p.num_queries * (int64_t)sizeof(int64_t), false);
 }
 
 static inline bool is_16_bit(rt_dtype dtype) { return dtype == RT_BF16 || dtype == RT_F16; }
@@ -327,8 +332,10 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     if (random_int(state, 0, 1)) make_fresh(&c, shape.seq_len);
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
-    if (round % 6 == 5 && !range->aligned) draw_dropout(state, &c); // which the plain kernels compute in every dtype
-    if (round % 5 == 2) {                                           // f64 lse
+    // Both of which the plain kernels compute in every dtype.
+    if (round % 6 == 3 && !range->aligned) draw_key_mask(state, &c, shape.seq_len);
+    if ((round % 6 == 5 || round % 12 == 3) && !range->aligned) draw_dropout(state, &c);
+    if (round % 5 == 2) { // f64 lse
         free(c.x[LSE].data);
         c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
         fill(&c.x[LSE], -INFINITY);

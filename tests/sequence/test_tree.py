@@ -123,6 +123,20 @@ def test_hulls_are_counted_pair_by_pair(batch: int, seq_len: int, data: st.DataO
             assert (first[row, x], after[row, x]) == ((found[0], found[-1] + 1) if found else (0, 0))
 
 
+@given(st.integers(1, 2), SIZES, st.data())
+def test_loose_bounds_of_keys_say_the_same(batch: int, seq_len: int, data: st.DataObject) -> None:
+    mask = data.draw(two_sided_masks(batch, seq_len))
+    if mask.key_begin is not None:
+        assert IntervalMask(mask.begin, mask.end, *mask.loose_key_bounds) == mask
+
+
+def test_loose_bounds_of_a_node_are_equal() -> None:
+    begin, end = IntervalMask.tree([-1, 0, 0, -1], [2, 2, 1, 2]).loose_key_bounds
+    assert begin.tolist() == [[0] * 7]
+    assert end.tolist() == [[7, 7, 4, 4, 7, 7, 7]]
+    assert IntervalMask.causal(4).loose_key_bounds == ()
+
+
 def test_prefix_is_shared() -> None:
     mask = IntervalMask.shared_prefix(3, [2, 1, 2])
     assert mask == IntervalMask.tree([-1, 0, 0, 0], [3, 2, 1, 2])

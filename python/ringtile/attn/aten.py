@@ -206,8 +206,6 @@ def _why_not(block: Block) -> str:
         return f"has one head dim, which is {q.size(3)} for q and k, and {v.size(3)} for v"
     if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16 on CUDA, not {q.dtype}"
-    if block.mask.two_sides:
-        return "takes no mask with two sides, as a tree's is"
     if block.mask.pieces is None:
         return "takes masks of few pieces, of keys in the order of their positions"
     return ""

@@ -30,13 +30,14 @@ class BlockMask:
     begin: Tensor  # int32 CPU (Bm, N): the mask of the local queries, of the whole batch if Bm is 1
     end: Tensor
     k_runs: Tensor  # int64 CPU (R, 4): positions of the keys, and their rows
-    two_sides: bool = False  # whether it is narrower than begin and end: see Block.keys
+    key_bounds: tuple[Tensor, ...] = ()  # int32 CPU (Bm, K): key_begin, key_end, of a mask with two sides
+    positions: Tensor | None = None  # int64 CPU (N): with key_bounds, of the local queries
     _packs: dict[object, tuple[tuple[Pack, ...], DeviceMask]] = field(default_factory=dict)
 
     @functools.cached_property
     def pieces(self) -> tuple[Sequence[Piece], ...] | None:
-        """The pieces of each row of the mask; None where it takes too many, or has two sides."""
-        return None if self.two_sides else find_pieces(self.begin, self.end, self.k_runs)
+        """The pieces of each row of the mask; None where it takes too many."""
+        return find_pieces(self.begin, self.end, self.k_runs, self.key_bounds, self.positions)
 
     @functools.cached_property
     def squares(self) -> list[tuple[slice, Square]]:
@@ -141,11 +142,8 @@ class Ringtile:
     head_dim_step = 16
 
     def why_not(self, block: Block) -> str:
-        if reason := ops.why_no_kernels(block.q.device):
-            return f"is not in use here: {reason}"
-        if block.mask.two_sides and block.q.device.type == "cuda":
-            return "has no CUDA kernel for a mask with two sides, as a tree's is"
-        return ""
+        reason = ops.why_no_kernels(block.q.device)
+        return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
         ops.attn_fwd_(
@@ -168,6 +166,8 @@ def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> st
     head_dim = max(q.size(3), v.size(3))
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
+    if block.keys is not None:
+        return "a mask with two sides, as a tree's is, has no kernel for tensor cores; set attention_kernel to auto"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"
     if head_dim > 256:

@@ -69,10 +69,8 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, ta
     if ring.heads is not None:
         own = [stage[ring.heads.place] for stage in call.sequence.shares(shape.num_heads, shape.num_kv_heads)]
         sizes = {(len(share.heads), len(share.kv_of_heads or share.kv_heads)) for share in own if share.heads}
-    elif (
-        _is_ringtiles(call, q)
-        and not (q.is_cuda and call.sequence.mask.key_begin is not None)
-        and not (ops.why_no_kernels(q.device) or why_wrong(RINGTILE, q, k, v, call.dropout is not None))
+    elif _is_ringtiles(call, q) and not (
+        ops.why_no_kernels(q.device) or why_wrong(RINGTILE, q, k, v, call.dropout is not None)
     ):
         return
     for num_heads, num_kv_heads in sizes:  # where each query head has a kv head of its own, other kernels may run
@@ -90,11 +88,12 @@ def _block(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor) -> Bloc
     plan = call.sequence.ring.plan
     masks = _masks.get(plan)
     if masks is None:
+        positions = call.sequence.positions_on(plan.begin.device)
         masks = _masks[plan] = tuple(
-            BlockMask(plan.begin, plan.end, round.k_runs, bool(round.key_bounds)) for round in plan.rounds
+            BlockMask(plan.begin, plan.end, round.k_runs, round.key_bounds, positions) for round in plan.rounds
         )
     block = Block(q, k, v, masks[i], *call.sequence.mask_on(q.device), call.scale, call.softcap)
-    if masks[i].two_sides:
+    if masks[i].key_bounds:
         block = block._replace(keys=call.sequence.keys_on(q.device, i))
     if (drop := call.dropout) is None:
         return block

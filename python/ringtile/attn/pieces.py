@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 MAX_PIECES = 4096  # of a round: more take longer to find than ringtile's kernel takes to run
+MAX_STRETCHES = 256  # of keys with equal bounds, in a mask with two sides: likewise
 
 
 class Piece(NamedTuple):
@@ -54,11 +55,14 @@ class Square(NamedTuple):
     flipped: bool = False
 
 
-def find_pieces(begin: Tensor, end: Tensor, k_runs: Tensor) -> tuple[tuple[Piece, ...], ...] | None:
+def find_pieces(
+    begin: Tensor, end: Tensor, k_runs: Tensor, key_bounds: Sequence[Tensor] = (), at: Tensor | None = None
+) -> tuple[tuple[Piece, ...], ...] | None:
     """The pieces of each row of a mask, which together hold each (query, key) that it lets attend once.
 
-    begin, end: int32 CPU (Bm, N); k_runs: int64 CPU (R, 4). None where it takes more than MAX_PIECES, or the rows of
-    the keys are not in the order of their positions.
+    begin, end: int32 CPU (Bm, N); k_runs: int64 CPU (R, 4); with two sides, key_bounds: two int32 CPU (Bm, K), and at:
+    int64 CPU (N), the positions of the queries. None where it takes more than MAX_PIECES, or MAX_STRETCHES, or the rows
+    of the keys are not in the order of their positions.
     """
     runs = k_runs[k_runs[:, 2].argsort()].tolist()  # in the order of rows
     nothing = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -68,12 +72,31 @@ def find_pieces(begin: Tensor, end: Tensor, k_runs: Tensor) -> tuple[tuple[Piece
         return None
     first_row = int(rows[0]) if rows.numel() else 0
     found: list[tuple[Piece, ...]] = []
-    for bounds in zip(begin, end, strict=True):
+    for row, bounds in enumerate(zip(begin, end, strict=True)):
         # Query q attends keys [low[q], high[q]) in the order of rows.
         low, high = (torch.searchsorted(positions, bound.to(positions.dtype)) for bound in bounds)
         low, high = torch.where(high > low, low, 0), torch.where(high > low, high, 0)
-        found.append(tuple(itertools.islice(_pieces(low, high, first_row), MAX_PIECES + 1)))
+        pieces = _pieces(low, high, first_row)
+        if key_bounds and at is not None:
+            of_keys = torch.stack([bound[row, rows].long() for bound in key_bounds])
+            stretches, lengths = torch.unique_consecutive(of_keys, dim=1, return_counts=True)
+            if len(lengths) > MAX_STRETCHES:
+                return None
+            pieces = itertools.chain.from_iterable(
+                _of_stretch(low, high, first_row, key, key + length, (at >= key_begin) & (at < key_end))
+                for (key_begin, key_end), key, length in zip(
+                    stretches.T.tolist(), (lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True
+                )
+            )
+        found.append(tuple(itertools.islice(pieces, MAX_PIECES + 1)))
     return tuple(found) if sum(map(len, found)) <= MAX_PIECES else None
+
+
+def _of_stretch(low: Tensor, high: Tensor, first_row: int, begin: int, end: int, meets: Tensor) -> Iterator[Piece]:
+    """Those of the keys [begin, end) alone, for queries (N) that meet them."""
+    low, high = low.clamp(min=begin), high.clamp(max=end)
+    some = meets & (low < high)
+    return _pieces(low.where(some, 0), high.where(some, 0), first_row)
 
 
 def _pieces(low: Tensor, high: Tensor, first_row: int) -> Iterator[Piece]:

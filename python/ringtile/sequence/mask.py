@@ -119,6 +119,19 @@ class IntervalMask:
             return (self.end - self.begin).long()
         return ops.mask_hulls(self.begin, self.end, self.key_begin, self.key_end)[0]
 
+    @functools.cached_property
+    def loose_key_bounds(self) -> tuple[Tensor, ...]:
+        """key_begin and key_end, but 0 and S where the queries' intervals say as much; none with one side.
+
+        So the keys of a node of a tree have equal ones.
+        """
+        if self.key_begin is None or self.key_end is None:
+            return ()
+        begin = torch.zeros_like(self.begin)
+        _, first, after = ops.mask_hulls(begin, begin + self.seq_len, self.begin, self.end)
+        loose_end = torch.where(self.key_end == after, self.seq_len, self.key_end)
+        return torch.where(self.key_begin == first, 0, self.key_begin), loose_end
+
     def __and__(self, other: IntervalMask) -> IntervalMask:
         """A query attends what both masks let it attend; a mask of one row meets every row of the other."""
         if not isinstance(other, IntervalMask):

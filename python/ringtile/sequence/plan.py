@@ -52,7 +52,7 @@ class Round:
     num_keys: int
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
     in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
-    key_bounds: tuple[Tensor, ...]  # int32 CPU (Bm, rows of the block): key_begin, key_end; none with one side
+    key_bounds: tuple[Tensor, ...]  # int32 CPU (Bm, rows of the block): IntervalMask.loose_key_bounds
     incoming: tuple[Incoming, ...]  # together the block, whose keys are in the order of their runs' positions
     outgoing: tuple[Outgoing, ...]
 
@@ -104,7 +104,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
                 num_keys=sum(lens),
                 num_pairs=int(pairs[rank, key_ranks].sum()),
                 in_place=in_place,
-                key_bounds=tuple(x[:, positions if in_place else _positions(block)] for x in mask.tensors[2:]),
+                key_bounds=tuple(x[:, positions if in_place else _positions(block)] for x in mask.loose_key_bounds),
                 incoming=() if in_place else tuple(map(Incoming, key_ranks, rows, lens)),
                 outgoing=() if in_place else outgoing,
             )

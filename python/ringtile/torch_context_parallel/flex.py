@@ -1,4 +1,4 @@
-"""FlexAttention over a sharded sequence: a ring if each query attends one interval of keys, else with gathered keys.
+"""FlexAttention over a sharded sequence: a ring if the mask is an interval mask, else with gathered keys.
 
 A rank's BlockMask is for its local queries against all keys of the global sequence. It remembers the layout and the
 interval mask it was made from, so that `flex_attention` of this module takes it with local query, key and value.
@@ -51,7 +51,7 @@ class Origin(NamedTuple):
 
     group_name: str
     layout: Layout
-    sequence: ShardedSequence | None  # with the interval mask; None: the mask is not one interval per query
+    sequence: ShardedSequence | None  # with the interval mask; None: the mask is none
 
 
 def create_cp_block_mask(
@@ -68,7 +68,7 @@ def create_cp_block_mask(
 
     mask_mod takes positions of the global sequence, of Q_LEN = KV_LEN = S tokens; any S will do. B and H as for
     create_block_mask. load_balancer: the layout of the queries, by name or as a Layout; contiguous if None.
-    mask_mod is evaluated for every pair, 128 queries at a time, to find out if the mask is one interval per query.
+    mask_mod is evaluated for every pair, 128 queries at a time, to find out if it is an interval mask.
     """
     if not callable(mask_mod):
         raise InputError(f"mask_mod is a {type(mask_mod).__name__}; expected a function of (b, h, q_idx, kv_idx)")
@@ -92,9 +92,11 @@ def create_cp_block_mask(
 def interval_mask_of(
     mask_mod: MaskMod, B: int | None, H: int | None, seq_len: int, device: torch.device | str = "cpu"
 ) -> IntervalMask | None:
-    """The same mask as intervals; None if a query's keys have a gap or its heads differ. Evaluates every pair."""
-    begins, ends = [], []
+    """The same mask as intervals, of one side or two; None if those cannot say it or heads differ. Evaluates every
+    pair."""
+    begins, ends, counts = [], [], []
     keys = torch.arange(seq_len, device=device)
+    key_begin, key_end = torch.tensor(seq_len, device=device), torch.tensor(0, device=device)
     for first in range(0, seq_len, flex._DEFAULT_SPARSE_BLOCK_SIZE):
         num_queries = min(flex._DEFAULT_SPARSE_BLOCK_SIZE, seq_len - first)
 
@@ -105,14 +107,19 @@ def interval_mask_of(
         num_keys = attend.sum(-1)
         begin = torch.where(attend, keys, seq_len).amin(-1)
         end = torch.where(attend, keys + 1, 0).amax(-1)
-        one_interval = (end - begin).clamp(min=0) == num_keys
-        same_heads = (begin == begin[:, :1]) & (end == end[:, :1])
-        if not bool((one_interval & same_heads).all()):
+        if not bool((attend == attend[:, :1]).all()):
             return None
         begins.append(begin[:, 0])
         ends.append(end[:, 0])
-    bounds = (torch.cat(bound, 1).int().cpu() for bound in (begins, ends))
-    return IntervalMask(*bounds)
+        counts.append(num_keys[:, 0])
+        queries = keys[first : first + num_queries, None]
+        key_begin = torch.minimum(key_begin, torch.where(attend[:, 0], queries, seq_len).amin(1))
+        key_end = torch.maximum(key_end, torch.where(attend[:, 0], queries + 1, 0).amax(1))
+    begin, end, num_keys = (torch.cat(parts, 1).cpu() for parts in (begins, ends, counts))
+    mask = IntervalMask(begin.int(), end.int())
+    if not torch.equal(mask.num_keys, num_keys):
+        mask = IntervalMask(begin.int(), end.int(), key_begin.int().cpu(), key_end.int().cpu())
+    return mask if torch.equal(mask.num_keys, num_keys) else None
 
 
 def shard_block_mask(block_mask: BlockMask, mesh: Mesh, layout: Layout | str) -> BlockMask:
