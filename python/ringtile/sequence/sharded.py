@@ -86,7 +86,9 @@ class ShardedSequence:
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._with_schemes: dict[str, ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
-        self._versions = self._current_versions()
+        # With two sides begin and end are copies: neither they nor what they are of may change.
+        self._watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
+        self._versions = tuple(map(_version, self._watched))
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
         _Seen.remember(self, self.begin, self.end, self.layout_tensor)
 
@@ -105,12 +107,9 @@ class ShardedSequence:
             raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
         return transport
 
-    def _current_versions(self) -> tuple[int, ...]:
-        return *map(_version, self.mask.tensors), _version(self.begin), _version(self.end)
-
     def check_unchanged(self) -> None:
         """InputError: the mask is not what it was when the plan was made."""
-        if self._versions != self._current_versions():
+        if self._versions != tuple(map(_version, self._watched)):
             raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
 
     # ---- tensors --------------------------------------------------------------------------------
@@ -199,8 +198,8 @@ class ShardedSequence:
 
         Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
-        begin, end, *_ = self._tensors_on(device)
-        return begin, end
+        tensors = self._tensors_on(device)
+        return tensors[0], tensors[1]
 
     def keys_on(self, device: torch.device, i: int) -> ops.KeyIntervals | None:
         """The other side of the mask, of the keys of round i, and where those queries are; None: there is none."""
