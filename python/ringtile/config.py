@@ -48,6 +48,7 @@ class Config(Section):
     tile_tokens: Count = 16384  # tokens per tile, of the MLP and the loss
     tiled_loss: bool = False
     loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
+    shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/shared_rows.py
     activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
     gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
     log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py

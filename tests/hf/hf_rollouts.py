@@ -102,6 +102,7 @@ def make_rollouts(
     given: bool = True,
     folder: str | None = None,
     rewards: Any = None,
+    model_dropout: float = 0.0,
     more: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Trainer:
@@ -112,7 +113,7 @@ def make_rollouts(
     folder = folder or tempfile.mkdtemp(prefix="ringtile-test-")
     model = hybrid(family) if family in HYBRIDS else tiny_model(family).train()
     model.config._name_or_path = _saved(model, folder)  # from which a reference model is read
-    model = with_lora(model) if lora else model
+    model = with_lora(model, model_dropout) if lora or model_dropout else model
     config = SETTINGS | (OF_REWARDS if kind != "Distillation" else {}) | settings
     arguments = {"processing_class": tiny_tokenizer(), **(more or {})}
     if kind == "Distillation":

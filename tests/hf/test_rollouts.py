@@ -96,28 +96,28 @@ def test_equals_one_process(world: int, config: dict[str, Any], options: dict[st
         assert_equal(run, expected)
 
 
-def assert_equal(run: Run, expected: Run) -> None:
+def assert_equal(run: Run, expected: Run, tolerance: float = TOLERANCE) -> None:
     assert run.global_step == expected.global_step
     assert run.num_input_tokens == expected.num_input_tokens
-    assert_same(run.metrics, expected.metrics, "metrics")
-    assert_same(run.logs, expected.logs, "logs")
+    assert_same(run.metrics, expected.metrics, "metrics", tolerance)
+    assert_same(run.logs, expected.logs, "logs", tolerance)
     assert run.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
-        assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+        assert (run.weights[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
 
 
-def assert_same(got: Any, expected: Any, what: str) -> None:
+def assert_same(got: Any, expected: Any, what: str, tolerance: float = TOLERANCE) -> None:
     """Numbers of order 1, sums of some of either sign: differences are bounded absolutely."""
     if isinstance(expected, dict):
         assert got.keys() == expected.keys(), what
         for key in expected:
-            assert_same(got[key], expected[key], f"{what}: {key}")
+            assert_same(got[key], expected[key], f"{what}: {key}", tolerance)
     elif isinstance(expected, list):
         assert len(got) == len(expected), what
         for index, pair in enumerate(zip(got, expected, strict=True)):
-            assert_same(*pair, f"{what}[{index}]")
+            assert_same(*pair, f"{what}[{index}]", tolerance)
     elif isinstance(expected, float) and isinstance(got, float):
-        same = (math.isnan(got) and math.isnan(expected)) or abs(got - expected) <= TOLERANCE * max(1, abs(expected))
+        same = (math.isnan(got) and math.isnan(expected)) or abs(got - expected) <= tolerance * max(1, abs(expected))
         assert same, f"{what}: {got} is not {expected}"
     else:
         assert got == expected, what

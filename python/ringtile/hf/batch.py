@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ringtile.attn.call import AttentionKernel
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
+from ringtile.hf.shared_rows import SharedRows
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -46,10 +47,15 @@ class ShardedBatch:
     loss_calls: int = 0  # loss functions that have received it
     mixed_by: set[str] = field(default_factory=set)  # functions that the last recurrent mixer has called
     group: ContextParallelGroup | None = None
+    rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 
     def narrowed(self, layer: LayerMask) -> ShardedSequence:
         """The sequence as a layer sees it. torch.compile cannot make its mask: a call outside must have done so."""
+        if self.rows is not None:
+            narrowing = self.rows.narrowing(layer)
+            padding = self.sequence.seq_len - self.seq_len
+            return self.sequence if narrowing is None else self.sequence & narrowing.padded(padding)
         if layer.chunk is None:
             return self.sequence.with_window(layer.window, layer.causal)
         if layer.chunk not in self._chunked:
@@ -59,7 +65,8 @@ class ShardedBatch:
 
     def unshard(self, local: Tensor) -> Tensor:
         """The shards (B, N, ...) of all ranks -> (B, S, ...) without the padding. A collective, differentiable."""
-        return self.sequence.unshard(local, dim=1)[:, : self.seq_len]
+        whole = self.sequence.unshard(local, dim=1)[:, : self.seq_len]
+        return whole if self.rows is None else self.rows.unshared(whole)
 
 
 def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

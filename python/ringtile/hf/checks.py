@@ -22,6 +22,7 @@ from ringtile.errors import ConfigError, Refused
 from ringtile.hf import recurrent
 from ringtile.hf.adapters import adds_tokens
 from ringtile.hf.balancing_loss import check_balancing_loss
+from ringtile.hf.dropout import drops_attention
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
 from ringtile.hf.model import INSTEAD, text_modules
@@ -78,6 +79,8 @@ _WORK_ON_SHARDS = (
 )
 _ASYNC = "its completions come from processes of their own, one of which feeds each rank with other rows"
 _REFUSED_TRAINERS = {"AsyncGRPOTrainer": _ASYNC, "AsyncDistillationTrainer": _ASYNC}
+# Modules whose compute_loss reads nothing of a model but what it says of each token by itself.
+_SHARE_ROWS = {f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "reward")}
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
@@ -230,6 +233,24 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
         )
     _refuse_modules(model, WHOLE_SEQUENCES)
     check_balancing_loss(model)
+
+
+def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Raises ConfigError or Refused where rows that share tokens would not be those of the Trainer."""
+    home = _home(trainer, "compute_loss").__module__
+    if home not in _SHARE_ROWS:
+        raise ConfigError(
+            f"shared_prefix: {type(trainer).__name__} may use more of its rows than log-probabilities of tokens; "
+            f"expected TRL's GRPOTrainer, RLOOTrainer, DPOTrainer or RewardTrainer: set it to false"
+        )
+    if not attends_causally(model) or not shifts_labels(model):
+        raise Refused(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
+    rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
+    if rates or drops_attention(model):
+        raise Refused(
+            f"shared_prefix: the model drops ({(rates or ['attention'])[0]}), for each row other features of a token "
+            f"that rows share; expected rates of 0: set disable_dropout=True, or lora_dropout=0.0"
+        )
 
 
 def attends_causally(model: PreTrainedModel) -> bool:

@@ -65,7 +65,7 @@ def one_copy(group: ContextParallelGroup, data: Any) -> Any:
         each = rows.size(0) // (group.data_size * group.size)
         return rows.reshape(group.data_size, group.size, each, *rows.shape[1:])[:, 0].flatten(0, 1)
 
-    return recursively_apply(of_tensor, data)
+    return data if group.size == 1 else recursively_apply(of_tensor, data)
 
 
 def gather_parts(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:

@@ -140,6 +140,7 @@ class FirstBatch:
             unchanged = Unchanged(model, strategy.trainer)
             try:
                 group = strategy.group.process_group
+                assert group is not None  # of several ranks
                 self.comparison = prove(run, group, averages=True, num_tokens=_num_tokens(cut))
             finally:
                 unchanged.restore()

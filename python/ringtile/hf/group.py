@@ -28,7 +28,7 @@ class ContextParallelGroup:
     """
 
     def __init__(self, size: int, timeout_seconds: float, device: torch.device) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if world_size % size:
             raise ConfigError(
                 f"context_parallel_size is {size} but there are {world_size} ranks; expected a divisor of the number "
@@ -36,9 +36,11 @@ class ContextParallelGroup:
             )
         self.size = size
         self.device = device
-        self.rank = dist.get_rank() % size
-        self.data_index = dist.get_rank() // size  # which of the data_size different batches this rank gets
+        self.rank = rank % size
+        self.data_index = rank // size  # which of the data_size different batches this rank gets
         self.data_size = world_size // size
+        if not dist.is_initialized():
+            return
         timeout = datetime.timedelta(seconds=timeout_seconds)
         all_ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
         groups = [dist.new_group(ranks, timeout=timeout, pg_options=_options(device, timeout)) for ranks in all_ranks]
@@ -47,8 +49,10 @@ class ContextParallelGroup:
         self.sum(torch.zeros((), device=device))  # connects all ranks before any of them can close the group
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """InputError: it was destroyed."""
+    def process_group(self) -> dist.ProcessGroup | None:
+        """None: one process without torch.distributed. InputError: it was destroyed."""
+        if not hasattr(self, "_process_group"):
+            return None
         group: dist.ProcessGroup | None = self._process_group()
         if group is None:
             raise InputError("the process group was destroyed; make a new one, and a new Trainer on it")
@@ -60,12 +64,14 @@ class ContextParallelGroup:
 
     def close(self) -> None:
         """Frees the process group. Local: every rank of the group does so in its own time."""
-        if dist.is_initialized() and (group := self._process_group()) is not None:
+        if dist.is_initialized() and hasattr(self, "_process_group") and (group := self._process_group()):
             dist.destroy_process_group(group)
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the group, the same bits on all of its ranks. A collective."""
         total = value.detach().clone()
+        if self.size == 1:
+            return total
         dist.all_reduce(total, group=self.process_group)
         return total
 
@@ -80,6 +86,8 @@ class ContextParallelGroup:
         comes with the tensors, so that the host waits for a GPU once.
         Raises RingMismatch, naming what differs and where.
         """
+        if self.size == 1:
+            return read(inputs)[0]
         header = _fingerprint(inputs)
         mine = torch.stack([_on(self.device, number) for number in header.values()])
         gathered = [torch.empty_like(mine) for _ in range(self.size)]

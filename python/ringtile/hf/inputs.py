@@ -20,6 +20,7 @@ from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import first_tokens, mask_of_batch, read
+from ringtile.hf.shared_rows import SharedRows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
@@ -63,6 +64,7 @@ def shard_batch(
     shifts_labels: bool = True,
     attention_kernel: AttentionKernel = "auto",
     scheme: str = "ring",
+    rows: SharedRows | None = None,
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch.
 
@@ -74,7 +76,7 @@ def shard_batch(
     positions_separate: whether position ids that start again start a document, for this model. takes_rows: whether the
     model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N). causal: whether the model attends no
     later token. shifts_labels: whether a token predicts the next label; else it predicts its own, and there are no
-    `shift_labels`.
+    `shift_labels`. rows: of which this batch, of one row, is the tree.
     Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
     """
     main = main_input((), inputs)
@@ -89,10 +91,10 @@ def shard_batch(
     _refuse(inputs, {*_PADDING, *_GLOBAL_KEYS} - unknown)
     per_token = _per_token(inputs, main, makes_positions, positions, takes_rows, shifts_labels)
     on_host = read(inputs)[0] if on_host is None else on_host
-    mask = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal)
+    made = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal) if rows is None else rows.mask
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
-    mask = mask.padded(padding)
+    mask = made.padded(padding)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
     batch = ShardedBatch(
         sequence,
@@ -103,6 +105,7 @@ def shard_batch(
         first_tokens=first_tokens(on_host.get("attention_mask")),
         attention_kernel=attention_kernel,
         causal=causal,
+        rows=rows,
     )
     for layer in layers:
         batch.narrowed(layer)
@@ -112,6 +115,9 @@ def shard_batch(
         width = (0, 0) * (tensor.dim() - 1 - dim) + (0, padding)
         local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX)), dim=dim)
     batch.token_weights, batch.position_ids = local["attention_mask"], _of_text(local["position_ids"])
+    if rows is not None:
+        weights = functional.pad(rows.num_rows, (0, padding))
+        batch.token_weights = sequence.shard(to_device(weights, main.device), dim=1)
     if shifts_labels and inputs.get("labels") is not None:
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
     local["use_cache"] = False

@@ -74,7 +74,7 @@ class LossOnSequences(Strategy):
     def as_one_process(self) -> Iterator[None]:
         """Inside, the Trainer and the modules of TRL that it is of see a group as one process."""
         trainer = self.trainer
-        if isinstance(trainer.accelerator, OneProcess):
+        if self.group.size == 1 or isinstance(trainer.accelerator, OneProcess):
             yield
             return
         patches, one = Patches(), OneProcess(trainer.accelerator, self.group)

@@ -160,6 +160,8 @@ class LossOnRollouts(LossOnSequences):
         Raises RingMismatch where the ranks hold other rows, or other random numbers.
         """
         group = self.group
+        if group.size == 1:
+            return generate(rows)
         counts = _counts(len(rows), group.size)
         first = sum(counts[: group.rank])
         mine, answer = rows[first : first + counts[group.rank]], None
@@ -185,10 +187,9 @@ class LossOnRollouts(LossOnSequences):
     def _reward(self, function: Any) -> Any:
         """A reward model that scores this rank's rows; a function that runs on the first rank of a group, which alone
         is heard."""
-        if isinstance(function, nn.Module):
+        if isinstance(function, nn.Module) and self.group.size > 1:
             self.patches.wrap(function, "forward", self._score_rows)
-            return function
-        if self.group.rank == 0:
+        if isinstance(function, nn.Module) or self.group.rank == 0:
             return function
 
         def nothing(prompts: Sequence[Any], **kwargs: Any) -> list[float]:

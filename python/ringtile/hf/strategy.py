@@ -34,6 +34,7 @@ from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
+from ringtile.hf.shared_rows import share
 
 
 class Strategy(abc.ABC):
@@ -123,13 +124,19 @@ class Strategy(abc.ABC):
         on_host = self.group.check_same_batch(inputs)
         self.packing.check(on_host)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
+        asked = {name: inputs[name] for name in routers & inputs.keys()}
+        given, rows = {name: x for name, x in inputs.items() if name not in routers}, None
+        positions = self.positions.of_batch(on_host)
+        if self.config.shared_prefix and self.trace is None:  # the first batch proves what is sharded, row by row
+            given, rows = share(given, given.get("position_ids", positions))
+            positions = None
         local, batch = shard_batch(
-            {name: value for name, value in inputs.items() if name not in routers},
-            on_host=on_host,
+            given,
+            on_host=on_host if rows is None else None,
             layout=self.config.layout,
             group=None if self.proves_whole else self.group.process_group,
             makes_positions=self.positions.makes_ids or self.config.first_batch_check,
-            positions=self.positions.of_batch(on_host),
+            positions=positions,
             layers=self.layers,
             positions_separate=bool(self.packing.separate),
             takes_rows=self.packing.takes_rows,
@@ -137,10 +144,11 @@ class Strategy(abc.ABC):
             shifts_labels=self.shifts_labels,
             attention_kernel=self.config.attention_kernel,
             scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
+            rows=rows,
         )
         if self.proves_whole and self._is_plain(inputs):
             return self._whole(inputs), None
-        local.update({name: inputs[name] for name in routers & inputs.keys()})
+        local.update(asked)
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         if self.trace is not None:
             shape = (local["attention_mask"].size(0), batch.sequence.local_len)
@@ -211,7 +219,8 @@ class Strategy(abc.ABC):
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
-            checks.check_training_model(model)
+            if self.group.size > 1:
+                checks.check_training_model(model)
             self.dropout.check(self.base)
             self.training_checked = True
         if model.training:

@@ -118,14 +118,18 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         patches.on_restore(offload.patches.restore)
     checks.check_sizes(trainer, config)
     group, first_batch = None, None
-    if config.context_parallel_size > 1 and not deepspeed_shards_sequences(trainer.accelerator):
+    if config.shared_prefix:
+        checks.check_shared_prefix(trainer, base)
+    if (config.context_parallel_size > 1 or config.shared_prefix) and not deepspeed_shards_sequences(
+        trainer.accelerator
+    ):
         checks.check_trainer(trainer)
         assert trainer.model is not None  # base_model has refused it otherwise
         adapters.check_adapters(trainer.model)
         checks.check_deepspeed(trainer, base)
         strategy = _strategy_of(trainer)(trainer, base, config, patches)
         strategy.install()
-        if config.first_batch_check:
+        if config.first_batch_check and config.context_parallel_size > 1:
             first_batch = FirstBatch(strategy)
             first_batch.install()
         group = strategy.group

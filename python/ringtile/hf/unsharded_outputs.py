@@ -105,7 +105,9 @@ class UnshardedOutputs:
         fused = bool(kwargs.get(_FUSED))
         self._check_forward(batch, not fused and outputs.get("loss") is not None)
         for key, value in list(outputs.items()):
-            if key == "loss" and value is not None and batch.sequence.world_size > 1:
+            if key == "loss" and batch.rows is not None:
+                outputs[key] = None  # a sum over tokens that are of several rows, once each
+            elif key == "loss" and value is not None and batch.sequence.world_size > 1:
                 outputs[key] = _SumOverGroup.apply(value, self._group)  # type: ignore[no-untyped-call]
             else:
                 outputs[key] = _unshard(batch, name, key, value)

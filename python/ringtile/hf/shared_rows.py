@@ -1,0 +1,139 @@
+"""Rows of a batch that begin alike, as one row that holds what they share once: a tree of tokens.
+
+A token of two rows is the same if the rows agree up to it: in ids, positions, and in what it predicts. So the last
+token of a prompt is in the tree once for each completion, which it predicts the first token of.
+
+Shape letters: B rows, S tokens of a row, T tokens of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ringtile.errors import Refused
+from ringtile.hf.layers import LayerMask
+from ringtile.sequence.device_mask import to_device
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.tree import tree_position_ids
+
+IGNORE_INDEX = -100
+_SHARED = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "output_router_logits", "return_dict")
+
+
+@dataclass(eq=False)
+class SharedRows:
+    """Where each token of the rows is in the tree, and how many rows a token of the tree is of."""
+
+    parents: list[int] = field(default_factory=list)  # of each node, as IntervalMask.tree takes them
+    lengths: list[int] = field(default_factory=list)
+    places: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 (B, S): the token of the tree; T: padding
+    num_rows: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 (1, T)
+
+    @property
+    def mask(self) -> IntervalMask:
+        return IntervalMask.tree(self.parents, self.lengths)
+
+    def narrowing(self, layer: LayerMask) -> IntervalMask | None:
+        """What a layer's window leaves of each path; None: all."""
+        if layer.chunk is not None or not layer.causal:
+            raise Refused(
+                "shared_prefix: a layer attends in chunks, or later tokens; expected full or sliding causal attention, "
+                "since branches begin in the middle of a chunk: set shared_prefix: false"
+            )
+        if layer.window is None:
+            return None
+        depths = tree_position_ids(self.parents, self.lengths)[0]
+        begins, first = torch.empty_like(depths), 0
+        paths: list[list[tuple[int, int]]] = []  # of each node: first token and depth of its ancestors and itself
+        for parent, length in zip(self.parents, self.lengths, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), (first, int(depths[first]))])
+            firsts, starts = torch.tensor(paths[-1]).T.contiguous()
+            wanted = (depths[first : first + length] - layer.window + 1).clamp(min=0)
+            node = torch.searchsorted(starts, wanted, right=True) - 1
+            begins[first : first + length] = firsts[node] + wanted - starts[node]
+            first += length
+        return IntervalMask(begins[None].int(), torch.arange(1, first + 1, dtype=torch.int32)[None])
+
+    def unshared(self, of_tree: Tensor) -> Tensor:
+        """(1, T, ...) -> (B, S, ...); 0 for padding. Differentiable: gradients of a token of several rows add up."""
+        padding = of_tree.new_zeros(1, *of_tree.shape[2:])
+        return torch.cat([of_tree[0], padding])[to_device(self.places, of_tree.device)]
+
+
+def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[str, Any], SharedRows]:
+    """A batch of one row, the tree, and where its tokens come from.
+
+    inputs: `input_ids` (B, S), maybe `attention_mask`, `labels`. position_ids (B or 1, S): those of the rows; None:
+    they are counted from 0. The batch gets `shift_labels` where it had labels.
+    Raises Refused for other keys, and rows with holes.
+    """
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name not in _SHARED:
+            raise Refused(
+                f"shared_prefix: the batch holds {name}; expected rows of one sequence each, with input_ids, "
+                "attention_mask, position_ids and labels: set shared_prefix: false"
+            )
+    ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    if ids is None:
+        raise Refused("shared_prefix: the batch holds no input_ids, by which rows are compared; set it to false")
+    num_rows, seq_len = ids.shape
+    targets = None if labels is None else functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    if position_ids is None:
+        position_ids = torch.arange(seq_len, device=ids.device)[None]
+    columns = {"input_ids": ids, "position_ids": position_ids.expand(num_rows, -1)}
+    columns |= {} if targets is None else {"shift_labels": targets}
+    held = torch.ones_like(ids) if mask is None else mask
+    *on_host, mask = torch.stack([*columns.values(), held]).cpu().unbind()  # the host waits once
+    keys, held = torch.stack(on_host, dim=-1), mask.ne(0)  # (B, S, 2 or 3), (B, S)
+    firsts, counts = held.int().argmax(1).tolist(), held.sum(1).tolist()
+    for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        if not held[row, first : first + count].all():
+            raise Refused(f"shared_prefix: row {row} has padding between its tokens; expected it at its ends")
+    rows = [keys[row, first : first + count] for row, (first, count) in enumerate(zip(firsts, counts, strict=True))]
+    shared, found = SharedRows(places=torch.full((num_rows, seq_len), -1)), list[Tensor]()
+    _grow(shared, rows, list(range(num_rows)), 0, -1, firsts, found)
+    taken = torch.cat(found) if found else keys[:0, 0]
+    shared.num_rows = torch.bincount(shared.places[shared.places >= 0].flatten(), minlength=len(taken))[None]
+    shared.places[shared.places < 0] = len(taken)
+    batch = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask", *columns)}
+    return batch | {
+        name: column[None].to(device=ids.device, dtype=columns[name].dtype)
+        for name, column in zip(columns, taken.unbind(-1), strict=True)
+    }, shared
+
+
+def _grow(
+    shared: SharedRows,
+    rows: Sequence[Tensor],
+    members: list[int],
+    depth: int,
+    parent: int,
+    firsts: Sequence[int],
+    found: list[Tensor],
+) -> None:
+    """Adds what the members, rows that agree in their first `depth` tokens, hold from there on."""
+    members = [row for row in members if len(rows[row]) > depth]
+    branches: dict[tuple[int, ...], list[int]] = {}
+    for row in members:
+        branches.setdefault(tuple(rows[row][depth].tolist()), []).append(row)
+    for branch in branches.values():
+        shortest = min(len(rows[row]) for row in branch)
+        one = rows[branch[0]][depth:shortest]
+        agree = torch.ones(len(one), dtype=torch.bool)
+        for row in branch[1:]:
+            agree &= (rows[row][depth:shortest] == one).all(-1)
+        length = int(agree.long().cumprod(0).sum())
+        begin, node = sum(shared.lengths), len(shared.lengths)
+        shared.parents.append(parent)
+        shared.lengths.append(length)
+        found.append(one[:length])
+        for row in branch:
+            at = firsts[row] + depth
+            shared.places[row, at : at + length] = torch.arange(begin, begin + length)
+        _grow(shared, rows, branch, depth + length, node, firsts, found)

@@ -1,0 +1,191 @@
+"""Rows that begin alike are computed as a tree: numbers are those of the rows, and no token is computed twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ringtile
+import torch
+from hf_models import SIZES, tiny_model
+from hf_rollouts import make_rollouts, train_rollouts
+from hf_training import PROOF, TOLERANCE, make_trainer, train
+from pool import run_ranks
+from ringtile import IntervalMask
+from ringtile.hf.layers import LayerMask
+from ringtile.hf.shared_rows import SharedRows, share
+from test_rollouts import ALL, assert_equal, assert_same
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+ALONE = {"context_parallel_size": 1, "shared_prefix": True}
+
+
+# ---- the tree -----------------------------------------------------------------------------------
+
+
+def _rows(seed: int, num_rows: int = 6, seq_len: int = 17) -> dict[str, torch.Tensor]:
+    """Rows of two words, so that many begin alike, with padding at both ends and targets in the second half."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 5, (num_rows, seq_len), generator=generator)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
+    for row in range(num_rows):
+        first, length = (int(torch.randint(low, 9, (), generator=generator)) for low in (0, 0))
+        mask[row, first : first + length] = 1
+        labels[row, first + length // 2 : first + length] = ids[row, first + length // 2 : first + length]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _paths(batch: dict[str, torch.Tensor], positions: torch.Tensor) -> list[list[tuple[int, int, int]]]:
+    """Of each row, what tells its tokens apart."""
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    columns = torch.stack([batch["input_ids"], targets, positions.expand_as(targets)], dim=-1)
+    return [
+        [tuple(x) for x in row[held.bool()].tolist()]
+        for row, held in zip(columns, batch["attention_mask"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_holds_each_beginning_once(seed: int) -> None:
+    batch = _rows(seed)
+    positions = batch["attention_mask"].cumsum(1) - 1
+    tree, shared = share(batch, positions)
+    paths = _paths(batch, positions)
+    beginnings = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+    num_tokens = tree["input_ids"].size(1)
+    assert num_tokens == len(beginnings)
+    assert int(shared.num_rows.sum()) == sum(map(len, paths))
+    tokens = torch.stack([tree[name][0] for name in ("input_ids", "shift_labels", "position_ids")], dim=-1)
+    held = batch["attention_mask"].bool()
+    of_rows = [places[row_held].tolist() for places, row_held in zip(shared.places, held, strict=True)]
+    for path, places in zip(paths, of_rows, strict=True):
+        assert [tuple(tokens[place].tolist()) for place in places] == path
+    assert (shared.places[~held] == num_tokens).all()
+    for window in (None, 1, 3):
+        attends = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+        for places in of_rows:
+            for i, query in enumerate(places):
+                attends[query, places[0 if window is None else max(0, i - window + 1) : i + 1]] = True
+        narrowing = shared.narrowing(LayerMask(window=window))
+        mask = shared.mask if narrowing is None else shared.mask & narrowing
+        assert mask == IntervalMask.from_bool(attends)
+
+
+def test_gradients_of_a_shared_token_add_up() -> None:
+    tree, shared = share({"input_ids": torch.tensor([[3, 4, 5], [3, 4, 6]])}, None)
+    assert tree["input_ids"].tolist() == [[3, 4, 5, 6]]
+    values = torch.arange(4.0)[None].requires_grad_()
+    shared.unshared(values).sum().backward()
+    assert values.grad.tolist() == [[2.0, 2.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, "the batch holds cu_seq_lens_q"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 has padding between its tokens"),
+    ],
+)
+def test_refuses_what_is_no_row(more: dict[str, torch.Tensor], words: str) -> None:
+    with pytest.raises(ringtile.Refused, match=words):
+        share({"input_ids": torch.tensor([[3, 4, 5]]), **more}, None)
+
+
+def test_refuses_chunks() -> None:
+    with pytest.raises(ringtile.Refused, match="a layer attends in chunks"):
+        SharedRows([-1], [4]).narrowing(LayerMask(chunk=2))
+
+
+# ---- trainings ----------------------------------------------------------------------------------
+
+ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+OFTEN = ALL | {"per_device_train_batch_size": 4}
+
+
+def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
+    return pytest.param(size, options, id=f"{what} on {size}", marks=[pytest.mark.long] * long)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        cell("grpo", long=False, **OFTEN),
+        cell("grpo", 1, long=False, **OFTEN),
+        cell("grpo", 3, loss_type="grpo", **OFTEN),
+        cell("cispo with LoRA", lora=True, loss_type="cispo", **OFTEN),
+        cell("experts", family="qwen3-moe", router_aux_loss_coef=0.1, **ROWS),
+        cell("RLOO", kind="RLOO", learning_rate=0.01, **ROWS),
+        cell("checkpointing", gradient_checkpointing=True, **OFTEN),
+        cell("two groups of two", 4, config={"context_parallel_size": 2}, **OFTEN),
+    ],
+)
+def test_rollouts_equal_rows_apart(size: int, options: dict[str, Any]) -> None:
+    config = ALONE | {"context_parallel_size": size} | options.pop("config", {})
+    groups = size // config["context_parallel_size"]
+    expected = train_rollouts(None, **options) if groups == 1 else run_ranks(groups, train_rollouts, None, **options)[0]
+    more = options | {"group": config["context_parallel_size"]}
+    runs = [train_rollouts(config, **more)] if size == 1 else run_ranks(size, train_rollouts, config, **more)
+    # RLOO's ratio is exp of a difference of sums, 14 log-probs of 4.5, whose last place is worth 3.8e-6.
+    tolerance = 4e-6 if options.get("kind") == "RLOO" else TOLERANCE
+    for run in runs:
+        assert_equal(run, expected, tolerance)
+
+
+def _train_pairs(config: dict[str, Any] | None, name: str) -> Any:
+    """Prompts of 3 to 9 tokens, each with two completions."""
+    more = {"ref_model": tiny_model(seed=3)} if name == "DPO" else {}
+    torch.manual_seed(0)
+    model = None if name == "DPO" else LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).double()
+    options = {"trainer_class": f"trl.{name}Trainer", "trainer_arguments": more, "model": model}
+    return train(config, evaluate=False, max_steps=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("DPO", 2), *(pytest.param(*pair, marks=pytest.mark.long) for pair in [("DPO", 1), ("Reward", 2), ("Reward", 1)])],
+)
+def test_pairs_equal_rows_apart(name: str, size: int) -> None:
+    expected = _train_pairs(None, name)
+    config = ALONE | {"context_parallel_size": size}
+    for run in [_train_pairs(config, name)] if size == 1 else run_ranks(size, _train_pairs, config, name):
+        assert_same(run.metrics, expected.metrics, "metrics")
+        assert_same(run.losses, expected.losses, "losses")
+        for key, weight in expected.weights.items():
+            assert (run.weights[key] - weight).abs().max() <= TOLERANCE * weight.abs().max(), key
+
+
+def _computed_tokens(config: dict[str, Any] | None) -> tuple[int, dict[str, torch.Tensor]]:
+    trainer: Any = make_rollouts(max_steps=1, **ROWS)
+    tokens: list[int] = []
+    embedding = trainer.model.model.embed_tokens
+    embedding.register_forward_hook(lambda module, args, output: tokens.append(output[..., 0].numel()))
+    if config is not None:
+        ringtile.enable(trainer, PROOF | config)
+    trainer.train()
+    ringtile.restore(trainer)
+    return sum(tokens), trainer._buffered_inputs[0]
+
+
+def test_a_shared_token_is_computed_once() -> None:
+    """Two prompts with four completions each: each prompt but for its last token once, instead of four times."""
+    (alone, batch), (shared, _) = (_computed_tokens(config) for config in (None, ALONE))
+    ids, mask = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, : batch["prompt_ids"].size(1)] = -100
+    rows = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    paths = _paths(rows, torch.arange(ids.size(1)))
+    beginnings = len({tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)})
+    assert shared == beginnings + beginnings % 2  # zigzag pads to two chunks
+    assert shared < 0.8 * sum(map(len, paths))
+    assert sum(map(len, paths)) < alone == ids.numel()
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_refuses_trainers_and_models_that_it_does_not_fit() -> None:
+    with pytest.raises(ringtile.ConfigError, match="shared_prefix: SFTTrainer may use more of its rows"):
+        ringtile.enable(make_trainer(trainer_class="trl.SFTTrainer"), ALONE)
+    with pytest.raises(ringtile.Refused, match="shared_prefix: the model drops"):
+        ringtile.enable(make_rollouts(model_dropout=0.1), ALONE)
