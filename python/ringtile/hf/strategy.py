@@ -82,7 +82,8 @@ class Strategy(abc.ABC):
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
-        self.replace(trainer, "evaluation_loop", self._evaluation_loop)
+        if self.group.size > 1:
+            self.replace(trainer, "evaluation_loop", self._evaluation_loop)
         self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
         self.replace(trainer, "floating_point_ops", self._floating_point_ops)
         self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
@@ -243,6 +244,8 @@ class Strategy(abc.ABC):
     def gather_with(self, gather: Callable[..., Any]) -> None:
         """Makes `accelerator.gather_for_metrics`, which TRL calls for what it logs, one of `ringtile.hf.data`."""
         accelerator = self.trainer.accelerator
+        if self.group.size == 1:
+            return
 
         def gathered(original: Callable[..., Any], input_data: Any, use_gather_object: bool = False) -> Any:
             if use_gather_object:
