@@ -59,6 +59,7 @@ _LAZY = {
     "ssd": "recurrent.functions",
     "tile_mlps": "hf.mlp",
     "tiled_linear_cross_entropy": "tiled.loss",
+    "tiled_log_probs": "tiled.log_probs",
     "tiled_mlp": "tiled.mlp",
 }
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from ringtile.hf.offload import offload_activations
     from ringtile.hf.trainer import enable, restore
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
+    from ringtile.tiled.log_probs import tiled_log_probs
     from ringtile.tiled.loss import tiled_linear_cross_entropy
     from ringtile.tiled.mlp import tiled_mlp
     from ringtile.torch_context_parallel.buffers import context_parallel_shard, context_parallel_unshard
@@ -122,6 +124,7 @@ __all__ = [
     "ssd",
     "tile_mlps",
     "tiled_linear_cross_entropy",
+    "tiled_log_probs",
     "tiled_mlp",
     "tree_position_ids",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,31 @@ def tiled_linear_cross_entropy(
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
     RingMismatch: the ranks of the group were given different hidden sizes, labels or options.
     """
+    return tiled_outputs(
+        Job,
+        *(hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss),
+        *(num_items, tile_tokens, group),
+    )
+
+
+def tiled_outputs(
+    kind: type[Job],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    logit_scale: float,
+    softcap: float,
+    z_loss: float,
+    num_items: int | float | Tensor | None,
+    tile_tokens: int | None,
+    group: Group | None,
+) -> Tensor:
+    """What a kind of job computes of each token, (..., *kind.outputs), or its reduction: `tiled_linear_cross_entropy`
+    is that of `Job`, and says what the arguments are."""
     group = group_of(weight, group)
     with transport_of(group).propagate_errors(_NAME):
         for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
@@ -143,6 +168,7 @@ def tiled_linear_cross_entropy(
                 "the size of a number": dtype.itemsize,
                 "tile_tokens": tile_tokens or 0,
                 "reduction": reduction,
+                "whether the entropy is asked for": kind.outputs != (),
                 "the divisor": denominator,
                 "logit_scale": logit_scale,
                 **options._asdict(),
@@ -157,11 +183,11 @@ def tiled_linear_cross_entropy(
         if tile_tokens is None:  # the same on all ranks: each tile is a collective
             max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
             tile_tokens = loss_tile_tokens(max_local_classes, dtype, hidden.device)
-        job = _Job(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
+        job = kind(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
         hidden_rows = hidden.flatten(0, -2)
         if reduction == "none":
             per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
-            return per_token.view(labels.shape)
+            return per_token.view(*labels.shape, *kind.outputs)
         total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
         return total
 
@@ -219,8 +245,13 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One call of the loss, checked: everything but the tensors that autograd saves."""
+class Job:
+    """One call of the loss, checked: everything but the tensors that autograd saves.
+
+    outputs: the shape of what is computed of each token; () for its loss.
+    """
+
+    outputs: ClassVar[tuple[int, ...]] = ()
 
     rows: Tensor  # int64: the tokens that are not ignored
     labels: Tensor  # int64: their labels
@@ -247,10 +278,11 @@ class _Job:
         weight: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss of each token (T), and the gradients of sum(factors * loss), not yet multiplied by logit_scale.
+        """The outputs of each token (T, *outputs), and the gradients of sum(factors * outputs), not yet multiplied by
+        logit_scale.
 
-        factors (T): None for ones. needed: whether hidden (T, E), weight (V, E) and bias (V) need a gradient. The
-        gradients of weight and bias are float32 (float64 for float64); hidden's has hidden's dtype, except under
+        factors (T, *outputs): None for ones. needed: whether hidden (T, E), weight (V, E) and bias (V) need a gradient.
+        The gradients of weight and bias are float32 (float64 for float64); hidden's has hidden's dtype, except under
         vocabulary parallelism, where it is summed over the ranks in float32 (float64).
         """
         if self.vocab_parallel is None:
@@ -262,7 +294,7 @@ class _Job:
         self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, list[Tensor | None]]:
         state, product = ops.state_dtype(self.dtype), product_dtype(self.dtype, hidden.device)
-        loss = hidden.new_zeros(hidden.size(0), dtype=state)
+        outputs = hidden.new_zeros(hidden.size(0), *self.outputs, dtype=state)
         dhidden = torch.zeros_like(hidden, dtype=state if self.vocab_parallel else None) if needed[0] else None
         weight_sum, bias_sum = new_grad_sums((weight, bias), needed[1:])
         num_rows = min(self.tile_tokens, self.rows.numel())
@@ -286,17 +318,17 @@ class _Job:
                 logits = products if state_buffer is None else state_buffer[: x.size(0)].copy_(products)
                 if self.logit_scale != 1.0:
                     logits.mul_(self.logit_scale)
-                loss[rows] = self._cross_entropy_(logits, labels, any(needed))
+                of_rows = None if factors is None else factors[rows]
+                outputs[rows] = self.outputs_of_tile_(logits, labels, of_rows, any(needed))
                 if not any(needed):
                     continue
-                dlogits = logits if factors is None else logits.mul_(factors[rows, None])
                 if round_dlogits or dhidden is not None:
-                    products.copy_(dlogits)
+                    products.copy_(logits)  # their gradient now
                 if round_dlogits:
                     add_linear_grads_(weight_sum, None, products, x)
-                    add_linear_grads_(None, bias_sum, dlogits, x)
+                    add_linear_grads_(None, bias_sum, logits, x)
                 else:
-                    self._add_weight_grads_(weight_sum, bias_sum, dlogits, x, labels)
+                    self._add_weight_grads_(weight_sum, bias_sum, logits, x, labels)
                 if dhidden is not None:
                     dx = torch.zeros_like(x)
                     for columns in tiles(weight.size(0), num_columns):
@@ -304,7 +336,7 @@ class _Job:
                     dhidden[rows] = dx.to(dhidden.dtype)
         if self.vocab_parallel is not None and dhidden is not None:
             self.vocab_parallel.sum_(dhidden)
-        return loss, [dhidden, weight_sum, bias_sum]
+        return outputs, [dhidden, weight_sum, bias_sum]
 
     def _add_weight_grads_(
         self, weight_sum: Tensor | None, bias_sum: Tensor | None, dlogits: Tensor, x: Tensor, labels: Tensor
@@ -324,20 +356,25 @@ class _Job:
         dlogits[rows, labels] = label_dlogits
         add_linear_grads_(None, bias_sum, dlogits, x)
 
-    def _cross_entropy_(self, logits: Tensor, labels: Tensor, want_grad: bool) -> Tensor:
-        """The loss of each token. If want_grad, the logits are replaced by their gradient."""
+    def outputs_of_tile_(self, logits: Tensor, labels: Tensor, factors: Tensor | None, want_grad: bool) -> Tensor:
+        """The outputs of a tile (t, *outputs). If want_grad, its logits (t, v) are replaced by the gradient of
+        sum(factors * outputs); factors (t, *outputs), None for ones."""
         if self.vocab_parallel is not None:
-            return self.vocab_parallel.cross_entropy_fwd_bwd_(logits, labels, self.options, want_grad)
-        loss, lse = (logits.new_empty(labels.numel()) for _ in range(2))
-        ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -1, *self.options, want_grad)  # -1: no token is ignored
+            loss = self.vocab_parallel.cross_entropy_fwd_bwd_(logits, labels, self.options, want_grad)
+        else:
+            loss, lse = (logits.new_empty(labels.numel()) for _ in range(2))
+            # -1: no token is ignored
+            ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -1, *self.options, want_grad)
+        if want_grad and factors is not None:
+            logits.mul_(factors[:, None])
         return loss
 
 
 class _PerToken(torch.autograd.Function):
-    """reduction "none": the backward recomputes the logits, once each token's factor is known."""
+    """reduction "none", and any kind of job: the backward recomputes the logits, once each token's factor is known."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, job: Job, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.job = job
         ctx.save_for_backward(hidden, weight, bias)
         loss, _ = job.run("forward", (False, False, False), None, hidden, weight, bias)
@@ -363,7 +400,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        job: _Job,
+        job: Job,
         denominator: float,
         want_grad: bool,
         hidden: Tensor,

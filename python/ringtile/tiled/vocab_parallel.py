@@ -24,7 +24,7 @@ from ringtile.transport.groups import Group
 from ringtile.transport.messages import all_gather
 from ringtile.transport.transport import Transport
 
-_CHUNK_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
+CHUNK_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
 
 
 class LossOptions(NamedTuple):
@@ -78,20 +78,34 @@ class VocabParallel:
         self.transport.exchange(dict.fromkeys(others, total), others, "the gradient of hidden").wait()
         return x
 
+    def own(self, labels: Tensor, num_local_classes: int) -> tuple[Tensor, Tensor]:
+        """The tokens of a tile whose labels (t) this rank holds, and the columns of these labels in its logits."""
+        own = labels - self.first_class
+        (rows,) = torch.nonzero((own >= 0) & (own < num_local_classes), as_tuple=True)
+        return rows, own[rows]
+
+    def merge_softmax(self, largest: Tensor, total: Tensor, below: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Over all classes: the largest logit x' of each token (t, 1), and in float64 the sum of exp(x' - largest) and
+        that of exp(x' - largest) (largest - x'); from those over this rank's classes."""
+        mine = torch.stack([largest.double(), total, below])
+        of_ranks, totals, belows = all_gather(mine, self.transport, "the numbers of the tokens").unbind(1)
+        of_all = of_ranks.amax(0)
+        gap = (of_all - of_ranks).clamp_(max=1e4)  # exp(-1e4) is 0; of a rank without classes the gap is inf
+        weights = torch.exp(-gap)
+        return of_all.to(largest.dtype), (weights * totals).sum(0), (weights * (belows + gap * totals)).sum(0)
+
     def cross_entropy_fwd_bwd_(self, logits: Tensor, labels: Tensor, options: LossOptions, want_grad: bool) -> Tensor:
         """The loss of each token (t). If want_grad, the logits (t, v) are replaced by their gradient.
 
         labels int64 (t) in 0..V-1. Same formula as `ops.cross_entropy_fwd_bwd_`.
         """
         smoothing, softcap, z_loss = options
-        chunks = [logits[:, first : first + _CHUNK_COLUMNS] for first in range(0, logits.size(1), _CHUNK_COLUMNS)]
+        chunks = [logits[:, first : first + CHUNK_COLUMNS] for first in range(0, logits.size(1), CHUNK_COLUMNS)]
         if softcap:
             for x in chunks:
                 x.div_(softcap).tanh_().mul_(softcap)
         # 1. Exchange, per token: log-sum-exp, the label's logit (0 unless the label is ours), the sum of the logits.
-        own = labels - self.first_class
-        (rows,) = torch.nonzero((own >= 0) & (own < logits.size(1)), as_tuple=True)
-        columns = own[rows]
+        rows, columns = self.own(labels, logits.size(1))
         label_logits = logits[rows, columns].double()
         mine = logits.new_zeros((3, labels.numel()), dtype=torch.float64)
         mine[0] = _log_sum_exp(chunks, mine[0])
