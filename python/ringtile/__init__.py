@@ -56,6 +56,7 @@ _LAZY = {
     "offload_activations": "hf.offload",
     "restore": "hf.trainer",
     "selective_scan": "recurrent.functions",
+    "sequence_log_probs": "rl",
     "ssd": "recurrent.functions",
     "tile_mlps": "hf.mlp",
     "tiled_linear_cross_entropy": "tiled.loss",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from ringtile.hf.offload import offload_activations
     from ringtile.hf.trainer import enable, restore
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
+    from ringtile.rl import sequence_log_probs
     from ringtile.tiled.log_probs import tiled_log_probs
     from ringtile.tiled.loss import tiled_linear_cross_entropy
     from ringtile.tiled.mlp import tiled_mlp
@@ -121,6 +123,7 @@ __all__ = [
     "restore",
     "ring_attention",
     "selective_scan",
+    "sequence_log_probs",
     "ssd",
     "tile_mlps",
     "tiled_linear_cross_entropy",

@@ -119,6 +119,25 @@ def _tiles() -> Names:
     }
 
 
+def _policy() -> Names:
+    """Rows that a model has written, padded on the left."""
+    padding, prompt = torch.arange(S) < 3, torch.arange(S) < 9
+    return {
+        "mesh": init_device_mesh("cpu", (W,), mesh_dim_names=("cp",)),
+        "model": tiny_model(),
+        "rows": torch.arange(2 * S).view(2, S) % VOCAB,
+        "attention_mask": (~padding).expand(2, S),
+        "completion_mask": (~prompt).expand(2, S),
+        "advantages": torch.tensor([[1.0], [-1.0]]),
+    }
+
+
+def _is_step(names: Names) -> None:
+    assert torch.equal(names["new"].detach(), names["old"])
+    assert names["entropy"].shape == (2, S - 1)
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
 def _run_trainer(code: str, folder: str) -> Names:
     from transformers import Trainer, TrainingArguments
 
@@ -197,6 +216,7 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/pytorch.md 2": (_loop, _has_logits),
     "docs/guide/pytorch.md 3": (_loop, _is_unsharded),
     "docs/guide/pytorch.md 4": (_heads_first, _has_output),
+    "docs/guide/rl.md 0": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
 }
 _RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer}

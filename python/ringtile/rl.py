@@ -1,0 +1,318 @@
+"""`ringtile.sequence_log_probs`: log-probabilities of whole rows, for a reinforcement learning loop in plain PyTorch.
+
+The ranks of a group share each row: the model runs on shards inside `context_parallel`, its output projection runs in
+tiles, and what comes out is gathered, so that a loop reads and differentiates whole rows, as in one process.
+
+Shape letters: B rows, S tokens of a row, N tokens of a shard, W ranks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import weakref
+import zlib
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ringtile import arguments
+from ringtile.errors import InputError, Refused
+from ringtile.hf.loss import TiledLogits
+from ringtile.ops import state_dtype
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.tiled.log_probs import tiled_log_probs
+from ringtile.torch_context_parallel.context import context_parallel
+from ringtile.torch_context_parallel.first_block import Block
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of
+from ringtile.transport.groups import Group, transport_of
+
+_NAME = "sequence_log_probs"
+_ALONE = ""  # the group of one rank
+_IGNORE = -100
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were compared with one process
+
+
+def sequence_log_probs(
+    model: nn.Module,
+    input_ids: Tensor,
+    mesh: Mesh | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    completion_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    layout: str = "zigzag",
+    scheme: str = "ring",
+    check: bool = True,
+) -> Any:
+    """The log-probability that a causal language model gives to each token of whole rows which a group of ranks shares.
+
+    model: of transformers, with attn_implementation="sdpa", or any that has get_output_embeddings() and is called as
+    model(input_ids=, position_ids=, use_cache=False); bare, or under DDP, FSDP2 or PEFT. input_ids int64 (B, S), whole
+    and the same on every rank. mesh: a DeviceMesh of one dimension, or a group, whose ranks share each row; None is one
+    rank. attention_mask (B, S): 0 for padding, on either side, 1 for tokens; or the numbers 1, 2, ... of packed
+    documents. completion_mask (B, S): 1 for the tokens that are asked for; without one, all. position_ids (B or 1, S):
+    0, ..., S - 1 unless given, as the model itself would count them. layout, scheme: as in `context_parallel`.
+
+    Returns log_probs (B, S - 1) in float32 (float64 for a float64 model), the same bits on every rank: log_probs[b, t]
+    is log softmax(logits / temperature) of token t + 1, given the tokens up to t. It is 0, and has no gradient, where
+    completion_mask is 0, where token t + 1 is padding and where it is the first of its row or document. With
+    return_entropy, returns (log_probs, entropy), entropy (B, S - 1) in nats of what token t + 1 was drawn from.
+
+    Differentiable once. Every rank computes the same loss of whole rows, as one process would, and calls backward; the
+    *mean* of the ranks' gradients is then the gradient of one process. DDP and FSDP2 take that mean, over data-parallel
+    ranks too; without an engine, average the gradients over the group. Never more than a tile of logits exists. The
+    same weights give the same bits with and without gradients, so exp(new - old) is exactly 1 before the first step.
+
+    check: before the first call with a model, its forward and backward are compared on up to 512 tokens of the longest
+    row, whole and sharded, as `ringtile.check` does.
+
+    Raises InputError; RingMismatch where ranks have different rows, masks or options; MaskNotExpressible for padding
+    inside a document; Refused for a model that does not compute on shards what one process does, for an output
+    projection that is no plain Linear or whose logits the model does more with than to scale and cap them, and under
+    ZeRO-3; and what `context_parallel` raises.
+    """
+    group: Group = _ALONE if mesh is None else group_of(mesh)
+    transport = transport_of(group)
+    with transport.propagate_errors(_NAME):
+        temperature = arguments.check_number("temperature", temperature)
+        rows = _Rows.of(input_ids, attention_mask, completion_mask, position_ids)
+        head = _Head.of(model)
+        if transport.world_size > 1:
+            _check_positions(head.owner, input_ids.size(1))
+    settings = f"{temperature} {bool(return_entropy)} {bool(check)} {torch.is_grad_enabled()}"
+    fields = {"the shape of input_ids": str(tuple(input_ids.shape)), "the options": settings}
+    with transport.agree(_NAME, fields, input_ids.device, data=rows.fingerprint()):
+        pass
+    if check and transport.world_size > 1 and head.owner not in _checked:
+        rows.longest().check(model, head, group, layout, scheme)
+        _checked.add(head.owner)
+    buffers, mask = rows.padded(layout, transport.world_size)
+    tokens = layout_of(layout, mask.seq_len, transport.world_size)
+    block = context_parallel(
+        group,
+        buffers=buffers,
+        buffer_seq_dims=[1] * len(buffers),
+        no_restore_buffers=buffers,  # the backward reads the shards
+        layout=tokens,
+        mask=mask,
+        scheme=scheme,
+    )
+    with block, transport.propagate_errors(_NAME):
+        local = head.run(model, buffers, temperature, return_entropy)
+    full = tokens.unshard(local, 1, group)[:, : input_ids.size(1) - 1]
+    return full.unbind(-1) if return_entropy else full
+
+
+class _Rows(NamedTuple):
+    """Whole rows, checked. Only the mask is on the CPU."""
+
+    input_ids: Tensor  # int64 (B, S)
+    position_ids: Tensor  # int64 (B or 1, S)
+    labels: Tensor  # int64 (B, S): the token that each token is to predict, _IGNORE for none
+    document: Tensor | None  # int64 CPU (B, S): 0 for padding, else the number of a document; None: one, no padding
+    mask: IntervalMask
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        completion_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> _Rows:
+        arguments.check_tensor("input_ids", input_ids)
+        if input_ids.dtype != torch.int64 or input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise InputError(
+                f"input_ids are {input_ids.dtype} {tuple(input_ids.shape)}; expected torch.int64 (B, S), not empty"
+            )
+        shape, device = input_ids.shape, input_ids.device
+        if device.type == "meta":
+            raise InputError("input_ids is on meta, which holds no data; expected a real device")
+        for name, x in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
+            if x is None:
+                continue
+            arguments.check_tensor(name, x)
+            if x.shape != shape or x.is_floating_point() or x.is_complex():
+                raise InputError(
+                    f"{name} is {x.dtype} {tuple(x.shape)}; expected bool or integers {tuple(shape)}, an entry for "
+                    "each token of input_ids, those of the prompt too"
+                )
+        if position_ids is None:
+            position_ids = torch.arange(shape[1], device=device)[None]
+        arguments.check_tensor("position_ids", position_ids)
+        if position_ids.dtype != torch.int64 or position_ids.shape not in (shape, (1, shape[1])):
+            raise InputError(
+                f"position_ids are {position_ids.dtype} {tuple(position_ids.shape)}; expected torch.int64 "
+                f"{tuple(shape)}, or one row"
+            )
+        arguments.check_devices(
+            "input_ids",
+            input_ids,
+            attention_mask=attention_mask,
+            completion_mask=completion_mask,
+            position_ids=position_ids,
+        )
+        document = None if attention_mask is None else attention_mask.cpu().long()
+        mask = IntervalMask.causal(shape[1])
+        if document is not None and bool((document == 1).all()):
+            document = None
+        if document is not None:
+            mask = mask & IntervalMask.from_padding(document)
+        # A token is predicted by the one before it if it attends that one: if both are of one document.
+        before = torch.arange(shape[1] - 1, device="cpu")
+        predicted = (mask.begin[:, 1:] <= before) & (before < mask.end[:, 1:])
+        wanted = predicted.to(device).expand(shape[0], -1)
+        if completion_mask is not None:
+            wanted = wanted & (completion_mask[:, 1:] != 0)
+        labels = torch.where(wanted, input_ids[:, 1:], _IGNORE)
+        return cls(input_ids, position_ids, functional.pad(labels, (0, 1), value=_IGNORE), document, mask)
+
+    def fingerprint(self) -> int:
+        """32 bits of the rows and of what is asked of them."""
+        found = 0
+        for x in (self.input_ids, self.position_ids, self.labels, self.mask.begin, self.mask.end):
+            x = x.cpu().contiguous()
+            found = zlib.crc32(ctypes.string_at(x.data_ptr(), x.nbytes), found)
+        return found
+
+    def longest(self) -> _Rows:
+        """The row with the most tokens, without its padding."""
+        if self.document is None:
+            return _Rows.of(self.input_ids[:1], None, None, self.position_ids[:1])
+        index = int((self.document > 0).sum(1).argmax())
+        tokens = self.document[index] > 0
+        if not bool(tokens.any()):  # padding alone, which attends nothing
+            tokens = torch.ones_like(tokens)
+        found = [x.expand_as(self.input_ids)[index : index + 1, tokens.to(x.device)] for x in self[:2]]
+        document = self.document[index : index + 1, tokens]
+        return _Rows.of(found[0], document.to(self.input_ids.device), None, found[1])
+
+    def padded(self, layout: str, world_size: int) -> tuple[list[Tensor], IntervalMask]:
+        """Copies of input_ids, position_ids and labels, and the mask, of as many tokens as the layout needs or more."""
+        padding = max(0, Layout.multiple(layout, world_size) - self.input_ids.size(1))
+        values = (0, 0, _IGNORE)
+        copies = [functional.pad(x, (0, padding), value=v).clone() for x, v in zip(self[:3], values, strict=True)]
+        return copies, self.mask.padded(padding)
+
+    def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
+        """Refused: the ranks do not compute on a cut of these rows what one process computes."""
+        buffers, mask = self.padded(layout, transport_of(group).world_size)
+        block = Block(context_parallel, group, buffers, [1] * len(buffers), layout, mask, scheme)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        with torch.inference_mode(False), torch.enable_grad():
+            block.check(inner, lambda: head.run(inner, buffers, 1.0, False).sum(), averages=False)
+
+
+class _Head(NamedTuple):
+    """The output projection of a model, and the module whose forward calls it."""
+
+    owner: nn.Module
+    projection: nn.Linear
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Head:
+        """Refused: a model without one, or with one that is no plain Linear."""
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        getters = (x for x in model.modules() if hasattr(type(x), "get_output_embeddings"))
+        heads: Any = (x.get_output_embeddings() for x in getters)  # type: ignore[operator]
+        head = next((x for x in heads if x is not None), None)
+        owner = next((x for x in model.modules() if any(child is head for child in x.children())), None)
+        if head is None or owner is None:
+            raise Refused(
+                f"{type(model).__name__} has no output projection; expected a causal language model, whose "
+                "get_output_embeddings() returns it"
+            )
+        is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
+        if not is_linear or "forward" in vars(head):
+            raise Refused(
+                f"the output projection of {type(owner).__name__} is a {type(head).__module__}.{type(head).__name__}"
+                f"{' with a replaced forward' if 'forward' in vars(head) else ''}; expected a plain torch.nn.Linear: "
+                "leave it out of an adapter's target_modules, and call ringtile.restore on a Trainer"
+            )
+        if hasattr(head.weight, "ds_id"):
+            raise Refused("the weights are ZeRO-3's; expected DDP, FSDP2, or no engine")
+        return cls(owner, head)
+
+    def run(self, model: nn.Module, buffers: list[Tensor], temperature: float, return_entropy: bool) -> Tensor:
+        """Of what `_Rows.padded` returns, whole or sharded: log_probs (B, N); or, with entropies, (B, N, 2).
+
+        The model is called as it is, so that its engine's hooks run.
+        """
+        input_ids, position_ids, labels = buffers
+
+        def replace(owner: nn.Module, args: Any, output: Any) -> Any:
+            logits = output if isinstance(output, TiledLogits) else getattr(output, "logits", None)
+            if not isinstance(logits, TiledLogits):
+                raise Refused(
+                    f"{type(owner).__name__} returns no logits of its output projection; expected them alone, or in "
+                    "`logits` of what it returns (return_dict=True in transformers)"
+                )
+            found = self._log_probs(logits, labels, temperature, return_entropy)
+            if output is logits:
+                return found
+            output.logits = found
+            return output
+
+        # Before the hooks of FSDP2, which look for tensors in the output and free gathered weights.
+        handle = self.owner.register_forward_hook(replace, prepend=True)
+        self.projection.forward = MethodType(TiledLogits, self.projection)  # type: ignore[method-assign]
+        try:
+            output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        finally:
+            del self.projection.forward
+            handle.remove()
+        result: Tensor = output if isinstance(output, Tensor) else output.logits
+        if result.dtype != state_dtype(result.dtype):
+            raise Refused(
+                f"the engine has rounded log-probabilities to {result.dtype}; expected the dtype that the model "
+                "returns: leave output_dtype out of FSDP2's MixedPrecisionPolicy"
+            )
+        return result
+
+    def _log_probs(self, logits: TiledLogits, labels: Tensor, temperature: float, return_entropy: bool) -> Tensor:
+        head = self.projection
+        if isinstance(head, FSDPModule):
+            head.unshard()  # freed after its forward, if it is in a group of its own; the backward frees it again
+        found = tiled_log_probs(
+            *(logits.hidden, head.weight, labels, head.bias),
+            temperature=temperature,
+            logit_scale=float(logits.scale),
+            softcap=float(logits.softcap or 0),
+            return_entropy=return_entropy,
+        )
+        return torch.stack(found, dim=-1) if return_entropy else found
+
+
+_USE = "expected one rank a row, or a Trainer under ringtile.enable, which serves it"
+# Kinds of rotary embedding whose frequencies depend on the largest position, which a shard does not know.
+_ROPES_OF_LENGTH = ("dynamic", "longrope")
+
+
+def _check_positions(owner: nn.Module, seq_len: int) -> None:
+    """Refused: what depends on a token's place, or the row's length, where a shard or a cut of the row differs."""
+    name = type(owner).__name__
+    if "position_ids" not in inspect.signature(type(owner).forward).parameters:
+        raise Refused(f"{name} takes no position_ids, and would count from 0 on every rank; expected a model that does")
+    config: Any = getattr(owner, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds and isinstance(window, int) and window < seq_len:
+        raise Refused(f"{name} has a sliding window of {window} tokens, shorter than the row; {_USE}")
+    if "chunked_attention" in kinds:
+        raise Refused(f"{name} has layers of chunked attention; {_USE}")
+    for module in owner.modules():
+        if any(kind in str(getattr(module, "rope_type", "")) for kind in _ROPES_OF_LENGTH):
+            raise Refused(f"{name} has a rotary embedding whose frequencies depend on the length of the row; {_USE}")
+        if getattr(module, "attn_temperature_tuning", False):
+            raise Refused(f"{name} multiplies queries by a temperature that depends on their place; {_USE}")
