@@ -226,12 +226,20 @@ class _Head(NamedTuple):
         getters = (x for x in model.modules() if hasattr(type(x), "get_output_embeddings"))
         heads: Any = (x.get_output_embeddings() for x in getters)  # type: ignore[operator]
         head = next((x for x in heads if x is not None), None)
-        owner = next((x for x in model.modules() if any(child is head for child in x.children())), None)
-        if head is None or owner is None:
+        path = next((path for path, x in model.named_modules() if x is head), None)
+        if head is None or path is None:
             raise Refused(
                 f"{type(model).__name__} has no output projection; expected a causal language model, whose "
                 "get_output_embeddings() returns it"
             )
+        names = path.split(".")
+        parents = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
+        if any("_orig_mod" in x._modules or x._compiled_call_impl is not None for x in (*parents, head)):
+            raise Refused(
+                f"{type(model).__name__} is compiled as a whole; expected its layers compiled, one by one: "
+                "for layer in model.model.layers: layer.compile()"
+            )
+        owner = parents[-1]
         is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
         if not is_linear or "forward" in vars(head):
             raise Refused(

@@ -635,6 +635,20 @@ MUTANTS = [
         "factor = (dtotal * ctx.job.logit_scale).view(1)",
         "tests/tiled/test_tiled_loss.py",
     ),
+    Mutant(
+        "log-probs: gradient of the entropy without its mean",
+        "python/ringtile/tiled/log_probs.py",
+        "gradient = y.add_(mean).mul_(-of_entropy).add_(of_loss).mul_(p)",
+        "gradient = y.mul_(-of_entropy).add_(of_loss).mul_(p)",
+        "tests/tiled/test_log_probs.py",
+    ),
+    Mutant(
+        "log-probs: first token of a row predicted by padding",
+        "python/ringtile/rl.py",
+        "predicted = (mask.begin[:, 1:] <= before) & (before < mask.end[:, 1:])",
+        "predicted = before < mask.end[:, 1:]",
+        "tests/torch_cp/test_sequence_log_probs.py -k one_process",
+    ),
     # ---- tiles
     Mutant(
         "tiles: softmax over one rank's classes",

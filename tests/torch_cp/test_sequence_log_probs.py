@@ -122,12 +122,16 @@ def assert_equal(got: list[Tensor], exact: list[Tensor], tolerance: float) -> No
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale)
 
 
+# Gemma 2 caps its logits; with softcapped attention it would be eager, with windows refused on more than one rank.
+CAPPED = {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None}
+
+
 def cases_are_exact(families: list[str], names: list[str], layout: str, scheme: str) -> list[list[Tensor]]:
     results = []
     for family in families:
         for name in names:
             rows = ROWS[name]()
-            model: Any = tiny_model(family).double().train()
+            model: Any = tiny_model(family, **(CAPPED if family == "gemma2" else {})).double().train()
             oracle = one_process(model, rows)
             loss = loss_of(*oracle)
             params = list(model.parameters())
@@ -175,9 +179,13 @@ def test_layouts_and_schemes(layout: str, scheme: str) -> None:
 
 
 def test_models_that_scale_or_cap_their_logits() -> None:
-    """Cohere multiplies them, Granite divides them; Phi's head has a bias, Llama's nothing."""
+    """Cohere multiplies them, Granite divides them, Gemma 2 caps them; Phi's head has a bias, Llama's nothing."""
     names = ["completions at the end", "rows of two tokens"]
-    run_ranks(2, cases_are_exact, ["cohere", "granite", "phi", "llama"], names, "zigzag", "ring")
+    run_ranks(2, cases_are_exact, ["cohere", "granite", "gemma2", "phi", "llama"], names, "zigzag", "ring")
+
+
+def test_windows_on_one_rank() -> None:
+    run_ranks(1, cases_are_exact, ["mistral-sliding"], ["whole rows", "padding left and right"], "zigzag", "ring")
 
 
 # ---- one path for new, old and reference log-probabilities --------------------------------------
@@ -266,6 +274,20 @@ def test_engines_take_the_mean(engine: str, checkpointed: bool) -> None:
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_two_groups_of_two_ranks(engine: str) -> None:
     run_ranks(4, engine_is_exact, engine, False, 2)
+
+
+def compiled_layers_are_exact() -> None:
+    model, input_ids = tiny_model("llama"), ids(2, 32)
+    eager = sequence_log_probs(model, input_ids, dist.group.WORLD)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    ours = sequence_log_probs(model, input_ids, dist.group.WORLD)
+    ours.sum().backward()
+    torch.testing.assert_close(ours, eager)
+
+
+def test_compiled_layers() -> None:
+    run_ranks(2, compiled_layers_are_exact)
 
 
 def adapters_are_exact() -> None:
@@ -367,6 +389,12 @@ def rounded() -> Any:
     return fully_shard(tiny_model("llama"), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
 
 
+def zero3() -> Any:
+    model = tiny_model("llama")
+    model.lm_head.weight.ds_id = 0  # as DeepSpeed numbers its parameters
+    return model
+
+
 def of_rank(x: Tensor) -> Tensor:
     return x + dist.get_rank()
 
@@ -388,6 +416,8 @@ REFUSED: dict[str, tuple[type[RingtileError], Callable[[], Any]]] = {
     "model is a str": (InputError, lambda: call("llama")),
     "Linear has no output projection": (Refused, lambda: call(nn.Linear(2, 2))),
     "the output projection of LlamaForCausalLM is a peft": (Refused, lambda: call(adapted_head())),
+    "the weights are ZeRO-3's": (Refused, lambda: call(zero3())),
+    "OptimizedModule is compiled as a whole": (Refused, lambda: call(torch.compile(tiny_model("llama")))),
     "'pow' was applied to the logits": (Refused, lambda: call(Squared())),
     "Without takes no position_ids": (Refused, lambda: call(Without())),
     "Pooled returns no logits of its output projection": (Refused, lambda: call(Pooled(), check=False)),
