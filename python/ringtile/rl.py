@@ -31,6 +31,7 @@ from ringtile.tiled.log_probs import tiled_log_probs
 from ringtile.torch_context_parallel.context import context_parallel
 from ringtile.torch_context_parallel.first_block import Block
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of
+from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, transport_of
 
 _NAME = "sequence_log_probs"
@@ -88,8 +89,15 @@ def sequence_log_probs(
         head = _Head.of(model)
         if transport.world_size > 1:
             _check_positions(head.owner, input_ids.size(1))
-    settings = f"{temperature} {bool(return_entropy)} {bool(check)} {torch.is_grad_enabled()}"
-    fields = {"the shape of input_ids": str(tuple(input_ids.shape)), "the options": settings}
+    fields: dict[str, HeaderValue] = {
+        "the shape of input_ids": str(tuple(input_ids.shape)),
+        "temperature": temperature,
+        "return_entropy": bool(return_entropy),
+        "layout": str(layout),
+        "scheme": str(scheme),
+        "check": bool(check),
+        "whether gradients are wanted": torch.is_grad_enabled(),
+    }
     with transport.agree(_NAME, fields, input_ids.device, data=rows.fingerprint()):
         pass
     if check and transport.world_size > 1 and head.owner not in _checked:

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from hf_models import tiny_model
 from peft import LoraConfig, get_peft_model
 from pool import run_ranks
-from ringtile import InputError, MaskNotExpressible, Refused, RingMismatch, RingtileError, sequence_log_probs
+from ringtile import (
+    InputError,
+    LayoutError,
+    MaskNotExpressible,
+    Refused,
+    RingMismatch,
+    RingtileError,
+    sequence_log_probs,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -434,7 +442,9 @@ REFUSED: dict[str, tuple[type[RingtileError], Callable[[], Any]]] = {
     "2 ranks do not compute what one process computes": (Refused, lambda: call(Own(mixes=True))),
     "fingerprint of the data": (RingMismatch, lambda: call(rows=Rows(of_rank(ids(2, 32)), None, None))),
     "the shape of input_ids": (RingMismatch, lambda: call(rows=Rows(ids(2, 32 + dist.get_rank()), None, None))),
-    "the options": (RingMismatch, lambda: call(temperature=1.0 + dist.get_rank())),
+    "temperature": (RingMismatch, lambda: call(temperature=1.0 + dist.get_rank())),
+    "ranks disagree on layout": (RingMismatch, lambda: call(layout=["zigzag", "striped"][dist.get_rank()])),
+    "layout is 'balanced'": (LayoutError, lambda: call(layout="balanced")),
 }
 
 
