@@ -20,6 +20,7 @@ from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, Refused, RingMismatch, ShardedSequence
 from ringtile.recurrent import schemes
 from ringtile.recurrent.costs import cost, size_of
+from ringtile.recurrent.documents import Forest
 from test_recurrent_ranks import ROWS, SEQ_LEN, Case, Tensors, assert_close, of_out, of_ranks, problem
 
 H, G, K, V = 8, 4, 3, 5
@@ -110,7 +111,8 @@ def test_heads_are_one_process_bit_for_bit(
 def test_three_ranks_pass_gradcheck(name: str) -> None:
     tensors = problem(case(name), 1, 10)
     leaves = [x.requires_grad_() for x in tensors.values()]
-    function = functools.partial(ranks.Whole.apply, case(name), list(tensors))
+    mask = IntervalMask.documents([2, 7]).padded(1)
+    function = functools.partial(ranks.Whole.apply, case(name), mask, list(tensors))
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
 
 
@@ -168,7 +170,7 @@ def test_bytes_are_as_planned(name: str, seq_len: int) -> None:
     groups, value_dim = G if name in ("delta", "ssd of groups") else 1, 1 if name == "selective" else V
     size = size_of(KINDS[name], H, groups, K, value_dim, torch.float32, batch=2)
     for scheme in ("states", "heads"):
-        planned = cost(scheme, mask, layout, size)
+        planned = cost(scheme, Forest.of(mask), layout, size)
         assert sent(name, scheme, seq_len, layout, mask) == list(zip(*planned, strict=True))
 
 
@@ -187,9 +189,9 @@ def scheme_run(name: str, scheme: str | None, of_sequence: str, world_size: int,
 
     size = size_of(KINDS[name], H, G if name == "delta" else 1, K, V, torch.float64, batch=1)
     total = sum(LoopbackWorld(world_size).run(rank))
-    by_scheme = {sum(cost("states", mask, layout, size).forward_sent): "states"}
+    by_scheme = {sum(cost("states", Forest.of(mask), layout, size).forward_sent): "states"}
     if world_size <= size.num_head_groups:
-        by_scheme[sum(cost("heads", mask, layout, size).forward_sent)] = "heads"
+        by_scheme[sum(cost("heads", Forest.of(mask), layout, size).forward_sent)] = "heads"
     return by_scheme[total]
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, PeerLost, Refused, RingMismatch, ShardedSequence
 from ringtile.recurrent import kernels, torch_path
-from ringtile.recurrent.documents import message_bytes, state_passes
+from ringtile.recurrent.documents import Forest, message_bytes, state_passes
 from ringtile.transport.groups import transport_of
 from torch import Tensor
 from torch.nn import functional
@@ -233,31 +233,32 @@ class Whole(torch.autograd.Function):
     """A case over three ranks as one function of global tensors."""
 
     @staticmethod
-    def forward(ctx: Any, case: Case, names: list[str], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, case: Case, mask: IntervalMask, names: list[str], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.case, ctx.names = case, names
-        return Whole.both(case, names, tensors, None)[0]
+        ctx.case, ctx.mask, ctx.names = case, mask, names
+        return Whole.both(case, mask, names, tensors, None)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = Whole.both(ctx.case, ctx.names, ctx.saved_tensors, dout)[1]
-        return None, None, *(gradients[name] for name in ctx.names)
+        gradients = Whole.both(ctx.case, ctx.mask, ctx.names, ctx.saved_tensors, dout)[1]
+        return None, None, None, *(gradients[name] for name in ctx.names)
 
     @staticmethod
-    def both(case: Case, names: list[str], tensors: Any, dout: Tensor | None) -> tuple[Tensor, Tensors]:
+    def both(
+        case: Case, mask: IntervalMask, names: list[str], tensors: Any, dout: Tensor | None
+    ) -> tuple[Tensor, Tensors]:
         given = dict(zip(names, tensors, strict=True))
         like = given["v" if "v" in given else "x"]
-        mask, layout = IntervalMask.documents([2, 7]).padded(1), Layout.zigzag(10, 3)
+        layout = Layout.zigzag(mask.seq_len, 3)
         return of_ranks(case, given, torch.zeros_like(like) if dout is None else dout, mask, layout)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_three_ranks_pass_gradcheck(name: str) -> None:
     tensors = problem(CASES[name], 1, 10)
-    leaves = [x.requires_grad_() for x in tensors.values()]
-    assert torch.autograd.gradcheck(
-        functools.partial(Whole.apply, CASES[name], list(tensors)), leaves, fast_mode=True, check_undefined_grad=False
-    )
+    leaves, mask = [x.requires_grad_() for x in tensors.values()], IntervalMask.documents([2, 7]).padded(1)
+    function = functools.partial(Whole.apply, CASES[name], mask, list(tensors))
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +313,9 @@ def test_bytes_are_as_planned_and_do_not_depend_on_the_length(name: str, lengths
             return forward, group.transport.bytes_sent - forward
 
         sent.append(LoopbackWorld(2).run(rank))
-    state_bytes = 4 * case.state_numel
-    assert message_bytes(mask, layout, state_bytes) == {(1, 0): state_bytes}
-    assert [(cut.source, cut.target) for cut in state_passes(mask, layout)] == [(1, 0)]
+    state_bytes, forest = 4 * case.state_numel, Forest.of(mask)
+    assert message_bytes(forest, layout, state_bytes) == {(1, 0): state_bytes}
+    assert [(cut.source, cut.target) for cut in state_passes(forest, layout)] == [(1, 0)]
     assert sent == len(lengths) * [[(0, state_bytes), (state_bytes, 0)]]  # forward, backward
 
 

@@ -16,9 +16,8 @@ import torch
 
 from ringtile import ops
 from ringtile.errors import Refused
-from ringtile.recurrent.documents import message_bytes
+from ringtile.recurrent.documents import Forest, message_bytes
 from ringtile.sequence.layout import Layout
-from ringtile.sequence.mask import IntervalMask
 
 SCHEMES = ("states", "heads")
 _CHANNELS = 64  # of a selective scan, that its kernel takes at once (csrc/scan/chunks.h)
@@ -88,11 +87,11 @@ def shares_in_time(num_head_groups: int, world_size: int) -> list[Share]:
     return shares(num_head_groups, min(num_head_groups, _SHARES_PER_RANK * world_size) if world_size > 1 else 1)
 
 
-def cost(scheme: str, mask: IntervalMask, layout: Layout, size: Size) -> Cost:
-    """Count the bytes of a scheme. Refused: it does not go with the mask or the layout, or there are too few heads."""
+def cost(scheme: str, forest: Forest, layout: Layout, size: Size) -> Cost:
+    """Count the bytes of a scheme. Refused: it does not go with the layout, or there are too few heads."""
     ranks = range(layout.world_size)
     if scheme == "states":
-        sent = message_bytes(mask, layout, size.state_bytes)
+        sent = message_bytes(forest, layout, size.state_bytes)
         return Cost(
             tuple(sum(sent.get((rank, other), 0) for other in ranks) for rank in ranks),
             tuple(sum(sent.get((other, rank), 0) for other in ranks) for rank in ranks),

@@ -1,4 +1,7 @@
-"""What a recurrent layer must know of a sharded sequence: where documents start, and which pieces a state crosses.
+"""What a recurrent layer must know of a sharded sequence: what each token goes on from, and what states cross.
+
+The tokens of a row are a forest: a token goes on from its parent, the token before it on its path, or is the first of
+its path. In documents the parent is the token before; in a tree several branches go on from one token.
 
 Shape letters: Bm mask rows (B or 1), S global tokens, N local tokens.
 """
@@ -19,17 +22,38 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
+_FIRST, _PADDING = -1, -2  # instead of a parent
+
 
 class StatePass(NamedTuple):
-    """A cut between neighbouring pieces that some document crosses: source holds the token before it, target the next.
+    """A cut between neighbouring pieces that some path crosses: source holds the token before it, target the next.
 
-    A message where the two are different ranks: of one state in the forward, of its gradient, the other way, in the
-    backward.
+    A message where the two are different ranks: of the states that tokens after the cut go on from in the forward, of
+    their gradients, the other way, in the backward.
     """
 
     position: int  # global: the first token after the cut
     source: int
     target: int
+    num_states: int  # 1 in documents; in trees those of the open branches
+
+
+class Segment(NamedTuple):
+    """Neighbouring tokens of a piece that one call computes: documents, the first of which may go on from a state."""
+
+    length: int
+    seq_idx: Tensor  # int32 CPU (Bm or 1, length): as kernels.py takes it
+    state: int | None  # the number of the state that it begins with; None: 0
+
+
+class Walk(NamedTuple):
+    """The segments of one row, or of all rows, in the order of the sequence.
+
+    The states that come into the piece are numbered from 0 on, and after those the final states of the segments.
+    """
+
+    segments: tuple[Segment, ...]
+    passed_on: tuple[int, ...]  # the numbers of the states that go out of the piece
 
 
 class Piece(NamedTuple):
@@ -37,9 +61,11 @@ class Piece(NamedTuple):
 
     begin: int
     length: int
-    source: int | None  # the rank that passes its state to this piece; None: no document reaches into it
-    target: int | None  # the rank that the state of this piece is passed to
-    seq_idx: Tensor  # int32 CPU (Bm, length): each token's document, 0 for the one that reaches into the piece
+    source: int | None  # the rank that passes its states to this piece; None: no path reaches into it
+    target: int | None  # the rank that states go to from this piece
+    num_received: int
+    num_sent: int
+    walks: tuple[Walk, ...]  # one for all rows, as in documents, or one for each
 
     @property
     def tokens(self) -> slice:
@@ -55,27 +81,48 @@ class Facts:
     rank: int
 
     @functools.cached_property
+    def forest(self) -> Forest:
+        """Refused: the mask has more than causal documents, or trees."""
+        return Forest.of(self.mask)
+
+    @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """In the order of the sequence. Refused: a state cannot follow this layout."""
-        cuts = {cut.position: cut for cut in state_passes(self.mask, self.layout)}
+        cuts = {cut.position: cut for cut in state_passes(self.forest, self.layout)}
         pieces = []
         for rank, begin, local_begin, length in pieces_of(self.layout):
             if rank == self.rank:
                 before, after = cuts.get(begin), cuts.get(begin + length)
-                seq_idx = _of_piece(self.seq_idx, begin, length)
-                pieces.append(Piece(local_begin, length, before and before.source, after and after.target, seq_idx))
+                piece = Piece(local_begin, length, before and before.source, after and after.target, 0, 0, ())
+                pieces.append(self.forest.fill(piece, begin))
         return tuple(pieces)
 
     @functools.cached_property
-    def seq_idx(self) -> Tensor:
-        """Each token's document, from 1 on, and -1 for padding: int32 CPU (Bm, S). Refused: the mask has more than
-        causal documents."""
-        return _seq_idx(self.mask)
+    def whole(self) -> Piece:
+        """The sequence as one piece."""
+        return self.forest.fill(Piece(0, self.layout.seq_len, None, None, 0, 0, ()), 0)
+
+    def windows(self, before: int) -> tuple[Tensor, ...]:
+        """Return, of each piece, where the last `before` inputs of each path that goes out of it are: int64 CPU (Bm,
+        num_sent, before).
+
+        0: nowhere, a 0; then the rows of the windows that came in, one after another; then the tokens of the piece.
+        """
+        if before not in self._windows:
+            places = [begin for rank, begin, _, _ in pieces_of(self.layout) if rank == self.rank]
+            self._windows[before] = tuple(
+                self.forest.windows(begin, piece, before) for begin, piece in zip(places, self.pieces, strict=True)
+            )
+        return self._windows[before]
+
+    @functools.cached_property
+    def _windows(self) -> dict[int, tuple[Tensor, ...]]:
+        return {}
 
     @functools.cached_property
     def states_travel(self) -> bool:
         """Whether any rank passes a state to another one."""
-        return bool(message_bytes(self.mask, self.layout, 1))
+        return bool(message_bytes(self.forest, self.layout, 1))
 
 
 class Documents(NamedTuple):
@@ -99,24 +146,19 @@ class Documents(NamedTuple):
 _facts: weakref.WeakKeyDictionary[ShardedSequence, Facts] = weakref.WeakKeyDictionary()
 
 
-def state_passes(mask: IntervalMask, layout: Layout) -> tuple[StatePass, ...]:
+def state_passes(forest: Forest, layout: Layout) -> tuple[StatePass, ...]:
     """Return every cut that a state crosses, in the order of the sequence. Raises Refused."""
-    seq_idx, pieces = _seq_idx(mask), pieces_of(layout)
-    before, after = seq_idx[:, :-1], seq_idx[:, 1:]
-    crossed = ((after == before) & (after > 0)).any(0)
-    return tuple(
-        StatePass(begin, before[0], rank)
-        for before, (rank, begin, _, _) in itertools.pairwise(pieces)
-        if crossed[begin - 1]
-    )
+    cuts = itertools.pairwise(pieces_of(layout))
+    passes = (StatePass(begin, before[0], rank, forest.num_open(begin)) for before, (rank, begin, _, _) in cuts)
+    return tuple(each for each in passes if each.num_states)
 
 
-def message_bytes(mask: IntervalMask, layout: Layout, state_bytes: int) -> dict[tuple[int, int], int]:
+def message_bytes(forest: Forest, layout: Layout, state_bytes: int) -> dict[tuple[int, int], int]:
     """Count the bytes from rank to rank in the forward; in the backward as many go the other way."""
     sent: dict[tuple[int, int], int] = {}
-    for cut in state_passes(mask, layout):
+    for cut in state_passes(forest, layout):
         if cut.source != cut.target:
-            sent[cut.source, cut.target] = sent.get((cut.source, cut.target), 0) + state_bytes
+            sent[cut.source, cut.target] = sent.get((cut.source, cut.target), 0) + cut.num_states * state_bytes
     return sent
 
 
@@ -138,13 +180,93 @@ def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
     return pieces
 
 
-def _seq_idx(mask: IntervalMask) -> Tensor:
-    """int32 (Bm, S), -1 for padding: a token that does not attend itself. Refused: the mask is no causal documents."""
-    if mask.key_begin is not None:
-        raise Refused("a recurrent layer under a mask with two sides, as a tree's is; expected causal documents")
+class Forest:
+    """The paths of each row, by the parent of each token: int64 CPU (Bm, S), _FIRST, or _PADDING.
+
+    Rows are in depth-first order: a token that goes on from the one before it is its first child.
+    """
+
+    def __init__(self, parents: Tensor) -> None:
+        positions = torch.arange(parents.size(1), dtype=torch.int64, device="cpu")
+        self.parents = parents
+        self._goes_on = parents == positions - 1
+        self._goes_on[:, 0] = False
+        jumps = (parents >= 0) & ~self._goes_on
+        # By row: tokens that do not go on from the one before; and the last of those that go on from a token.
+        self._jumps: list[list[int]] = [row.nonzero()[:, 0].tolist() for row in jumps]
+        self._forks: list[dict[int, int]] = [
+            {int(parents[row, token]): token for token in of_row} for row, of_row in enumerate(self._jumps)
+        ]
+
+    @classmethod
+    def of(cls, mask: IntervalMask) -> Forest:
+        """Refused: the mask has more than causal documents, or trees."""
+        return cls(_parents_of(mask))
+
+    def open_at(self, position: int) -> list[list[int]]:
+        """Return, by row and in order, the tokens before a position that tokens from there on go on from."""
+        found = []
+        for row, forks in enumerate(self._forks):
+            tokens = {token for token, last in forks.items() if token < position <= last}
+            if position < self.parents.size(1) and self._goes_on[row, position]:
+                tokens.add(position - 1)
+            found.append(sorted(tokens))
+        return found
+
+    def num_open(self, position: int) -> int:
+        return max(map(len, self.open_at(position)))
+
+    def fill(self, piece: Piece, begin: int) -> Piece:
+        """Return a piece that begins there in the sequence with its walks."""
+        end, parents = begin + piece.length, self.parents[:, begin : begin + piece.length]
+        received, sent = self.open_at(begin), self.open_at(end)
+        num_received, num_sent = (max(map(len, of_rows)) for of_rows in (received, sent))
+        starts = parents == _FIRST
+        walks = []
+        for row in range(parents.size(0)):
+            forks = {token + 1 for token in self._forks[row] if begin <= token < end}
+            cuts = {begin, end, *forks, *(token for token in self._jumps[row] if begin <= token < end)}
+            numbers = {token: i for i, token in enumerate(received[row])}
+            segments = []
+            for first, after in itertools.pairwise(sorted(cuts)):
+                tokens = slice(first - begin, after - begin)
+                seq_idx = starts[row, tokens].cumsum(0, dtype=torch.int32)
+                seq_idx = torch.where(parents[row, tokens] == _PADDING, -1, seq_idx)[None]
+                segments.append(Segment(after - first, seq_idx, numbers.get(int(self.parents[row, first]))))
+                numbers[after - 1] = num_received + len(segments) - 1
+            passed_on = tuple(numbers[token] for token in sent[row])
+            walks.append(Walk(tuple(segments), passed_on))
+        if all(len(walk.segments) == 1 and walk.passed_on in ((), (num_received,)) for walk in walks):
+            seq_idx = torch.cat([walk.segments[0].seq_idx for walk in walks])
+            every = Segment(piece.length, seq_idx, 0 if num_received else None)
+            walks = [Walk((every,), (num_received,) if num_sent else ())]
+        return piece._replace(num_received=num_received, num_sent=num_sent, walks=tuple(walks))
+
+    def windows(self, begin: int, piece: Piece, before: int) -> Tensor:
+        """See `Facts.windows`; of a piece that begins there in the sequence."""
+        received, sent = self.open_at(begin), self.open_at(begin + piece.length)
+        windows = torch.zeros(self.parents.size(0), piece.num_sent, before, dtype=torch.int64, device="cpu")
+        for row, of_row in enumerate(sent):
+            for i, token in enumerate(of_row):
+                places: list[int] = []  # from the last input on
+                while token >= begin and len(places) < before:
+                    places.append(1 + piece.num_received * before + token - begin)
+                    token = int(self.parents[row, token])
+                if 0 <= token < begin:
+                    last = 1 + (received[row].index(token) + 1) * before
+                    places += range(last - 1, last - 1 - (before - len(places)), -1)
+                windows[row, i, before - len(places) :] = torch.tensor(places[::-1], dtype=torch.int64)
+        return windows
+
+
+def _parents_of(mask: IntervalMask) -> Tensor:
+    """Return the parent of each token, as a `Forest` takes it: a token that does not attend itself is padding."""
     begin, end = mask.begin, mask.end
-    positions = torch.arange(mask.seq_len, dtype=torch.int32, device="cpu")
+    positions = torch.arange(mask.seq_len, dtype=torch.int64, device="cpu")
     holds = (begin <= positions) & (positions < end)
+    key_begin, key_end = mask.key_begin, mask.key_end
+    if key_begin is not None and key_end is not None:
+        holds &= (key_begin <= positions) & (positions < key_end)
     starts = holds & (begin == positions)
     goes_on = torch.zeros_like(holds)
     goes_on[:, 1:] = holds[:, :-1] & (begin[:, 1:] == begin[:, :-1])
@@ -154,14 +276,32 @@ def _seq_idx(mask: IntervalMask) -> Tensor:
         raise Refused(
             f"a recurrent layer under a mask whose token {token} (row {row}) attends "
             f"[{int(begin[row, token])}, {int(end[row, token])}); expected causal documents, where a token attends "
-            "from the first token of its document to itself: a recurrence has no window, so pass the sequence without "
-            "it, and no prefix"
+            "from the first token of its document to itself, or causal trees: a recurrence has no window, so pass the "
+            "sequence without it, and no prefix"
         )
-    return torch.where(holds, starts.cumsum(1, dtype=torch.int32), -1)
+    parents = torch.where(holds, positions - 1, _PADDING).masked_fill(starts, _FIRST)
+    if key_end is not None:
+        for row in range(parents.size(0)):
+            _hang_branches(parents[row], key_end[row], row)
+    return parents
 
 
-def _of_piece(seq_idx: Tensor, begin: int, length: int) -> Tensor:
-    """(Bm, length): a piece's tokens, with 0 for the document of the last token before it that is no padding."""
-    before = seq_idx[:, :begin].amax(1, keepdim=True).clamp(min=0) if begin else 0
-    of_piece = seq_idx[:, begin : begin + length]
-    return torch.where(of_piece < 0, -1, of_piece - before)
+def _hang_branches(parents: Tensor, key_end: Tensor, row: int) -> None:
+    """Set the parents (S,) of the first tokens of branches. key_end (S,): where the tokens that go on from each end."""
+    changes = torch.ones_like(parents, dtype=torch.bool)
+    changes[1:] = key_end[1:] != key_end[:-1]
+    firsts = ((parents > _PADDING) & (changes | (parents == _FIRST))).nonzero()[:, 0].tolist()
+    path: list[tuple[int, int]] = []  # the last token of each open node, and where its subtree ends
+    for first, after in itertools.pairwise([*firsts, parents.numel()]):
+        subtree_end = int(key_end[first])
+        while path and (path[-1][1] <= first or parents[first] == _FIRST):
+            path.pop()
+        if path and subtree_end > path[-1][1]:
+            (parent, parent_end), *_ = reversed(path)
+            raise Refused(
+                f"a recurrent layer under a mask whose token {first} (row {row}) is attended up to token "
+                f"{subtree_end - 1}, but token {parent}, which it goes on from, up to token {parent_end - 1}; expected "
+                "a tree, where a branch ends where the one that it hangs from does, or before"
+            )
+        parents[first] = path[-1][0] if path else _FIRST
+        path.append((after - 1, subtree_end))

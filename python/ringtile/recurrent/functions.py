@@ -22,9 +22,9 @@ from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.costs import groups_of_channels
-from ringtile.recurrent.documents import Documents
+from ringtile.recurrent.documents import Documents, Piece
 from ringtile.recurrent.kernels import MAX_WIDTH
-from ringtile.recurrent.recurrence import Operand, Recurrence
+from ringtile.recurrent.recurrence import Operand, Recurrence, walk
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.state_passing import Halos
 from ringtile.sequence.given import check_given, tell_others
@@ -76,13 +76,13 @@ def causal_conv1d(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Convolve each channel with the W - 1 tokens before, of the same document: depthwise and causal.
+    """Convolve each channel with the W - 1 tokens before, of the same document or path of a tree: depthwise, causal.
 
     x (B, N, C): the local tokens; weight (C, W), weight[:, W - 1] for the token itself; W of 2..8; bias (C);
     activation: "" or "silu". sequence, or mask, layout and group, as in `ring_attention`, on every rank alike: causal
-    documents and runs of neighbouring tokens; inside `context_parallel` its own, if none is given. Returns y (B, N, C)
-    of x's dtype, computed in float32 (float64 for float64). Padding, the tokens that do not attend themselves, has
-    output and gradient 0. Differentiable once.
+    documents, or trees, each of whose paths from a root is one, and runs of neighbouring tokens; inside
+    `context_parallel` its own, if none is given. Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
+    float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
 
     Raises InputError, Refused (another mask or layout), RingMismatch, PeerLost.
     """
@@ -95,13 +95,21 @@ def causal_conv1d(
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
         pieces = documents.pieces
     function = function_for(op, x, sizes["W"])
-    compute = functools.partial(function, weight=weight, bias=bias, activation=activation)
+
+    def of_piece(piece: Piece, x: Tensor, halo: Tensor | None) -> Tensor:
+        given = [x, weight] if bias is None else [x, weight, bias]
+        return walk(piece, given, [True, False, False][: len(given)], halo, compute)[0]
+
+    def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, weight, *biases = given
+        bias = biases[0] if biases else None
+        return function(x, weight, bias, seq_idx=seq_idx, initial_state=state, activation=activation)
+
     if documents.sequence.world_size == 1 and len(pieces) == 1:
-        y: Tensor = compute(x, seq_idx=pieces[0].seq_idx, initial_state=None)[0]
-        return y
+        return of_piece(pieces[0], x, None)
     x, halo_of_piece = Halos(op, documents, _terms(x, documents, sizes), sizes["W"] - 1).of(x)
     outs = {
-        piece.begin: compute(x[:, piece.tokens], seq_idx=piece.seq_idx, initial_state=halo)[0]
+        piece.begin: of_piece(piece, x[:, piece.tokens], halo)
         for piece, halo in zip(pieces, halo_of_piece, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
@@ -239,7 +247,7 @@ def _checking(op: str, tensors: Mapping[str, Tensor | None], given: _Given) -> I
         if sequence is None:
             sequence = ShardedSequence.of(mask, layout, group)
         documents = Documents(sequence)
-        _ = documents.facts.seq_idx  # refused here, where the other ranks are told
+        _ = documents.facts.forest  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
         tell_others(op, error, sequence, layout, group)

@@ -38,7 +38,7 @@ class _Heads(torch.autograd.Function):
         with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor, data):
             exchange = _Exchange(recurrence)
             given = exchange.to_heads(recurrence.operands, tensors, "the inputs")
-            out, _ = recurrence.compute(given, documents.facts.seq_idx, None)
+            out, _ = recurrence.compute(given, documents.facts.whole, None)
             (out,) = exchange.to_tokens([recurrence.out], [out], "the outputs")
         ctx.save_for_backward(*given)
         ctx.recurrence, ctx.number = recurrence, documents.sequence.transport.num_calls
@@ -75,7 +75,7 @@ def _backward(
     with agreed(f"{recurrence.op} backward", documents, terms, dout, forward_call=forward_call):
         exchange = _Exchange(recurrence)
         (whole,) = exchange.to_heads([recurrence.out], [dout], "the gradients of the outputs")
-        gradients, _ = recurrence.gradients(given, needed, documents.facts.seq_idx, None, whole, None)
+        gradients, _ = recurrence.gradients(given, needed, documents.facts.whole, None, whole, None)
         wanted = [i for i, need in enumerate(needed) if need]
         found = [given[i].new_zeros(given[i].shape) if (x := gradients[i]) is None else x for i in wanted]
         of_tokens = exchange.to_tokens([operands[i] for i in wanted], found, "the gradients of the inputs")

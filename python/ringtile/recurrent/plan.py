@@ -60,12 +60,12 @@ def scheme_costs(
         if num_heads % num_groups:
             raise InputError(f"the layer is {kind} of {num_heads} heads and {num_groups}; expected a multiple")
         size = size_of(kind, num_heads, num_groups, key_dim, value_dim, dtype, batch)
-    _ = Facts(mask, layout, 0).seq_idx  # refused
+    forest = Facts(mask, layout, 0).forest  # refused
     costs = []
     for scheme in SCHEMES[:1] if kind == "conv" else SCHEMES:
         refused, sent = "", Cost((0,), (0,))
         try:
-            sent = cost(scheme, mask, layout, size)
+            sent = cost(scheme, forest, layout, size)
         except Refused as error:
             refused = str(error)
         costs.append(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ringtile import ops
 from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.costs import Share
-from ringtile.recurrent.documents import Documents
+from ringtile.recurrent.documents import Documents, Piece
 from ringtile.transport.agreement import HeaderValue
 
 EVERY_TOKEN = slice(None)
@@ -50,17 +51,21 @@ class Recurrence:
     state_shape: tuple[int, ...]  # (B, heads, ...)
     num_head_groups: int
 
-    def state_of(self, share: Share) -> tuple[int, ...]:
+    def states_of(self, share: Share, count: int) -> tuple[int, ...]:
+        """Return the shape of so many states."""
         begin, end, num_head_groups = share
         batch, num_heads, *rest = self.state_shape
-        return (batch, num_heads // num_head_groups * (end - begin), *rest)
+        return (batch, count, num_heads // num_head_groups * (end - begin), *rest)
 
     @property
     def tensors(self) -> list[Tensor]:
         return [operand.tensor for operand in self.operands]
 
-    def compute(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return out and the final state, for tensors of the operands of any tokens and heads."""
+    def compute(self, given: list[Tensor], piece: Piece, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return out and the states that go out, for tensors of the operands of a piece, of any heads."""
+        return walk(piece, given, [operand.tokens for operand in self.operands], states, self._compute)
+
+    def _compute(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         named = {operand.name: x for operand, x in zip(self.operands, given, strict=True)}
         key_dim = named["k" if "k" in named else "B"].size(-1)
         by_channel = "g" in named and named["g"].dim() == 4
@@ -71,19 +76,20 @@ class Recurrence:
         self,
         given: list[Tensor],
         needed: tuple[bool, ...],
-        seq_idx: Tensor,
-        state: Tensor | None,
+        piece: Piece,
+        states: Tensor | None,
         dout: Tensor,
-        dfinal: Tensor | None,
+        dsent: Tensor | None,
     ) -> tuple[list[Tensor | None], Tensor | None]:
-        """Compute again; return the needed gradients of the given tensors, and that of state. None: unneeded, or 0."""
+        """Compute again; return the needed gradients of the given tensors, and that of states. None: unneeded, or 0."""
         with torch.enable_grad():
             given = [x.detach().requires_grad_(need) for x, need in zip(given, needed, strict=True)]
-            state = state if state is None else state.detach().requires_grad_()
-            out, final = self.compute(given, seq_idx, state)
-        of_outputs = [(out, dout), (final, dfinal)]
-        known = [(x, dx) for x, dx in of_outputs if dx is not None and x.requires_grad]  # padding has no graph
-        inputs = [*given, state]
+            states = states if states is None else states.detach().requires_grad_()
+            out, sent = self.compute(given, piece, states)
+        # Padding has no graph.
+        known = [(x, dx) for x, dx in ((out, dout), (sent, dsent)) if x is not None and dx is not None]
+        known = [(x, dx) for x, dx in known if x.requires_grad]
+        inputs = [*given, states]
         wanted = {i: x for i, x in enumerate(inputs) if x is not None and x.requires_grad}
         found: list[Tensor | None] = [None] * len(inputs)
         if known and wanted:
@@ -92,6 +98,50 @@ class Recurrence:
             for i, gradient in zip(wanted, gradients, strict=True):
                 found[i] = gradient
         return found[:-1], found[-1]
+
+
+def walk(
+    piece: Piece,
+    tensors: list[Tensor],
+    has_tokens: list[bool],
+    states: Tensor | None,
+    compute: Callable[[list[Tensor], Tensor, Tensor | None], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor | None]:
+    """Join compute(tensors of a segment, seq_idx, state) -> (out, final state) over the segments of a piece.
+
+    tensors: of the piece's tokens (B, N, ...), or without tokens. states (B, num_received, ...): those that came in.
+    Returns out (B, N, ...), and the states that go out (B, num_sent, ...), if any do.
+    """
+    outs, sent, walks = [], [], piece.walks
+    if sum(len(of_row.segments) for of_row in walks) > 1:  # the gradient of a parameter is a sum over them
+        wide = [x.to(ops.state_dtype(x.dtype)) for x in tensors]
+        tensors = [x if tokens else y for x, y, tokens in zip(tensors, wide, has_tokens, strict=True)]
+
+    def by_row(x: Tensor, tokens: bool = True) -> Sequence[Tensor]:
+        return torch.split(x, 1) if tokens and len(walks) > 1 else len(walks) * [x]
+
+    of_rows = [by_row(x, tokens) for x, tokens in zip(tensors, has_tokens, strict=True)]
+    received = len(walks) * [()] if states is None else [x.unbind(1) for x in by_row(states)]
+    for (segments, passed_on), known, *of_row in zip(walks, received, *of_rows, strict=True):
+        lengths, numbered, parts = [segment.length for segment in segments], list(known), []
+        of_segments = [
+            torch.split(x, lengths, dim=1) if tokens else len(lengths) * [x]
+            for x, tokens in zip(of_row, has_tokens, strict=True)
+        ]
+        for segment, *given in zip(segments, *of_segments, strict=True):
+            state = None if segment.state is None else numbered[segment.state]
+            out, final = compute(given, segment.seq_idx, state)
+            parts.append(out)
+            numbered.append(final)
+        outs.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        if piece.num_sent:
+            of_paths = [numbered[number] for number in passed_on]
+            of_paths += (piece.num_sent - len(of_paths)) * [torch.zeros_like(numbered[-1])]  # other rows have more
+            sent.append(torch.stack(of_paths, dim=1))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    if not sent:
+        return out, None
+    return out, sent[0] if len(sent) == 1 else torch.cat(sent)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def run(recurrence: Recurrence, scheme: str) -> Tensor:
     if scheme == "auto":
         scheme = _measured(recurrence)
     if documents.sequence.world_size == 1 and scheme == "states" and len(documents.pieces) == 1:
-        return recurrence.compute(recurrence.tensors, documents.pieces[0].seq_idx, None)[0]
+        return recurrence.compute(recurrence.tensors, documents.pieces[0], None)[0]
     return heads.run(recurrence) if scheme == "heads" else state_passing.run(recurrence)
 
 

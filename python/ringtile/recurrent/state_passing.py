@@ -1,5 +1,7 @@
 """The *states* scheme: each rank passes states to the ranks that hold the next pieces of a sharded sequence.
 
+Where paths fork, all the states that later tokens go on from are passed, and on by pieces that do not need them.
+
 All ranks go through their pieces in the order of the sequence, and through shares of a piece's heads in order. So a
 piece waits only for what comes before it in the sequence, and no two ranks wait for each other. A state is passed on as
 soon as its share of the heads is done: with P shares, each of W ranks works in P of P + W - 1 steps. The backward goes
@@ -17,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ringtile import derivatives, ops
 from ringtile.recurrent.costs import shares_in_time
@@ -77,13 +78,15 @@ def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tenso
         for i, piece in enumerate(documents.pieces):
             for j, share in enumerate(shares):
                 if piece.source is not None:
-                    like = out.new_empty(recurrence.state_of(share), dtype=ops.state_dtype(out.dtype))
+                    like = out.new_empty(
+                        recurrence.states_of(share, piece.num_received), dtype=ops.state_dtype(out.dtype)
+                    )
                     states[i, j] = messages.receive(piece.source, j, like)
                 given = [one.of(x, piece.tokens, share) for one, x in zip(operands, tensors, strict=True)]
-                out_, state = recurrence.compute(given, piece.seq_idx, states.get((i, j)))
+                out_, sent = recurrence.compute(given, piece, states.get((i, j)))
                 recurrence.out.of(out, piece.tokens, share).copy_(out_)
-                if piece.target is not None:
-                    messages.send(piece.target, j, state)
+                if piece.target is not None and sent is not None:
+                    messages.send(piece.target, j, sent)
     return out, states
 
 
@@ -104,19 +107,21 @@ def _backward(
     with _call(recurrence, "backward", dout, 0, forward_call) as messages:
         for i, piece in reversed(list(enumerate(documents.pieces))):
             for j, share in enumerate(shares):
-                dstate = None
+                dsent = None
                 if piece.target is not None:
-                    like = dout.new_empty(recurrence.state_of(share), dtype=ops.state_dtype(dout.dtype))
-                    dstate = messages.receive(piece.target, j, like)
+                    like = dout.new_empty(
+                        recurrence.states_of(share, piece.num_sent), dtype=ops.state_dtype(dout.dtype)
+                    )
+                    dsent = messages.receive(piece.target, j, like)
                 given = [one.of(x, piece.tokens, share) for one, x in zip(operands, tensors, strict=True)]
-                state = states[i, j] if piece.source is not None else None
+                received = states[i, j] if piece.source is not None else None
                 of_share = recurrence.out.of(dout, piece.tokens, share)
-                found, dinitial = recurrence.gradients(given, needed, piece.seq_idx, state, of_share, dstate)
+                found, dreceived = recurrence.gradients(given, needed, piece, received, of_share, dsent)
                 for one, total, gradient in zip(operands, gradients, found, strict=True):
                     if total is not None and gradient is not None:
                         one.of(total, piece.tokens, share).add_(gradient)
-                if piece.source is not None and state is not None:
-                    messages.send(piece.source, j, torch.zeros_like(state) if dinitial is None else dinitial)
+                if piece.source is not None and received is not None:
+                    messages.send(piece.source, j, torch.zeros_like(received) if dreceived is None else dreceived)
     return [None if total is None else total.to(x.dtype) for total, x in zip(gradients, tensors, strict=True)]
 
 
@@ -176,7 +181,7 @@ def _call(
 
 @dataclass(frozen=True)
 class Halos:
-    """The inputs that each piece needs of the tokens before it: W - 1 tokens, as a state of its own."""
+    """The inputs that each piece needs of the tokens before it: W - 1 tokens of each path, as a state of its own."""
 
     op: str
     documents: Documents
@@ -185,36 +190,67 @@ class Halos:
 
     def of(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return x (B, N, C), to be used instead, so that a rank that only sends takes part in the backward too; and of
-        each piece the halo (B, W - 1, C) in the state dtype, or None where no document reaches into it."""
+        each piece the halos (B, num_received, W - 1, C) in the state dtype, or None where no path reaches into it."""
         x, *found = _Halos.apply(self, x)  # type: ignore[no-untyped-call]
         halos = iter(found)
         return x, [None if piece.source is None else next(halos) for piece in self.documents.pieces]
 
-    def is_long(self, piece: Piece) -> bool:
-        """Return whether a piece holds all that the next one needs, so that it need not wait for its own halo."""
-        return piece.length >= self.before
+    def empty(self, x: Tensor, count: int) -> Tensor:
+        return x.new_empty((x.size(0), count, self.before, x.size(2)), dtype=ops.state_dtype(x.dtype))
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """The last inputs of each path that goes out of a piece, (B, num_sent, W - 1, C): where each is, or -1."""
+
+    rows: Tensor  # (B, 1, 1)
+    own: Tensor  # (Bm, num_sent, W - 1): the token of the piece
+    earlier: Tensor | None  # the same, rows of the halos that came in one after another; None: none is
+
+    @classmethod
+    def of(cls, piece: Piece, places: Tensor, before: int, x: Tensor) -> _Windows:
+        """places: see Facts.windows."""
+        num_earlier = piece.num_received * before
+        earlier = torch.where(places <= num_earlier, places - 1, -1)
+        waits = bool((earlier >= 0).any())
+        own, earlier = (to_device(each, x.device) for each in (places - 1 - num_earlier, earlier))
+        return cls(torch.arange(x.size(0), device=x.device)[:, None, None], own, earlier if waits else None)
+
+    def gather(self, x: Tensor, halo: Tensor | None) -> Tensor:
+        """x (B, n, C): the inputs of the piece."""
+        found = torch.where((self.own >= 0)[..., None], x[self.rows, self.own.clamp(min=0)], 0)
+        if self.earlier is None or halo is None:
+            return found
+        earlier = halo.flatten(1, 2)[self.rows, self.earlier.clamp(min=0)]
+        return torch.where((self.earlier >= 0)[..., None], earlier, found)
+
+    def scatter(self, dwindows: Tensor, dx: Tensor, dhalo: Tensor | None) -> None:
+        """Add to the gradients of what `gather` takes, given those of what it returns."""
+        self._add(dwindows, self.own, dx)
+        if self.earlier is not None and dhalo is not None:
+            self._add(dwindows, self.earlier, dhalo.view(dhalo.size(0), -1, dhalo.size(3)))
+
+    def _add(self, dwindows: Tensor, places: Tensor, to: Tensor) -> None:
+        held = torch.where((places >= 0)[..., None], dwindows, 0)
+        to.index_put_((self.rows, places.clamp(min=0)), held, accumulate=True)
 
 
 class _Halos(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halos: Halos, x: Tensor) -> tuple[Tensor, ...]:
-        documents, before, dtype = halos.documents, halos.before, ops.state_dtype(x.dtype)
+        documents, dtype = halos.documents, ops.state_dtype(x.dtype)
         received: list[Tensor] = []
         with _call(halos, "forward", x, documents.sequence.data_of(x)) as messages:
-            for piece in documents.pieces:
+            for piece, places in zip(documents.pieces, documents.facts.windows(halos.before), strict=True):
                 halo = None
                 if piece.source is not None:
-                    like = x.new_empty((x.size(0), before, x.size(2)), dtype=dtype)
-                    halo = messages.start_receiving(piece.source, 0, like)
+                    halo = messages.start_receiving(piece.source, 0, halos.empty(x, piece.num_received))
                     received.append(halo)
                 if piece.target is not None:
-                    own = x[:, piece.tokens][:, -before:].to(dtype)
-                    if not halos.is_long(piece):
+                    windows = _Windows.of(piece, places, halos.before, x)
+                    if windows.earlier is not None:
                         messages.wait()
-                        earlier = own.new_zeros(x.size(0), before, x.size(2)) if halo is None else halo
-                        own = torch.cat([earlier[:, piece.length :], own], dim=1)
-                    kept = to_device(_kept_after(piece.seq_idx, before)[..., None], x.device)
-                    messages.send(piece.target, 0, torch.where(kept, own, 0))
+                    messages.send(piece.target, 0, windows.gather(x[:, piece.tokens], halo).to(dtype))
         ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
         return (x.view_as(x), *received)
 
@@ -233,40 +269,25 @@ class _Halos(torch.autograd.Function):
 
 
 def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], forward_call: int) -> Tensor:
-    documents, before = halos.documents, halos.before
+    documents = halos.documents
     dx = dx_of_x.to(ops.state_dtype(dx_of_x.dtype), copy=True)
     incoming = iter(reversed(dhalos))
-    arriving: list[tuple[Piece, Tensor]] = []
-
-    def add(piece: Piece, dwindow: Tensor) -> Tensor:
-        """Add the gradient of what was sent to that of the piece's inputs; return that of its own halo."""
-        kept = to_device(_kept_after(piece.seq_idx, before)[..., None], dx.device)
-        dwindow = torch.where(kept, dwindow, 0)
-        own = min(before, piece.length)
-        dx[:, piece.tokens][:, -own:].add_(dwindow[:, before - own :])
-        return functional.pad(dwindow[:, : before - own], (0, 0, own, 0))
-
+    arriving: list[tuple[_Windows, Tensor, Tensor]] = []
+    pieces = list(zip(documents.pieces, documents.facts.windows(halos.before), strict=True))
     with _call(halos, "backward", dx, 0, forward_call) as messages:
-        for piece in reversed(documents.pieces):
-            dhalo = next(incoming).contiguous() if piece.source is not None else None
+        for piece, places in reversed(pieces):
+            dhalo = next(incoming).clone(memory_format=torch.contiguous_format) if piece.source is not None else None
             if piece.target is not None:
-                like = dx.new_empty((dx.size(0), before, dx.size(2)))
-                dwindow = messages.start_receiving(piece.target, 0, like)
-                if halos.is_long(piece):
-                    arriving.append((piece, dwindow))
-                else:
+                windows = _Windows.of(piece, places, halos.before, dx)
+                dwindows = messages.start_receiving(piece.target, 0, halos.empty(dx, piece.num_sent))
+                if windows.earlier is not None:
                     messages.wait()
-                    through = add(piece, dwindow)
-                    dhalo = None if dhalo is None else dhalo + through
+                    windows.scatter(dwindows, dx[:, piece.tokens], dhalo)
+                else:
+                    arriving.append((windows, dwindows, dx[:, piece.tokens]))
             if piece.source is not None and dhalo is not None:
                 messages.send(piece.source, 0, dhalo)
         messages.wait()
-        for piece, dwindow in arriving:
-            add(piece, dwindow)
+        for windows, dwindows, of_piece in arriving:
+            windows.scatter(dwindows, of_piece, None)
     return dx.to(dx_of_x.dtype)
-
-
-def _kept_after(seq_idx: Tensor, before: int) -> Tensor:
-    """Return which of the last inputs, with those before the first token, are of the last document: (Bm, before)."""
-    last = functional.pad(seq_idx, (before, 0))[:, -before:]
-    return (last == last[:, -1:]) & (last >= 0)

@@ -1,0 +1,389 @@
+"""Recurrent layers over trees of tokens: each path from a root to a leaf alone, whatever the ranks and the layout.
+
+Shape letters: B batch, S global tokens, L leaves, T tokens of the longest path.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import ringtile
+import test_recurrent_heads as heads
+import test_recurrent_ranks as ranks
+import torch
+from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence
+from ringtile.recurrent import functions, kernels, recurrence, torch_path
+from ringtile.recurrent.documents import Documents, Forest, message_bytes
+from test_recurrent_ranks import CASES, Case, Tensors, of_out, of_ranks, problem
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """Nodes of a row in depth-first order: node i has so many tokens and goes on from its parent, or from none (-1)."""
+
+    parents: list[int]
+    lengths: list[int]
+
+    @property
+    def first_tokens(self) -> list[int]:
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def tokens(self, node: int) -> list[int]:
+        begin, end = self.first_tokens[node : node + 2]
+        return list(range(begin, end))
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the root to the node's last."""
+        return (self.path(self.parents[node]) if self.parents[node] >= 0 else []) + self.tokens(node)
+
+    def paths(self) -> list[list[int]]:
+        leaves = [node for node in range(len(self.parents)) if node not in self.parents]
+        return [self.path(leaf) for leaf in leaves]
+
+    def is_below(self, node: int, other: int) -> bool:
+        return node == other or (node > other and self.is_below(self.parents[node], other))
+
+
+def random_tree(seed: int, num_nodes: int, longest: int, deepest: int = 64, deepens: float = 0.5) -> Tree:
+    """Uneven, of several trees. deepens: how often a node hangs from the node before."""
+    dice, parents, path = random.Random(seed), [], list[int]()
+    for node in range(num_nodes):
+        if len(path) == deepest or dice.random() > deepens:
+            path = path[: dice.randint(0 if dice.random() < 0.3 else min(1, len(path)), len(path))]
+            path = path[: deepest - 1]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return Tree(parents, [dice.randint(1, longest) for _ in range(num_nodes)])
+
+
+def mask_of(trees: list[Tree], seq_len: int) -> IntervalMask:
+    """A token attends those of its path, and itself: of each tree from its root on, if it is in the key's subtree."""
+    begin, end, key_begin, key_end = (torch.zeros(len(trees), seq_len, dtype=torch.int32) for _ in range(4))
+    for row, tree in enumerate(trees):
+        roots, last = [], list(range(len(tree.parents)))  # of each node; the last node of its subtree
+        for node, parent in enumerate(tree.parents):
+            roots.append(node if parent < 0 else roots[parent])
+        for node in reversed(range(len(last))):
+            if tree.parents[node] >= 0:
+                last[tree.parents[node]] = max(last[node], last[tree.parents[node]])
+        for node in range(len(last)):
+            for token in tree.tokens(node):
+                begin[row, token], end[row, token] = tree.first_tokens[roots[node]], token + 1
+                key_begin[row, token], key_end[row, token] = token, tree.first_tokens[last[node] + 1]
+    mask = IntervalMask(begin, end)
+    object.__setattr__(mask, "key_begin", key_begin)
+    object.__setattr__(mask, "key_end", key_end)
+    return mask
+
+
+def of_paths(
+    case: Case, tensors: Tensors, dout: Tensor, trees: list[Tree], compute: Callable[..., Tensor]
+) -> tuple[Tensor, Tensors]:
+    """out and all gradients of compute(tensors (L, T, ...), seq_idx) on independent rows, the paths of every row.
+
+    The output of a token is that of its first path, whose gradient counts; padding has 0.
+    """
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    batch, seq_len = dout.shape[:2]
+    paths = [(row, path) for row in range(batch) for path in trees[row % len(trees)].paths()]
+    longest = max(len(path) for _, path in paths)
+    places = torch.tensor([[row * seq_len + t for t in path] + (longest - len(path)) * [-1] for row, path in paths])
+    rows = {name: x if name in case.parameters else x.flatten(0, 1)[places.clamp(min=0)] for name, x in leaves.items()}
+    out = compute(rows, torch.where(places < 0, -1, 0).int()).flatten(0, 1)
+    found, taken = places.flatten().unique(return_inverse=True)
+    first = torch.full(found.shape, taken.numel()).scatter_reduce(0, taken, torch.arange(taken.numel()), "amin")
+    held = found >= 0
+    result = dout.new_zeros(batch * seq_len, *dout.shape[2:], dtype=out.dtype)
+    result = result.index_copy(0, found[held], out[first[held]]).view(dout.shape)
+    result.backward(dout)
+    return result.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def oracle(case: Case) -> Callable[..., Tensor]:
+    """Token by token in float64."""
+    return lambda tensors, seq_idx: case.oracle({name: x.double() for name, x in tensors.items()}, seq_idx)
+
+
+def by_kernels(name: str) -> Callable[..., Tensor]:
+    """Rows in the kernels, which know no trees: the oracle of trees that are too large for the other one."""
+    function = {"conv": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
+    options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}, "selective": {}}.get(name, {})
+    options = options or ({"scale": ranks.K**-0.5 if name == "delta" else 0.7} if name in ("delta", "kda") else {})
+
+    def compute(tensors: Tensors, seq_idx: Tensor) -> Tensor:
+        out: Tensor = getattr(kernels, function)(**tensors, **options, seq_idx=seq_idx, initial_state=None)[0]
+        return out
+
+    return compute
+
+
+def padded(case: Case, tensors: Tensors, trees: list[Tree], value: float) -> Tensors:
+    """With value in the padding at the end of each row."""
+    result = {name: x.clone() for name, x in tensors.items()}
+    for name, x in result.items():
+        for row in range(x.size(0) if name not in case.parameters else 0):
+            x[row, sum(trees[row % len(trees)].lengths) :] = value
+    return result
+
+
+def assert_close(ours: Tensor, expected: Tensor, relative: float = 1e-12) -> None:
+    """To so much of the largest number."""
+    torch.testing.assert_close(ours, expected, rtol=0, atol=relative * max(1.0, float(expected.abs().max())))
+
+
+def compare(
+    case: Case,
+    trees: list[Tree],
+    layout: Layout,
+    compute: Callable[..., Tensor] | None = None,
+    batch: int = 0,
+    decay: float = 0.5,
+) -> None:
+    """The ranks of a layout against the paths alone, in float64: outputs and all gradients."""
+    seq_len, batch = layout.seq_len, batch or len(trees)
+    tensors = problem(case, batch, seq_len, decay)
+    dout = torch.randn(batch, seq_len, *of_out(case), dtype=torch.float64)
+    nan = padded(case, tensors, trees, float("nan"))
+    out, gradients = of_ranks(case, nan, dout, mask_of(trees, seq_len), layout)
+    expected, of_each = of_paths(case, padded(case, tensors, trees, 0.0), dout, trees, compute or oracle(case))
+    assert_close(out, expected)
+    assert gradients.keys() == tensors.keys()
+    for name, gradient in gradients.items():
+        assert_close(gradient, of_each[name])
+
+
+SMALL = [random_tree(seed, 12, 5) for seed in (1, 2)]
+SEQ_LEN = max(sum(tree.lengths) for tree in SMALL) + 5  # padding at the end
+
+
+def layout_of(name: str, world_size: int, seq_len: int = SEQ_LEN) -> Layout:
+    if name != "many":
+        return Layout.named(name, seq_len, world_size)
+    # Runs of a few tokens, shorter than a convolution, in any order on a rank.
+    dice, ends = random.Random(0), [0]
+    while ends[-1] < seq_len:
+        ends.append(min(ends[-1] + dice.randint(1, 7), seq_len))
+    runs: list[list[tuple[int, int, int, int]]] = [[] for _ in range(world_size)]
+    for begin, end in dice.sample(list(itertools.pairwise(ends)), len(ends) - 1):
+        of_rank = dice.choice(runs)
+        of_rank.append((begin, 1, sum(run[3] for run in of_rank), end - begin))
+    return Layout.from_runs(runs)
+
+
+CELLS = [
+    *(("contiguous", world_size) for world_size in (1, 2, 3, 4)),
+    *(("zigzag", world_size) for world_size in (2, 3, 4)),
+    *(("many", world_size) for world_size in (1, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), CELLS)
+@pytest.mark.parametrize("name", CASES)
+def test_states_compute_each_path_alone(name: str, layout: str, world_size: int) -> None:
+    """Of one tree for two rows, and of rows that differ."""
+    compare(CASES[name], SMALL[:1], layout_of(layout, world_size), batch=2)
+    compare(CASES[name], SMALL, layout_of(layout, world_size))
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("striped", 2), ("contiguous", 3), ("zigzag", 4)])
+@pytest.mark.parametrize("name", ["delta", "kda", "ssd", "selective"])
+def test_heads_compute_each_path_alone(name: str, layout: str, world_size: int) -> None:
+    of_heads = heads.case(name)
+    case = CASES[name]._replace(ours=of_heads.ours, shapes=of_heads.shapes, oracle=oracle_of_heads(name))
+    compare(case, SMALL, layout_of(layout, world_size))
+
+
+def oracle_of_heads(name: str) -> Callable[[Tensors, Tensor], Tensor]:
+    options = {"scale": heads.K**-0.5} if name in ("delta", "kda") else {}
+    function = {"ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
+    return ranks._oracle(function, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_operations_compute_each_path_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (functions, recurrence):
+        monkeypatch.setattr(module, "function_for", lambda op, *_: getattr(torch_path, op))
+    compare(CASES[name], SMALL, layout_of("zigzag", 2))
+
+
+def comb(depth: int) -> Tree:
+    """A path of so many nodes, from each of which leaves hang too."""
+    dice, parents = random.Random(0), [-1]
+    trunk = [0]
+    for _ in range(depth - 1):  # leaves first, then the node that goes on
+        parents += dice.randint(1, 5) * trunk[-1:]
+        trunk.append(len(parents))
+        parents.append(trunk[-2])
+    return Tree(parents, [dice.randint(1, 6) for _ in parents])
+
+
+LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.3)}
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 1), ("zigzag", 3)])
+@pytest.mark.parametrize("tree", LARGE)
+@pytest.mark.parametrize("name", CASES)
+def test_deep_and_wide_trees(name: str, tree: str, layout: str, world_size: int) -> None:
+    """64 nodes deep, and 200 leaves or more."""
+    of_row, seq_len = LARGE[tree], sum(LARGE[tree].lengths) + 3
+    assert len(of_row.paths()) >= 190
+    compare(CASES[name], [of_row], layout_of(layout, world_size, seq_len), by_kernels(name), decay=0.05)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "world_size"),
+    [(torch.float32, "zigzag", 3), (torch.bfloat16, "contiguous", 1), (torch.float16, "contiguous", 1)],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_narrow_dtypes_are_rounded_as_in_documents(name: str, dtype: torch.dtype, layout: str, world_size: int) -> None:
+    """States and sums are float32. A result sums, for each token before or after it, over the dims of a state or the
+    channels; of each of these terms a few operations (4) are rounded, by half an ulp of what is summed: at most 1, an
+    input, or the largest result. What is of the 16-bit dtype is rounded to it once, by half an eps of itself: on one
+    rank, where no gradient is a sum of rounded ones, and that of a parameter is not rounded for each branch."""
+    case = CASES[name]
+    narrow = {n: torch.float32 if n in ("g", "beta", "dt") else dtype for n in case.shapes}
+    tensors = {n: x.to(narrow[n]) for n, x in problem(case, 2, SEQ_LEN).items()}
+    tensors = padded(case, tensors, SMALL, 0.0)
+    dout = torch.randn(2, SEQ_LEN, *of_out(case)).to(dtype)
+    out, gradients = of_ranks(case, tensors, dout, mask_of(SMALL, SEQ_LEN), layout_of(layout, world_size))
+    wide = {n: x.double() for n, x in tensors.items()}
+    expected, of_each = of_paths(case, wide, dout.double(), SMALL, oracle(case))
+    assert {n: x.dtype for n, x in gradients.items()} == narrow
+    assert out.dtype == dtype
+    largest = max(float(x.abs().max()) for x in (expected, *of_each.values()))
+    bound = 4 * (SEQ_LEN + ranks.K + ranks.V + ranks.C) * 2.0**-24 * (1 + largest)
+    for n, x in {"out": expected, **of_each}.items():
+        ours = out if n == "out" else gradients[n]
+        own = torch.finfo(ours.dtype).eps / 2
+        torch.testing.assert_close(ours.double(), x, rtol=own, atol=bound, msg=lambda text, n=n: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 1), ("zigzag", 3)])
+@pytest.mark.parametrize("name", CASES)
+def test_branches_do_not_reach_each_other(name: str, layout: str, world_size: int) -> None:
+    """NaN in one branch: no bit of another's outputs and gradients changes. There is no decay."""
+    case, tree, node = CASES[name], SMALL[1], 6
+    mask, split = mask_of([tree], SEQ_LEN), layout_of(layout, world_size)
+    others = [n for n in range(len(tree.parents)) if not tree.is_below(n, node) and not tree.is_below(node, n)]
+    apart = [t for n in others for t in tree.tokens(n)]
+    before = [t for t in tree.path(node) if t not in tree.tokens(node)]
+    assert apart
+    assert before
+    dout, results = torch.randn(1, SEQ_LEN, *of_out(case), dtype=torch.float64), []
+    for value in (0.0, float("nan")):
+        tensors = problem(case, 1, SEQ_LEN, 0.0)
+        for n, x in tensors.items():
+            if n not in case.parameters:
+                x[:, tree.tokens(node)] += value
+        out, gradients = of_ranks(case, tensors, dout, mask, split)
+        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in case.parameters})
+    (base, other) = results
+    assert other["out"][:, tree.tokens(node)].isnan().all()
+    assert torch.equal(other["out"][:, before], base["out"][:, before])
+    for n, x in base.items():
+        assert torch.equal(other[n][:, apart], x[:, apart]), n
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 1), ("zigzag", 3)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_chain_is_a_document_and_roots_are_documents(name: str, layout: str, world_size: int) -> None:
+    """Bit for bit."""
+    case, split = CASES[name], layout_of(layout, world_size)
+    tensors = problem(case, 1, SEQ_LEN)
+    dout = torch.randn(1, SEQ_LEN, *of_out(case), dtype=torch.float64)
+    lengths = [3, 1, 1, 9, 20]
+    for parents, documents in (([-1, 0, 1, 2, 3], [sum(lengths)]), (5 * [-1], lengths), ([-1, 0, 1, -1, 3], [5, 29])):
+        of_documents = IntervalMask.documents(documents).padded(SEQ_LEN - sum(documents))
+        results = [
+            of_ranks(case, tensors, dout, mask, split)
+            for mask in (mask_of([Tree(parents, lengths)], SEQ_LEN), of_documents)
+        ]
+        (out, gradients), (expected, of_each) = results
+        assert torch.equal(out, expected)
+        for n, gradient in gradients.items():
+            assert torch.equal(gradient, of_each[n]), n
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_ranks_pass_gradcheck(name: str) -> None:
+    tree = Tree([-1, 0, 1, 1, 0], [2, 1, 2, 1, 3])
+    tensors = problem(CASES[name], 1, 10)
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    function = functools.partial(ranks.Whole.apply, CASES[name], mask_of([tree], 10), list(tensors))
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
+
+
+# ---- what travels -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_states_of_open_branches_travel(name: str) -> None:
+    """Forward and backward as planned; over the cut after a prompt and its first completion two states."""
+    case, tree, layout = CASES[name], Tree([-1, 0, 0, 0], [10, 9, 9, 2]), Layout.contiguous(30, 3)
+    mask, tensors = mask_of([tree], 30), {n: x.float() for n, x in problem(CASES[name], 1, 30).items()}
+
+    def rank(group: Any) -> tuple[int, int]:
+        sequence = ShardedSequence(mask, layout, group)
+        local = {
+            n: (x.clone() if n in case.parameters else sequence.shard(x, 1)).detach().requires_grad_()
+            for n, x in tensors.items()
+        }
+        out = case.ours(local, sequence)
+        forward = group.transport.bytes_sent
+        out.sum().backward()
+        return forward, group.transport.bytes_sent - forward
+
+    state_bytes = 4 * case.state_numel
+    # Cuts at 10, the end of the prompt, which three go on from, and at 20, in the second completion.
+    assert message_bytes(Forest.of(mask), layout, state_bytes) == {(0, 1): state_bytes, (1, 2): 2 * state_bytes}
+    assert LoopbackWorld(3).run(rank) == [(state_bytes, 0), (2 * state_bytes, state_bytes), (0, 2 * state_bytes)]
+
+
+def test_a_path_is_computed_once() -> None:
+    """One call for each stretch of nodes that nothing else goes on from, none for a chain, in documents one for all."""
+
+    def num_calls(tree: Tree, seq_len: int) -> list[int]:
+        layout = Layout.contiguous(seq_len, 1)
+        (piece,) = Documents(ShardedSequence(mask_of([tree], seq_len), layout)).pieces
+        return [len(of_row.segments) for of_row in piece.walks]
+
+    assert num_calls(Tree([-1, 0, 1, 2], [3, 3, 3, 3]), 12) == [1]
+    assert num_calls(Tree([-1, -1, 1, -1], [3, 3, 3, 3]), 14) == [1]
+    assert num_calls(Tree([-1, 0, 0, 0], [3, 3, 3, 3]), 12) == [4]
+    assert num_calls(Tree([-1, 0, 0, -1, -1], [3, 3, 3, 1, 1]), 11) == [3]  # the last completion and documents
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_what_is_refused_and_how() -> None:
+    case = CASES["delta"]
+    tensors, tree = problem(case, 1, 12), Tree([-1, 0, 0], [4, 4, 4])
+
+    def said(mask: IntervalMask) -> str:
+        sequence = ShardedSequence(mask, Layout.contiguous(12, 1))
+        with pytest.raises(Refused) as caught:
+            ringtile.gated_delta_rule(**tensors, sequence=sequence)
+        return str(caught.value)
+
+    wrong = mask_of([tree], 12)
+    wrong.key_end[0, 4:8] = 10  # type: ignore[attr-defined]
+    wrong.key_end[0, 0:4] = 9  # type: ignore[attr-defined]
+    assert "token 4 (row 0) is attended up to token 9, but token 3, which it goes on from, up to token 8" in said(wrong)
+    window = mask_of([tree], 12)
+    window.begin[0, 6] = 2
+    assert "token 6 (row 0) attends [2, 7); expected causal documents" in said(window)
+
+    def rank(group: Any) -> None:
+        layout = Layout.striped(12, 2)
+        sequence = ShardedSequence(mask_of([tree], 12), layout, group)
+        local = {n: sequence.shard(x, 1) for n, x in tensors.items()}
+        with pytest.raises(Refused, match="holds every 2th token; expected runs of neighbouring tokens"):
+            ringtile.gated_delta_rule(**local, sequence=sequence, scheme="states")
+
+    LoopbackWorld(2).run(rank)
