@@ -88,7 +88,7 @@ class Facts:
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """In the order of the sequence. Refused: a state cannot follow this layout."""
-        cuts = {cut.position: cut for cut in state_passes(self.forest, self.layout)}
+        cuts = {cut.position: cut for cut in self._passes}
         pieces = []
         for rank, begin, local_begin, length in pieces_of(self.layout):
             if rank == self.rank:
@@ -122,7 +122,11 @@ class Facts:
     @functools.cached_property
     def states_travel(self) -> bool:
         """Whether any rank passes a state to another one."""
-        return bool(message_bytes(self.forest, self.layout, 1))
+        return any(cut.source != cut.target for cut in self._passes)
+
+    @functools.cached_property
+    def _passes(self) -> tuple[StatePass, ...]:
+        return state_passes(self.forest, self.layout)
 
 
 class Documents(NamedTuple):
