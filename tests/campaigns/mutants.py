@@ -623,8 +623,8 @@ MUTANTS = [
     Mutant(
         "recurrences of trees: a parameter's gradient is rounded for each branch",
         "python/ringtile/recurrent/recurrence.py",
-        "tensors = [x if tokens else y for x, y, tokens in zip(tensors, wide, has_tokens, strict=True)]",
-        "del wide",
+        "given = [(x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for x, tokens in given]",
+        "pass",
         "tests/recurrent/test_recurrent_trees.py -k narrow",
     ),
     Mutant(

@@ -230,6 +230,22 @@ def test_packed_documents_over_ranks(kind: str, world_size: int, scheme: str) ->
     assert_near(got, want, torch.float32, sizes)
 
 
+@pytest.mark.parametrize("kind", ["delta", "ssd", "convolution"])
+def test_each_path_of_a_tree(kind: str) -> None:
+    """A segment at a time, as documents that go on from a state."""
+    import test_recurrent_trees as trees  # which imports Triton, where it is installed
+
+    names = {"convolution": "conv"}
+    tree, case = trees.Tree([-1, 0, 0, 2], [3, 4, 2, 3]), trees.CASES[names.get(kind, kind)]
+    tensors = {n: x.float() for n, x in trees.problem(case, 1, 12).items()}
+    dout, layout = torch.randn(1, 12, *trees.of_out(case)), Layout.contiguous(12, 2)
+    out, gradients = trees.of_ranks(case, tensors, dout, trees.mask_of([tree], 12), layout)
+    exact = {n: x.double() for n, x in tensors.items()}
+    expected, of_each = trees.of_paths(case, exact, dout.double(), [tree], trees.oracle(case))
+    sizes = {n: sum(float(x.norm()) for x in of_each.values()) for n in ("A", "D", "dt")}  # terms that cancel
+    assert_near({"out": out, **gradients}, {"out": expected, **of_each}, torch.float32, sizes)
+
+
 # ---- who computes -------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ringtile
 import scan_oracle
+import test_recurrent_trees as trees
 import torch
 from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, self_test
 from ringtile.recurrent import choose, fla, mamba, torch_path
@@ -178,6 +179,18 @@ def test_states_of_mamba_ssm_travel_between_ranks(scheme: str) -> None:
     out, _ = scan_oracle.selective_scan(**leaves, seq_idx=seq_idx, initial_state=None)
     out.backward(dout.double())
     assert_near(got, {"out": out.detach(), **{n: x.grad for n, x in leaves.items() if x.grad is not None}})
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_mamba_ssm_computes_each_path_of_a_tree() -> None:
+    """A segment at a time, as documents that go on from a state."""
+    case, tree = trees.CASES["selective"], trees.SMALL[0]
+    tensors = {n: x.float() for n, x in trees.problem(case, 1, trees.SEQ_LEN).items()}
+    dout, layout = torch.randn(1, trees.SEQ_LEN, trees.ranks.C), trees.layout_of("zigzag", 2)
+    out, gradients = trees.of_ranks(case, tensors, dout, trees.mask_of([tree], trees.SEQ_LEN), layout)
+    exact = {n: x.double() for n, x in tensors.items()}
+    expected, of_each = trees.of_paths(case, exact, dout.double(), [tree], trees.oracle(case))
+    assert_near({"out": out, **gradients}, {"out": expected, **of_each})
 
 
 # ---- who computes -------------------------------------------------------------------------------

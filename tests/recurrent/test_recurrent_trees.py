@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ import ringtile
 import test_recurrent_heads as heads
 import test_recurrent_ranks as ranks
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence
 from ringtile.recurrent import functions, kernels, recurrence, torch_path
-from ringtile.recurrent.documents import Documents, Forest, message_bytes
+from ringtile.recurrent.documents import Documents, Facts, Forest, message_bytes
 from test_recurrent_ranks import CASES, Case, Tensors, of_out, of_ranks, problem
 from torch import Tensor
 
@@ -216,13 +219,13 @@ def comb(depth: int) -> Tree:
     dice, parents = random.Random(0), [-1]
     trunk = [0]
     for _ in range(depth - 1):  # leaves first, then the node that goes on
-        parents += dice.randint(1, 5) * trunk[-1:]
+        parents += dice.randint(2, 5) * trunk[-1:]
         trunk.append(len(parents))
         parents.append(trunk[-2])
     return Tree(parents, [dice.randint(1, 6) for _ in parents])
 
 
-LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.3)}
+LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.2)}
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 1), ("zigzag", 3)])
@@ -231,7 +234,7 @@ LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.3)}
 def test_deep_and_wide_trees(name: str, tree: str, layout: str, world_size: int) -> None:
     """64 nodes deep, and 200 leaves or more."""
     of_row, seq_len = LARGE[tree], sum(LARGE[tree].lengths) + 3
-    assert len(of_row.paths()) >= 190
+    assert len(of_row.paths()) >= 200
     compare(CASES[name], [of_row], layout_of(layout, world_size, seq_len), by_kernels(name), decay=0.05)
 
 
@@ -356,6 +359,45 @@ def test_a_path_is_computed_once() -> None:
     assert num_calls(Tree([-1, -1, 1, -1], [3, 3, 3, 3]), 14) == [1]
     assert num_calls(Tree([-1, 0, 0, 0], [3, 3, 3, 3]), 12) == [4]
     assert num_calls(Tree([-1, 0, 0, -1, -1], [3, 3, 3, 1, 1]), 11) == [3]  # the last completion and documents
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32), num_nodes=st.integers(1, 30), deepens=st.floats(0, 1), data=st.data())
+def test_what_goes_on_from_what_is_read_off_the_mask(
+    seed: int, num_nodes: int, deepens: float, data: st.DataObject
+) -> None:
+    """Parents, and which tokens before a position others behind it go on from."""
+    tree = random_tree(seed, num_nodes, 4, deepens=deepens)
+    length = sum(tree.lengths)
+    parents = dict.fromkeys(range(length), -1)
+    for node in range(num_nodes):
+        path = tree.path(node)
+        parents |= dict(itertools.pairwise(reversed(path)))
+    forest = Forest.of(mask_of([tree], length + 2))
+    assert forest.parents.tolist() == [[*(parents[t] for t in range(length)), -2, -2]]
+    position = data.draw(st.integers(0, length + 2))
+    found = {parents[t] for t in range(position, length) if 0 <= parents[t] < position}
+    assert forest.open_at(position) == [sorted(found)]
+
+
+def test_states_that_nothing_goes_on_from_are_let_go() -> None:
+    """Without gradients, as in generation: a leaf's at once, a fork's with its last branch."""
+    piece = Facts(mask_of([LARGE["deep"]], 1200), Layout.contiguous(1200, 1), 0).whole
+    finals: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        nonlocal most
+        final = torch.zeros(1, 1)
+        finals.append(weakref.ref(final))
+        most = max(most, sum(each() is not None for each in finals))
+        return given[0], final
+
+    out, sent = recurrence.walk(piece, [torch.zeros(1, 1200, 1)], [True], None, compute)
+    assert out.shape == (1, 1200, 1)
+    assert sent is None
+    assert len(finals) > 200
+    assert most <= 4  # of the fork, of its last branch, of a leaf, and a new one
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -113,30 +113,33 @@ def walk(
     Returns out (B, N, ...), and the states that go out (B, num_sent, ...), if any do.
     """
     outs, sent, walks = [], [], piece.walks
+    given = list(zip(tensors, has_tokens, strict=True))
     if sum(len(of_row.segments) for of_row in walks) > 1:  # the gradient of a parameter is a sum over them
-        wide = [x.to(ops.state_dtype(x.dtype)) for x in tensors]
-        tensors = [x if tokens else y for x, y, tokens in zip(tensors, wide, has_tokens, strict=True)]
+        given = [(x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for x, tokens in given]
 
     def by_row(x: Tensor, tokens: bool = True) -> Sequence[Tensor]:
         return torch.split(x, 1) if tokens and len(walks) > 1 else len(walks) * [x]
 
-    of_rows = [by_row(x, tokens) for x, tokens in zip(tensors, has_tokens, strict=True)]
+    of_rows = [by_row(x, tokens) for x, tokens in given]
     received = len(walks) * [()] if states is None else [x.unbind(1) for x in by_row(states)]
     for (segments, passed_on), known, *of_row in zip(walks, received, *of_rows, strict=True):
-        lengths, numbered, parts = [segment.length for segment in segments], list(known), []
+        lengths, parts = [segment.length for segment in segments], []
         of_segments = [
             torch.split(x, lengths, dim=1) if tokens else len(lengths) * [x]
             for x, tokens in zip(of_row, has_tokens, strict=True)
         ]
-        for segment, *given in zip(segments, *of_segments, strict=True):
+        numbered = dict(enumerate(known))
+        last_use = {segment.state: i for i, segment in enumerate(segments)} | dict.fromkeys(passed_on, len(segments))
+        for i, (segment, *of_segment) in enumerate(zip(segments, *of_segments, strict=True)):
             state = None if segment.state is None else numbered[segment.state]
-            out, final = compute(given, segment.seq_idx, state)
+            out, final = compute(of_segment, segment.seq_idx, state)
             parts.append(out)
-            numbered.append(final)
+            numbered[piece.num_received + i] = final
+            numbered = {number: x for number, x in numbered.items() if last_use.get(number, -1) > i}
         outs.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         if piece.num_sent:
             of_paths = [numbered[number] for number in passed_on]
-            of_paths += (piece.num_sent - len(of_paths)) * [torch.zeros_like(numbered[-1])]  # other rows have more
+            of_paths += (piece.num_sent - len(of_paths)) * [torch.zeros_like(final)]  # other rows have more
             sent.append(torch.stack(of_paths, dim=1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     if not sent:
