@@ -623,9 +623,16 @@ MUTANTS = [
     Mutant(
         "recurrences of trees: a parameter's gradient is rounded for each branch",
         "python/ringtile/recurrent/recurrence.py",
-        "given = [(x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for x, tokens in given]",
-        "pass",
+        "(x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for",
+        "(x, tokens) for",
         "tests/recurrent/test_recurrent_trees.py -k narrow",
+    ),
+    Mutant(
+        "recurrences of trees: the state of each leaf is kept",
+        "python/ringtile/recurrent/recurrence.py",
+        "if last_use.get(number, -1) > i}",
+        "if last_use.get(number, -1) > -2}",
+        "tests/recurrent/test_recurrent_trees.py -k let_go",
     ),
     Mutant(
         "recurrences: a block's mask is not narrowed to its causal part",

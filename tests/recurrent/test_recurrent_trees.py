@@ -17,8 +17,10 @@ import ringtile
 import test_recurrent_heads as heads
 import test_recurrent_ranks as ranks
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import run_ranks
 from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence
 from ringtile.recurrent import functions, kernels, recurrence, torch_path
 from ringtile.recurrent.documents import Documents, Facts, Forest, message_bytes
@@ -319,6 +321,32 @@ def test_three_ranks_pass_gradcheck(name: str) -> None:
     leaves = [x.requires_grad_() for x in tensors.values()]
     function = functools.partial(ranks.Whole.apply, CASES[name], mask_of([tree], 10), list(tensors))
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
+
+
+def of_process(name: str) -> tuple[Tensor, Tensors]:
+    """Of one rank of a real group, whose messages of several states go through sockets."""
+    case, layout = CASES[name], layout_of("zigzag", 2)
+    sequence = ShardedSequence(mask_of(SMALL, SEQ_LEN), layout, dist.group.WORLD)
+    local = {
+        n: (x if n in case.parameters else sequence.shard(x, 1)).detach().requires_grad_()
+        for n, x in problem(case, 2, SEQ_LEN).items()
+    }
+    out = case.ours(local, sequence)
+    out.sum().backward()
+    return out.detach(), {n: x.grad for n, x in local.items() if x.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["conv", "delta"])
+def test_processes_compute_what_threads_do(name: str) -> None:
+    case, layout = CASES[name], layout_of("zigzag", 2)
+    tensors, mask = problem(case, 2, SEQ_LEN), mask_of(SMALL, SEQ_LEN)
+    out, gradients = of_ranks(case, tensors, torch.ones(2, SEQ_LEN, *of_out(case)).double(), mask, layout)
+    found = run_ranks(2, of_process, name)
+    assert torch.equal(ranks.joined([each for each, _ in found], layout), out)
+    for n, gradient in gradients.items():
+        of_rank = [each[n] for _, each in found]
+        joined = of_rank[0] + of_rank[1] if n in case.parameters else ranks.joined(of_rank, layout)
+        assert torch.equal(joined, gradient), n
 
 
 # ---- what travels -------------------------------------------------------------------------------

@@ -71,6 +71,13 @@ class Piece(NamedTuple):
     def tokens(self) -> slice:
         return slice(self.begin, self.begin + self.length)
 
+    @property
+    def only(self) -> Segment | None:
+        """The segment that is the whole piece, if there is one, and its state alone goes out: as in documents."""
+        (segments, passed_on), *others = self.walks
+        alone = not others and len(segments) == 1 and passed_on in ((), (self.num_received,))
+        return segments[0] if alone else None
+
 
 @dataclass(frozen=True, eq=False)
 class Facts:

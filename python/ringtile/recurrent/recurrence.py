@@ -112,10 +112,14 @@ def walk(
     tensors: of the piece's tokens (B, N, ...), or without tokens. states (B, num_received, ...): those that came in.
     Returns out (B, N, ...), and the states that go out (B, num_sent, ...), if any do.
     """
+    if (segment := piece.only) is not None:
+        out, final = compute(tensors, segment.seq_idx, None if states is None else states[:, 0])
+        return out, final[:, None] if piece.num_sent else None
     outs, sent, walks = [], [], piece.walks
-    given = list(zip(tensors, has_tokens, strict=True))
-    if sum(len(of_row.segments) for of_row in walks) > 1:  # the gradient of a parameter is a sum over them
-        given = [(x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for x, tokens in given]
+    # The gradient of a parameter is a sum over the segments.
+    given = [
+        (x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for x, tokens in zip(tensors, has_tokens, strict=True)
+    ]
 
     def by_row(x: Tensor, tokens: bool = True) -> Sequence[Tensor]:
         return torch.split(x, 1) if tokens and len(walks) > 1 else len(walks) * [x]
