@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import run_ranks
-from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence
+from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, RingMismatch, ShardedSequence
 from ringtile.recurrent import functions, kernels, recurrence, torch_path
 from ringtile.recurrent.documents import Documents, Facts, Forest, message_bytes
 from test_recurrent_ranks import CASES, Case, Tensors, of_out, of_ranks, problem
@@ -80,10 +80,7 @@ def mask_of(trees: list[Tree], seq_len: int) -> IntervalMask:
             for token in tree.tokens(node):
                 begin[row, token], end[row, token] = tree.first_tokens[roots[node]], token + 1
                 key_begin[row, token], key_end[row, token] = token, tree.first_tokens[last[node] + 1]
-    mask = IntervalMask(begin, end)
-    object.__setattr__(mask, "key_begin", key_begin)
-    object.__setattr__(mask, "key_end", key_end)
-    return mask
+    return IntervalMask(begin, end, key_begin, key_end)
 
 
 def of_paths(
@@ -401,7 +398,9 @@ def test_what_goes_on_from_what_is_read_off_the_mask(
     for node in range(num_nodes):
         path = tree.path(node)
         parents |= dict(itertools.pairwise(reversed(path)))
-    forest = Forest.of(mask_of([tree], length + 2))
+    mask = mask_of([tree], length + 2)
+    assert mask == IntervalMask.tree(tree.parents, tree.lengths).padded(2)
+    forest = Forest.of(mask)
     assert forest.parents.tolist() == [[*(parents[t] for t in range(length)), -2, -2]]
     position = data.draw(st.integers(0, length + 2))
     found = {parents[t] for t in range(position, length) if 0 <= parents[t] < position}
@@ -432,8 +431,9 @@ def test_states_that_nothing_goes_on_from_are_let_go() -> None:
 
 
 def test_what_is_refused_and_how() -> None:
-    case = CASES["delta"]
-    tensors, tree = problem(case, 1, 12), Tree([-1, 0, 0], [4, 4, 4])
+    tensors, tree = problem(CASES["delta"], 1, 12), Tree([-1, 0, 1, 0], [2, 2, 4, 4])
+    right = mask_of([tree], 12)
+    assert right.key_end is not None
 
     def said(mask: IntervalMask) -> str:
         sequence = ShardedSequence(mask, Layout.contiguous(12, 1))
@@ -441,13 +441,14 @@ def test_what_is_refused_and_how() -> None:
             ringtile.gated_delta_rule(**tensors, sequence=sequence)
         return str(caught.value)
 
-    wrong = mask_of([tree], 12)
-    wrong.key_end[0, 4:8] = 10  # type: ignore[attr-defined]
-    wrong.key_end[0, 0:4] = 9  # type: ignore[attr-defined]
-    assert "token 4 (row 0) is attended up to token 9, but token 3, which it goes on from, up to token 8" in said(wrong)
-    window = mask_of([tree], 12)
-    window.begin[0, 6] = 2
-    assert "token 6 (row 0) attends [2, 7); expected causal documents" in said(window)
+    key_end = right.key_end.clone()
+    key_end[0, 4:8] += 1
+    wrong = IntervalMask(right.begin, right.end, right.key_begin, key_end)
+    assert "token 4 (row 0) is attended up to token 8, but token 3, which it goes on from, up to token 7" in said(wrong)
+    window = IntervalMask.sliding_window(12, 5)
+    assert "token 5 (row 0) attends [1, 6); expected causal documents" in said(right & window)
+    both_ways = IntervalMask.tree(tree.parents, tree.lengths, causal=False)
+    assert "token 0 (row 0) attends [0, 2); expected causal documents" in said(both_ways)
 
     def rank(group: Any) -> None:
         layout = Layout.striped(12, 2)
@@ -456,4 +457,12 @@ def test_what_is_refused_and_how() -> None:
         with pytest.raises(Refused, match="holds every 2th token; expected runs of neighbouring tokens"):
             ringtile.gated_delta_rule(**local, sequence=sequence, scheme="states")
 
+    def rank_of_another_tree(group: Any) -> None:
+        layout, own = Layout.contiguous(12, 2), Tree([-1, 0, group.transport.rank, 0], [2, 2, 4, 4])
+        sequence = ShardedSequence(mask_of([own], 12), layout, group)
+        local = {n: sequence.shard(x, 1) for n, x in tensors.items()}
+        with pytest.raises(RingMismatch, match="disagree on mask digest"):
+            ringtile.gated_delta_rule(**local, sequence=sequence)
+
     LoopbackWorld(2).run(rank)
+    LoopbackWorld(2).run(rank_of_another_tree)
