@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 S, H, K = 24, 4, 3
 C = 3 * H * K
 DOCUMENTS = IntervalMask.documents([5, 12, 7])
+TREE = IntervalMask.tree([-1, 0, 1, 1, 0, -1], [5, 3, 4, 2, 3, 7])
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +92,7 @@ def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
-@pytest.mark.parametrize("mask", [DOCUMENTS, None], ids=["documents", "no mask"])
+@pytest.mark.parametrize("mask", [DOCUMENTS, TREE, None], ids=["documents", "tree", "no mask"])
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_recurrences_in_a_block_are_over_its_sequence(world_size: int, mask: IntervalMask | None, scheme: str) -> None:
     """Documents of either direction: a recurrence is causal, as a call of attention with is_causal is."""
