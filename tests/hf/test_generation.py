@@ -45,10 +45,12 @@ def counted_rows() -> Iterator[list[int]]:
         yield rows
 
 
-def sample(engine: str = "DDP", **options: Any) -> tuple[list[int], list[str], dict[str, Any]]:
+def sample(
+    engine: str = "DDP", config: dict[str, Any] | None = None, **options: Any
+) -> tuple[list[int], list[str], dict[str, Any]]:
     with engine_arguments(engine) as arguments, counted_rows() as rows:
         trainer = make_rollouts(given=False, **{**arguments, **options})
-        ringtile.enable(trainer, PROOF | {"context_parallel_size": options["group"]})
+        ringtile.enable(trainer, PROOF | {"context_parallel_size": options["group"], **(config or {})})
         trainer.train()
         completions = list(trainer._logs["completion"])
         ringtile.restore(trainer)
@@ -58,7 +60,7 @@ def sample(engine: str = "DDP", **options: Any) -> tuple[list[int], list[str], d
 @pytest.mark.parametrize(
     ("world", "options", "shares"),
     [
-        (3, {}, (3, 3, 2)),
+        (3, {"config": {"tiled_loss": True, "tiled_mlp": True}}, (3, 3, 2)),
         pytest.param(2, {"kind": "RLOO"}, (4, 4), marks=pytest.mark.long),
         pytest.param(2, {"kind": "Distillation"}, (4, 4), marks=pytest.mark.long),
         pytest.param(2, CONTINUOUS, (), marks=pytest.mark.long),

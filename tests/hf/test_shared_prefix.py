@@ -14,7 +14,7 @@ from pool import run_ranks
 from ringtile import IntervalMask
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shared_rows import SharedRows, share
-from test_rollouts import ALL, assert_equal, assert_same
+from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 ALONE = {"context_parallel_size": 1, "shared_prefix": True}
@@ -116,6 +116,8 @@ def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
         cell("cispo with LoRA", lora=True, loss_type="cispo", **OFTEN),
         cell("experts", family="qwen3-moe", router_aux_loss_coef=0.1, **ROWS),
         cell("RLOO", kind="RLOO", learning_rate=0.01, **ROWS),
+        *(cell(family, family=family, **OFTEN | SLOWLY) for family in ("qwen3_next", "bamba")),
+        cell("qwen3_next", 1, family="qwen3_next", **OFTEN | SLOWLY),
         cell("checkpointing", gradient_checkpointing=True, **OFTEN),
         cell("two groups of two", 4, config={"context_parallel_size": 2}, **OFTEN),
     ],

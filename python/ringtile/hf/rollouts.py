@@ -26,6 +26,7 @@ from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.model import own_attention
 from ringtile.random_states import random_digest, random_numbers_of
+from ringtile.tiled.tiles import at_most
 
 
 def generates(trainer: Trainer) -> bool:
@@ -131,7 +132,7 @@ class LossOnRollouts(LossOnSequences):
             raise Refused(f"{type(trainer).__name__} was given images; expected text alone: images cannot be sharded")
 
         def generate(rows: Sequence[Any]) -> Any:
-            with self.step(False), own_attention(self.base):
+            with self.step(False), own_attention(self.base), at_most(0):
                 return original(rows, images, multimodal_fields, *args, **kwargs)
 
         if getattr(trainer, "use_vllm", False):
@@ -149,7 +150,7 @@ class LossOnRollouts(LossOnSequences):
         """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
 
         def roll_out(rows: Sequence[Any]) -> Any:
-            with self.step(False), own_attention(self.base):
+            with self.step(False), own_attention(self.base), at_most(0):
                 return original(rows, *args, **kwargs)
 
         return self._deal(prompts, roll_out)
