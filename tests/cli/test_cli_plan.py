@@ -82,6 +82,9 @@ def test_command_line_is_what_users_script_against() -> None:
             "--tiled-loss",
             "--tile-tokens",
             "--bf16",
+            "--completion-tokens",
+            "--generation-rows",
+            "--reference-model",
             "--no-switches",
         },
     }

@@ -39,6 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose memory it is (cuda)")
+    group.add_argument(
+        "--completion-tokens", metavar="C", help="a GRPO step of TRL: so many of a row's tokens are generated"
+    )
+    group.add_argument(
+        "--generation-rows",
+        type=int,
+        metavar="ROWS",
+        help="of a GRPO step: rows that the ranks of a group generate together, --batch times steps_per_generation "
+        "(--batch); 0: they are generated elsewhere",
+    )
+    group.add_argument("--reference-model", action="store_true", help="of a GRPO step: beta is above 0")
     group.add_argument("--no-switches", action="store_true", help="leave out what each switch saves")
 
 
@@ -55,7 +66,8 @@ def run(args: argparse.Namespace) -> Outcome:
         )
     if args.plot:
         check_output(args.plot, "--plot")
-    setup, seq_len = setup_of(args), parse_tokens(args.seq_len)
+    seq_len = parse_tokens(args.seq_len)
+    setup = setup_of(args, grpo_of(args, seq_len))
     memory = None if args.memory is None else parse_bytes(args.memory)
     hosts, rates = hosts_of(args, setup.devices), None if args.rates is None else parse_rates(args.rates)
     with _told_as_ours():
@@ -67,13 +79,25 @@ def run(args: argparse.Namespace) -> Outcome:
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
         f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
-        f"rows; {setup.devices} ranks, {args.engine}, {setup.ringtile.context_parallel_size} share a sequence\n"
+        f"rows; {setup.devices} ranks, {args.engine}, {setup.ringtile.context_parallel_size} share a sequence"
     )
-    print(_table(at_peak.parts, at_peak.total))
+    if setup.grpo is not None:
+        print(
+            f"GRPO: {tokens_text(setup.grpo.completion_tokens)} tokens of a row are generated, "
+            f"{setup.grpo.generation_rows} rows at once by the ranks that share a sequence, "
+            f"{'a' if setup.grpo.has_reference else 'no'} reference model"
+        )
+    print()
+    print(_table(at_peak))
     if at_peak.host_bytes:
         print(f"and on the host {bytes_text(at_peak.host_bytes)} of offloaded hidden states")
     report: dict[str, Any] = {"setup": _json_of(setup), "parameters": num_parameters, "seq_len": seq_len}
-    report |= {"parts": at_peak.parts, "total": at_peak.total, "host_bytes": at_peak.host_bytes}
+    report |= {
+        "phases": at_peak.phases,
+        "parts": at_peak.parts,
+        "total": at_peak.total,
+        "host_bytes": at_peak.host_bytes,
+    }
     if memory is not None and fits is not None:
         verdict = "fits" if at_peak.total <= memory else "does NOT fit"
         more = "" if fits.is_planned else ", by a line through shorter ones"
@@ -98,7 +122,7 @@ def run(args: argparse.Namespace) -> Outcome:
         report["seconds"] = seconds._asdict()
     if args.plot:
         plot_memory = importlib.import_module("ringtile.cli.plan_plot").plot_memory
-        bars = {"this plan": at_peak.parts}
+        bars = at_peak.phases if setup.grpo else {"this plan": at_peak.parts}
         write_output(args.plot, lambda file: plot_memory(file, bars, memory))
     return Outcome(0, report)
 
@@ -117,7 +141,36 @@ def _told_as_ours() -> Iterator[None]:
         logger.disabled = before
 
 
-def setup_of(args: argparse.Namespace) -> Any:
+def grpo_of(args: argparse.Namespace, seq_len: int) -> Any:
+    """The planner's Grpo, or None without --completion-tokens. ConfigError names the option."""
+    from ringtile.planner.grpo import Grpo
+
+    if args.completion_tokens is None:
+        for name in ("generation_rows", "reference_model"):
+            if getattr(args, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is of a GRPO step; expected --completion-tokens too: how many of a "
+                    f"row's tokens are generated"
+                )
+        return None
+    completion_tokens = parse_tokens(args.completion_tokens, "--completion-tokens")
+    if completion_tokens >= seq_len:
+        raise ConfigError(
+            f"--completion-tokens is {completion_tokens}, and --seq-len, of a prompt and its completion, {seq_len}; "
+            f"expected fewer: at least one token is the prompt's"
+        )
+    rows = args.batch if args.generation_rows is None else args.generation_rows
+    if rows < 0 or rows % max(args.batch, 1):
+        raise ConfigError(
+            f"--generation-rows is {rows} and --batch {args.batch}; expected a multiple of it, since rows are "
+            f"generated for whole batches, or 0, where they are generated elsewhere"
+        )
+    if args.rates is not None:
+        raise ConfigError("--rates gives no seconds of a GRPO step, most of which generate; expected none")
+    return Grpo(completion_tokens, rows, args.reference_model)
+
+
+def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     """The planner's Setup. ConfigError names the option."""
     from ringtile.planner.step import Setup
 
@@ -155,6 +208,7 @@ def setup_of(args: argparse.Namespace) -> Any:
         dtype=dtype,
         bf16=args.bf16,
         on_gpu=args.device != "cpu",
+        grpo=grpo,
     )
 
 
@@ -193,11 +247,19 @@ def hosts_of(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:
     return tuple(rank // per_host for rank in range(num_ranks))
 
 
-def _table(parts: dict[str, int], total: int) -> str:
-    rows = [(name, num_bytes) for name, num_bytes in parts.items() if num_bytes]
-    lines = [f"{'a rank at its peak':20} {'GiB':>10} {'share':>7}"]
-    lines += [f"{name:20} {num_bytes / 2**30:10.3f} {num_bytes / total:7.1%}" for name, num_bytes in rows]
-    return "\n".join([*lines, f"{'together':20} {total / 2**30:10.3f}"])
+def _table(memory: Any) -> str:
+    """Of the parts of a step; of a GRPO step, of each phase."""
+    phases, total = memory.phases, memory.total
+    names = [name for name in memory.parts if any(parts[name] for parts in phases.values())]
+    if len(phases) == 1:
+        lines = [f"{'a rank at its peak':20} {'GiB':>10} {'share':>7}"]
+        lines += [f"{name:20} {memory.parts[name] / 2**30:10.3f} {memory.parts[name] / total:7.1%}" for name in names]
+        return "\n".join([*lines, f"{'together':20} {total / 2**30:10.3f}"])
+    lines = [f"{'a rank at its peak':20}" + "".join(f" {phase:>10}" for phase in phases) + " GiB"]
+    rows = {name: [parts[name] for parts in phases.values()] for name in names}
+    rows["together"] = [sum(parts.values()) for parts in phases.values()]
+    lines += [f"{name:20}" + "".join(f" {x / 2**30:10.3f}" for x in numbers) for name, numbers in rows.items()]
+    return "\n".join([*lines, f"largest: {memory.phase}, {total / 2**30:.3f} GiB"])
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -207,4 +269,5 @@ def _name_of(dtype: torch.dtype) -> str:
 def _json_of(setup: Any) -> dict[str, Any]:
     fields = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
     fields |= {"model": setup.model.model_type, "dtype": _name_of(setup.dtype)}
+    fields |= {"grpo": setup.grpo and dataclasses.asdict(setup.grpo)}
     return fields | {"ringtile": setup.ringtile.model_dump(mode="json", exclude_unset=True)}

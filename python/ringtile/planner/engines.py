@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,11 @@ class Plain:
         self.watch_gradients()
         self.make_states()
         return self.model
+
+    def prepare_reference(self, model: nn.Module) -> None:
+        """Counts the weights of a model that is not trained: whole on each rank, under DDP and ZeRO-1 and -2 too."""
+        for parameter in model.parameters():
+            self.live.count(parameter, "reference")
 
     def make_states(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
@@ -96,12 +101,13 @@ class Fsdp2(Plain):
         self.plugin.set_auto_wrap_policy(self.model)
         with _disable_current_modes():  # its ranks are real numbers
             mesh = init_device_mesh("cpu", (self.num_ranks,), mesh_dim_names=("dp",))
-        accelerator: Any = SimpleNamespace(
+        self.accelerator = accelerator = cast("Any", SimpleNamespace)(
             state=SimpleNamespace(fsdp_plugin=self.plugin),
             torch_device_mesh={("dp",): mesh},
             parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
             mixed_precision="bf16" if self.mixed else "no",
             is_main_process=False,
+            device=torch.device("cpu"),
         )
         if self.plugin.activation_checkpointing:
             self.model = fsdp2_apply_ac(accelerator, self.model)
@@ -111,6 +117,13 @@ class Fsdp2(Plain):
         self.live.gradients_made_by_engine = self._gradient_bytes
         self.make_states()
         return self.model
+
+    def prepare_reference(self, model: nn.Module) -> None:
+        """As TRL shards it: as one piece, which each pass gathers whole."""
+        from trl.models.utils import prepare_fsdp
+
+        prepare_fsdp(model, self.accelerator)
+        super().prepare_reference(model)
 
     def _gradient_bytes(self) -> int:
         found = (parameter.grad for parameter in self.parameters)

@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "attention", "logits", "buffers", "engine")
+PARTS = (
+    *("weights", "gradients", "optimizer", "reference", "activations", "attention", "logits", "kv cache", "buffers"),
+    "engine",
+)
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

@@ -38,7 +38,9 @@ from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.patches import Patches
+from ringtile.planner import grpo
 from ringtile.planner.engines import make_engine, silent_ranks
+from ringtile.planner.grpo import Grpo
 from ringtile.planner.live import Live
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -66,6 +68,7 @@ class Setup:
     dtype: torch.dtype = torch.float32  # of the weights
     bf16: bool = False  # mixed precision, as training.bf16
     on_gpu: bool = False
+    grpo: Grpo | None = None  # a GRPO step, of rows of prompts and completions
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,19 @@ class StepMemory:
     """Bytes of one rank at the peak of a step."""
 
     seq_len: int
-    parts: dict[str, int]  # by PARTS
+    phases: dict[str, dict[str, int]]  # the parts of the peak of each, by PARTS; one where a step only trains
     host_bytes: int  # of offloaded hidden states
     product_flops: int  # of matrix products, attention not counted
     attention: tuple[tuple[Shape, IntervalMask], ...]  # of each call of attention, where ranks share a sequence or not
+
+    @property
+    def phase(self) -> str:
+        """The one that takes most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return self.phases[self.phase]
 
     @property
     def total(self) -> int:
@@ -95,6 +107,7 @@ class TrainingStep:
         self._batch: ShardedBatch | None = None
         self._calls: list[tuple[Shape, IntervalMask]] = []
         self._offload: _Offload | None = None
+        self._reference: PreTrainedModel | None = None
 
     def __enter__(self) -> TrainingStep:
         setup, stack = self.setup, self._stack
@@ -116,14 +129,14 @@ class TrainingStep:
         self._close()
 
     def _close(self) -> None:
-        for name in ("_engine", "_model", "_offload", "_batch"):
+        for name in ("_engine", "_model", "_reference", "_offload", "_batch"):
             vars(self).pop(name, None)
         _steps.clear()
         gc.collect()  # FSDP2's modules, in cycles, before their ranks are gone
         FakeTensorMode.cache_clear()
         self._stack.close()
 
-    def _build(self) -> None:
+    def _make_model(self) -> PreTrainedModel:
         setup = self.setup
         mixed_zero = setup.bf16 and setup.engine.startswith("zero")
         dtype = torch.bfloat16 if mixed_zero else setup.dtype
@@ -131,15 +144,25 @@ class TrainingStep:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 setup.model, dtype=dtype, trust_remote_code=False
             )
-        model.train()
         check(model, setup)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         _switch_attention(model)
+        return model
+
+    def _build(self) -> None:
+        setup = self.setup
+        if setup.grpo is not None:
+            grpo.check(setup.engine)
+        model = self._make_model().train()
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         patches = Patches()
         self._stack.callback(patches.restore)
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile, patches)
-        if setup.ringtile.tiled_loss:
+        if setup.grpo is not None:
+            grpo.add_log_probs(model, entropy=True)
+            if setup.on_gpu:
+                grpo.compute_log_probs_as_on_gpu(patches)
+        elif setup.ringtile.tiled_loss:
             install_tiled_loss(model, setup.ringtile, patches)
         by_engine = setup.engine == "fsdp2"
         if setup.gradient_checkpointing and not by_engine:
@@ -157,6 +180,12 @@ class TrainingStep:
             for buffer in model.buffers():
                 self._live.count(buffer, "buffers")
             self._model = self._engine.prepare()
+            if setup.grpo is not None and setup.grpo.has_reference:
+                self._reference = self._make_model().train(False)
+                grpo.add_log_probs(self._reference, entropy=False)
+                for buffer in self._reference.buffers():
+                    self._live.count(buffer, "buffers")
+                self._engine.prepare_reference(self._reference)
         if setup.ringtile.activation_offload and setup.gradient_checkpointing:
             self._offload = _Offload(self._model, patches)
 
@@ -170,18 +199,55 @@ class TrainingStep:
         group = LoopbackGroup(_SilentTransport(size)) if size > 1 else None
         sequence = ShardedSequence(mask, layout, group, scheme=setup.ringtile.context_parallel_scheme)
         zero = torch.zeros((), dtype=torch.int64)
-        self._batch = ShardedBatch(sequence, seq_len, seq_len, zero, zero)
+        batch = ShardedBatch(sequence, seq_len, seq_len, zero, zero)
+        phases: dict[str, dict[str, int]] = {}
         with self._fake, live, _planning(self), as_on("cuda" if setup.on_gpu else "cpu"):
-            live.reset_peak()
-            self._step(layout.seq_len, sequence.local_len)
-        parts = live.finish()
-        parts["buffers"] += mask.begin.nbytes + mask.end.nbytes if size > 1 else 0
+            if setup.grpo is not None and setup.grpo.generation_rows:
+                phases |= self._generate(setup.grpo, layout.seq_len)
+            self._batch, kept = batch, None
+            if setup.grpo is not None:
+                kept = grpo.make_rollouts(live, setup.grpo, layout.seq_len, setup.batch)
+                phases["log-probs"] = self._peak(lambda: self._score(layout.seq_len, sequence.local_len))
+            self._calls = []
+            phases["train"] = self._peak(lambda: self._step(layout.seq_len, sequence.local_len))
+            del kept
+        if size > 1:
+            for name in phases.keys() - {"prefill", "decode"}:
+                phases[name]["buffers"] += mask.begin.nbytes + mask.end.nbytes
         host = 0 if self._offload is None else self._offload.host_bytes
-        return StepMemory(seq_len, parts, host, live.flops, tuple(self._calls))
+        return StepMemory(seq_len, phases, host, live.flops, tuple(self._calls))
 
-    def _step(self, seq_len: int, local_len: int) -> None:
-        batch, live = self.setup.batch, self._live
-        with live.making("buffers"):
+    def _peak(self, phase: Callable[[], None]) -> dict[str, int]:
+        """The parts of a phase's peak."""
+        self._live.reset_peak()
+        phase()
+        return self._live.finish()
+
+    def _generate(self, settings: Grpo, seq_len: int) -> dict[str, dict[str, int]]:
+        """A rank's part of the group's rows, which are not sharded."""
+        self._batch = None
+        prompt, rows = settings.prompt_tokens(seq_len), settings.generation_rows
+        rows = -(-rows // self.setup.ringtile.context_parallel_size)
+        generation = grpo.Generation(self._model, self._call, self._live, rows)
+        found = {"prefill": self._peak(lambda: generation.run(prompt))}
+        if seq_len > prompt + 1:  # the last token is generated, and never read
+            generation.skip(seq_len - prompt - 2)
+            found["decode"] = self._peak(lambda: generation.run(1))
+        return found
+
+    def _score(self, seq_len: int, local_len: int) -> None:
+        """The log-probs of a batch by the policy as it was, and by the reference."""
+        inputs, loaded = self._inputs(seq_len, local_len)
+        for model in (self._model, self._reference):
+            if model is not None:
+                with torch.no_grad(), grpo.not_checkpointing(model):
+                    self._call(model, **inputs, use_cache=False)
+        del loaded
+
+    def _inputs(self, seq_len: int, local_len: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """Of the model, and what was loaded for it."""
+        batch = self.setup.batch
+        with self._live.making("buffers"):
             loaded = [torch.empty((batch, seq_len), dtype=torch.int64) for _ in range(2)]  # input_ids, labels
             inputs: dict[str, Any] = {"input_ids": loaded[0], "labels": loaded[1]}
             if seq_len != local_len:
@@ -190,25 +256,29 @@ class TrainingStep:
                 inputs["shift_labels"] = inputs["labels"]
                 del inputs["attention_mask"]
             inputs["num_items_in_batch"] = torch.ones((), dtype=torch.int64)
+        if self.setup.grpo is not None:
+            inputs["fused_lm_head"] = True
+        return inputs, loaded
+
+    def _step(self, seq_len: int, local_len: int) -> None:
+        live, (inputs, loaded) = self._live, self._inputs(seq_len, local_len)
         self._engine.before_forward()
-        loss = self._loss(inputs)
+        loss = self._call(self._model, **inputs, use_cache=False)["loss"]  # frees other outputs, as the Trainer does
         self._engine.before_backward()
         live.in_backward = True
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         live.in_backward = False
-        del loss
+        del loss, loaded
         self._engine.step()
 
-    def _loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Frees the model's other outputs, as the Trainer does."""
+    def _call(self, model: nn.Module, **inputs: Any) -> Any:
+        """A model as accelerate has wrapped it."""
         if self.setup.bf16 and self.setup.engine == "ddp":
             from accelerate.utils import convert_outputs_to_fp32
 
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss: Tensor = convert_outputs_to_fp32(self._model.__call__)(**inputs, use_cache=False)["loss"]
-            return loss
-        loss = self._model(**inputs, use_cache=False)["loss"]
-        return loss
+                return convert_outputs_to_fp32(model.__call__)(**inputs)
+        return model(**inputs)
 
     # ---- attention ------------------------------------------------------------------------------
 
@@ -217,9 +287,11 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor | None]:
         """q (B, H, N, D), k, v (B, G, N, D) -> (B, N, H, Dv): ringtile's ring, or on whole sequences torch's."""
         batch = self._batch
-        assert batch is not None
         if torch.is_autocast_enabled("cpu"):
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+        if batch is None:
+            with self._live.making("attention"):
+                return sdpa_attention_forward(module, q, k, v, mask, **{**options, "dropout": 0.0})
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with _disable_current_modes():  # plans are real
             sequence = batch.narrowed(mask_of_layer(module, options))
@@ -301,9 +373,13 @@ def _attention(
 
 
 def _mask(**options: Any) -> Tensor | None:
-    """On whole sequences, transformers makes a mask only where a window is shorter than the sequence."""
-    window = options.get("local_size")
-    if _steps[-1].setup.ringtile.context_parallel_size > 1 or window is None or options["kv_length"] <= window:
+    """On whole sequences, transformers makes a mask where a window is shorter than the sequence, or where prompts of
+    several rows that are generated are padded."""
+    step, window = _steps[-1], options.get("local_size")
+    if step._batch is None and options["batch_size"] > 1:
+        return sdpa_mask(**{**options, "allow_is_causal_skip": False})  # type: ignore[no-any-return]
+    is_sharded = step._batch is not None and step._batch.sequence.world_size > 1
+    if is_sharded or window is None or options["kv_length"] <= window:
         return None
     return sdpa_mask(**options)  # type: ignore[no-any-return]
 
