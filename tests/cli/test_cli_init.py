@@ -144,8 +144,8 @@ def test_axolotl_itself_reads_its_file() -> None:
 # ---- every project trains as one process ----------------------------------------------------------
 
 
-def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False) -> list[float]:
-    """The losses of a project's train.py, run in this process, which may be a rank. alone: without ringtile."""
+def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False, key: str = "loss") -> list[float]:
+    """What a project's train.py logs, run in this process, which may be a rank. alone: without ringtile."""
     enter_world()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
@@ -159,7 +159,7 @@ def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False) -> 
     if "losses" in names:
         return names["losses"]
     (enabled,) = enabling.call_args_list  # the script lets go of its Trainer
-    return [log["loss"] for log in enabled.args[0].state.log_history if "loss" in log]
+    return [log[key] for log in enabled.args[0].state.log_history if key in log]
 
 
 def groups_and_threads_at_the_end(folder: pathlib.Path) -> tuple[bool, int]:
@@ -245,11 +245,22 @@ def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Pa
         assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_grpo_project_learns_its_reward_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    """Completions of random bytes turn into letters, and both ranks see the same ones."""
+    pytest.importorskip("trl")
+    folder = make("grpo", tmp_path / "project")
+    first, second = run_ranks(2, run_script, folder, key="reward")
+    assert first == second
+    assert len(first) == 5  # generations of 4 steps
+    assert first[0] < 0.5
+    assert max(first[-2:]) > 0.8
+
+
 @pytest.mark.parametrize(
-    "kind", ["trainer", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("torch", "sft"))]
+    "kind", ["trainer", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("torch", "sft", "grpo"))]
 )
 def test_project_ends_without_a_group_or_its_threads(kind: str, tmp_path: pathlib.Path) -> None:
-    if kind == "sft":
+    if kind in ("sft", "grpo"):
         pytest.importorskip("trl")
     pool = Pool(2)  # whose world the script ends
     try:

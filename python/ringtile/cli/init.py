@@ -37,6 +37,9 @@ class Project:
     settings: str = "ringtile.yaml"
     note: str = "`training.yaml` has the Trainer's."
     arguments: str = "TrainingArguments"
+    steps: str = "5 "  # as wide as another's, before a comment
+    learning_rate: str = "0.1"
+    tiled_loss: str = "true "
 
 
 def script(name: str, *training: str) -> dict[str, tuple[str, ...]]:
@@ -52,6 +55,16 @@ PROJECTS = {
         script("train_sft.py", "training.yaml", "training_sft.yaml"),
         packages={"trl": "trl"},
         arguments="TrainingArguments, which SFTConfig has too",
+    ),
+    "grpo": Project(
+        "TRL's GRPOTrainer",
+        script("train_grpo.py", "training.yaml", "training_grpo.yaml"),
+        packages={"trl": "trl"},
+        change="set `MODEL`, `ROWS` and `reward` in `train.py`",
+        arguments="TrainingArguments, which GRPOConfig has too",
+        steps="20",
+        learning_rate="2.0",
+        tiled_loss="false",  # it refuses logits to whoever generates; TRL's own log-probs have tiles
     ),
     "axolotl": Project(
         "axolotl",

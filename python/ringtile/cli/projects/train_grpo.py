@@ -1,0 +1,45 @@
+"""Trains a causal language model on a reward with TRL's GRPOTrainer. README.md has the commands."""
+
+import gc
+import pathlib
+
+import ringtile
+import torch
+import torch.distributed as dist
+import yaml
+from datasets import Dataset
+from tiny_model import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of tiny_model.py
+ROWS = [{"prompt": f"{i} + {i} ="} for i in range(200)]  # your own prompts here
+
+
+def reward(completions, **columns):
+    """A number for each completion, your own here: the share of letters. columns: those of ROWS, and what TRL adds."""
+    return [sum(map(str.isalpha, completion)) / max(len(completion), 1) for completion in completions]
+
+
+folder = pathlib.Path(__file__).parent
+keys = yaml.safe_load((folder / "training.yaml").read_text())
+# Before the model, so that an engine can shard it. Without use_cpu, accelerate does not train on several CPU ranks.
+args = GRPOConfig(use_cpu=not torch.accelerator.is_available(), **keys)
+if MODEL:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+else:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+
+rows = Dataset.from_list(ROWS)
+trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer)
+ringtile.enable(trainer, folder / "ringtile.yaml")
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+if args.save_strategy != "no":
+    trainer.save_model()
+
+# Torch's threads end with the group. Where something still refers to it when Python ends, they may abort the program.
+ringtile.restore(trainer)
+del trainer, model
+gc.collect()
+if dist.is_initialized():
+    dist.destroy_process_group()
