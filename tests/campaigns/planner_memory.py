@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 30 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 34 trainings on CPU ranks, each in fresh processes. By hand:
 
     python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
@@ -12,6 +12,7 @@ of a GPU; without that a heap keeps holes.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import json
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
@@ -36,12 +38,15 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES: dict[str, dict[str, Any]] = {  # activations that outweigh the weights, and the other way round
     "long": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 8192},
     "wide": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16384},
+    # as many classes as TRL's tile has, of which a CPU's pages exist only where they are written
+    "grpo": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 32768},
 }
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 CP = {"context_parallel_size": 2}
 MLP, LOSS = {"tiled_mlp": True, "tile_tokens": 512}, {"tiled_loss": True, "tile_tokens": 512}
-# engine or "single", model, size, tokens, rows, gradient checkpointing, ringtile's keys
-CASES: list[tuple[str, str, str, int, int, bool, dict[str, Any]]] = [
+# engine or "single", model, size, tokens, rows, gradient checkpointing, ringtile's keys; of a GRPO step also the tokens
+# of a completion, rows of a generation batch, and whether it has a reference model
+CASES: list[tuple[Any, ...]] = [
     ("single", "llama", "long", 4096, 1, False, {}),
     ("single", "llama", "long", 2048, 4, False, {}),
     ("single", "qwen3", "long", 4096, 1, False, {}),
@@ -72,6 +77,10 @@ CASES: list[tuple[str, str, str, int, int, bool, dict[str, Any]]] = [
     ("zero3", "llama", "wide", 512, 1, False, {}),
     ("zero3", "qwen3", "wide", 1024, 1, False, CP),
     ("zero3", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+    ("single", "llama", "grpo", 2048, 1, False, {}, 32, 8, True),
+    ("single", "llama", "grpo", 512, 1, True, MLP, 32, 64, False),
+    ("ddp", "llama", "grpo", 4096, 1, False, CP | {"first_batch_check": False}, 32, 8, True),
+    ("fsdp2", "llama", "grpo", 512, 1, False, CP | {"first_batch_check": False}, 32, 4, True),
 ]
 _ENVIRONMENT = {
     **{"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
@@ -83,12 +92,13 @@ _ENGINES = {"single": "DDP", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", 
 
 def name_of(case: tuple[Any, ...]) -> str:
     """Of a run, without spaces."""
-    engine, model, size, seq_len, rows, checkpointing, keys = case
+    engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
     on = [name for name in ("tiled_mlp", "tiled_loss") if name in keys]
     on += ["checkpointing"] if checkpointing else []
     scheme = keys.get("context_parallel_scheme", "ring")
     on = [f"cp2:{scheme}" if scheme != "ring" else "cp2", *on] if "context_parallel_size" in keys else on
-    return f"{engine}/{model}-{size}/{seq_len}x{rows}/{'+'.join(on) or 'plain'}"
+    kind = "grpo{}x{}{}/".format(*grpo[:2], "+reference" * grpo[2]) if grpo else ""
+    return f"{engine}/{model}-{size}/{seq_len}x{rows}/{kind}{'+'.join(on) or 'plain'}"
 
 
 # ---- one rank of a run --------------------------------------------------------------------------
@@ -100,7 +110,7 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
     from hf_engines import engine as engine_arguments
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-    engine, model, _, _, rows, checkpointing, keys = case
+    engine, model, _, _, rows, checkpointing, keys, *grpo = case
     with engine_arguments(_ENGINES[engine]) as arguments:
         arguments: dict[str, Any] = dict(arguments)
         if engine == "fsdp2":
@@ -116,22 +126,54 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
         torch.manual_seed(0)
         config = AutoConfig.for_model(**{**MODELS[model], **sizes, "max_position_embeddings": 2**14})
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        data = [{"input_ids": torch.randint(3, 90, (seq_len,)).tolist()} for _ in range(8)]
-        trainer = Trainer(
-            model=network,
-            args=TrainingArguments(
-                tempfile.mkdtemp(),
-                **{
-                    **{"per_device_train_batch_size": rows, "max_steps": steps, "report_to": [], "use_cpu": True},
-                    **{"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **arguments},
-                },
-            ),
-            train_dataset=[{**row, "labels": row["input_ids"]} for row in data],
-            data_collator=lambda batch: {key: torch.tensor([row[key] for row in batch]) for key in batch[0]},
-        )
+        common = {
+            **{"per_device_train_batch_size": rows, "max_steps": steps, "report_to": [], "use_cpu": True},
+            **{"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **arguments},
+        }
+        if grpo:
+            trainer = _grpo_trainer(network, common, seq_len, *grpo)
+        else:
+            data = [{"input_ids": torch.randint(3, 90, (seq_len,)).tolist()} for _ in range(8)]
+            trainer = Trainer(
+                model=network,
+                args=TrainingArguments(tempfile.mkdtemp(), **common),
+                train_dataset=[{**row, "labels": row["input_ids"]} for row in data],
+                data_collator=lambda batch: {key: torch.tensor([row[key] for row in batch]) for key in batch[0]},
+            )
         ringtile.enable(trainer, keys)
         trainer.train()
         ringtile.restore(trainer)
+
+
+def _grpo_trainer(
+    network: Any, common: dict[str, Any], seq_len: int, completion: int, rows: int, has_reference: bool
+) -> Any:
+    """Prompts of seq_len - completion tokens or one less, and completions that do not end early, of one group."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, **{f"w{i}": i for i in range(1, 90)}}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    settings: dict[str, Any] = {
+        **{"num_generations": 2, "beta": 0.1 * has_reference, "max_completion_length": completion, "bf16": False},
+        **{"generation_kwargs": {"min_new_tokens": completion}, "gradient_checkpointing": False, **common},
+        "ddp_find_unused_parameters": False,  # else DDP hands the entropies a gradient of zeros
+        "steps_per_generation": rows // common["per_device_train_batch_size"],
+    }
+    prompts = [
+        {"prompt": " ".join(f"w{(i + j) % 80 + 3}" for j in range(seq_len - completion - i % 2))} for i in range(64)
+    ]
+    with mock.patch("trl.trainer.grpo_trainer.create_model_from_path", return_value=copy.deepcopy(network)):
+        return GRPOTrainer(
+            model=network,
+            reward_funcs=lambda completions, **columns: [float(i % 2) for i in range(len(completions))],
+            args=GRPOConfig(tempfile.mkdtemp(), shuffle_dataset=False, **settings),
+            train_dataset=Dataset.from_list(prompts),
+            processing_class=wrapped,
+        )
 
 
 def measure(case: tuple[Any, ...]) -> int:
@@ -198,10 +240,11 @@ def _run(case: tuple[Any, ...]) -> int:
 def predict(case: tuple[Any, ...]) -> dict[str, int]:
     """The parts of the peak, as `ringtile plan --model` has them."""
     from ringtile.config import Config
+    from ringtile.planner.grpo import Grpo
     from ringtile.planner.step import Setup, TrainingStep
     from transformers import AutoConfig
 
-    engine, model, size, seq_len, rows, checkpointing, keys = case
+    engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
     config = AutoConfig.for_model(**{**MODELS[model], **SIZES[size], "max_position_embeddings": 2**14})
     setup = Setup(
         config,
@@ -210,6 +253,7 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
         ringtile=Config(**keys),
         batch=rows,
         gradient_checkpointing=checkpointing,
+        grpo=Grpo(*grpo) if grpo else None,
     )
     with TrainingStep(setup) as step:
         return step.run(seq_len).parts
