@@ -39,7 +39,6 @@ class Project:
     arguments: str = "TrainingArguments"
     steps: str = "5 "  # as wide as another's, before a comment
     learning_rate: str = "0.1"
-    tiled_loss: str = "true "
 
 
 def script(name: str, *training: str) -> dict[str, tuple[str, ...]]:
@@ -64,7 +63,6 @@ PROJECTS = {
         arguments="TrainingArguments, which GRPOConfig has too",
         steps="20",
         learning_rate="2.0",
-        tiled_loss="false",  # it refuses logits to whoever generates; TRL's own log-probs have tiles
     ),
     "axolotl": Project(
         "axolotl",
