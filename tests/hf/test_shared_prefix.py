@@ -13,7 +13,7 @@ from hf_training import PROOF, TOLERANCE, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
 from ringtile.hf.layers import LayerMask
-from ringtile.hf.shared_rows import SharedRows, share
+from ringtile.hf.shared_rows import SharedRows, share, unfold
 from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -191,3 +191,74 @@ def test_refuses_trainers_and_models_that_it_does_not_fit() -> None:
         ringtile.enable(make_trainer(trainer_class="trl.SFTTrainer"), ALONE)
     with pytest.raises(ringtile.Refused, match="shared_prefix: the model drops"):
         ringtile.enable(make_rollouts(model_dropout=0.1), ALONE)
+
+
+# ---- trees that the batch says ------------------------------------------------------------------
+
+PARENTS, LENGTHS = [-1, 0, 0, 2, 2, -1, 5], [5, 4, 1, 3, 6, 2, 3]
+
+
+def _tree(rows: Any = None) -> dict[str, torch.Tensor]:
+    """Two trees in a row with padding at its end; some tokens, and the first of each tree, are no targets."""
+    ids = 7 * torch.arange(sum(LENGTHS)) % 93 + 3
+    labels = ids.masked_fill(torch.arange(len(ids)) % 5 == 0, -100)
+    labels[sum(LENGTHS[:5])] = -100
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    padded = {name: torch.nn.functional.pad(x, (0, 2), value=fill[name])[None] for name, x in batch.items()}
+    return padded | {"tree_parents": torch.tensor([PARENTS]), "tree_lengths": torch.tensor([LENGTHS])}
+
+
+def _train_tree(config: dict[str, Any], family: str) -> Any:
+    model = tiny_model(family).double().train()
+    return train(config, model=model, collator=_tree, gradient_accumulation_steps=1, evaluate=False, max_steps=2)
+
+
+def _train_ways(family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same steps on the ways from the roots, row by row; of each token the loss counts once."""
+    model, batch = tiny_model(family).double().train(), _tree()
+    losses = []
+    for rate in (0.3, 0.15):
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        begins = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+        total, seen = torch.zeros((), dtype=torch.float64), set()
+        for leaf in range(len(PARENTS)):
+            way, node = [], leaf
+            while node >= 0:
+                way = [*range(begins[node], begins[node] + LENGTHS[node]), *way]
+                node = PARENTS[node]
+            each = torch.nn.functional.cross_entropy(
+                model(ids[None, way]).logits[0, :-1], labels[way[1:]], reduction="none"
+            )
+            new = torch.tensor([token not in seen for token in way[1:]])
+            total = total + each[new].sum()
+            seen |= set(way)
+        loss = total / labels[1:].ne(-100).sum()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+        losses.append(float(loss))
+    return losses, {name: x.detach() for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", 2), *(pytest.param("llama", size, marks=pytest.mark.long) for size in (3, 4))]
+)
+def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
+    losses, weights = _train_ways(family)
+    for run in run_ranks(size, _train_tree, {"context_parallel_size": size}, family):
+        assert run.losses == pytest.approx(losses, rel=1e-6)  # logged as float32
+        for name, weight in weights.items():
+            assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+
+
+def test_refuses_a_tree_that_is_not_the_row() -> None:
+    batch = _tree()
+    with pytest.raises(ringtile.InputError, match="tree_lengths are of 23 tokens"):
+        unfold(batch | {"tree_lengths": torch.tensor([[4, *LENGTHS[1:]]])}, None)
+    with pytest.raises(ringtile.InputError, match="depth-first order"):
+        unfold(batch | {"tree_parents": torch.tensor([[-1, 0, 0, 1, 2, -1, 5]])}, None)
+    with pytest.raises(ringtile.Refused, match="the batch holds seq_idx"):
+        unfold(batch | {"seq_idx": batch["input_ids"]}, None)

@@ -9,6 +9,7 @@ run is changed by it.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,9 +25,12 @@ from ringtile.first_batch.trace import Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
 from ringtile.hf.peers import of_a_collective
+from ringtile.hf.shared_rows import TREE_KEYS
 from ringtile.hf.strategy import Strategy
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
+
+logger = logging.getLogger("ringtile")
 
 _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
@@ -116,6 +120,9 @@ class FirstBatch:
     ) -> None:
         """Raises Refused, on every rank of the group, if the sharded run differs by more than rounding explains."""
         strategy = self._strategy
+        if TREE_KEYS[0] in inputs:
+            logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
+            return
         cut = cut_batch(inputs, self._row_tokens())
         transport = transport_of(strategy.group.process_group)
         counted = transport.bytes_sent, transport.wait_seconds

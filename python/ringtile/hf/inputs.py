@@ -118,7 +118,7 @@ def shard_batch(
     if rows is not None:
         weights = functional.pad(rows.num_rows, (0, padding))
         batch.token_weights = sequence.shard(to_device(weights, main.device), dim=1)
-    if shifts_labels and inputs.get("labels") is not None:
+    if shifts_labels and (inputs.get("labels") is not None or (rows is not None and targets in per_token)):
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
     local["use_cache"] = False
     return local, batch

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringtile.errors import Refused
+from ringtile.errors import InputError, Refused
 from ringtile.hf.layers import LayerMask
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.tree import tree_position_ids
+from ringtile.sequence.tree import nodes, tree_position_ids
 
 IGNORE_INDEX = -100
+TREE_KEYS = ("tree_parents", "tree_lengths")  # of a batch whose row is a tree
 _SHARED = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "output_router_logits", "return_dict")
 
 
@@ -106,6 +107,60 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
         name: column[None].to(device=ids.device, dtype=columns[name].dtype)
         for name, column in zip(columns, taken.unbind(-1), strict=True)
     }, shared
+
+
+def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[str, Any], SharedRows]:
+    """A batch of one row that is a tree, `tree_parents` and `tree_lengths` (n) as `IntervalMask.tree` takes them; and
+    where its tokens are in the tree that is computed.
+
+    The last token of a node that has children predicts the first token of each, so each child begins with a copy of it,
+    where the batch has `labels`. With `shift_labels` a token predicts what they say, and nothing is copied.
+    Raises InputError, Refused.
+    """
+    ids, mask, labels, targets = (inputs.get(x) for x in ("input_ids", "attention_mask", "labels", "shift_labels"))
+    parents, lengths = ([int(x) for x in torch.as_tensor(inputs[name]).flatten()] for name in TREE_KEYS)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name not in {*_SHARED, *TREE_KEYS, "shift_labels"}:
+            raise Refused(f"the batch holds {name} beside {TREE_KEYS[0]}; expected only {', '.join(_SHARED[:4])}")
+    num_tokens = sum(lengths)
+    held = None if ids is None else ids.size(1) if mask is None else int(mask.ne(0).sum())
+    if ids is None or ids.size(0) != 1 or held != num_tokens or (mask is not None and not mask[0, :num_tokens].all()):
+        raise InputError(
+            f"tree_lengths are of {num_tokens} tokens, input_ids {None if ids is None else tuple(ids.shape)}, of which "
+            f"{held} are no padding; expected one row (1, S), all of it in the tree, but for padding at its end"
+        )
+    shared = SharedRows(places=torch.full(tuple(ids.shape), -1))
+    of_node = nodes(parents, lengths)
+    has_children = set(parents) if targets is None else set()
+    taken: list[int] = []  # the token of the batch of each token
+    followers: list[int] = []  # and the one that it predicts; -1: none
+    last: list[int] = []  # token of each node's way
+    for i, (parent, node) in enumerate(zip(parents, of_node, strict=True)):
+        before = last[parent] if parent >= 0 else -1
+        last.append(node.end - 1 if node.end > node.begin else before)
+        way = [before] * (before >= 0 and targets is None) + list(range(node.begin, node.end))
+        found = way[:-1] if i in has_children else way
+        for place, token in enumerate(found, start=len(taken)):
+            if shared.places[0, token] < 0:
+                shared.places[0, token] = place
+        taken += found
+        followers += [*way[1:], -1][: len(found)]
+        shared.parents.append(parent)
+        shared.lengths.append(len(found))
+    shared.num_rows = torch.bincount(shared.places[shared.places >= 0], minlength=len(taken))[None]
+    shared.places[shared.places < 0] = len(taken)
+    index = torch.tensor(taken, device=ids.device)
+    if position_ids is None:
+        position_ids = tree_position_ids(parents, lengths).to(ids.device)
+    dropped = {*TREE_KEYS, "labels", "attention_mask", "shift_labels"}
+    batch = {name: value for name, value in inputs.items() if name not in dropped}
+    batch |= {"input_ids": ids[:, index], "position_ids": position_ids[:, index]}
+    if targets is not None:
+        batch["shift_labels"] = targets[:, index]
+    elif labels is not None:
+        after = torch.tensor(followers, device=ids.device)
+        batch["shift_labels"] = torch.where(after >= 0, labels[:, after.clamp(min=0)], IGNORE_INDEX)
+    return batch, shared
 
 
 def _grow(

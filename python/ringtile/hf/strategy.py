@@ -34,7 +34,7 @@ from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
-from ringtile.hf.shared_rows import share
+from ringtile.hf.shared_rows import TREE_KEYS, share, unfold
 
 
 class Strategy(abc.ABC):
@@ -123,12 +123,16 @@ class Strategy(abc.ABC):
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         on_host = self.group.check_same_batch(inputs)
-        self.packing.check(on_host)
+        is_tree = TREE_KEYS[0] in inputs
+        if not is_tree:
+            self.packing.check(on_host)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
         asked = {name: inputs[name] for name in routers & inputs.keys()}
         given, rows = {name: x for name, x in inputs.items() if name not in routers}, None
-        positions = self.positions.of_batch(on_host)
-        if self.config.shared_prefix and self.trace is None:  # the first batch proves what is sharded, row by row
+        positions = None if is_tree else self.positions.of_batch(on_host)
+        if is_tree:
+            given, rows = unfold(given, given.get("position_ids"))
+        elif self.config.shared_prefix and self.trace is None:  # the first batch proves what is sharded, row by row
             given, rows = share(given, given.get("position_ids", positions))
             positions = None
         local, batch = shard_batch(
@@ -147,7 +151,7 @@ class Strategy(abc.ABC):
             scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
             rows=rows,
         )
-        if self.proves_whole and self._is_plain(inputs):
+        if self.proves_whole and not is_tree and self._is_plain(inputs):
             return self._whole(inputs), None
         local.update(asked)
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
