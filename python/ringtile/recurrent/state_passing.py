@@ -228,7 +228,8 @@ class _Windows:
         """Add to the gradients of what `gather` takes, given those of what it returns."""
         self._add(dwindows, self.own, dx)
         if self.earlier is not None and dhalo is not None:
-            self._add(dwindows, self.earlier, dhalo.view(dhalo.size(0), -1, dhalo.size(3)))
+            batch, pieces, tokens, channels = dhalo.shape  # not -1, which a batch of 0 leaves open
+            self._add(dwindows, self.earlier, dhalo.view(batch, pieces * tokens, channels))
 
     def _add(self, dwindows: Tensor, places: Tensor, to: Tensor) -> None:
         held = torch.where((places >= 0)[..., None], dwindows, 0)
