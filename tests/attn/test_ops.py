@@ -77,10 +77,12 @@ def convolution_arguments() -> tuple[torch.Tensor, ...]:
 TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
 
 OPCHECK_CASES = {
-    "attn_fwd_": lambda: (*pick(attention_arguments(), FORWARD), *drops(), torch.zeros(B, N, H, Dv)),
+    "attn_fwd_": lambda: (
+        *pick(attention_arguments(), FORWARD), *drops(), torch.zeros(B, N, H, Dv), *causal(K),
+    ),
     "attn_bwd_": lambda: (
         *pick({**attention_arguments(), "lse": torch.zeros(B, H, N)}, BACKWARD), True, *drops()[1:],
-        torch.zeros(B, K, G, D), torch.zeros(B, K, G, Dv),
+        torch.zeros(B, K, G, D), torch.zeros(B, K, G, Dv), *causal(K),
     ),
     "attn_delta": lambda: (torch.randn(B, N, H, Dv), torch.randn(B, N, H, Dv), torch.randn(B, H, N).double()),
     "shard_seq_": lambda: (torch.randn(2, 8, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 4, 3)),
@@ -195,6 +197,41 @@ def test_attention_op_refuses_unreadable_arguments(name: str, change: object, me
 def test_attention_op_refuses_malformed_dropout(change: dict[str, object], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         torch.ops.ringtile.attn_fwd_(*pick(attention_arguments(), FORWARD), *drops(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_end": None}, "only one of key_begin and key_end"),
+        ({"key_begin": torch.zeros(1, K)}, "key_begin has dtype"),
+        ({"key_begin": torch.zeros(K, dtype=torch.int32)}, "key_begin has shape"),
+        ({"key_end": torch.zeros(1, K - 1, dtype=torch.int32)}, "key_end has shape"),
+        ({"key_end": torch.zeros(3, K, dtype=torch.int32)}, "key_end has shape"),
+        ({"positions": None}, "there is a key_begin and positions is None"),
+        ({"positions": torch.arange(N + 1)}, "positions has shape"),
+        ({"positions": torch.arange(N).int()}, "positions has dtype"),
+    ],
+)
+def test_attention_ops_refuse_malformed_intervals_of_keys(change: dict[str, object], message: str) -> None:
+    key_begin, key_end = causal(K)
+    given = {"positions": torch.arange(N), "rounded_out": None, "key_begin": key_begin, "key_end": key_end} | change
+    without_dropout = (False, 0.0, 0, 0, 0, None)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ringtile.attn_fwd_(*pick(attention_arguments(), FORWARD), *without_dropout, *given.values())
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "message"),
+    [
+        (torch.zeros(3, 1, 8, dtype=torch.int32), torch.zeros(3, 1, 8, dtype=torch.int32), "begin has shape"),
+        (torch.zeros(2, 1, 8, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32), "end has shape"),
+        (torch.zeros(1, 8, dtype=torch.int32), torch.zeros(2, 1, 8, dtype=torch.int32), "end has shape"),
+        (torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), "begin has shape"),
+    ],
+)
+def test_plan_refuses_masks_of_no_two_sides(begin: Tensor, end: Tensor, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ringtile.plan(begin, end, TWO_HALVES, -1)
 
 
 @pytest.mark.parametrize(

@@ -394,29 +394,35 @@ def test_attention_is_the_ring_of_one() -> None:
 # ---- the op -------------------------------------------------------------------------------------
 
 
-def op_arguments() -> tuple[Any, ...]:
+def op_arguments(mask: IntervalMask) -> tuple[Any, ...]:
     p = problem(batch=2, seq_len=6, head_dim=4, v_head_dim=3)
-    mask, layout = IntervalMask.causal(6), Layout.contiguous(6, 1)
+    layout = Layout.contiguous(6, 1)
     q, k, v = (x.requires_grad_() for x in (p.q, p.k, p.v))
     sinks, rows = torch.ones(4, dtype=torch.float64, requires_grad=True), torch.tensor([0, 1])
     names = "", "ringtile", "ring"
-    return q, k, v, mask.begin, mask.end, layout.tensor, sinks, rows, [0.5, 0.0, 0.3], [1, 2, 3], *names
+    return q, k, v, *mask.bounds, layout.tensor, sinks, rows, [0.5, 0.0, 0.3], [1, 2, 3], *names
 
 
-def test_op_passes_opcheck() -> None:
-    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, op_arguments())
+OF_SIX = [IntervalMask.causal(6), IntervalMask.shared_prefix(2, [2, 2])]
 
 
-def test_backward_op_passes_opcheck() -> None:
-    q, k, v, *others = (x.detach() if isinstance(x, Tensor) else x for x in op_arguments())
+@pytest.mark.parametrize("mask", OF_SIX, ids=["one side", "two sides"])
+def test_op_passes_opcheck(mask: IntervalMask) -> None:
+    torch.library.opcheck(torch.ops.ringtile.ring_attention.default, op_arguments(mask))
+
+
+@pytest.mark.parametrize("mask", OF_SIX, ids=["one side", "two sides"])
+def test_backward_op_passes_opcheck(mask: IntervalMask) -> None:
+    q, k, v, *others = (x.detach() if isinstance(x, Tensor) else x for x in op_arguments(mask))
     out, lse = torch.ops.ringtile.ring_attention(q, k, v, *others)
     arguments = (torch.ones_like(out), torch.zeros_like(lse), q, k, v, out, lse, *others)
     torch.library.opcheck(torch.ops.ringtile.ring_attention_backward.default, arguments)
 
 
-def test_ring_compiles_into_one_graph() -> None:
+@pytest.mark.parametrize("name", ["documents", "tree"])
+def test_ring_compiles_into_one_graph(name: str) -> None:
     p = problem()
-    mask, layout = MASKS["documents"], Layout.contiguous(48, 1)
+    mask, layout = MASKS[name], Layout.contiguous(48, 1)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(q * 2, k, v, mask=mask, layout=layout).sin()

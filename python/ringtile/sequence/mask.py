@@ -79,6 +79,7 @@ class IntervalMask:
         if not torch.equal(num_keys, (end - begin).long()):
             _, key_begin, key_end = ops.mask_hulls(*of_keys, *of_queries)
             self._set(key_begin=key_begin, key_end=key_end)
+            _ = self.bounds  # made now: torch.compile would make them again in every call
 
     def _set(self, **bounds: Tensor | None) -> None:
         for name, bound in bounds.items():
