@@ -94,15 +94,16 @@ typedef struct rt_meetings_params {
     const int32_t *x, *y;           // (num_x), (num_y) rising; NULL: all of 0..S-1
     const int32_t *x_begin, *x_end; // (S) by position
     const int32_t *y_begin, *y_end; // (S)
+    int64_t last;                   // of what each x meets, only the last so many; 0: all
 } rt_meetings_params;
 
 // Elements of scratch for so many positions; 0 if they are negative or too many.
 int64_t rt_meetings_scratch_len(int64_t num_x, int64_t num_y);
 
-// counts (num_x): how many y each x meets. first, after (num_x), both or none NULL: the smallest position that it
-// meets, and the largest plus 1; 0 and 0 where it meets none.
+// counts (num_x): how many y each x meets, at most `last`. first, after (num_x), both or none NULL: the smallest
+// position that it meets, and the largest plus 1; 0 and 0 where it meets none.
 //   scratch (rt_meetings_scratch_len)
-//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_PLAN (positions that do not rise, or are outside 0..S-1)
+//   RT_BAD_SHAPE (also last < 0), RT_BAD_POINTER, RT_BAD_PLAN (positions that do not rise, or are outside 0..S-1)
 // O((num_x + num_y) log S).
 rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *first, int32_t *after, int32_t *scratch);
 

@@ -64,7 +64,7 @@ int64_t rt_meetings_scratch_len(int64_t num_x, int64_t num_y) {
 
 rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *first, int32_t *after, int32_t *scratch) {
     if (p == NULL) return RT_BAD_POINTER;
-    if (p->seq_len < 0 || p->seq_len > INT32_MAX) return RT_BAD_SHAPE;
+    if (p->seq_len < 0 || p->seq_len > INT32_MAX || p->last < 0) return RT_BAD_SHAPE;
     const side x = {p->x, p->x_begin, p->x_end, p->num_x}, y = {p->y, p->y_begin, p->y_end, p->num_y};
     rt_status status = check_side(&x, p->seq_len);
     if (status == RT_OK) status = check_side(&y, p->seq_len);
@@ -90,8 +90,9 @@ rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *fir
         for (int64_t i = coming[j]; i >= 0; i = next_coming[i]) tree_add(tree, y.num, i, 1);
         for (int64_t i = leaving[j]; i >= 0; i = next_leaving[i]) tree_add(tree, y.num, i, -1);
         const int64_t at = position_of(&x, j), from = num_below(&y, x.begin[at]), to = num_below(&y, x.end[at]);
-        const int64_t before = from < to ? tree_sum(tree, from) : 0;
+        int64_t before = from < to ? tree_sum(tree, from) : 0; // of those that x does not meet, or not at last
         counts[j] = from < to ? tree_sum(tree, to) - before : 0;
+        if (p->last > 0 && counts[j] > p->last) before += counts[j] - p->last, counts[j] = p->last;
         if (!hulls) continue;
         const bool meets = counts[j] > 0;
         first[j] = meets ? (int32_t)position_of(&y, tree_find(tree, y.num, before)) : 0;

@@ -63,11 +63,12 @@ struct TwoSides {
         std::fill(attended.begin(), attended.end(), 0);
         for (int64_t row = 0; row < p.mask_batch; ++row) {
             const int64_t of_queries = row * p.seq_len, of_keys = (p.mask_batch + row) * p.seq_len;
-            const rt_meetings_params meetings = {p.seq_len,         num_keys,
-                                                 num_queries,       key_rank < 0 ? nullptr : positions[key_rank].data(),
-                                                 queries.data(),    p.begin + of_keys,
-                                                 p.end + of_keys,   p.begin + of_queries,
-                                                 p.end + of_queries};
+            const rt_meetings_params meetings = {
+                p.seq_len,          num_keys,
+                num_queries,        key_rank < 0 ? nullptr : positions[key_rank].data(),
+                queries.data(),     p.begin + of_keys,
+                p.end + of_keys,    p.begin + of_queries,
+                p.end + of_queries, 0};
             check(rt_meetings(&meetings, of_row.data(), nullptr, nullptr, scratch.data()), "plan");
             for (int64_t key = 0; key < num_keys; ++key) attended[key] += of_row[key];
         }
@@ -147,7 +148,7 @@ std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Te
 // begin, end, key_begin, key_end (rows, S): of a query, and of a key. counts int64 (rows, S): the keys of each query;
 // first, after int32: the smallest of them, and the largest plus 1.
 std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor &end, const Tensor &key_begin,
-                                              const Tensor &key_end) {
+                                              const Tensor &key_end, int64_t last) {
     const char *op = "mask_hulls";
     Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
     const int64_t rows = begin.size(0), S = begin.size(1);
@@ -164,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor 
         return Arg{op, name, x}.data<const int32_t>() + row * S;
     };
     for (int64_t row = 0; row < rows; ++row) {
-        rt_meetings_params p = {S, S, S, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+        rt_meetings_params p = {S, S, S, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, last};
         p.x_begin = row_of("begin", begin, row), p.x_end = row_of("end", end, row);
         p.y_begin = row_of("key_begin", key_begin, row), p.y_end = row_of("key_end", key_end, row);
         check(rt_meetings(&p, static_cast<int64_t *>(counts.data_ptr()) + row * S,
@@ -217,7 +218,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
-    m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end) -> (Tensor, Tensor, Tensor)");
+    m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end, int last=0) -> (Tensor, Tensor, "
+          "Tensor)");
     m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
     m.def("glu_fwd(Tensor gate, Tensor up, int kind) -> Tensor");
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");

@@ -417,15 +417,17 @@ def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Te
     return needed, pairs
 
 
-def mask_hulls(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mask_hulls(
+    begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor, last: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """How many keys each query of a mask attends, int64 (B, S); the first, and the last plus 1, int32 (B, S).
 
     All int32 (B, S) on the CPU: query q attends key k if begin[q] <= k < end[q] and key_begin[k] <= q < key_end[k].
-    With the two sides exchanged: the queries of each key. O(S log S).
+    last: of its keys, only the last so many; 0: all. With the two sides exchanged: the queries of each key. O(S log S).
     """
     for name, x in (("begin", begin), ("end", end), ("key_begin", key_begin), ("key_end", key_end)):
         arguments.check_on_cpu(name, x)
-    counts, first, after = _ops.mask_hulls(begin, end, key_begin, key_end)
+    counts, first, after = _ops.mask_hulls(begin, end, key_begin, key_end, last)
     return counts, first, after
 
 
@@ -451,7 +453,7 @@ torch.library.register_fake("ringtile::digest", lambda begin, end, layout: layou
 
 
 @torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(begin: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return begin.new_empty(begin.shape, dtype=torch.int64), begin.new_empty(begin.shape), begin.new_empty(begin.shape)
 
 

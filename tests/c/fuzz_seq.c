@@ -358,7 +358,7 @@ static void try_plan(uint64_t *state) {
 static void try_meetings(uint64_t *state) {
     const int64_t S = random_int(state, 0, 40);
     int32_t *bounds[4], *at[2] = {NULL, NULL};
-    rt_meetings_params p = {.seq_len = S, .num_x = S, .num_y = S};
+    rt_meetings_params p = {.seq_len = S, .num_x = S, .num_y = S, .last = random_int(state, 0, 50)};
     for (int i = 0; i < 4; i++) {
         bounds[i] = must_alloc((size_t)S * 4);
         for (int64_t j = 0; j < S; j++)

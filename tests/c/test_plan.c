@@ -299,7 +299,8 @@ static void test_meetings_are_counted_pair_by_pair(void) {
                 if (all || random_int(&state, 0, 1)) at[i][num[i]++] = j;
             if (all && random_int(&state, 0, 1)) free(at[i]), at[i] = NULL;
         }
-        const rt_meetings_params p = {S, num[0], num[1], at[0], at[1], bounds[0], bounds[1], bounds[2], bounds[3]};
+        const rt_meetings_params p = {S,         num[0],    num[1],    at[0],     at[1],
+                                      bounds[0], bounds[1], bounds[2], bounds[3], random_int(&state, 0, 5)};
         const int64_t scratch_len = rt_meetings_scratch_len(num[0], num[1]);
         int32_t *scratch = must_alloc((size_t)scratch_len * sizeof(int32_t));
         int32_t *first = must_alloc((size_t)num[0] * sizeof(int32_t) + 4);
@@ -310,11 +311,12 @@ static void test_meetings_are_counted_pair_by_pair(void) {
         for (int64_t i = 0; i < num[0]; i++) {
             const int64_t x = at[0] == NULL ? i : at[0][i];
             int64_t count = 0, least = 0, most = 0;
-            for (int64_t j = 0; j < num[1]; j++) {
+            for (int64_t j = num[1] - 1; j >= 0; j--) { // the last first
                 const int64_t y = at[1] == NULL ? j : at[1][j];
                 if (!is_within(bounds[0], bounds[1], x, y) || !is_within(bounds[2], bounds[3], y, x)) continue;
-                if (count++ == 0) least = y;
-                most = y + 1;
+                if (count == p.last && p.last > 0) break;
+                if (count++ == 0) most = y + 1;
+                least = y;
             }
             CHECK(counts[i] == count && (!hulls || (first[i] == least && after[i] == most)));
         }
@@ -327,7 +329,7 @@ static void test_meetings_refuse_malformed_params(void) {
     const int32_t bounds[4] = {0}, falling[2] = {2, 1}, outside[2] = {0, 4};
     int64_t counts[4];
     int32_t scratch[32], hull[4];
-    const rt_meetings_params good = {4, 4, 4, NULL, NULL, bounds, bounds, bounds, bounds};
+    const rt_meetings_params good = {4, 4, 4, NULL, NULL, bounds, bounds, bounds, bounds, 0};
     CHECK_STATUS(rt_meetings(&good, counts, NULL, NULL, scratch), RT_OK);
     CHECK_STATUS(rt_meetings(NULL, counts, NULL, NULL, scratch), RT_BAD_POINTER);
     CHECK_STATUS(rt_meetings(&good, NULL, NULL, NULL, scratch), RT_BAD_POINTER);
@@ -342,6 +344,7 @@ static void test_meetings_refuse_malformed_params(void) {
     } while (0)
     REFUSED(seq_len, -1, RT_BAD_SHAPE);
     REFUSED(seq_len, INT64_MAX, RT_BAD_SHAPE);
+    REFUSED(last, -1, RT_BAD_SHAPE);
     REFUSED(num_x, 5, RT_BAD_SHAPE);
     REFUSED(num_y, 3, RT_BAD_SHAPE); // not all, and no positions
     REFUSED(x_begin, NULL, RT_BAD_POINTER);

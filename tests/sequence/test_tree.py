@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ringtile import ops, tree_position_ids
-from ringtile.errors import InputError, MaskNotExpressible
+from ringtile import Layout, ShardedSequence, ops, tree_position_ids
+from ringtile.errors import InputError, MaskNotExpressible, Refused
 from ringtile.sequence.mask import IntervalMask
 from strategies import dense, forests, masks, two_sided_masks
 from torch import Tensor
@@ -135,6 +135,27 @@ def test_loose_bounds_of_a_node_are_equal() -> None:
     assert begin.tolist() == [[0] * 7]
     assert end.tolist() == [[7, 7, 4, 4, 7, 7, 7]]
     assert IntervalMask.causal(4).loose_key_bounds == ()
+
+
+@given(SIZES, st.integers(1, 8), st.data())
+def test_window_goes_along_the_way(seq_len: int, window: int, data: st.DataObject) -> None:
+    parents, lengths = data.draw(forests(seq_len))
+    mask, layout = IntervalMask.tree(parents, lengths), Layout.contiguous(seq_len, 1)
+    expected = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for query, way in enumerate(ways(parents, lengths)):
+        expected[query, way[-window:]] = True
+    assert torch.equal(dense(mask.last_keys(window))[0], expected)
+    if mask.key_begin is not None:
+        assert ShardedSequence(mask, layout).with_window(window).mask == mask.last_keys(window)
+        with pytest.raises(Refused, match="a window in both directions on a mask with two sides"):
+            ShardedSequence(mask, layout).with_window(window, causal=False)
+
+
+@given(SIZES, st.integers(1, 8))
+def test_window_of_one_side_is_a_sliding_window(seq_len: int, window: int) -> None:
+    assert IntervalMask.causal(seq_len).last_keys(window) == IntervalMask.sliding_window(seq_len, window)
+    with pytest.raises(InputError, match="window is 0"):
+        IntervalMask.causal(seq_len).last_keys(0)
 
 
 def test_prefix_is_shared() -> None:

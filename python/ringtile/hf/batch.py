@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.attn.call import AttentionKernel
+from ringtile.errors import Refused
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shared_rows import SharedRows
@@ -58,6 +59,8 @@ class ShardedBatch:
             return self.sequence if narrowing is None else self.sequence & narrowing.padded(padding)
         if layer.chunk is None:
             return self.sequence.with_window(layer.window, layer.causal)
+        if self.sequence.mask.key_begin is not None:
+            raise Refused("a layer with chunked attention on a tree, whose rows are not its positions")
         if layer.chunk not in self._chunked:
             chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, first=self.first_tokens)
             self._chunked[layer.chunk] = self.sequence & chunks

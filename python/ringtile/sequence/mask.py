@@ -72,13 +72,12 @@ class IntervalMask:
     def _tighten(self, key_begin: Tensor, key_end: Tensor) -> None:
         """Narrows every interval to what is attended, which changes no pair, and drops those of keys if the pairs are
         those of the queries' intervals alone."""
-        of_queries = [x.contiguous() for x in (self.begin, self.end)]
-        of_keys = [x.contiguous() for x in (key_begin, key_end)]
-        num_keys, begin, end = ops.mask_hulls(*of_queries, *of_keys)
-        self._set(begin=begin, end=end, key_begin=None, key_end=None)
-        if not torch.equal(num_keys, (end - begin).long()):
-            _, key_begin, key_end = ops.mask_hulls(*of_keys, *of_queries)
-            self._set(key_begin=key_begin, key_end=key_end)
+        begin, end, key_begin, key_end = (x.contiguous() for x in (self.begin, self.end, key_begin, key_end))
+        num_keys, first, after = ops.mask_hulls(begin, end, key_begin, key_end)
+        self._set(begin=first, end=after, key_begin=None, key_end=None)
+        if not torch.equal(num_keys, (after - first).long()):
+            _, first, after = ops.mask_hulls(key_begin, key_end, begin, end)
+            self._set(key_begin=first, key_end=after)
             _ = self.bounds  # made now: torch.compile would make them again in every call
 
     def _set(self, **bounds: Tensor | None) -> None:
@@ -150,6 +149,19 @@ class IntervalMask:
         for begin, end in key_bounds[1:]:
             key_begin, key_end = torch.maximum(key_begin, begin), torch.minimum(key_end, end)
         return IntervalMask(*of_queries, *(x.expand_as(of_queries[0]) for x in (key_begin, key_end)))
+
+    def last_keys(self, window: int) -> IntervalMask:
+        """A query attends the last `window` of its keys: a causal sliding window along each way of a tree.
+
+        `self & sliding_window` counts rows instead, among them those of other branches.
+        """
+        window = arguments.check_int("window", window)
+        if window < 1:
+            raise InputError(f"window is {window}; expected at least 1 token (the query itself)")
+        key_begin = torch.zeros_like(self.begin) if self.key_begin is None else self.key_begin
+        key_end = torch.full_like(self.end, self.seq_len) if self.key_end is None else self.key_end
+        _, begin, end = ops.mask_hulls(self.begin, self.end, key_begin, key_end, min(window, self.seq_len))
+        return IntervalMask(begin, end, *self.tensors[2:])
 
     def padded(self, padding: int) -> IntervalMask:
         """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended."""

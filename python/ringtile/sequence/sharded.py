@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.errors import InputError
+from ringtile.errors import InputError, Refused
 from ringtile.scheme import Scheme, Share, shares_of
 from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.fingerprint import found_on
@@ -142,11 +142,20 @@ class ShardedSequence:
         return self._narrowed[mask]
 
     def with_window(self, window: int | None, causal: bool = True) -> ShardedSequence:
-        """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self."""
+        """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self.
+
+        With two sides the window is along each way of a tree, as where ways are rows (IntervalMask.last_keys). Refused:
+        such a window that is not causal.
+        """
         if window is None:
             return self
         if (window, causal) not in self._windows:
-            self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window, causal=causal)
+            if self.mask.key_begin is None:
+                self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window, causal=causal)
+            elif causal:
+                self._windows[window, causal] = self & self.causal.mask.last_keys(window)
+            else:
+                raise Refused("a window in both directions on a mask with two sides, as a tree's is; expected causal")
         return self._windows[window, causal]
 
     @functools.cached_property

@@ -144,7 +144,8 @@ class Noticing:
             key = (sequence, window)
             if key not in self._windows:
                 mask = sequence.causal.mask if is_causal else sequence.mask
-                self._windows[key] = mask & IntervalMask.sliding_window(seq_len, window) == mask
+                windowed = mask & IntervalMask.sliding_window(seq_len, window) if mask.key_begin is None else None
+                self._windows[key] = (windowed or mask.last_keys(window)) == mask
             if self._windows[key]:
                 return
         raise self._told(
@@ -175,7 +176,7 @@ class Noticing:
         unpacked = documents.begin.count_nonzero() == 0
         if not unpacked:
             mask = scope.sequence.causal.mask if scope.is_masked and scope.sequence is not None else None
-            if mask is None or (mask & documents) != mask:
+            if mask is None or not _keeps_apart(mask, documents):
                 raise self._told(
                     Refused(
                         "position_ids of packed documents, which context_parallel must know of: pass it "
@@ -195,6 +196,16 @@ class Noticing:
 
     def _told(self, error: Refused | InputError) -> Refused | InputError:
         return self._scope.told(error)
+
+
+def _keeps_apart(mask: IntervalMask, documents: IntervalMask) -> bool:
+    """Whether no query of a mask attends another document; of a tree, the token before the restart of its positions."""
+    if mask.key_begin is None or mask.key_end is None:
+        return (mask & documents) == mask
+    before = torch.arange(-1, mask.seq_len - 1)  # of each query, the key before it
+    restarts = documents.begin == before + 1
+    attends = (mask.begin <= before) & (before < mask.end) & (mask.key_end.roll(1, 1) > before + 1)
+    return not bool((restarts & attends)[:, 1:].any())
 
 
 def caller_of(depth: int) -> types.FrameType:
