@@ -14,7 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hf_models import tiny_model
 from pool import run_ranks
-from ringtile import ContextParallel, InputError, IntervalMask, Layout, LoopbackWorld, Refused, context_parallel
+from ringtile import (
+    ContextParallel,
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    Refused,
+    context_parallel,
+    tree_position_ids,
+)
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense
 from test_torch_cp_context import assert_equal, expected, inputs
@@ -255,6 +264,47 @@ def test_a_transformers_model_as_the_page_calls_it() -> None:
         assert max(map(max, rank)) <= 1e-12
 
 
+TREE = [-1, 0, 1, 1, 0], [9, 6, 5, 8, 4]
+WAYS = [[0, 1, 2], [0, 1, 3], [0, 4]]  # the nodes on the way to each leaf
+
+
+def differences_on_a_tree() -> list[float]:
+    """As `differences`, from each way as a row of its own, where the loss of a shared token counts in the first."""
+    model: Any = tiny_model("llama").double().train()
+    generator = torch.Generator().manual_seed(0)
+    input_ids, labels = (torch.randint(3, 90, (2, 32), generator=generator) for _ in range(2))
+    nodes = torch.arange(32).split(TREE[1])
+    single, counted = torch.zeros((), dtype=torch.float64), torch.zeros(32, dtype=torch.bool)
+    for way in (torch.cat([nodes[node] for node in nodes_of_way]) for nodes_of_way in WAYS):
+        targets = labels[:, way].masked_fill(counted[way], -100)
+        single = single + loss_of(model(input_ids[:, way]).logits, targets)
+        counted[way] = True
+    wanted = [single.detach(), *torch.autograd.grad(single, list(model.parameters()))]
+    position_ids = tree_position_ids(*TREE)
+    with context_parallel(
+        dist.group.WORLD,
+        buffers=[input_ids, labels, position_ids],
+        buffer_seq_dims=[1, 1, 1],
+        mask=IntervalMask.tree(*TREE),
+        layout="zigzag",
+    ):
+        loss = loss_of(model(input_ids, position_ids=position_ids).logits, labels)
+        loss.backward()
+    found = []
+    for got, exact in zip([loss.detach(), *(p.grad for p in model.parameters())], wanted, strict=True):
+        dist.all_reduce(got)
+        found.append(((got - exact).abs().max() / exact.abs().max().clamp(min=1)).item())
+    return found
+
+
+def test_a_transformers_model_on_a_tree() -> None:
+    """float64: the prompt once, and its branches as if each had its own. The gradient of a shared token goes through
+    the model's norms as a sum here, and branch by branch there; all 5 compute in float32, and round it twice each."""
+    for loss, *gradients in run_ranks(2, differences_on_a_tree):
+        assert loss <= 1e-12
+        assert max(gradients) <= 10 * 2**-24
+
+
 def forward(model: Any, *, positions: bool) -> None:
     input_ids, _, position_ids = batch(False)
     with context_parallel(dist.group.WORLD, buffers=[input_ids, position_ids], buffer_seq_dims=[1, 1]):
@@ -262,6 +312,9 @@ def forward(model: Any, *, positions: bool) -> None:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
+    "position_ids of packed documents, which context_parallel": lambda: differences(
+        "llama", True, False, IntervalMask.tree([-1, 0, 0], [7, 20, 5])
+    ),
     "the model got no position_ids, and would count from 0 on every rank": lambda: forward(
         tiny_model(), positions=False
     ),
