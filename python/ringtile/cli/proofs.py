@@ -64,6 +64,7 @@ def _masks(text: Any) -> dict[str, IntervalMask]:
         "causal": causal,
         f"{len(lengths)} documents": documents,
         f"window {window}": causal & IntervalMask.sliding_window(MAX_TOKENS, window),
+        "tree of 3 nodes": IntervalMask.shared_prefix(lengths[1], [lengths[0], lengths[2]]),
     }
 
 
@@ -96,6 +97,8 @@ def _dense_attention(mask: IntervalMask, q: Tensor, k: Tensor, v: Tensor) -> Ten
     groups, keys = q.size(2) // k.size(2), torch.arange(q.size(1))
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     seen = (mask.begin[..., None] <= keys) & (keys < mask.end[..., None])  # (1, S, S)
+    if mask.key_begin is not None and mask.key_end is not None:
+        seen &= (mask.key_begin[:, None] <= keys[:, None]) & (keys[:, None] < mask.key_end[:, None])
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.size(-1))
     weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(dim=-1).nan_to_num(0.0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)

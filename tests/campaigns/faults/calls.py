@@ -114,6 +114,8 @@ class Draw:
                 lambda: IntervalMask.from_position_ids(self.tensor((rows, seq_len), torch.int64)),
                 lambda: IntervalMask.from_bool(self.tensor((rows, seq_len, seq_len), torch.bool)),
                 lambda: IntervalMask(*(self.tensor((rows, seq_len), torch.int32, seq_len) for _ in range(2))),
+                lambda: IntervalMask(*(self.tensor((rows, seq_len), torch.int32, seq_len) for _ in range(4))),
+                lambda: IntervalMask.tree(self.of([[-1, 0, 0]] * rows), self.of([[cut, 0, seq_len - cut]] * rows)),
             ]
         )()
         return self.of(mask, torch.ones(seq_len, seq_len, dtype=torch.bool))
