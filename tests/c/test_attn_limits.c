@@ -1,6 +1,10 @@
 // Attention at its limits: infinities and NaN, any number of workers, the workspace, refusals.
 #include "attn_check.h"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 // ---- numbers that are not finite ---------------------------------------------------------------------------
 
 static void test_infinities_and_nans_stay_where_the_reference_puts_them(void) {
@@ -50,6 +54,35 @@ static void test_unattended_values_leave_no_trace(void) {
                 FOR_EACH_ELEMENT(&c.x[i], b, token, head, d) CHECK(isfinite(get(&c.x[i], b, token, head, d)));
         free_case(&c);
     }
+}
+
+// Tiles of keys whose intervals meet no query are skipped, not masked: the sanitizer sees a read of them.
+static void test_tiles_that_no_query_meets_stay_unread(void) {
+#ifdef __SANITIZE_ADDRESS__
+    uint64_t state = 25;
+    for (int i = 0; i < NUM_DTYPES; i++) {
+        attn_case c = new_case(&state, (attn_shape){all_dtypes[i], 1, 40, 512, 2, 1, 16, 16, true}, MASK_FULL, 1);
+        draw_key_mask(&state, &c, 512);
+        c.p.key_mask_batch_stride = 0;
+        for (int64_t token = 0; token < 40; token++) c.q_positions[token] = 600 + token;
+        for (int64_t key = 0; key < 512;
+             key++) { // those of two tiles end with the first query, or begin after the last
+            c.key_begin[key] = key < 256 ? 0 : 640, c.key_end[key] = key < 256 ? 600 : 700;
+            if (key < 128 || key >= 384) c.key_begin[key] = 601, c.key_end[key] = 630;
+        }
+        const size_t row_bytes = 16 * dtype_bytes(c.p.dtype);
+        for (int pass = FORWARD; pass <= BACKWARD; pass++) {
+            for (int64_t key = 128; key < 384; key++)
+                for (int x = K; x <= V; x++)
+                    __asan_poison_memory_region(
+                        (char *)c.x[x].data + (size_t)row_of(&c.x[x], 0, key, 0) * dtype_bytes(c.p.dtype), row_bytes);
+            run_in_calls((enum pass)pass, &c, 1, threads_of(2));
+            for (int x = K; x <= V; x++)
+                __asan_unpoison_memory_region(c.x[x].data, (size_t)c.x[x].num_elements * dtype_bytes(c.p.dtype));
+        }
+        free_case(&c);
+    }
+#endif
 }
 
 // One query and three keys; the scores are q times the keys.
@@ -285,6 +318,7 @@ int main(void) {
     check_isa_or_skip();
     test_infinities_and_nans_stay_where_the_reference_puts_them();
     test_unattended_values_leave_no_trace();
+    test_tiles_that_no_query_meets_stay_unread();
     test_infinite_scores();
     test_any_workers_give_the_same_bits_every_time();
     test_workspace_has_exactly_the_size_asked_for();

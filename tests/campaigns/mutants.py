@@ -352,6 +352,13 @@ MUTANTS = [
         "c test_attn",
     ),
     Mutant(
+        "two sides: tiles that no query meets are masked",
+        "csrc/attn/key_ranges.h",
+        "if (!live || ranges->key_begin == NULL) return live;",
+        "if (true) return live;",
+        "c test_attn_limits",
+    ),
+    Mutant(
         "two sides: a panel is full by its first query",
         "csrc/attn/key_ranges.h",
         "ranges->key_end[key] > ranges->last_position[panel];",
