@@ -443,6 +443,20 @@ MUTANTS = [
         "tests/attn/test_tree_attention.py -k notice",
     ),
     Mutant(
+        "two sides: a window of rows on a tree",
+        "python/ringtile/sequence/sharded.py",
+        "self._windows[window, causal] = self & self.causal.mask.last_keys(window)",
+        "self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window)",
+        "tests/sequence/test_tree.py",
+    ),
+    Mutant(
+        "two sides: position ids that restart anywhere",
+        "python/ringtile/torch_context_parallel/noticing.py",
+        "return not bool((restarts & attends)[:, 1:].any())",
+        "return True",
+        "tests/torch_cp/test_torch_cp_noticed.py -k refused",
+    ),
+    Mutant(
         "two sides: work of the hulls",
         "python/ringtile/sequence/balance.py",
         "pairs = mask.num_keys.sum(0)",
