@@ -12,8 +12,9 @@ from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import PROOF, TOLERANCE, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
+from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import LayerMask
-from ringtile.hf.shared_rows import SharedRows, share, unfold
+from ringtile.hf.shared_rows import share, unfold
 from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -67,8 +68,7 @@ def test_a_tree_holds_each_beginning_once(seed: int) -> None:
         for places in of_rows:
             for i, query in enumerate(places):
                 attends[query, places[0 if window is None else max(0, i - window + 1) : i + 1]] = True
-        narrowing = shared.narrowing(LayerMask(window=window))
-        mask = shared.mask if narrowing is None else shared.mask & narrowing
+        mask = shared.mask if window is None else shared.mask.last_keys(window)
         assert mask == IntervalMask.from_bool(attends)
 
 
@@ -93,8 +93,10 @@ def test_refuses_what_is_no_row(more: dict[str, torch.Tensor], words: str) -> No
 
 
 def test_refuses_chunks() -> None:
+    tree, rows = share({"input_ids": torch.tensor([[3, 4, 5], [3, 4, 6]])}, None)
+    _, batch = shard_batch(tree, layout="zigzag", group=None, makes_positions=True, rows=rows)
     with pytest.raises(ringtile.Refused, match="a layer attends in chunks"):
-        SharedRows([-1], [4]).narrowing(LayerMask(chunk=2))
+        batch.narrowed(LayerMask(chunk=2))
 
 
 # ---- trainings ----------------------------------------------------------------------------------

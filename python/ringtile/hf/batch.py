@@ -53,14 +53,13 @@ class ShardedBatch:
 
     def narrowed(self, layer: LayerMask) -> ShardedSequence:
         """The sequence as a layer sees it. torch.compile cannot make its mask: a call outside must have done so."""
-        if self.rows is not None:
-            narrowing = self.rows.narrowing(layer)
-            padding = self.sequence.seq_len - self.seq_len
-            return self.sequence if narrowing is None else self.sequence & narrowing.padded(padding)
         if layer.chunk is None:
             return self.sequence.with_window(layer.window, layer.causal)
-        if self.sequence.mask.key_begin is not None:
-            raise Refused("a layer with chunked attention on a tree, whose rows are not its positions")
+        if self.rows is not None or self.sequence.mask.key_begin is not None:
+            raise Refused(
+                "a layer attends in chunks, which are counted over rows; expected full or sliding attention for a tree "
+                "of tokens: set shared_prefix: false"
+            )
         if layer.chunk not in self._chunked:
             chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, first=self.first_tokens)
             self._chunked[layer.chunk] = self.sequence & chunks

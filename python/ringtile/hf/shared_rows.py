@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile.errors import InputError, Refused
-from ringtile.hf.layers import LayerMask
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
@@ -39,27 +38,6 @@ class SharedRows:
     @property
     def mask(self) -> IntervalMask:
         return IntervalMask.tree(self.parents, self.lengths)
-
-    def narrowing(self, layer: LayerMask) -> IntervalMask | None:
-        """What a layer's window leaves of each path; None: all."""
-        if layer.chunk is not None or not layer.causal:
-            raise Refused(
-                "shared_prefix: a layer attends in chunks, or later tokens; expected full or sliding causal attention, "
-                "since branches begin in the middle of a chunk: set shared_prefix: false"
-            )
-        if layer.window is None:
-            return None
-        depths = tree_position_ids(self.parents, self.lengths)[0]
-        begins, first = torch.empty_like(depths), 0
-        paths: list[list[tuple[int, int]]] = []  # of each node: first token and depth of its ancestors and itself
-        for parent, length in zip(self.parents, self.lengths, strict=True):
-            paths.append([*(paths[parent] if parent >= 0 else []), (first, int(depths[first]))])
-            firsts, starts = torch.tensor(paths[-1]).T.contiguous()
-            wanted = (depths[first : first + length] - layer.window + 1).clamp(min=0)
-            node = torch.searchsorted(starts, wanted, right=True) - 1
-            begins[first : first + length] = firsts[node] + wanted - starts[node]
-            first += length
-        return IntervalMask(begins[None].int(), torch.arange(1, first + 1, dtype=torch.int32)[None])
 
     def unshared(self, of_tree: Tensor) -> Tensor:
         """(1, T, ...) -> (B, S, ...); 0 for padding. Differentiable: gradients of a token of several rows add up."""
