@@ -412,7 +412,7 @@ MUTANTS = [
         "python/ringtile/sequence/mask.py",
         "return torch.where(self.key_begin == first, 0, self.key_begin), loose_end",
         "return torch.zeros_like(self.key_begin), loose_end",
-        "tests/sequence/test_tree.py",
+        "tests/sequence/test_token_trees.py",
     ),
     Mutant(
         "two sides: intervals of local keys for those that travelled",
@@ -433,7 +433,7 @@ MUTANTS = [
         "python/ringtile/sequence/mask.py",
         "key_begin, key_end = torch.maximum(key_begin, begin), torch.minimum(key_end, end)",
         "key_begin, key_end = torch.maximum(key_begin, begin), key_end",
-        "tests/sequence/test_tree.py",
+        "tests/sequence/test_token_trees.py",
     ),
     Mutant(
         "two sides: a sequence that knows one",
@@ -447,7 +447,7 @@ MUTANTS = [
         "python/ringtile/sequence/sharded.py",
         "self._windows[window, causal] = self & self.causal.mask.last_keys(window)",
         "self._windows[window, causal] = self & IntervalMask.sliding_window(self.seq_len, window)",
-        "tests/sequence/test_tree.py",
+        "tests/sequence/test_token_trees.py",
     ),
     Mutant(
         "two sides: position ids that restart anywhere",
@@ -468,7 +468,7 @@ MUTANTS = [
         "python/ringtile/sequence/tree.py",
         "return [node._replace(subtree_end=end) for node, end in zip(found, ends, strict=True)]",
         "return [node._replace(subtree_end=node.end) for node, end in zip(found, ends, strict=True)]",
-        "tests/sequence/test_tree.py",
+        "tests/sequence/test_token_trees.py",
     ),
     # ---- ring
     Mutant(

@@ -109,6 +109,7 @@ def test_enable_is_idempotent_and_restore_leaves_identical_objects():
             "accelerator.prepare_data_loader",
             "config._attn_implementation_internal",
             "model.._loss_function",
+            "model..ringtile_own_attention",
             "model.model.rotary_emb.forward",
             "trainer._get_num_items_in_batch",
             "trainer._prepare_context_parallel_inputs",

@@ -117,6 +117,7 @@ def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
         cell("grpo", 3, loss_type="grpo", **OFTEN),
         cell("cispo with LoRA", lora=True, loss_type="cispo", **OFTEN),
         cell("experts", family="qwen3-moe", router_aux_loss_coef=0.1, **ROWS),
+        cell("sliding windows", family="mistral-sliding", **OFTEN),
         cell("RLOO", kind="RLOO", learning_rate=0.01, **ROWS),
         *(cell(family, family=family, **OFTEN | SLOWLY) for family in ("qwen3_next", "bamba")),
         cell("qwen3_next", 1, family="qwen3_next", **OFTEN | SLOWLY),
