@@ -85,11 +85,12 @@ def test_gradients_of_a_shared_token_add_up() -> None:
     [
         ({"cu_seq_lens_q": torch.tensor([0, 2, 3])}, "the batch holds cu_seq_lens_q"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 has padding between its tokens"),
+        ({"position_ids": torch.tensor([[0, 1, 0]])}, "position_ids start again in a row"),
     ],
 )
 def test_refuses_what_is_no_row(more: dict[str, torch.Tensor], words: str) -> None:
     with pytest.raises(ringtile.Refused, match=words):
-        share({"input_ids": torch.tensor([[3, 4, 5]]), **more}, None)
+        share({"input_ids": torch.tensor([[3, 4, 5]]), **more}, more.get("position_ids"))
 
 
 def test_refuses_chunks() -> None:
@@ -255,6 +256,13 @@ def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
         assert run.losses == pytest.approx(losses, rel=1e-6)  # logged as float32
         for name, weight in weights.items():
             assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+
+
+def test_refuses_a_tree_where_nothing_is_sharded() -> None:
+    trainer = make_trainer(collator=_tree, max_steps=1)
+    ringtile.enable(trainer, {"context_parallel_size": 1})
+    with pytest.raises(ringtile.Refused, match="the batch holds tree_parents, and no sequence is sharded"):
+        trainer.train()
 
 
 def test_refuses_a_tree_that_is_not_the_row() -> None:

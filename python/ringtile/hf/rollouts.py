@@ -238,12 +238,12 @@ def _joined(answers: Sequence[Any], counts: Sequence[int]) -> Any:
     first = answers[0]
     if isinstance(first, tuple):
         return tuple(_joined(parts, counts) for parts in zip(*answers, strict=True))
-    if isinstance(first, Mapping):
+    if isinstance(first, Mapping) and all(answer.keys() == first.keys() for answer in answers):
         return {key: _joined([answer[key] for answer in answers], counts) for key in first}
     lengths = [len(answer) if isinstance(answer, list) else None for answer in answers]
     if lengths == [count for count in counts if count]:
         return [row for answer in answers for row in answer]
-    if any(answer != first for answer in answers):
+    if isinstance(first, Mapping | Tensor) or any(answer != first for answer in answers):
         raise Refused(
             "a rollout_func returned something else than a list of one entry for each row, which differs between the "
             "ranks of a group; expected lists as long as the prompts that it was given"

@@ -65,6 +65,8 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
     targets = None if labels is None else functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     if position_ids is None:
         position_ids = torch.arange(seq_len, device=ids.device)[None]
+    if position_ids.dim() != 2:
+        raise Refused(f"shared_prefix: position_ids are {tuple(position_ids.shape)}; expected (B, S), as of text")
     columns = {"input_ids": ids, "position_ids": position_ids.expand(num_rows, -1)}
     columns |= {} if targets is None else {"shift_labels": targets}
     held = torch.ones_like(ids) if mask is None else mask
@@ -74,6 +76,11 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
     for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
         if not held[row, first : first + count].all():
             raise Refused(f"shared_prefix: row {row} has padding between its tokens; expected it at its ends")
+    steps = keys[..., 1].diff(dim=1)
+    if bool(((steps != 1) & held[:, 1:] & held[:, :-1]).any()):
+        raise Refused(
+            "shared_prefix: position_ids start again in a row, of packed documents; expected one sequence a row"
+        )
     rows = [keys[row, first : first + count] for row, (first, count) in enumerate(zip(firsts, counts, strict=True))]
     shared, found = SharedRows(places=torch.full((num_rows, seq_len), -1)), list[Tensor]()
     _grow(shared, rows, list(range(num_rows)), 0, -1, firsts, found)
@@ -85,6 +92,15 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
         name: column[None].to(device=ids.device, dtype=columns[name].dtype)
         for name, column in zip(columns, taken.unbind(-1), strict=True)
     }, shared
+
+
+def refuse_tree(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """A hook before the forward pass of a model on one rank, which would attend all tokens of the row before."""
+    if TREE_KEYS[0] in kwargs:
+        raise Refused(
+            f"the batch holds {TREE_KEYS[0]}, and no sequence is sharded; expected context_parallel_size of 2 or more, "
+            f"where ringtile computes trees"
+        )
 
 
 def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[str, Any], SharedRows]:

@@ -32,6 +32,7 @@ from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parall
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import LimitTimeouts, Peers
 from ringtile.hf.rollouts import LossOnRollouts, generates
+from ringtile.hf.shared_rows import refuse_tree
 from ringtile.hf.strategy import Strategy
 from ringtile.transport.groups import transport_of
 
@@ -151,6 +152,7 @@ def _install_alone(trainer: Trainer, base: PreTrainedModel, patches: Patches) ->
     hybrid = bool(recurrent.mixers(model.text_modules(base)))
     packing = Packing(base, causal=shifts_labels(base), hybrid=hybrid, speaks=trainer.args.process_index == 0)
     packing.install_alone(trainer.model, patches)
+    patches.on_restore(trainer.model.register_forward_pre_hook(refuse_tree, with_kwargs=True).remove)
     if hybrid:
         checks.check_recurrent(trainer, base)
         recurrent.install_alone(trainer.model, base, patches)
