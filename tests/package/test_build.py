@@ -321,7 +321,8 @@ def test_binary_is_hardened(name: str) -> None:
 
 @pytest.mark.nvcc
 def test_cuda_binary_registers_every_kernel() -> None:
-    """The CUDA half has every kernel of the CPU half except masks, plans and recurrences, for which ringtile uses torch there.
+    """The CUDA half has every kernel of the CPU half, but for masks and plans, which are the host's, and recurrences,
+    for which ringtile uses torch there.
 
     It is loaded lazily, so no symbol is looked up.
     """
