@@ -164,14 +164,14 @@ def train_rollouts(
             ringtile.enable(trainer, PROOF | config)
         trainer.train(resume_from_checkpoint=resume)
         run = Run(global_step=trainer.state.global_step, num_input_tokens=trainer.state.num_input_tokens_seen)
-        run.metrics = [{key: x for key, x in entry.items() if key not in TIMES} for entry in trainer.state.log_history]
+        run.metrics = [without_times(entry) for entry in trainer.state.log_history]
         run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         run.logs = {
             name: {k: list(v) for k, v in log.items()} if isinstance(log, dict) else list(log)
             for name, log in trainer._logs.items()
         }
         run.weights = full_weights(trainer.model)
-        run.metrics.append(_without_times(trainer.evaluate()))
+        run.metrics.append(without_times(trainer.evaluate()))
         if config is not None:
             ringtile.restore(trainer)
     return run
@@ -195,5 +195,5 @@ def log_prob_bytes(config: dict[str, Any] | None, tokens: int) -> int:
     return alive.bytes_peak
 
 
-def _without_times(entry: dict[str, float]) -> dict[str, float]:
+def without_times(entry: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in entry.items() if key not in TIMES}

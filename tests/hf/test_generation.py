@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 from hf_engines import engine as engine_arguments
 from hf_models import SIZES, tiny_tokenizer
-from hf_rollouts import SETTINGS, Given, completion_of, log_prob_bytes, make_rollouts, train_rollouts
+from hf_rollouts import SETTINGS, Given, completion_of, log_prob_bytes, make_rollouts, train_rollouts, without_times
 from hf_training import PROOF, Run, failure_of
 from pool import run_ranks
+from ringtile.hf import auto
 from test_rollouts import ALL, assert_equal, assert_same
 from transformers import GenerationMixin, LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 from trl.generation import vllm_generation
@@ -229,6 +231,29 @@ def test_resumes_in_the_middle(tmp_path: Any) -> None:
     expected = _resumed(None, str(tmp_path))
     for run in run_ranks(2, _resumed, CONFIG, str(tmp_path), group=2):
         assert_equal(run, expected)
+
+
+def _by_import(path: str) -> list[dict[str, float]]:
+    with mock.patch.dict(os.environ, {"RINGTILE_CONFIG": path}):
+        patches = auto.install()
+    try:
+        trainer = make_rollouts(group=2, **ALL)
+        trainer.train()
+        assert trainer._ringtile_session.config.context_parallel_size == 2
+        ringtile.restore(trainer)
+        assert {"train", "evaluate", "predict"}.isdisjoint(vars(trainer))
+    finally:
+        patches.restore()
+    return [without_times(entry) for entry in trainer.state.log_history]
+
+
+def test_an_import_enables_a_trainer_that_is_whole(tmp_path: Any) -> None:
+    """TRL's reference model, seeds and logs are made after transformers' Trainer is."""
+    path = tmp_path / "ringtile.yaml"
+    path.write_text("context_parallel_size: 2\nfirst_batch_check: false\n")
+    expected = train_rollouts(None, **ALL).metrics[:-1]  # without that of the evaluation
+    for metrics in run_ranks(2, _by_import, str(path)):
+        assert_same(metrics, expected, "metrics")
 
 
 def _first_ratios(group: int) -> list[float]:

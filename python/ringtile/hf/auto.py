@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer
@@ -14,6 +15,7 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.trainer import enable
 
 VARIABLE = "RINGTILE_CONFIG"
+_USES = ("train", "evaluate", "predict")  # methods that an enabled Trainer runs otherwise
 
 
 def install() -> Patches:
@@ -31,8 +33,24 @@ def install() -> Patches:
     @functools.wraps(original)
     def construct(self: Trainer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        enable(self, config)
+        if type(self).__init__ is Trainer.__init__:
+            enable(self, config)
+        else:
+            _enable_when_used(self, config)
 
     patches = Patches()
     patches.set(Trainer, "__init__", construct)
     return patches
+
+
+def _enable_when_used(trainer: Trainer, config: Config) -> None:
+    """For a subclass, whose own __init__ goes on: TRL's makes reference models, and draws seeds, after Trainer's."""
+    until_used = Patches()
+
+    def use(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        until_used.restore()
+        enable(trainer, config)
+        return getattr(trainer, original.__name__)(*args, **kwargs)
+
+    for name in _USES:
+        until_used.wrap(trainer, name, use)
