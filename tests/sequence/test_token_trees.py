@@ -4,6 +4,7 @@ pair."""
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -207,6 +208,86 @@ def test_bool_is_two_intervals_or_refused(batch: int, seq_len: int, share: float
             IntervalMask.from_bool(attend)
 
 
+TRIANGLES = {0: torch.ones_like, 1: lambda box: box.tril(box.size(1) - box.size(0)), 2: torch.triu}
+TRIANGLES[3] = lambda box: TRIANGLES[1](box) & TRIANGLES[2](box)
+
+
+def counted(slices: list[tuple[int, int, int, int, int]], seq_len: int) -> Tensor:
+    """int (S, S): how many slices (q begin, q end, k begin, k end, type) let each pair attend."""
+    counts = torch.zeros(seq_len, seq_len, dtype=torch.int)
+    for q_begin, q_end, k_begin, k_end, kind in slices:
+        box = torch.ones(q_end - q_begin, k_end - k_begin, dtype=torch.bool)
+        counts[q_begin:q_end, k_begin:k_end] += TRIANGLES[kind](box)
+    return counts
+
+
+def from_slices(slices: list[tuple[int, int, int, int, int]], seq_len: int) -> IntervalMask:
+    return IntervalMask.from_slices([x[:2] for x in slices], [x[2:4] for x in slices], [x[4] for x in slices], seq_len)
+
+
+def test_a_slice_is_that_of_flex_flash_attn() -> None:
+    """The drawings of its docstring, of 5 queries and 2 keys, and of 2 and 5."""
+    tall = ["11 11 11 11 11", "00 00 00 10 11", "11 01 00 00 00", "00 00 00 00 00"]
+    wide = ["11111 11111", "11110 11111", "11111 01111", "11110 01111"]
+    for kind, (of_tall, of_wide) in enumerate(zip(tall, wide, strict=True)):
+        for one, rows in (((1, 6, 3, 5, kind), of_tall), ((4, 6, 0, 5, kind), of_wide)):
+            drawn = torch.tensor([[number == "1" for number in row] for row in rows.split()])
+            assert torch.equal(dense(from_slices([one], 7))[0, one[0] : one[1], one[2] : one[3]], drawn)
+
+
+@given(st.integers(1, 8), st.booleans(), st.data())
+def test_slices_are_their_pairs_or_refused(seq_len: int, kept_apart: bool, data: st.DataObject) -> None:
+    """Refused where a pair is in two of them, and where from_bool refuses, in its words."""
+    bounds = st.tuples(st.integers(0, seq_len), st.integers(0, seq_len)).map(sorted)
+    slices: list[tuple[int, int, int, int, int]] = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        one = (*data.draw(bounds), *data.draw(bounds), data.draw(st.integers(0, 3)))
+        if not kept_apart or counted([*slices, one], seq_len).max() <= 1:
+            slices.append(one)
+    counts = counted(slices, seq_len)
+    if counts.max() > 1:
+        with pytest.raises(InputError, match=r"slices \d and \d both hold query") as raised:
+            from_slices(slices, seq_len)
+        first, second, query, key = map(int, re.findall(r"\d+", str(raised.value))[:4])
+        assert counted([slices[first], slices[second]], seq_len)[query, key] == 2
+        return
+    try:
+        expected = IntervalMask.from_bool(counts > 0)
+    except MaskNotExpressible as refusal:
+        with pytest.raises(MaskNotExpressible, match=f"^{re.escape(str(refusal))}$"):
+            from_slices(slices, seq_len)
+    else:
+        assert from_slices(slices, seq_len) == expected
+
+
+@given(SIZES, st.data())
+def test_slices_of_a_tree_are_the_tree(seq_len: int, data: st.DataObject) -> None:
+    """Of each node a causal slice of its own, and a full one of each ancestor, in any order, as tensors."""
+    parents, lengths = data.draw(forests(seq_len))
+    bounds = [*itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+    slices = []
+    for node, ancestor in enumerate(parents):
+        slices.append((*bounds[node], *bounds[node], 1))
+        while ancestor >= 0:
+            slices.append((*bounds[node], *bounds[ancestor], 0))
+            ancestor = parents[ancestor]
+    numbers = torch.tensor(data.draw(st.permutations(slices)), dtype=torch.int32)
+    mask = IntervalMask.from_slices(numbers[:, :2], numbers[:, 2:4], numbers[:, 4], seq_len)
+    assert mask == IntervalMask.tree(parents, lengths)
+
+
+def test_slices_of_a_long_row() -> None:
+    """A bool matrix of it would take 10^12 bytes."""
+    prompt, completion = 600_000, 200_000
+    ends = [prompt, prompt + completion, prompt + 2 * completion]
+    slices = [(0, prompt, 0, prompt, 1)]
+    for begin, end in itertools.pairwise(ends):
+        slices += [(begin, end, 0, prompt, 0), (begin, end, begin, end, 1)]
+    assert from_slices(slices, ends[-1]) == IntervalMask.shared_prefix(prompt, [completion] * 2)
+    with pytest.raises(MaskNotExpressible, match=r"row 0, query 5 needs the keys .* and key 2, which is between them"):
+        from_slices([(4, 7, 1, 2, 0), (0, 3, 2, 3, 0), (9, 10, 2, 3, 0), (5, 6, 4, 5, 0)], ends[-1])
+
+
 ROW = torch.zeros(1, 4, dtype=torch.int32)
 REFUSALS = {
     "one of two": (lambda: IntervalMask(ROW, ROW, ROW), "only one of key_begin and key_end is given"),
@@ -232,6 +313,15 @@ REFUSALS = {
     "none": (lambda: IntervalMask.tree(None, [1]), "expected integers"),
     "mixed": (lambda: IntervalMask.tree([-1, [0]], [1, 1]), "expected integers"),
     "block": (lambda: IntervalMask.block_diffusion(4, 0), "block 0; expected at least 1"),
+    "slice type": (lambda: from_slices([(0, 2, 0, 2, 4)], 4), r"mask_types\[0\] is 4; expected 0 \(full\), 1"),
+    "slice too far": (lambda: from_slices([(0, 2, 0, 5, 0)], 4), r"k_ranges\[0\] is \[0, 5\]; expected .*, in 0\.\.4"),
+    "slice, negative": (lambda: from_slices([(-1, 2, 0, 2, 0)], 4), r"q_ranges\[0\] is \[-1, 2\]; expected"),
+    "slice backwards": (lambda: from_slices([(2, 1, 0, 2, 0)], 4), r"q_ranges\[0\] is \[2, 1\]; expected"),
+    "slice of three": (lambda: IntervalMask.from_slices([[0, 1, 2]], [[0, 1]], [0], 4), "pairs"),
+    "slice, fraction": (lambda: IntervalMask.from_slices(torch.rand(1, 2), [[0, 1]], [0], 4), "pairs"),
+    "slice types": (lambda: IntervalMask.from_slices([[0, 1]], [[0, 1]], 1, 4), "expected integers"),
+    "slices": (lambda: IntervalMask.from_slices([[0, 1]], [[0, 1]], [], 4), "1 q_ranges, 1 k_ranges and 0 mask_types"),
+    "slices, tokens": (lambda: IntervalMask.from_slices([], [], [], 0), "seq_len is 0"),
 }
 
 

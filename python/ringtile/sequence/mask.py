@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressible
-from ringtile.sequence import tree
+from ringtile.sequence import slices, tree
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
 _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
@@ -294,6 +294,29 @@ class IntervalMask:
         parents, lengths = tree.of_blocks(arguments.check_int("seq_len", seq_len), arguments.check_int("block", block))
         return cls.tree(parents, lengths, causal=False)
 
+    @classmethod
+    def from_slices(
+        cls, q_ranges: slices.Ranges, k_ranges: slices.Ranges, mask_types: slices.Numbers, seq_len: int
+    ) -> IntervalMask:
+        """Slices of MagiAttention, as its `flex_flash_attn_func` takes and draws them, of a row of seq_len tokens.
+
+        q_ranges, k_ranges: (n, 2) integers, [begin, end) of the queries and keys of each slice; mask_types: (n). Query
+        begin + i of m attends key begin + j of n by type 0 (full) always; 1 (causal, bottom-right aligned) if
+        j - n <= i - m; 2 (inverse causal, top-left aligned) if j >= i; 3 (bidirectional causal) if both.
+        InputError: a pair is in two slices. MaskNotExpressible as for `from_bool`. Makes no matrix.
+        """
+        seq_len = arguments.check_int("seq_len", seq_len)
+        _check_seq_len(seq_len)
+        found = slices.of_ranges(q_ranges, k_ranges, mask_types, seq_len)
+        sides = found, [one.transposed for one in found]
+        num_keys, *of_queries = slices.hulls(found, seq_len)
+        return cls._of_hulls(
+            num_keys,
+            (of_queries[0], of_queries[1]),
+            lambda: slices.hulls(sides[1], seq_len)[1:],
+            lambda row, side, i: slices.keys_of(sides[side], i, seq_len),
+        )
+
     # ---- from tensors of a batch ----------------------------------------------------------------
 
     @classmethod
@@ -353,12 +376,28 @@ class IntervalMask:
         if attend.device.type == "meta":
             raise InputError("attend is on meta, which holds no data; expected a real device")
         attend = attend.cpu()
-        mask = cls(*_hulls(attend))
-        if not torch.equal(mask.num_keys, attend.sum(2)):
-            mask = cls(*_hulls(attend), *_hulls(attend.mT))
-            if not torch.equal(mask.num_keys, attend.sum(2)):
-                row, query = (mask.num_keys != attend.sum(2)).nonzero()[0].tolist()
-                raise _not_two_intervals(row, query, attend[row])
+        return cls._of_hulls(
+            attend.sum(2), _hulls(attend), lambda: _hulls(attend.mT), lambda row, side, i: attend[row].select(side, i)
+        )
+
+    @classmethod
+    def _of_hulls(
+        cls,
+        num_keys: Tensor,
+        of_queries: tuple[Tensor, Tensor],
+        of_keys: Callable[[], tuple[Tensor, Tensor]],
+        attends: Callable[[int, int, int], Tensor],
+    ) -> IntervalMask:
+        """The mask of pairs: of num_keys keys of each query, between bounds of each query, or else of each key too.
+
+        attends(row, 0, query): bool (S,), what that query attends; attends(row, 1, key): what attends that key.
+        """
+        mask = cls(*of_queries)
+        if not torch.equal(mask.num_keys, num_keys):
+            mask = cls(*of_queries, *of_keys())
+            if not torch.equal(mask.num_keys, num_keys):
+                row, query = (mask.num_keys != num_keys).nonzero()[0].tolist()
+                raise _not_two_intervals(row, query, mask, functools.partial(attends, row))
         return mask
 
     @classmethod
@@ -425,14 +464,16 @@ def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressible:
     )
 
 
-def _not_two_intervals(row: int, query: int, attend: Tensor) -> MaskNotExpressible:
-    """attend bool (S, S): some key that the query does not attend is between such keys, and it between such queries."""
-    (begin, end), (key_begin, key_end) = _hulls(attend[None]), _hulls(attend.T[None])
-    positions = torch.arange(attend.size(0), device="cpu")
-    between = (begin[0, query] <= positions) & (positions < end[0, query])
-    between &= (key_begin[0] <= query) & (query < key_end[0])
-    key = int((between & ~attend[query]).nonzero()[0])
-    (num_keys, keys), (num_queries, queries) = _intervals(attend[query]), _intervals(attend[:, key])
+def _not_two_intervals(
+    row: int, query: int, mask: IntervalMask, attends: Callable[[int, int], Tensor]
+) -> MaskNotExpressible:
+    """mask: what lies between; attends as in `_of_hulls`. Some key that the query must not attend is in the mask."""
+    positions = torch.arange(mask.seq_len, device="cpu")
+    between = (mask.begin[row, query] <= positions) & (positions < mask.end[row, query])
+    if mask.key_begin is not None and mask.key_end is not None:
+        between &= (mask.key_begin[row] <= query) & (query < mask.key_end[row])
+    key = int((between & ~attends(0, query)).nonzero()[0])
+    (num_keys, keys), (num_queries, queries) = _intervals(attends(0, query)), _intervals(attends(1, key))
     return MaskNotExpressible(
         f"row {row}, query {query} needs the keys {keys}: {num_keys} intervals; and key {key}, which is between them, "
         f"is needed by the queries {queries}: {num_queries} intervals. Expected one interval for either. Change the "
