@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -213,37 +214,45 @@ def _tree(rows: Any = None) -> dict[str, torch.Tensor]:
     return padded | {"tree_parents": torch.tensor([PARENTS]), "tree_lengths": torch.tensor([LENGTHS])}
 
 
-def _train_tree(config: dict[str, Any], family: str) -> Any:
+def _train_tree(config: dict[str, Any], family: str, tree: Any = _tree) -> Any:
     model = tiny_model(family).double().train()
-    return train(config, model=model, collator=_tree, gradient_accumulation_steps=1, evaluate=False, max_steps=2)
+    return train(config, model=model, collator=tree, gradient_accumulation_steps=1, evaluate=False, max_steps=2)
 
 
-def _train_ways(family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same steps on the ways from the roots, row by row; of each token the loss counts once."""
-    model, batch = tiny_model(family).double().train(), _tree()
+def _ways() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tokens and targets of each way from a root; a token is the target of one."""
+    ids, labels = (_tree()[name][0] for name in ("input_ids", "labels"))
+    begins = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    ways, seen = [], set[int]()
+    for leaf in range(len(PARENTS)):
+        way, node = list[int](), leaf
+        while node >= 0:
+            way = [*range(begins[node], begins[node] + LENGTHS[node]), *way]
+            node = PARENTS[node]
+        new = torch.tensor([token not in seen for token in way[1:]])
+        targets = labels[way[1:]].where(new, -100)
+        ways.append((ids[way], torch.nn.functional.pad(targets, (0, 1), value=-100)))
+        seen |= set(way)
+    return ways
+
+
+def _train_ways(
+    family: str, ways: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same steps on the ways from the roots, row by row."""
+    model = tiny_model(family).double().train()
     losses = []
     for rate in (0.3, 0.15):
-        ids, labels = batch["input_ids"][0], batch["labels"][0]
-        begins = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
-        total, seen = torch.zeros((), dtype=torch.float64), set()
-        for leaf in range(len(PARENTS)):
-            way, node = [], leaf
-            while node >= 0:
-                way = [*range(begins[node], begins[node] + LENGTHS[node]), *way]
-                node = PARENTS[node]
-            each = torch.nn.functional.cross_entropy(
-                model(ids[None, way]).logits[0, :-1], labels[way[1:]], reduction="none"
-            )
-            new = torch.tensor([token not in seen for token in way[1:]])
-            total = total + each[new].sum()
-            seen |= set(way)
-        loss = total / labels[1:].ne(-100).sum()
+        loss = sum(
+            torch.nn.functional.cross_entropy(model(ids[None]).logits[0], targets, reduction="sum")
+            for ids, targets in ways
+        ) / sum(int(targets.ne(-100).sum()) for _, targets in ways)
         model.zero_grad()
         loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= rate * parameter.grad
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, {name: x.detach() for name, x in model.named_parameters()}
 
 
@@ -251,25 +260,153 @@ def _train_ways(family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     ("family", "size"), [("llama", 2), *(pytest.param("llama", size, marks=pytest.mark.long) for size in (3, 4))]
 )
 def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
-    losses, weights = _train_ways(family)
+    losses, weights = _train_ways(family, _ways())
     for run in run_ranks(size, _train_tree, {"context_parallel_size": size}, family):
         assert run.losses == pytest.approx(losses, rel=1e-6)  # logged as float32
         for name, weight in weights.items():
             assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
 
 
-def test_refuses_a_tree_where_nothing_is_sharded() -> None:
-    trainer = make_trainer(collator=_tree, max_steps=1)
+@pytest.mark.parametrize("key", ["tree_parents", "tree_kv_index"])
+def test_refuses_a_tree_where_nothing_is_sharded(key: str) -> None:
+    trees = {"tree_parents": _tree(), "tree_kv_index": _tree_of_trl(7)}
+    trainer = make_trainer(collator=lambda rows: trees[key], max_steps=1)
     ringtile.enable(trainer, {"context_parallel_size": 1})
-    with pytest.raises(ringtile.Refused, match="the batch holds tree_parents, and no sequence is sharded"):
+    with pytest.raises(ringtile.Refused, match=f"the batch holds {key}, and no sequence is sharded"):
         trainer.train()
 
 
 def test_refuses_a_tree_that_is_not_the_row() -> None:
     batch = _tree()
-    with pytest.raises(ringtile.InputError, match="tree_lengths are of 23 tokens"):
+    with pytest.raises(ringtile.InputError, match="the tree is of 23 tokens"):
         unfold(batch | {"tree_lengths": torch.tensor([[4, *LENGTHS[1:]]])}, None)
     with pytest.raises(ringtile.InputError, match="depth-first order"):
         unfold(batch | {"tree_parents": torch.tensor([[-1, 0, 0, 1, 2, -1, 5]])}, None)
     with pytest.raises(ringtile.Refused, match="the batch holds seq_idx"):
         unfold(batch | {"seq_idx": batch["input_ids"]}, None)
+
+
+# ---- trees that TRL makes -----------------------------------------------------------------------
+
+
+def _samples(seed: int) -> list[dict[str, Any]]:
+    """Of two words, so that many begin alike; some are equal, or begin others."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(int(torch.randint(1, 9, (), generator=generator))):
+        length = int(torch.randint(1, 12, (), generator=generator))
+        ids = torch.randint(3, 5, (length,), generator=generator)
+        mask = torch.rand(length, generator=generator) < 0.7
+        numbers = {"old_log_probs": torch.zeros(length), "advantage": 1.0, "group_id": i}
+        samples.append({"input_ids": ids, "completion_mask": mask.long(), **numbers})
+    return samples
+
+
+def _tree_of_trl(seed: int) -> dict[str, torch.Tensor]:
+    """The row as TRL packs and pads it, without the numbers of its loss."""
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
+    row = packing.TreeRow()
+    for sample in _samples(seed):
+        row.add(sample)
+    of_loss = ("token_index", "old_log_probs", "advantages", "segment_id")
+    batch = {name: x[None] for name, x in row.pack().items() if name not in of_loss}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    paddings = {"shift_labels": -100, "tree_kv_index": -1, "tree_cu_seqlens_q": -1, "tree_cu_seqlens_k": -1}
+    for name in batch.keys() - {"tree_max_seqlens"}:
+        batch[name] = torch.nn.functional.pad(batch[name], (0, 3), value=paddings.get(name, 0))
+    return batch
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_tree_of_trl_attends_as_in_trl(seed: int) -> None:
+    """Queries of a segment attend the keys of its way, causally and bottom-right aligned, as by tree_attention."""
+    batch = _tree_of_trl(seed)
+    keys, of_queries, of_keys = (
+        batch[f"tree_{name}"][0, :-3].tolist() for name in ("kv_index", "cu_seqlens_q", "cu_seqlens_k")
+    )
+    attends = torch.zeros(of_queries[-1], of_queries[-1], dtype=torch.bool)
+    for i, (begin, end) in enumerate(itertools.pairwise(of_queries)):
+        for query in range(begin, end):
+            attends[query, keys[of_keys[i] : of_keys[i + 1] - (end - 1 - query)]] = True
+    row, shared = unfold(batch, batch["position_ids"])
+    assert shared.mask == IntervalMask.from_bool(attends)
+    for name in ("input_ids", "position_ids", "shift_labels"):
+        assert torch.equal(row[name], batch[name][:, :-3])
+    assert row.keys() == {"input_ids", "position_ids", "shift_labels"}
+
+
+def _ways_of_trl(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The samples; a token counts once in those that agree up to the next one, if one of them trains on that."""
+    samples = [(sample["input_ids"], sample["completion_mask"].tolist()) for sample in _samples(seed)]
+    trained = {tuple(ids[: i + 1].tolist()) for ids, mask in samples for i in range(1, len(ids)) if mask[i]}
+    ways = []
+    for ids, _ in samples:
+        targets = torch.full_like(ids, -100)
+        for i in range(1, len(ids)):
+            if tuple(ids[: i + 1].tolist()) in trained:
+                trained.remove(tuple(ids[: i + 1].tolist()))
+                targets[i - 1] = ids[i]
+        ways.append((ids, targets))
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("seed", "size"), [(7, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 2), (8, 2), (7, 3)))]
+)
+def test_a_trainer_trains_on_a_tree_of_trl(seed: int, size: int) -> None:
+    losses, weights = _train_ways("llama", _ways_of_trl(seed))
+    for run in run_ranks(size, _train_trl_tree, {"context_parallel_size": size}, seed):
+        assert run.losses == pytest.approx(losses, rel=1e-6)  # logged as float32
+        for name, weight in weights.items():
+            assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+
+
+def _train_trl_tree(config: dict[str, Any], seed: int) -> Any:
+    batch = _tree_of_trl(seed)
+    return _train_tree(config, "llama", lambda rows: batch)
+
+
+def test_refuses_segments_that_are_no_tree() -> None:
+    ids = torch.arange(6)[None]
+    tree = {
+        "tree_kv_index": torch.tensor([[0, 1, 0, 1, 2, 0, 1, 3, 4, 5]]),
+        "tree_cu_seqlens_q": torch.tensor([[0, 2, 3, 5, 6]]),
+        "tree_cu_seqlens_k": torch.tensor([[0, 2, 5, 9, 10]]),
+    }
+    batch = {"input_ids": ids, "shift_labels": ids, **tree}
+    _, shared = unfold(batch, None)
+    assert (shared.parents, shared.lengths) == ([-1, 0, 0, -1], [2, 1, 2, 1])
+    for name, numbers, words in [
+        ("tree_kv_index", [0, 1, 0, 1, 2, 0, 1, 4, 3, 5], "segment 2 .* its own tokens"),
+        ("tree_kv_index", [0, 1, 0, 1, 2, 1, 0, 3, 4, 5], "segment 2 "),
+        ("tree_kv_index", [0, 1, 0, 0, 2, 0, 1, 3, 4, 5], "segment 1 "),
+        ("tree_kv_index", [0, 1, 0, 1, 2, 0, 2, 3, 4, 5], "segment 2 "),
+        ("tree_kv_index", [0, 1, 0, 1, 2, 0, 5, 3, 4, 5], "segment 2 "),
+        ("tree_cu_seqlens_q", [0, 2, 3, 6], "tree_cu_seqlens_q"),
+        ("tree_cu_seqlens_q", [0, 2, 2, 5, 6], "tree_cu_seqlens_q"),
+        ("tree_cu_seqlens_q", [1, 2, 3, 5, 6], "tree_cu_seqlens_q"),
+        ("tree_cu_seqlens_k", [0, 2, 5, 9, 11], "tree_cu_seqlens_k"),
+    ]:
+        with pytest.raises(ringtile.InputError, match=words):
+            unfold(batch | {name: torch.tensor([numbers])}, None)
+    with pytest.raises(ringtile.InputError, match="depth-first order"):  # segment 3 goes on from segment 1
+        unfold(
+            batch
+            | {
+                "tree_kv_index": torch.tensor([[0, 1, 0, 1, 2, 0, 1, 3, 4, 0, 1, 2, 5]]),
+                "tree_cu_seqlens_k": torch.tensor([[0, 2, 5, 9, 13]]),
+            },
+            None,
+        )
+    with pytest.raises(ringtile.InputError, match="the tree is of 6 tokens"):
+        unfold(batch | {"input_ids": ids[:, :5]}, None)
+    with pytest.raises(ringtile.InputError, match="expected one row"):
+        unfold(batch | {"input_ids": ids[0]}, None)
+    with pytest.raises(ringtile.InputError, match="tree_cu_seqlens_k is missing"):
+        unfold({name: x for name, x in batch.items() if name != "tree_cu_seqlens_k"}, None)
+    with pytest.raises(ringtile.InputError, match="tree_lengths is missing"):
+        unfold({"input_ids": ids, "tree_parents": torch.tensor([[-1]])}, None)
+    with pytest.raises(ringtile.Refused, match="the batch holds token_index beside tree_kv_index"):
+        unfold(batch | {"token_index": ids}, None)
+    with pytest.raises(ringtile.Refused, match="the batch holds tree_kv_index beside tree_parents"):
+        unfold(batch | {"tree_parents": torch.tensor([[-1]]), "tree_lengths": torch.tensor([[6]])}, None)

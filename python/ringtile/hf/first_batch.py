@@ -25,7 +25,7 @@ from ringtile.first_batch.trace import Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
 from ringtile.hf.peers import of_a_collective
-from ringtile.hf.shared_rows import TREE_KEYS
+from ringtile.hf.shared_rows import key_of_tree
 from ringtile.hf.strategy import Strategy
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
@@ -120,7 +120,7 @@ class FirstBatch:
     ) -> None:
         """Raises Refused, on every rank of the group, if the sharded run differs by more than rounding explains."""
         strategy = self._strategy
-        if TREE_KEYS[0] in inputs:
+        if key_of_tree(inputs) is not None:
             logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
             return
         cut = cut_batch(inputs, self._row_tokens())

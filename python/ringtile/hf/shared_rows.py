@@ -22,7 +22,8 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
 
 IGNORE_INDEX = -100
-TREE_KEYS = ("tree_parents", "tree_lengths")  # of a batch whose row is a tree
+_TREE = ("tree_parents", "tree_lengths")  # of a batch whose row is a tree
+_SEGMENTS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")  # or those of TRL's TreeRow.pack
 _SHARED = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "output_router_logits", "return_dict")
 
 
@@ -94,33 +95,77 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
     }, shared
 
 
+def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
+    """The key by which a batch says that its row is a tree; None: it is none."""
+    return next((keys[0] for keys in (_TREE, _SEGMENTS) if keys[0] in inputs), None)
+
+
 def refuse_tree(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """A hook before the forward pass of a model on one rank, which would attend all tokens of the row before."""
-    if TREE_KEYS[0] in kwargs:
+    key = key_of_tree(kwargs)
+    if key is not None:
         raise Refused(
-            f"the batch holds {TREE_KEYS[0]}, and no sequence is sharded; expected context_parallel_size of 2 or more, "
+            f"the batch holds {key}, and no sequence is sharded; expected context_parallel_size of 2 or more, "
             f"where ringtile computes trees"
         )
 
 
+def _nodes_of_segments(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
+    """parents and lengths of the tree that TRL's TreeRow packs; int64 on the host, of which -1 is padding.
+
+    The tokens of segment i are [cu_seqlens_q[i], cu_seqlens_q[i + 1]); those on its way from the root, its own last,
+    kv_index[cu_seqlens_k[i] : cu_seqlens_k[i + 1]]. InputError: a way is not that of its parent and its own tokens.
+    """
+    kv_index, of_queries, of_keys = (x[x >= 0] for x in (kv_index, cu_seqlens_q, cu_seqlens_k))
+    for name, bounds in zip(_SEGMENTS[1:], (of_queries, of_keys), strict=True):
+        if bounds.numel() < 2 or bounds[0] != 0 or bool((bounds.diff() <= 0).any()):
+            raise InputError(f"{name} is {bounds.tolist()!r:.200}; expected 0, ..., rising")
+    if len(of_queries) != len(of_keys) or of_keys[-1] != len(kv_index):
+        raise InputError(
+            f"{_SEGMENTS[1]} has {len(of_queries)} numbers, {_SEGMENTS[2]} {len(of_keys)} up to {int(of_keys[-1])}, "
+            f"{_SEGMENTS[0]} {len(kv_index)}; expected as many bounds, up to the last of {_SEGMENTS[0]}"
+        )
+    ways = torch.split(kv_index, of_keys.diff().tolist())
+    lengths, parents, of_last = of_queries.diff().tolist(), list[int](), dict[int, int]()
+    for i, (way, end, length) in enumerate(zip(ways, of_queries[1:].tolist(), lengths, strict=True)):
+        before, own = way[: max(0, len(way) - length)], torch.arange(end - length, end, device="cpu")
+        parent = of_last.get(int(before[-1]), i) if len(before) else -1
+        if not torch.equal(way[len(before) :], own) or (parent >= 0 and not torch.equal(before, ways[parent])):
+            raise InputError(
+                f"segment {i} of the tree has tokens {end - length} to {end - 1}, and its way from the root the "
+                f"tokens {way.tolist()!r:.200}; expected the way of a segment before, and its own tokens"
+            )
+        parents.append(parent)
+        of_last[end - 1] = i
+    return parents, lengths
+
+
 def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[str, Any], SharedRows]:
     """A batch of one row that is a tree, `tree_parents` and `tree_lengths` (n) as `IntervalMask.tree` takes them; and
-    where its tokens are in the tree that is computed.
+    where its tokens are in the tree that is computed. Or `tree_kv_index`, `tree_cu_seqlens_q` and `tree_cu_seqlens_k`,
+    as `trl.experimental.async_grpo.packing.TreeRow.pack` makes them.
 
     The last token of a node that has children predicts the first token of each, so each child begins with a copy of it,
     where the batch has `labels`. With `shift_labels` a token predicts what they say, and nothing is copied.
     Raises InputError, Refused.
     """
     ids, mask, labels, targets = (inputs.get(x) for x in ("input_ids", "attention_mask", "labels", "shift_labels"))
-    parents, lengths = ([int(x) for x in torch.as_tensor(inputs[name]).flatten()] for name in TREE_KEYS)
+    keys = _TREE if key_of_tree(inputs) == _TREE[0] else _SEGMENTS
+    for name in keys:
+        if name not in inputs:
+            raise InputError(f"{name} is missing in the batch; expected it beside {keys[0]}")
+    # The longest segment and way, which TRL's kernel is told, follow from the bounds.
+    dropped = {*keys, "shift_labels", *(["tree_max_seqlens"] if keys is _SEGMENTS else [])}
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and name not in {*_SHARED, *TREE_KEYS, "shift_labels"}:
-            raise Refused(f"the batch holds {name} beside {TREE_KEYS[0]}; expected only {', '.join(_SHARED[:4])}")
+        if isinstance(value, Tensor) and name not in dropped and name not in _SHARED:
+            raise Refused(f"the batch holds {name} beside {keys[0]}; expected only {', '.join(_SHARED[:4])}")
+    columns = [torch.as_tensor(inputs[name]).flatten().long().cpu() for name in keys]
+    parents, lengths = _nodes_of_segments(*columns) if keys is _SEGMENTS else (x.tolist() for x in columns)
     num_tokens = sum(lengths)
-    held = None if ids is None else ids.size(1) if mask is None else int(mask.ne(0).sum())
-    if ids is None or ids.size(0) != 1 or held != num_tokens or (mask is not None and not mask[0, :num_tokens].all()):
+    held = None if ids is None or ids.dim() != 2 else ids.size(1) if mask is None else int(mask.ne(0).sum())
+    if ids is None or held != num_tokens or ids.size(0) != 1 or (mask is not None and not mask[0, :num_tokens].all()):
         raise InputError(
-            f"tree_lengths are of {num_tokens} tokens, input_ids {None if ids is None else tuple(ids.shape)}, of which "
+            f"the tree is of {num_tokens} tokens, input_ids {None if ids is None else tuple(ids.shape)}, of which "
             f"{held} are no padding; expected one row (1, S), all of it in the tree, but for padding at its end"
         )
     shared = SharedRows(places=torch.full(tuple(ids.shape), -1))
@@ -146,7 +191,7 @@ def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict
     index = torch.tensor(taken, device=ids.device)
     if position_ids is None:
         position_ids = tree_position_ids(parents, lengths).to(ids.device)
-    dropped = {*TREE_KEYS, "labels", "attention_mask", "shift_labels"}
+    dropped |= {"labels", "attention_mask"}
     batch = {name: value for name, value in inputs.items() if name not in dropped}
     batch |= {"input_ids": ids[:, index], "position_ids": position_ids[:, index]}
     if targets is not None:

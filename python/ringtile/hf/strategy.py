@@ -34,7 +34,7 @@ from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
-from ringtile.hf.shared_rows import TREE_KEYS, share, unfold
+from ringtile.hf.shared_rows import key_of_tree, share, unfold
 
 
 class Strategy(abc.ABC):
@@ -123,7 +123,7 @@ class Strategy(abc.ABC):
         Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         on_host = self.group.check_same_batch(inputs)
-        is_tree = TREE_KEYS[0] in inputs
+        is_tree = key_of_tree(inputs) is not None
         if not is_tree:
             self.packing.check(on_host)
         routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
