@@ -293,6 +293,13 @@ MUTANTS = [
         "tests/sequence/test_mask.py",
     ),
     Mutant(
+        "mask: a causal slice is aligned at the top left",
+        "python/ringtile/sequence/slices.py",
+        "high = key_end - end if kind & 1",
+        "high = key_begin - begin if kind & 1",
+        "tests/sequence/test_token_trees.py",
+    ),
+    Mutant(
         "mask: a restart of position ids is no document",
         "python/ringtile/sequence/mask.py",
         "starts = position_ids.cpu().long().diff(dim=1) != 1",

@@ -283,4 +283,11 @@ MUTANTS = [
         "pass",
         "tests/tiled/test_tiled_mlp.py",
     ),
+    Mutant(
+        "trees: the way of a segment of TRL's need not be its parent's",
+        "python/ringtile/hf/shared_rows.py",
+        " or (parent >= 0 and not torch.equal(before, ways[parent]))",
+        "",
+        "tests/hf/test_shared_prefix.py -k segments",
+    ),
 ]
