@@ -13,8 +13,9 @@
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
 void emulator_run_concurrently(int num_ctas, uint32_t seed);
-int64_t emulator_ctas(void); // that have started
-int64_t emulator_bank_conflicts(void);
+int64_t emulator_ctas(void);                          // that have started
+int64_t emulator_bank_conflicts(const char *prefix);  // of kernels that files of this name launch
+void emulator_count_banks(bool on);                   // of loads and stores; always of ldmatrix
 void emulator_set_compute_capability(int capability); // 80 until the first call
 void emulator_set_num_multiprocessors(int number);    // 132 until the first call
 int64_t emulator_group_products(void);                // of warp groups: only sm_90a kernels have any
@@ -104,6 +105,7 @@ static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_ca
         p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
         lend_case(c, 0, p.num_keys);
         emulator_lend(p.workspace, p.workspace_bytes, true);
+        emulator_count_banks(is_16_bit(p.dtype)); // the kernels for f32 have conflicts
         CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&p, NULL) : rt_cuda_attn_fwd(&p, NULL), RT_OK);
         free(p.workspace);
     }

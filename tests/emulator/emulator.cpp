@@ -28,7 +28,7 @@ uint32_t slow, steps_until_others_are_slow;
 grid_size grid{1};
 const std::function<void()> *kernel_body;
 std::vector<std::unique_ptr<Fault>> faults; // of this launch
-Statistics counted;
+int64_t num_ctas_started;
 int capability = 80, multiprocessors = 132;
 
 // ---- fibers --------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ bool run_warp(int warp) {
 // Starts a CTA of the grid in a slot whose previous CTA is done.
 void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     cta = &in;
-    counted.ctas++;
+    num_ctas_started++;
     cta->index = index;
     cta->done = false;
     cta->shared_bytes.assign((size_t)num_shared_bytes, (char)0xff);
@@ -112,6 +112,7 @@ void start_cta(Cta &in, int64_t index, int num_shared_bytes) {
     cta->acquisitions.clear();
     begin_cta_bulk();
     begin_cta_groups();
+    begin_cta_banks();
     while ((int)cta->threads.size() < threads_in_cta) add_thread();
     for (int i = 0; i < threads_in_cta; i++) {
         Thread &thread = *cta->threads[(size_t)i];
@@ -154,6 +155,7 @@ bool advance(Cta &running) {
     if (cta->done) {
         end_cta_bulk();
         end_cta_groups();
+        for (int warp = 0; warp < threads_in_cta / 32; warp++) count_noted(warp);
     }
     return progress;
 }
@@ -326,7 +328,7 @@ void wait_for_word(const int *word, int value) {
 
 // ---- for tests -----------------------------------------------------------------------------------
 
-Statistics statistics() { return counted; }
+int64_t ctas_started() { return num_ctas_started; }
 
 void set_compute_capability(int value) { capability = value; }
 void set_num_multiprocessors(int number) { multiprocessors = number; }
@@ -339,7 +341,7 @@ void run_concurrently(int num_ctas, uint32_t seed) {
 }
 
 void run(const std::function<void()> &kernel, grid_size num_ctas, int num_threads, int num_shared_bytes,
-         size_t params_bytes) {
+         size_t params_bytes, const std::string &name) {
     if (num_threads < 32 || num_threads % 32 != 0 || num_threads > MAX_THREADS)
         throw Fault{"a CTA of " + std::to_string(num_threads) + " threads"};
     // sm_80 has more, but its kernels also run on sm_86, sm_89 and sm_120.
@@ -354,6 +356,7 @@ void run(const std::function<void()> &kernel, grid_size num_ctas, int num_thread
     threads_in_cta = num_threads;
     grid = num_ctas;
     begin_launch_global();
+    begin_launch_banks(name);
     try {
         run_ctas(num_shared_bytes);
     } catch (const Fault &) {
@@ -382,6 +385,7 @@ void syncthreads() {
         return;
     }
     join_clocks_of_warps(0, threads_in_cta / 32);
+    for (int warp = 0; warp < threads_in_cta / 32; warp++) count_noted(warp);
     cta->cta_meeting.num_arrived = 0;
     cta->cta_meeting.number++;
 }
@@ -397,6 +401,7 @@ void meet(const char *name, void *mine, void (*act)(Lanes &lanes)) {
         return;
     }
     act(meeting.brought);
+    count_noted(warp_of(current->index));
     meeting.num_arrived = 0;
     meeting.number++;
 }
@@ -411,6 +416,11 @@ void *check_shared(Access access, shared_address address, int num_bytes) {
     else
         for (size_t i = first; i < end; i++) write_shared_cell(i, address);
     return &cta->shared_bytes[address];
+}
+
+void *access_shared(Access access, shared_address address, int num_bytes) {
+    if (counts_banks) note_access(access, address, num_bytes, __builtin_return_address(0));
+    return check_shared(access, address, num_bytes);
 }
 
 // The bytes may arrive at any time from now on: to other threads the copy is a write now, and again at the end of
@@ -438,20 +448,6 @@ void cp_async_wait_group(int pending) {
     copies.resize(kept);
 }
 
-void count_ldmatrix(const shared_address (&rows)[32]) {
-    counted.ldmatrix_calls++;
-    for (int matrix = 0; matrix < 4;
-         matrix++) // the hardware reads 8 rows at a time: they should lie in 8 different groups of 4 banks
-        for (int i = 0; i < 8; i++)
-            for (int j = 0; j < i; j++) {
-                const shared_address a = rows[matrix * 8 + i], b = rows[matrix * 8 + j];
-                if (a != b && a / 16 % 8 == b / 16 % 8) {
-                    counted.bank_conflicts++;
-                    break;
-                }
-            }
-}
-
 } // namespace emulator
 
 extern "C" {
@@ -461,6 +457,7 @@ void emulator_report(const char *message) {
 void emulator_set_compute_capability(int capability) { emulator::set_compute_capability(capability); }
 void emulator_set_num_multiprocessors(int number) { emulator::set_num_multiprocessors(number); }
 void emulator_run_concurrently(int num_ctas, uint32_t seed) { emulator::run_concurrently(num_ctas, seed); }
-int64_t emulator_ctas(void) { return emulator::statistics().ctas; }
-int64_t emulator_bank_conflicts(void) { return emulator::statistics().bank_conflicts; }
+int64_t emulator_ctas(void) { return emulator::ctas_started(); }
+int64_t emulator_bank_conflicts(const char *prefix) { return emulator::bank_conflicts(prefix); }
+void emulator_count_banks(bool on) { emulator::count_banks(on); }
 }

@@ -59,15 +59,17 @@ void set_compute_capability(int capability);
 // And num_multiprocessors(); 132 until the first call.
 void set_num_multiprocessors(int number);
 
-// Throws the first Fault.
+// Throws the first Fault. name: of the kernel, for bank conflicts.
 void run(const std::function<void()> &kernel, grid_size grid, int num_threads, int shared_bytes,
-         size_t params_bytes = 0);
+         size_t params_bytes = 0, const std::string &name = "a test");
 
-// Since the start: CTAs, calls of ldmatrix, and the 16-byte rows in them that conflict with another row's memory banks.
-struct Statistics {
-    int64_t ctas, ldmatrix_calls, bank_conflicts;
-};
-Statistics statistics();
+int64_t ctas_started(); // since the start
+
+// Since the start: the wavefronts beyond the fewest possible that shared memory took to serve the kernels whose names
+// begin so; a name begins with the file of the launch. ldmatrix is always counted; loads and stores while count_banks
+// is on, or throughout with RINGTILE_EMULATOR_BANKS=1, which also prints the wavefronts of each kernel at the end.
+int64_t bank_conflicts(const std::string &prefix);
+void count_banks(bool on);
 
 // ---- for ptx.cuh -------------------------------------------------------------------------------
 
@@ -85,7 +87,8 @@ void check_global(Access access, const void *address, int64_t num_bytes);
 int atom_add(int *counter, int x);
 void wait_eq(const int *word, int value);
 void st_release(int *word, int value);
-void *check_shared(Access access, shared_address address, int num_bytes); // returns the bytes' place
+void *check_shared(Access access, shared_address address, int num_bytes);  // returns the bytes' place
+void *access_shared(Access access, shared_address address, int num_bytes); // the same for a load or a store
 void cp_async(shared_address to, const void *from, int num_bytes);
 void cp_async_commit_group();
 void cp_async_wait_group(int pending);
@@ -127,11 +130,13 @@ inline int num_multiprocessors() { return emulator::num_multiprocessors(); }
 
 template <class Params>
 rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int shared_bytes, void *,
-                 const Params &params) {
+                 const Params &params, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (is_empty(grid)) return RT_OK;
     if (!fits_cuda(grid)) return RT_BAD_SHAPE;
     try {
-        emulator::run([&] { kernel(params); }, grid, num_threads, shared_bytes, sizeof(Params));
+        const std::string name = std::string(strrchr(file, '/') + 1) + ":" + std::to_string(line) + ", " +
+                                 std::to_string(num_threads) + " threads, " + std::to_string(shared_bytes) + " bytes";
+        emulator::run([&] { kernel(params); }, grid, num_threads, shared_bytes, sizeof(Params), name);
     } catch (const emulator::Fault &fault) {
         emulator_report(fault.message.c_str());
         set_last_error(fault.message.c_str());
@@ -176,11 +181,11 @@ inline shared_address shared_base() { return 0; }
 
 template <class T> T ld_shared(shared_address from) {
     T value;
-    memcpy(&value, emulator::check_shared(emulator::Access::READ, from, sizeof(T)), sizeof(T));
+    memcpy(&value, emulator::access_shared(emulator::Access::READ, from, sizeof(T)), sizeof(T));
     return value;
 }
 template <class T> void st_shared(shared_address to, const T &value) {
-    memcpy(emulator::check_shared(emulator::Access::WRITE, to, sizeof(T)), &value, sizeof(T));
+    memcpy(emulator::access_shared(emulator::Access::WRITE, to, sizeof(T)), &value, sizeof(T));
 }
 template <class T> T ld_global(const T *from) {
     emulator::check_global(emulator::Access::READ, from, sizeof(T));

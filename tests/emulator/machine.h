@@ -102,6 +102,7 @@ struct Cta {
     std::vector<Acquisition> acquisitions;
     std::shared_ptr<struct CtaBulk> bulk;
     std::shared_ptr<struct CtaGroups> groups;
+    std::shared_ptr<struct CtaBanks> banks;
 };
 
 extern Cta *cta;
@@ -147,6 +148,15 @@ bool is_lent(const void *begin, int64_t num_bytes);
 void check_added(const char *what, const void *address, int64_t num_bytes, int adder, Clock number, Clock num_complete);
 // fence_proxy_async_global by the adder.
 void fence_acquisitions(int adder);
+
+// ---- emulator_banks.cpp --------------------------------------------------------------------------
+
+extern bool counts_banks;
+void begin_launch_banks(const std::string &kernel);
+void begin_cta_banks();
+// Notes a lane's load or store at a place of the machine code, then counts those of a warp whose lanes have met.
+void note_access(Access access, shared_address address, int num_bytes, const void *place);
+void count_noted(int warp);
 
 // ---- emulator_sm90.cpp, emulator_groups.cpp ------------------------------------------------------
 

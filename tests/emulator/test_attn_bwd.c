@@ -26,6 +26,6 @@ int main(void) {
     check_that_unattended_tiles_stay_unread(BACKWARD, RT_BF16);
     check_that_unattended_tiles_stay_unread(BACKWARD, RT_F32);
     check_that_a_weight_of_0_silences(RT_BF16);
-    CHECK_INT(emulator_bank_conflicts(), 0);
+    CHECK_INT(emulator_bank_conflicts("bwd.cuh"), 0);
     return check_finish();
 }

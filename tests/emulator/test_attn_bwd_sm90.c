@@ -70,5 +70,6 @@ int main(void) {
     check_that_unattended_tiles_stay_unread(BACKWARD, RT_BF16);
     check_that_a_weight_of_0_silences(RT_BF16);
     check_that_a_weight_of_0_silences(RT_F16);
+    CHECK_INT(emulator_bank_conflicts("bwd"), 0); // of this kernel and the one for sm_80
     return check_finish();
 }

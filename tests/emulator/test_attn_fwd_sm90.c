@@ -110,5 +110,6 @@ int main(void) {
     check_that_unattended_tiles_stay_unread(FORWARD, RT_BF16);
     check_that_the_largest_weight_is_exact(RT_BF16);
     check_that_the_largest_weight_is_exact(RT_F16);
+    CHECK_INT(emulator_bank_conflicts("fwd"), 0); // of this kernel and the one for sm_80
     return check_finish();
 }

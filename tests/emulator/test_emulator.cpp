@@ -298,23 +298,75 @@ template <class T> static void test_product(const char *what) {
     }
 }
 
+// Wavefronts beyond the fewest possible that a warp takes to run `access`, over 4 KiB that have been written.
+template <class Kernel> static int64_t conflicts(Kernel access) {
+    const int64_t before = emulator::bank_conflicts("a test");
+    expect(
+        "accesses of a warp", "",
+        [=] {
+            for (int i = lane_index(); i < 1024; i += 32) st_shared(slot(i), 0);
+            syncwarp();
+            access(lane_index());
+        },
+        32, 1, 4096);
+    return emulator::bank_conflicts("a test") - before;
+}
+
+template <class T> static int64_t conflicts_of_lanes_apart(int num_bytes) {
+    const auto at = [=](int lane) { return shared_base() + (shared_address)(lane * num_bytes); };
+    const int64_t loads = conflicts([=](int lane) { ld_shared<T>(at(lane)); });
+    if (num_bytes >= (int)sizeof(T)) {
+        const int64_t stores = conflicts([=](int lane) { st_shared(at(lane), T{}); });
+        check(loads == stores, "a store", "conflicts unlike a load");
+    }
+    return loads;
+}
+
 static void test_bank_conflicts_are_counted() {
-    const auto load_with_rows_apart = [](int row_bytes) {
-        const int64_t before = emulator::statistics().bank_conflicts;
-        expect(
-            "a matrix load", "",
-            [=] {
-                for (int i = 0; i < 4 * 32 * 40; i += 4 * 32)
-                    st_shared(shared_base() + (shared_address)(i + 4 * lane_index()), 0);
-                syncwarp();
-                uint32_t word[4];
-                ldmatrix_x4(word, shared_base() + (shared_address)(lane_index() % 8 * row_bytes));
-            },
-            32, 1, 8 * 1024);
-        return emulator::statistics().bank_conflicts - before;
+    const auto expect_conflicts = [](const char *what, int64_t got, int64_t expected) {
+        check(got == expected, what, std::to_string(got) + " conflicts, expected " + std::to_string(expected));
     };
-    check(load_with_rows_apart(128) == 4 * 7, "rows 128 bytes apart", "all in one group of banks");
-    check(load_with_rows_apart(144) == 0, "rows 144 bytes apart", "in eight groups");
+    const auto load_matrix_with_rows_apart = [](int num_bytes) {
+        return conflicts([=](int lane) {
+            uint32_t word[4];
+            ldmatrix_x4(word, shared_base() + (shared_address)(lane % 8 * num_bytes));
+        });
+    };
+    struct alignas(8) two_words {
+        uint32_t word[2];
+    };
+    expect_conflicts("ldmatrix, rows 128 bytes apart", load_matrix_with_rows_apart(128), 4 * 7);
+    expect_conflicts("ldmatrix, rows 144 bytes apart", load_matrix_with_rows_apart(144), 0);
+    expect_conflicts("not counted", conflicts_of_lanes_apart<int>(128), 0);
+    emulator::count_banks(true);
+    expect_conflicts("a word in each bank", conflicts_of_lanes_apart<int>(4), 0);
+    expect_conflicts("two words in a bank", conflicts_of_lanes_apart<int>(8), 1);
+    expect_conflicts("32 words in a bank", conflicts_of_lanes_apart<int>(128), 31);
+    expect_conflicts("one word for all", conflicts_of_lanes_apart<int>(0), 0);
+    expect_conflicts("two lanes in a word", conflicts_of_lanes_apart<uint16_t>(2), 0);
+    expect_conflicts("8 bytes", conflicts_of_lanes_apart<two_words>(8), 0);
+    expect_conflicts("8 bytes, 16 apart: two words in a bank, in each half", conflicts_of_lanes_apart<two_words>(16),
+                     2);
+    expect_conflicts("16 bytes", conflicts_of_lanes_apart<chunk>(16), 0);
+    expect_conflicts("16 bytes, 32 apart: two in each quarter", conflicts_of_lanes_apart<chunk>(32), 4);
+    expect_conflicts("16 bytes, 128 apart: eight in each quarter", conflicts_of_lanes_apart<chunk>(128), 4 * 7);
+    expect_conflicts("lanes 16 to 31 do not take part", conflicts([](int lane) {
+                         if (lane < 16) ld_shared<int>(slot(32 * lane));
+                     }),
+                     15);
+    expect_conflicts("lane 0 loads alone, then all do", conflicts([](int lane) {
+                         if (lane == 0) ld_shared<int>(slot(33));
+                         ld_shared<int>(slot(lane));
+                     }),
+                     0);
+    expect_conflicts("even lanes load, then odd ones at the same place of the code", conflicts([](int lane) {
+                         for (int round = 0; round < num_threads() / 16; round++) {
+                             if (lane % 2 == round) ld_shared<int>(slot(lane - round + 32 * round));
+                             syncwarp();
+                         }
+                     }),
+                     0);
+    emulator::count_banks(false);
 }
 
 static void test_numbers() {
@@ -351,6 +403,24 @@ static void test_glu_of_more_rows_than_a_grid_has() {
     bool ok = rt_cuda_glu_fwd(&p, gate.data(), up.data(), prod.data(), nullptr) == RT_OK;
     for (int64_t i = 0; i < ROWS; i++) ok &= prod[(size_t)i] == 2 * (float)i;
     check(ok, "GLU", "a wrong row");
+    emulator::take_back_all();
+}
+
+// Threads are 8 bytes apart at every step of the reduction.
+static void test_cross_entropy_has_no_bank_conflicts() {
+    constexpr int64_t VOCAB = 3000, label = 7;
+    std::vector<float> logits(VOCAB, 1);
+    float loss, lse;
+    rt_cross_entropy_params p = {};
+    p.dtype = RT_F32, p.num_tokens = 1, p.vocab_size = p.logits_stride = VOCAB;
+    emulator::lend(logits.data(), VOCAB * 4, true);
+    emulator::lend(&label, 8, false);
+    emulator::lend(&loss, 4, true);
+    emulator::lend(&lse, 4, true);
+    emulator::count_banks(true);
+    check(rt_cuda_cross_entropy_fwd_bwd(&p, logits.data(), &label, &loss, &lse, nullptr) == RT_OK, "cross entropy", "");
+    emulator::count_banks(false);
+    check(emulator::bank_conflicts("cross_entropy.cu") == 0, "cross entropy", "bank conflicts");
     emulator::take_back_all();
 }
 
@@ -413,5 +483,6 @@ int main() {
     test_last_error();
     test_launches_that_cuda_refuses();
     test_glu_of_more_rows_than_a_grid_has();
+    test_cross_entropy_has_no_bank_conflicts();
     return finish();
 }
