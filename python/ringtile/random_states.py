@@ -43,6 +43,12 @@ def all_random_states() -> tuple[dict[str, Tensor], Any, Any]:
     return random_states(), random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
+def host_random_states() -> tuple[dict[str, Tensor], Any, Any]:
+    """Those of `all_random_states` without a GPU's, which are of one rank's device."""
+    ours, pythons, numpys = all_random_states()
+    return {"cpu": ours["cpu"]}, pythons, numpys
+
+
 def set_random_states(states: tuple[dict[str, Tensor], Any, Any]) -> None:
     """Puts back what `all_random_states` returned."""
     ours, pythons, numpys = states
@@ -55,9 +61,10 @@ def set_random_states(states: tuple[dict[str, Tensor], Any, Any]) -> None:
 
 
 def random_digest() -> str:
-    """A hash of all states: equal on ranks that have drawn the same."""
+    """A hash of the host's states and the current GPU's: equal on ranks that have drawn the same, each on its GPU."""
     ours, pythons, numpys = all_random_states()
-    states = [bytes(state.numpy()) for state in ours.values()], pythons, numpys
+    current = f"cuda:{torch.cuda.current_device()}" if len(ours) > 1 else "cpu"
+    states = [bytes(ours[device].numpy()) for device in ("cpu", current)], pythons, numpys
     return hashlib.sha256(pickle.dumps(states)).hexdigest()
 
 

@@ -212,6 +212,18 @@ def test_rewards_are_computed_once() -> None:
         assert_equal(run, expected)
 
 
+def drawing_reward(completions: list[str], **columns: Any) -> list[float]:
+    """As functions that print a sample now and then."""
+    return [random.random() + float(torch.rand(())) for _ in completions]
+
+
+def test_rewards_may_draw() -> None:
+    """The first rank alone draws for them; batches are shuffled after it as in one process."""
+    expected = train_rollouts(None, rewards=[drawing_reward], max_steps=2)
+    for run in run_ranks(2, train_rollouts, CONFIG, group=2, rewards=[drawing_reward], max_steps=2):
+        assert_equal(run, expected)
+
+
 # ---- a run's life -------------------------------------------------------------------------------
 
 

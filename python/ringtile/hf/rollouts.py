@@ -25,7 +25,7 @@ from ringtile.errors import ConfigError, Refused, RingMismatch
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.model import own_attention
-from ringtile.random_states import random_digest, random_numbers_of
+from ringtile.random_states import host_random_states, random_digest, random_numbers_of, set_random_states
 from ringtile.tiled.tiles import at_most
 
 
@@ -94,6 +94,7 @@ class LossOnRollouts(LossOnSequences):
         patches.set(trainer, "_logs", _with_length(trainer._logs, rows))
         if hasattr(trainer, "reward_funcs"):
             patches.set(trainer, "reward_funcs", [self._reward(function) for function in trainer.reward_funcs])
+            self.replace(trainer, "_calculate_rewards", self._calculate_rewards)
         set_seed(trainer.args.seed + self.group.data_index)  # as TRL does with the index of a process
 
     def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,6 +185,15 @@ class LossOnRollouts(LossOnSequences):
         return _joined([answer for (_, answer), count in zip(held, counts, strict=True) if count], counts)
 
     # ---- rewards --------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Rewards, and, on all ranks, the random numbers that go on after what functions drew on the first."""
+        rewards = original(*args, **kwargs)
+        if self.group.size > 1:
+            states = [host_random_states()]
+            dist.broadcast_object_list(states, group_src=0, group=self.group.process_group)
+            set_random_states(states[0])
+        return rewards
 
     def _reward(self, function: Any) -> Any:
         """A reward model that scores this rank's rows; a function that runs on the first rank of a group, which alone
