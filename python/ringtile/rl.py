@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringtile import arguments
 from ringtile.errors import InputError, Refused
-from ringtile.hf.loss import TiledLogits
+from ringtile.hf.loss import TiledLogits, not_plain
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -248,11 +248,9 @@ class _Head(NamedTuple):
                 "for layer in model.model.layers: layer.compile()"
             )
         owner = parents[-1]
-        is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
-        if not is_linear or "forward" in vars(head):
+        if other := not_plain(head):
             raise Refused(
-                f"the output projection of {type(owner).__name__} is a {type(head).__module__}.{type(head).__name__}"
-                f"{' with a replaced forward' if 'forward' in vars(head) else ''}; expected a plain torch.nn.Linear: "
+                f"the output projection of {type(owner).__name__} is {other}; expected a plain torch.nn.Linear: "
                 "leave it out of an adapter's target_modules, and call ringtile.restore on a Trainer"
             )
         if hasattr(head.weight, "ds_id"):

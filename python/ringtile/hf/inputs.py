@@ -20,13 +20,11 @@ from ringtile.errors import InputError, Refused
 from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import first_tokens, mask_of_batch, read
-from ringtile.hf.shared_rows import SharedRows
+from ringtile.hf.shared_rows import IGNORE_INDEX, SharedRows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
-
-IGNORE_INDEX = -100  # transformers' label of a position without a target
 
 # Tensors with one entry per token, and the value of a padding token. Position 0 is valid in every embedding table and
 # does not change the largest position, which some RoPE variants read.

@@ -143,15 +143,23 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
             f"tiled_loss: {name} computes its loss with {shown(model.loss_function)}, expected ForCausalLMLoss"
         )
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
-    if not is_linear or "forward" in vars(head):
+    if other := not_plain(head):
         raise Refused(
-            f"tiled_loss: the output projection of {name} is a {type(head).__module__}.{type(head).__name__}"
-            f"{' with a replaced forward' if 'forward' in vars(head) else ''}, expected a plain torch.nn.Linear; "
+            f"tiled_loss: the output projection of {name} is {other}, expected a plain torch.nn.Linear; "
             "remove it from the adapter's target_modules and modules_to_save"
         )
     patches.set(head, "forward", MethodType(_head_forward, head))
     patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config))
+
+
+def not_plain(head: nn.Module) -> str:
+    """What an output projection is instead of a torch.nn.Linear, bare or under FSDP2, with its own forward; "" if it is
+    one."""
+    is_linear = type(head) is nn.Linear or (isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__)
+    if is_linear and "forward" not in vars(head):
+        return ""
+    replaced = " with a replaced forward" if "forward" in vars(head) else ""
+    return f"a {type(head).__module__}.{type(head).__name__}{replaced}"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

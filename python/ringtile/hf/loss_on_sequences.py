@@ -49,7 +49,7 @@ class LossOnSequences(Strategy):
         for name in ("compute_loss", "prediction_step"):
             self.replace(trainer, name, self._in_step)
         if not accelerate_knows_groups(trainer.accelerator):
-            self.replace(trainer, "_get_num_items_in_batch", self.counting_groups)
+            self.replace(trainer, "_get_num_items_in_batch", self.in_one_process)
         self.gather_with(data.gather_rows)
         for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
             if wrapped is not None:
@@ -113,7 +113,7 @@ class LossOnSequences(Strategy):
         """None for a batch of other code, such as generate(), on which the model runs as it is."""
         return self.shard(inputs) if self.in_step else None
 
-    def counting_groups(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the Trainer's that counts processes."""
         with self.as_one_process():
             return original(*args, **kwargs)

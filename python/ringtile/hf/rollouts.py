@@ -84,7 +84,7 @@ class LossOnRollouts(LossOnSequences):
         patches, rows = self.patches, self._rows_at_once(self.group.data_size)
         if (teacher := getattr(trainer, "teacher_model", None)) is not None:
             self.hook(teacher)
-        self.replace(trainer, "get_train_dataloader", self.counting_groups)
+        self.replace(trainer, "get_train_dataloader", self.in_one_process)
         self.replace(trainer, "_prepare_inputs", self._score)
         self.replace(trainer, "_generate_single_turn", self._generate)
         if getattr(trainer, "rollout_func", None) is not None:

@@ -8,6 +8,7 @@ Shape letters: B rows, S tokens of a row, T tokens of the tree.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # transformers' label of a position without a target
 _TREE = ("tree_parents", "tree_lengths")  # of a batch whose row is a tree
 _SEGMENTS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")  # or those of TRL's TreeRow.pack
 _SHARED = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "output_router_logits", "return_dict")
@@ -31,10 +32,22 @@ _SHARED = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache",
 class SharedRows:
     """Where each token of the rows is in the tree, and how many rows a token of the tree is of."""
 
+    places: Tensor  # int64 (B, S): the token of the tree; -1, and T once finished: padding
     parents: list[int] = field(default_factory=list)  # of each node, as IntervalMask.tree takes them
     lengths: list[int] = field(default_factory=list)
-    places: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 (B, S): the token of the tree; T: padding
-    num_rows: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 (1, T)
+
+    @functools.cached_property
+    def num_rows(self) -> Tensor:
+        """int64 (1, T): of how many rows each token is."""
+        return torch.bincount(self.places.flatten(), minlength=self.num_tokens + 1)[None, : self.num_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def finish(self) -> None:
+        """After the last node."""
+        self.places[self.places < 0] = self.num_tokens
 
     @property
     def mask(self) -> IntervalMask:
@@ -86,8 +99,7 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
     shared, found = SharedRows(places=torch.full((num_rows, seq_len), -1)), list[Tensor]()
     _grow(shared, rows, list(range(num_rows)), 0, -1, firsts, found)
     taken = torch.cat(found) if found else keys[:0, 0]
-    shared.num_rows = torch.bincount(shared.places[shared.places >= 0].flatten(), minlength=len(taken))[None]
-    shared.places[shared.places < 0] = len(taken)
+    shared.finish()
     batch = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask", *columns)}
     return batch | {
         name: column[None].to(device=ids.device, dtype=columns[name].dtype)
@@ -186,8 +198,7 @@ def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict
         followers += [*way[1:], -1][: len(found)]
         shared.parents.append(parent)
         shared.lengths.append(len(found))
-    shared.num_rows = torch.bincount(shared.places[shared.places >= 0], minlength=len(taken))[None]
-    shared.places[shared.places < 0] = len(taken)
+    shared.finish()
     index = torch.tensor(taken, device=ids.device)
     if position_ids is None:
         position_ids = tree_position_ids(parents, lengths).to(ids.device)
@@ -223,7 +234,7 @@ def _grow(
         for row in branch[1:]:
             agree &= (rows[row][depth:shortest] == one).all(-1)
         length = int(agree.long().cumprod(0).sum())
-        begin, node = sum(shared.lengths), len(shared.lengths)
+        begin, node = shared.num_tokens, len(shared.lengths)
         shared.parents.append(parent)
         shared.lengths.append(length)
         found.append(one[:length])
