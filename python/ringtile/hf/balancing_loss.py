@@ -55,10 +55,11 @@ def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: 
     batch it is the original. TRL's fused head calls that of Mixtral's file for every type of model. wrapped: the model
     with its adapters, of which AdaLoRA's calls the inner module's forward, without its hooks.
     """
-    own = _function_of(model)
-    files = {modeling_mixtral} | (
-        {sys.modules[type(model).__module__]} if own is not None and _is_known(own) else set()
-    )
+    own, files = _function_of(model), {modeling_mixtral}
+    if own is not None and _is_known(own):
+        files.add(sys.modules[type(model).__module__])
+    elif not hasattr(model.config.get_text_config(), "output_router_logits"):
+        return  # a dense model, of which nothing asks for the loss
 
     def without_share(module: Any, args: Any, outputs: Any) -> None:
         """Callers of the model log the balancing loss, or add it to a loss of their own."""
