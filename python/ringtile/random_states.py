@@ -64,7 +64,7 @@ def random_digest() -> str:
     """A hash of the host's states and the current GPU's: equal on ranks that have drawn the same, each on its GPU."""
     ours, pythons, numpys = all_random_states()
     current = f"cuda:{torch.cuda.current_device()}" if len(ours) > 1 else "cpu"
-    states = [bytes(ours[device].numpy()) for device in ("cpu", current)], pythons, numpys
+    states = [bytes(ours[device].numpy()) for device in dict.fromkeys(("cpu", current))], pythons, numpys
     return hashlib.sha256(pickle.dumps(states)).hexdigest()
 
 
