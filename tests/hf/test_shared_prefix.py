@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ringtile
 import torch
-from hf_models import SIZES, tiny_model
+from hf_models import SIZES, hybrid, tiny_model
 from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import PROOF, TOLERANCE, make_trainer, train
 from pool import run_ranks
@@ -215,7 +215,7 @@ def _tree(rows: Any = None) -> dict[str, torch.Tensor]:
 
 
 def _train_tree(config: dict[str, Any], family: str, tree: Any = _tree) -> Any:
-    model = tiny_model(family).double().train()
+    model = (tiny_model(family) if family == "llama" else hybrid(family)).double().train()
     return train(config, model=model, collator=tree, gradient_accumulation_steps=1, evaluate=False, max_steps=2)
 
 
@@ -240,7 +240,7 @@ def _train_ways(
     family: str, ways: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same steps on the ways from the roots, row by row."""
-    model = tiny_model(family).double().train()
+    model = (tiny_model(family) if family == "llama" else hybrid(family)).double().train()
     losses = []
     for rate in (0.3, 0.15):
         loss = sum(
@@ -267,12 +267,38 @@ def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
             assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
 
 
-@pytest.mark.parametrize("key", ["tree_parents", "tree_kv_index"])
-def test_refuses_a_tree_where_nothing_is_sharded(key: str) -> None:
-    trees = {"tree_parents": _tree(), "tree_kv_index": _tree_of_trl(7)}
-    trainer = make_trainer(collator=lambda rows: trees[key], max_steps=1)
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text", "bamba"])
+def test_a_trainer_trains_on_a_tree_where_nothing_is_sharded(family: str) -> None:
+    losses, weights = _train_ways(family, _ways())
+    run = _train_tree({"context_parallel_size": 1}, family)
+    assert run.losses == pytest.approx(losses, rel=1e-6)
+    for name, weight in weights.items():
+        assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+
+
+def _train_and_evaluate_on_a_rank(size: int) -> tuple[list[float], float]:
+    trainer = make_trainer(collator=_tree, max_steps=2, learning_rate=0.0)
+    ringtile.enable(trainer, {"context_parallel_size": size})
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    ringtile.restore(trainer)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], before
+
+
+def test_evaluates_trees_on_one_rank_as_on_two() -> None:
+    alone, on_two = _train_and_evaluate_on_a_rank(1), run_ranks(2, _train_and_evaluate_on_a_rank, 2)
+    assert on_two[0] == on_two[1]
+    assert alone[0] == pytest.approx(on_two[0][0], rel=1e-6)
+    assert alone[1] == pytest.approx(on_two[0][1], rel=1e-6)
+
+
+def test_refuses_a_tree_outside_of_a_step_and_in_a_compiled_model() -> None:
+    trainer = make_trainer(collator=_tree, max_steps=1)
     ringtile.enable(trainer, {"context_parallel_size": 1})
-    with pytest.raises(ringtile.Refused, match=f"the batch holds {key}, and no sequence is sharded"):
+    with pytest.raises(ringtile.Refused, match="the batch holds tree_parents, and its model is called outside"):
+        trainer.model(**_tree())
+    trainer.args.torch_compile = True
+    with pytest.raises(ringtile.Refused, match="the batch holds a tree, and the model is compiled"):
         trainer.train()
 
 

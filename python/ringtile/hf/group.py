@@ -22,8 +22,8 @@ _CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modu
 class ContextParallelGroup:
     """`size` consecutive ranks, this one among them: k * size .. (k + 1) * size - 1.
 
-    Every rank of the world must build it: torch.distributed makes process groups collectively. The data-parallel
-    engine needs no notice: it averages gradients over all ranks.
+    Every rank of the world must build one of two or more: torch.distributed makes process groups collectively. The
+    data-parallel engine needs no notice: it averages gradients over all ranks.
     Raises ConfigError when size does not divide the number of ranks.
     """
 
@@ -39,7 +39,7 @@ class ContextParallelGroup:
         self.rank = rank % size
         self.data_index = rank // size  # which of the data_size different batches this rank gets
         self.data_size = world_size // size
-        if not dist.is_initialized():
+        if size == 1 or not dist.is_initialized():
             return
         timeout = datetime.timedelta(seconds=timeout_seconds)
         all_ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
@@ -50,7 +50,7 @@ class ContextParallelGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """None: one process without torch.distributed. InputError: it was destroyed."""
+        """None: a group of one rank. InputError: it was destroyed."""
         if not hasattr(self, "_process_group"):
             return None
         group: dist.ProcessGroup | None = self._process_group()

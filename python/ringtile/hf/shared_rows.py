@@ -112,16 +112,6 @@ def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
     return next((keys[0] for keys in (_TREE, _SEGMENTS) if keys[0] in inputs), None)
 
 
-def refuse_tree(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """A hook before the forward pass of a model on one rank, which would attend all tokens of the row before."""
-    key = key_of_tree(kwargs)
-    if key is not None:
-        raise Refused(
-            f"the batch holds {key}, and no sequence is sharded; expected context_parallel_size of 2 or more, "
-            f"where ringtile computes trees"
-        )
-
-
 def _nodes_of_segments(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
     """parents and lengths of the tree that TRL's TreeRow packs; int64 on the host, of which -1 is padding.
 

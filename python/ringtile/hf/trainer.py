@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, Refused
+from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
-from ringtile.hf import adapters, checks, model, recurrent, workers
+from ringtile.hf import adapters, checks, model, workers
+from ringtile.hf.alone import Alone
 from ringtile.hf.checkpoints import Checkpoints
-from ringtile.hf.dropout import CountedDropout, drops_attention
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.group import ContextParallelGroup
@@ -25,14 +25,11 @@ from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.metrics import LogMetrics
 from ringtile.hf.mlp import install_tiled_mlp
-from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.offload import OffloadActivations
-from ringtile.hf.packing import Packing
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import LimitTimeouts, Peers
 from ringtile.hf.rollouts import LossOnRollouts, generates
-from ringtile.hf.shared_rows import refuse_tree
 from ringtile.hf.strategy import Strategy
 from ringtile.transport.groups import transport_of
 
@@ -124,45 +121,32 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     if (config.context_parallel_size > 1 or config.shared_prefix) and not deepspeed_shards_sequences(
         trainer.accelerator
     ):
-        checks.check_trainer(trainer)
-        assert trainer.model is not None  # base_model has refused it otherwise
-        adapters.check_adapters(trainer.model)
-        checks.check_deepspeed(trainer, base)
-        strategy = _strategy_of(trainer)(trainer, base, config, patches)
-        strategy.install()
+        strategy = _shard(trainer, base, config, patches)
         if config.first_batch_check and config.context_parallel_size > 1:
             first_batch = FirstBatch(strategy)
             first_batch.install()
         group = strategy.group
     elif only_data_parallel(trainer):
-        _install_alone(trainer, base, patches)
+        Alone(trainer, base, functools.partial(_shard, trainer, base, config)).install(patches)
     _attach_callbacks(trainer, config, group, patches)
     patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
+
+
+def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> Strategy:
+    """Makes the Trainer compute on sharded sequences."""
+    checks.check_trainer(trainer)
+    assert trainer.model is not None  # base_model has refused it otherwise
+    adapters.check_adapters(trainer.model)
+    checks.check_deepspeed(trainer, base)
+    strategy = _strategy_of(trainer)(trainer, base, config, patches)
+    strategy.install()
+    return strategy
 
 
 def _strategy_of(trainer: Trainer) -> type[Strategy]:
     if generates(trainer):
         return LossOnRollouts
     return LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards
-
-
-def _install_alone(trainer: Trainer, base: PreTrainedModel, patches: Patches) -> None:
-    """What is exact on many ranks is on one: packed documents stay apart, dropout draws from counters."""
-    assert trainer.model is not None  # base_model has refused it otherwise
-    hybrid = bool(recurrent.mixers(model.text_modules(base)))
-    packing = Packing(base, causal=shifts_labels(base), hybrid=hybrid, speaks=trainer.args.process_index == 0)
-    packing.install_alone(trainer.model, patches)
-    patches.on_restore(trainer.model.register_forward_pre_hook(refuse_tree, with_kwargs=True).remove)
-    if hybrid:
-        checks.check_recurrent(trainer, base)
-        recurrent.install_alone(trainer.model, base, patches)
-    elif reason := recurrent.unknown(model.text_modules(base)):
-        recurrent.refuse_packed(trainer.model, reason, patches)
-    dropout = CountedDropout(trainer, trainer.args.process_index, trainer.args.world_size)
-    dropout.install(base, trainer.model, patches)
-    # Not of a hybrid model, whose batches would look like shards to ringtile's attention.
-    if not hybrid and drops_attention(base) and base.config.get_text_config()._attn_implementation in ("sdpa", "eager"):
-        _count_attention_dropout(trainer.model, patches)
 
 
 def _attach_callbacks(trainer: Trainer, config: Config, group: ContextParallelGroup | None, patches: Patches) -> None:
@@ -182,17 +166,6 @@ def _attach_callbacks(trainer: Trainer, config: Config, group: ContextParallelGr
     Checkpoints(trainer, peers).install(patches)
     for name in _ENTRIES:
         peers.wrap(trainer, name, patches)
-
-
-def _count_attention_dropout(wrapped: nn.Module, patches: Patches) -> None:
-    """Switches the attention of a model on whole sequences to ringtile's, unless it has an attention of its own."""
-    own = Patches()
-    try:
-        model.switch_attention(wrapped, own)
-    except Refused:
-        own.restore()
-    else:
-        patches.on_restore(own.restore)
 
 
 def _summary(trainer: Trainer, config: Config) -> str:
