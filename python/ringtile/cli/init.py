@@ -38,7 +38,9 @@ class Project:
     note: str = "`training.yaml` has the Trainer's."
     arguments: str = "TrainingArguments"
     steps: str = "5 "  # as wide as another's, before a comment
-    learning_rate: str = "0.1"
+    batch: str = "2"
+    optimizer: str = "sgd                  # adamw_torch for a real model"
+    learning_rate: str = "0.1 "
 
 
 def script(name: str, *training: str) -> dict[str, tuple[str, ...]]:
@@ -61,8 +63,10 @@ PROJECTS = {
         packages={"trl": "trl"},
         change="set `MODEL`, `ROWS` and `reward` in `train.py`",
         arguments="TrainingArguments, which GRPOConfig has too",
-        steps="20",
-        learning_rate="2.0",
+        steps="40",
+        batch="8",
+        optimizer="adamw_torch          # or sgd, adafactor, ...",
+        learning_rate="0.01",
     ),
     "axolotl": Project(
         "axolotl",
