@@ -253,6 +253,22 @@ def test_bidirectional_attention_is_refused():
         _run_shard(switched)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("key_scale", 2.0, "hands its attention key_scale, which may change what it computes"),
+        ("alibi", True, "uses ALiBi"),
+        ("block_indices", (0, 1), "uses a choice of blocks of keys"),
+    ],
+)
+def test_what_attention_may_not_ignore_is_refused(name, value, reason):
+    """Llama hands its attention every argument that it does not know."""
+    switched, _ = _on_ringtile(tiny_model())
+    with pytest.raises(ringtile.Refused, match=reason):
+        _run_shard(switched, {"input_ids": _ids(), name: value})
+    _ring_logits(switched, {"input_ids": _ids(), name: None, "num_items_in_batch": 3})
+
+
 def test_mask_of_a_shard_is_refused():
     switched, patches = _on_ringtile(tiny_model())
     patches.restore()  # takes the hook off that hides the mask, and sets the attention back

@@ -29,12 +29,34 @@ NAME = "ringtile"
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
 
-# Keyword arguments that change the scores in ways the kernels do not support.
-_REFUSED = {
+# Keyword arguments of an attention function that ringtile computes.
+_COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
+# Those that say what the batch says, or that are no concern of attention: models hand on all of their own.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *(
+            "cu_seq_lens_q",
+            "cu_seq_lens_k",
+            "max_length_q",
+            "max_length_k",
+            "seq_idx",
+        ),  # documents, of the batch's mask
+        "position_ids",  # rotations are done
+        *("use_cache", "cache_position"),  # no token comes from a cache in training
+        *("labels", "shift_labels", "num_items_in_batch"),  # of the loss
+        # Of what is returned.
+        *("logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        "deterministic",  # a switch of flash-attention's kernels
+    }
+)
+# Those that change the scores in ways the kernels do not support. Every other name is refused too.
+_MEANINGS = {
     "sinks": "attention sinks under a name that no model of transformers uses",
     "position_bias": "a position bias",
     "alibi": "ALiBi",
     "head_mask": "a head mask",
+    "indices": "a choice of keys for each query",
+    "block_indices": "a choice of blocks of keys for each query",
 }
 
 
@@ -64,8 +86,9 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Ring attention over the group of the batch -> (B, N, H, Dv); for a batch that is not sharded, transformers' own.
 
-    options: dropout, scaling, sliding_window, softcap, s_aux (attention sinks), and whatever else the model hands down.
-    Raises Refused for options that the kernels cannot compute exactly, and for a shard without its ShardedBatch.
+    options: dropout, scaling, sliding_window, softcap, s_aux (attention sinks), is_causal, and what does not concern
+    attention, which models hand on.
+    Raises Refused for any other option that is set, and for a shard without its ShardedBatch.
     """
     batch = active_batch()
     if batch is None:
@@ -137,7 +160,7 @@ def _with_counted_dropout(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor | None:
     """Attention on a batch that is not sharded, whose dropout a training step counts; None: transformers' own."""
-    if any(options.get(name) is not None for name in _REFUSED):
+    if _unknown(options):
         return None
     mask = _intervals(module, query, key, attention_mask, options)
     dropout = None if mask is None else _counted_dropout(module, query, options["dropout"])
@@ -216,6 +239,16 @@ def _refuse_inexact(
             f"{name} is {kinds[causal]} (is_causal {str(causal).lower()}) in a model that is {kinds[causal_batch]}; "
             f"expected all layers alike"
         )
-    for argument, meaning in _REFUSED.items():
-        if options.get(argument) is not None:
-            raise Refused(f"{name} uses {meaning} ({argument}), which the ring cannot compute yet")
+    for argument in _unknown(options):
+        if argument in _MEANINGS:
+            raise Refused(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")
+        raise Refused(
+            f"{name} hands its attention {argument}, which may change what it computes; expected only "
+            f"{', '.join(sorted(_COMPUTED))}: leave it out, or set it to None"
+        )
+
+
+def _unknown(options: dict[str, Any]) -> list[str]:
+    """The arguments that are set, of which ringtile does not know that its attention is the same with them."""
+    known = _COMPUTED | _WITHOUT_EFFECT
+    return [name for name, value in options.items() if name not in known and value is not None and value is not False]
