@@ -108,6 +108,42 @@ def test_losses_are_those_of_a_plain_loop(tmp_path: pathlib.Path) -> None:
     assert report["patched"] == []
 
 
+def test_rows_longer_than_a_pretrained_model_was_made_for(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused with the keys to write, which keep what they do not name; the rest is transformers'."""
+    keys = MODEL | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    config = transformers.LlamaConfig(**keys, vocab_size=257, max_position_embeddings=64)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 40.0  # so that it matters which tokens attend which
+    model.save_pretrained(tmp_path / "short")
+    (tmp_path / "one.txt").write_text(TEXT[:99])
+    data = {"files": "one.txt", "seq_len": 100, "tokenizer": "bytes"}
+    assert main(["train", str(write_config(tmp_path, model="short", data=data))]) == 2
+    said = capsys.readouterr().err
+    assert "model.max_position_embeddings is 64; expected at least 100, for data.seq_len. With YaRN: model: " in said
+    advice = yaml.safe_load(said[said.index("{name") : said.index("}}") + 2])
+    assert advice["rope_parameters"] == {
+        "rope_type": "yarn",
+        "factor": 1.5625,
+        "original_max_position_embeddings": 64,
+    }
+    report = train(write_config(tmp_path, model=advice, data=data, training=TRAINING | {"max_steps": 1}))
+    scaled = transformers.AutoConfig.from_pretrained(tmp_path / "short")
+    scaled.rope_parameters |= advice["rope_parameters"]
+    scaled.max_position_embeddings = 100
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "short", config=scaled)
+    assert model.config.rope_parameters["rope_theta"] == 500.0
+    ids = torch.tensor([[*TEXT[:99].encode(), 256]])
+    loss = model(input_ids=ids, labels=ids).loss.item()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "short")
+    assert abs(plain(input_ids=ids, labels=ids).loss.item() - loss) > 1e-5 * loss  # ten times what is allowed
+    assert report["losses"] == pytest.approx([loss], rel=1e-6)
+    assert main(["train", str(write_config(tmp_path, model={"name": "short", "rope_parameter": 1}, data=data))]) == 2
+    assert "unknown key model.rope_parameter: did you mean rope_parameters" in capsys.readouterr().err
+
+
 def test_evaluation_padding_and_plot(tmp_path: pathlib.Path) -> None:
     (tmp_path / "eval.jsonl").write_text('{"body": "held out"}\n{"body": "and another one"}\n')
     data = {"files": "eval.jsonl", "eval_files": "eval.jsonl", "seq_len": 16, "packing": False, "text_column": "body"}
@@ -244,7 +280,7 @@ def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -
         ({"model": MODEL | {"hidden_size": "wide"}}, "model.hidden_size: .*expected int, got str"),
         ({"model": MODEL | {"vocab_size": 100}}, "model.vocab_size is 100; expected at least 257"),
         ({"model": MODEL | {"max_position_embeddings": 8}}, "model.max_position_embeddings is 8; expected at least 64"),
-        ({"model": "/no/such/model"}, "data.tokenizer '/no/such/model' cannot be loaded"),
+        ({"model": "/no/such/model"}, "model '/no/such/model' cannot be loaded"),
         ({"data": None}, "data is None; expected keys"),
         ({"data": {"files": "text.txt"}}, "data.seq_len is missing"),
         ({"data": {"files": "text.txt", "seq_len": 64, "file": "x"}}, "unknown key data.file: did you mean files?"),
@@ -257,7 +293,7 @@ def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -
         ({"training": {"lerning_rate": 1}}, "unknown key training.lerning_rate: did you mean learning_rate?"),
         ({"training": TRAINING | {"learning_rate": "fast"}}, "training.learning_rate is 'fast'"),
         ({"training": TRAINING | {"optim": "sgdd"}}, "training.optim is 'sgdd': did you mean sgd?"),
-        ({"context_parallel_size": 2}, "context_parallel_size is 2 but there are 1 ranks"),
+        ({"context_parallel_size": 2}, "context_parallel_size is 2 but there is 1 rank;"),
     ],
 )
 def test_bad_configuration_is_one_line_and_status_2(

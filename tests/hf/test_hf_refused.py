@@ -98,7 +98,7 @@ TRAINERS = [
     # compute_loss of any arguments is accepted: it is the size of the world that is refused, last of all.
     Refusal(
         "a world that is no multiple",
-        "context_parallel_size is 2 but there are 1 ranks",
+        "context_parallel_size is 2 but there is 1 rank;",
         {"trainer_class": OwnLoss},
         error="ConfigError",
     ),

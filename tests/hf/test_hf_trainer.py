@@ -1,10 +1,14 @@
 """What a Trainer's parts see of context parallelism, beside the trainings of test_hf_exact.py."""
 
+import logging
+import re
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import ringtile
 import torch
+from hf_models import tiny_model
 from hf_training import TOLERANCE, Padded, assert_equal_training, make_trainer, train
 from kernels_off import kernels_off
 from pool import run_ranks
@@ -82,3 +86,31 @@ def _num_processes():
 
 def test_a_group_counts_as_one_process_inside_a_step():
     assert run_ranks(2, _num_processes) == [[1, 2], [1, 2]]
+
+
+# ---- rows longer than the model was made for -------------------------------------------------------
+
+
+def _warnings_of(rope: dict[str, Any]) -> list[str]:
+    """What two steps on rows of up to 40 tokens warn of, with a model made for 16."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ringtile").addHandler(handler)
+    try:
+        model = tiny_model("llama", max_position_embeddings=16, rope_parameters=rope).train()
+        train({"context_parallel_size": 2}, model=model, max_steps=2, evaluate=False)
+    finally:
+        logging.getLogger("ringtile").removeHandler(handler)
+    return [line for line in lines if "max_position_embeddings" in line]
+
+
+def test_warns_once_of_positions_beyond_those_of_an_unscaled_model() -> None:
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+    first, second = run_ranks(2, _warnings_of, plain)
+    assert (len(first), second) == (1, [])  # rank 0 speaks
+    assert re.search(
+        r"reaches position \d\d, and LlamaForCausalLM was made for 16 \(max_position_embeddings\)", first[0]
+    )
+    yarn = plain | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert run_ranks(2, _warnings_of, yarn) == [[], []]

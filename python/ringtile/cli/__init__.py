@@ -28,7 +28,7 @@ MAX_LINE = 1000  # characters of an error
 VERBS = {
     "train": "train a model from a YAML file; start it with torchrun for several ranks",
     "verify": "prove that n ranks compute the same as one, op by op and in training",
-    "models": "try which of transformers' causal language models train exactly on two ranks",
+    "models": "try which of transformers' language models, encoders and classifiers train exactly on two ranks",
     "plan": "show which keys travel between the ranks of a ring, and what that costs",
     "bench": "measure the kernels on this machine against other installed libraries",
     "init": "write a project that trains as it is: a script, its YAML, launch files",

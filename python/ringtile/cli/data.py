@@ -66,16 +66,16 @@ class ByteEncoder:
 
 
 class PretrainedEncoder:
-    """A transformers tokenizer, by folder or hub name."""
+    """A transformers tokenizer, by folder or hub name. key: of the file, that gives the name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: str = "data.tokenizer") -> None:
         from transformers import AutoTokenizer
 
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # tokenizers raises nothing more precise for a damaged file
             raise ConfigError(
-                f"data.tokenizer {name!r} cannot be loaded ({first_line(error)}); expected a "
+                f"{key} {name!r} cannot be loaded ({first_line(error)}); expected a "
                 "folder with tokenizer files, a hub name, or 'bytes'"
             ) from error
         if self.tokenizer.eos_token_id is None:

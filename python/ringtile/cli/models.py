@@ -1,4 +1,4 @@
-"""`ringtile models [NAME ...]`: which of transformers' language models train exactly on two ranks.
+"""`ringtile models [NAME ...]`: which types of models of transformers train exactly on two ranks.
 
 Each type is built tiny from its default configuration, with every kind of layer that it has, and trained on text for
 two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's balancing loss is on.

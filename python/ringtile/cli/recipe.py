@@ -49,7 +49,7 @@ _FIELD = re.compile(r"Validation error for field '(\w+)'")  # how transformers' 
 class Recipe:
     """One training run. Relative paths of the file are absolute here."""
 
-    model: str | dict[str, Any]  # folder or hub name; or the keys of a transformers config
+    model: dict[str, Any]  # keys of a transformers config; with `name`, a folder or hub name: beside its own
     data: DataConfig
     training: dict[str, Any]  # keys of TrainingArguments, with TRAINING_DEFAULTS
     ringtile: Config
@@ -115,13 +115,17 @@ def check_keys(given: Mapping[str, Any], known: Collection[str], prefix: str) ->
             raise ConfigError(f"unknown key {prefix}{str(key)[:MAX_KEY]}: {nearest_key(key, known)}")
 
 
-def load_model_keys(given: Any, folder: pathlib.Path) -> str | dict[str, Any]:
-    """The `model` section; a relative path starts at `folder`."""
+def load_model_keys(given: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """The `model` section, which may be a name alone; a relative path starts at `folder`."""
     if isinstance(given, str):
-        return str(folder / given) if os.path.isdir(folder / given) else given
+        given = {"name": given}
     if isinstance(given, dict) and isinstance(given.get("model_type"), str):
         return given
-    raise ConfigError(f"model is {shown(given)}; expected a folder, a hub name, or keys of a config with model_type")
+    if isinstance(given, dict) and isinstance(name := given.get("name"), str):
+        return {**given, "name": str(folder / name) if os.path.isdir(folder / name) else name}
+    raise ConfigError(
+        f"model is {shown(given)}; expected a folder, a hub name, or keys of a config with name or model_type"
+    )
 
 
 def load_data_config(given: Any, folder: pathlib.Path) -> DataConfig:
@@ -182,25 +186,52 @@ def make_arguments(training: dict[str, Any]) -> TrainingArguments:
 
 def make_encoder(recipe: Recipe) -> Encoder:
     """The encoder of data.tokenizer. Without one: a pretrained model's own, or bytes for a model built here."""
-    name = recipe.data.tokenizer or (recipe.model if isinstance(recipe.model, str) else "bytes")
-    return ByteEncoder() if name == "bytes" else PretrainedEncoder(name)
+    key, name = "data.tokenizer", recipe.data.tokenizer
+    if not name:
+        key, name = "model", recipe.model.get("name", "bytes")
+    return ByteEncoder() if name == "bytes" else PretrainedEncoder(name, key)
 
 
 def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
     """Loads the model, or builds it with random weights (seed first). Its vocabulary must hold the encoder's."""
     with told_as_ours("model"):
-        if isinstance(recipe.model, str):
-            model = AutoModelForCausalLM.from_pretrained(recipe.model)
+        if "model_type" not in recipe.model:
+            config = pretrained_config(recipe.model)
+            model = AutoModelForCausalLM.from_pretrained(recipe.model["name"], config=config)
         else:
             config = make_model_config(recipe.model, recipe.data.seq_len, encoder)
             check_model_config(config)
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    limits = {"vocab_size": encoder.vocab_size, "max_position_embeddings": recipe.data.seq_len}
-    for key, needed in limits.items():
-        if getattr(model.config, key, needed) < needed:
-            source = "data.tokenizer" if key == "vocab_size" else "data.seq_len"
-            raise ConfigError(f"model.{key} is {getattr(model.config, key)}; expected at least {needed}, for {source}")
+    check_fits(model.config, encoder.vocab_size, recipe.data.seq_len, recipe.model.get("name"))
     return model
+
+
+def check_fits(config: Any, vocab_size: int, seq_len: int, name: str | None) -> None:
+    """Raises ConfigError where a model is too small for the data. name: of a pretrained model."""
+    words, positions = getattr(config, "vocab_size", vocab_size), getattr(config, "max_position_embeddings", seq_len)
+    if words < vocab_size:
+        raise ConfigError(f"model.vocab_size is {words}; expected at least {vocab_size}, for data.tokenizer")
+    if positions >= seq_len:
+        return
+    message = f"model.max_position_embeddings is {positions}; expected at least {seq_len}, for data.seq_len"
+    if name is not None and isinstance(getattr(config, "rope_parameters", None), dict):
+        yarn = f"rope_type: yarn, factor: {seq_len / positions}"
+        message += (
+            f". With YaRN: model: {{name: {name}, max_position_embeddings: {seq_len}, rope_parameters: {{{yarn}, "
+            f"original_max_position_embeddings: {positions}}}}}, with the numbers that the model's card recommends"
+        )
+    raise ConfigError(message)
+
+
+def pretrained_config(given: Mapping[str, Any]) -> Any:
+    """The config of a folder or hub name, with the keys given beside it. ConfigError: it has no such key."""
+    config = AutoConfig.from_pretrained(given["name"])
+    keys = {key: value for key, value in given.items() if key != "name"}
+    check_keys(keys, {*config.to_dict(), *config.attribute_map}, "model.")
+    for key, value in keys.items():
+        own = getattr(config, key)
+        setattr(config, key, {**own, **value} if isinstance(own, dict) and isinstance(value, dict) else value)
+    return type(config)(**{key: value for key, value in config.to_dict().items() if key != "model_type"})
 
 
 def make_model_config(given: dict[str, Any], seq_len: int, encoder: Encoder) -> Any:

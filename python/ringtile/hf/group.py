@@ -30,8 +30,9 @@ class ContextParallelGroup:
     def __init__(self, size: int, timeout_seconds: float, device: torch.device) -> None:
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if world_size % size:
+            ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
             raise ConfigError(
-                f"context_parallel_size is {size} but there are {world_size} ranks; expected a divisor of the number "
+                f"context_parallel_size is {size} but there {ranks}; expected a divisor of the number "
                 f"of ranks (start more of them with torchrun --nproc_per_node, or set context_parallel_size: 1)"
             )
         self.size = size

@@ -8,6 +8,7 @@ the tokens of the attention mask, RoBERTa those that are not padding.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from ringtile.errors import Refused
 from ringtile.hf.batch import active_batch
 from ringtile.hf.layers import num_layers
 from ringtile.hf.patches import Patches
+
+logger = logging.getLogger("ringtile")
 
 _COUNTS_MASK = "OPTLearnedPositionalEmbedding"
 _COUNTS_IDS = "create_position_ids_from_input_ids"  # the method of RoBERTa's embeddings, and of those made after it
@@ -46,7 +49,21 @@ class Positions:
         attends = num_layers(model.config.get_text_config())[0] > 0  # what is only recurrent counts nothing
         self.makes_ids = rotary or (ours and (takes_ids or not attends)) or bool(self._counted_inside)
         self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
+        config = model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        unscaled = rotary and rope.get("rope_type", "default") == "default"
+        self._trained_on = getattr(config, "max_position_embeddings", None) if unscaled else None
         self._counts_ids = next((module for module in modules if hasattr(module, _COUNTS_IDS)), None)
+
+    def check_largest(self, position: int) -> None:
+        """Warns once of a position that the rotary embeddings of a pretrained model have never been trained on."""
+        if self._trained_on is not None and position >= self._trained_on:
+            logger.warning(
+                f"ringtile: a batch reaches position {position}, and {self._name} was made for "
+                f"{self._trained_on} (max_position_embeddings), without scaled rotary embeddings; for a pretrained "
+                f"model, set rope_parameters in its config, such as YaRN's, before it is loaded"
+            )
+            self._trained_on = None
 
     def of_batch(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """The ids (B, S) for a batch of a model that does not count 0, 1, ...; None: it does, or the batch has ids.

@@ -151,6 +151,8 @@ class Strategy(abc.ABC):
             scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
             rows=rows,
         )
+        if self.trainer.args.process_index == 0:
+            self.positions.check_largest(batch.max_position)
         if self.proves_whole and not is_tree and self._is_plain(inputs):
             return self._whole(inputs), None
         local.update(asked)
