@@ -7,9 +7,11 @@ import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import yaml
 from ringtile.cli import main
 from ringtile.config import Config
 from ringtile.errors import ConfigError, Refused
@@ -179,6 +181,12 @@ def test_balancing_loss_is_planned(ranks: int) -> None:
     assert step.product_flops == without.product_flops
 
 
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(num_hidden_layers=1).to_dict()))
+    return str(tmp_path)
+
+
 # ---- advice -------------------------------------------------------------------------------------
 
 
@@ -192,10 +200,15 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     assert 2950 <= found.seq_len <= 3000
 
 
-def test_memory_that_no_sequence_fits_names_the_largest_part() -> None:
-    setup = Setup(config_of(num_hidden_layers=1))
-    with TrainingStep(setup) as step, pytest.raises(ConfigError, match="are optimizer; expected more"):
-        longest(step, 2**16, step.run(64))
+def test_memory_that_no_sequence_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is printed all the same, and what one more switch does: there is no other advice."""
+    assert main(["plan", "--model", folder, "--seq-len", "64", "--memory", "64KiB"]) == 0
+    said = capsys.readouterr().out
+    assert "does NOT fit" in said
+    assert "no sequence fits, however short; the largest part here: " in said
+    assert "of optimizer" in said
+    assert "tiled_loss: true" in said
+    assert "saves -" not in said
 
 
 @pytest.mark.long
@@ -209,6 +222,51 @@ def test_each_switch_that_is_off_is_tried() -> None:
     before = planned(512, setup).total
     assert saved["tiled_loss: true"] is not None
     assert saved["tiled_loss: true"] < before
+
+
+# ---- the file of a run ----------------------------------------------------------------------------
+
+AS_OPTIONS = ["--devices", "4", "--context-parallel-size", "2", "--batch", "3", "--memory", "80GiB", "--no-switches"]
+
+
+def write_run(folder: str, **training: Any) -> pathlib.Path:
+    run = {
+        "context_parallel_size": 2,
+        "tiled_loss": True,
+        "model": {"name": folder, "use_cache": False},
+        "data": {"files": "nothing.txt", "seq_len": 256},
+        "training": {"per_device_train_batch_size": 3, **training},
+    }
+    path = pathlib.Path(folder, "run.yaml")
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("training", "options"),
+    [
+        ({"gradient_checkpointing": True}, ["--engine", "ddp", "--gradient-checkpointing"]),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "activation_checkpointing": True}, "bf16": True},
+            ["--engine", "fsdp2", "--gradient-checkpointing", "--bf16"],
+        ),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["--engine", "zero3"]),
+    ],
+)
+def test_the_file_of_a_run_says_what_the_options_say(
+    training: dict[str, Any], options: list[str], folder: str, tmp_path: pathlib.Path
+) -> None:
+    """No data and no weights are read."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    run = str(write_run(folder, **training))
+    assert main(["plan", run, "--devices", "4", "--no-switches", "--json", str(one)]) == 0
+    model = ["--model", folder, "--seq-len", "256", "--tiled-loss"]
+    assert main(["plan", *model, *AS_OPTIONS, *options, "--json", str(two)]) == 0
+    of_run, of_options = (json.loads(path.read_text()) for path in (one, two))
+    for key in ("parameters", "seq_len", "parts", "total", "memory", "longest"):
+        assert of_run[key] == of_options[key], key
+    setups = of_run["setup"], of_options["setup"]
+    assert all(setups[0][key] == setups[1][key] for key in setups[0].keys() - {"ringtile"})
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -226,10 +284,10 @@ def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str
         planned(64, setup)
 
 
-@pytest.fixture
-def folder(tmp_path: pathlib.Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(config_of(num_hidden_layers=1).to_dict()))
-    return str(tmp_path)
+def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(AutoConfig, "from_pretrained", side_effect=OSError("no network")):
+        assert main(["plan", "--model", "no/model", "--seq-len", "64"]) == 2
+    assert "hf download no/model config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -240,7 +298,11 @@ def folder(tmp_path: pathlib.Path) -> str:
         (["--model", "FOLDER", "--seq-len", "64", "--devices", "4", "--context-parallel-size", "3"], "divides"),
         (["--model", "FOLDER", "--seq-len", "64", "--devices", "0"], "at least 1"),
         (["--model", "FOLDER", "--seq-len", "64", "--memory", "80X"], "expected bytes"),
-        (["--model", "FOLDER", "--seq-len", "64", "--memory", "1KiB"], "expected more memory"),
+        (["--num-heads", "4"], "--seq-len is missing"),
+        (["RUN", "--engine", "zero3"], "--engine is given beside"),
+        (["RUN", "--num-heads", "4"], "of one attention layer"),
+        (["RUN", "--devices", "3"], "expected a multiple of 2"),
+        (["RUN", "--seq-len", "8K"], "model.max_position_embeddings is 4096; expected at least 8192"),
         (["--model", "FOLDER", "--seq-len", "64", "--offload"], "--gradient-checkpointing too"),
         (["--model", "FOLDER", "--seq-len", "64", "--num-heads", "4"], "of one attention layer"),
         (["--model", "FOLDER", "--seq-len", "64", "--scheme", "auto"], "expected one by name"),
@@ -254,7 +316,8 @@ def folder(tmp_path: pathlib.Path) -> str:
 def test_options_that_do_not_fit_are_refused(
     options: list[str], said: str, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *(folder if word == "FOLDER" else word for word in options)]) == 2
+    places = {"FOLDER": folder, "RUN": str(write_run(folder))}
+    assert main(["plan", *(places.get(word, word) for word in options)]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

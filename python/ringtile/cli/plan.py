@@ -46,7 +46,10 @@ MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seq-len", required=True, metavar="S", help="tokens: 4096, 32K or 1M (binary: 1K is 1024)")
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN.yaml", type=pathlib.Path, help="a training, as `ringtile train` reads it"
+    )
+    parser.add_argument("--seq-len", metavar="S", help="tokens: 4096, 32K or 1M (binary: 1K is 1024); a run says them")
     plan_model.add_arguments(parser)
     parser.add_argument("--world-size", type=int, metavar="W", help="of one layer: ranks that share the sequence")
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank holds (zigzag)")
@@ -82,8 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints the tables of the plan and of all schemes; with --model, those of a training."""
-    if args.model is not None:
+    """Prints the tables of the plan and of all schemes; with RUN.yaml or --model, those of a training."""
+    if args.run is None and args.seq_len is None:
+        raise ConfigError(
+            "--seq-len is missing; expected tokens, as 128K, or the file of a run: ringtile plan RUN.yaml"
+        )
+    if args.model is not None or args.run is not None:
         return plan_model.run(args)
     _check_layer(args)
     args.seq_len, args.dtype = parse_tokens(args.seq_len), args.dtype or "bfloat16"

@@ -1,4 +1,4 @@
-"""`ringtile plan --model`: the memory of a rank by part, the longest sequence, what switches save, a step's time."""
+"""`ringtile plan RUN.yaml` and `--model`: a rank's memory by part, the longest sequence, what switches save, time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringtile.cli import Outcome
+from ringtile.cli import Outcome, plan_run
 from ringtile.cli.output import check_output, write_output
 from ringtile.config import MAX_KEY, Config, nearest_key
 from ringtile.errors import ConfigError
@@ -27,9 +27,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a model's training; names as in the YAML of ringtile train")
-    group.add_argument("--model", metavar="FOLDER|TYPE", help="a folder with a config.json, or a type of transformers")
+    group.add_argument(
+        "--model",
+        metavar="FOLDER|NAME|TYPE",
+        help="a folder with a config.json, a hub name such as Qwen/Qwen3-8B, or a type of transformers",
+    )
     group.add_argument("--devices", type=int, metavar="COUNT", help="ranks of the training (1)")
-    group.add_argument("--memory", metavar="BYTES", help="of a device: 80GiB; then also the longest sequence that fits")
+    group.add_argument(
+        "--memory", metavar="BYTES", help="of a device: 80GiB, that of a run; then also the longest sequence"
+    )
     group.add_argument("--engine", choices=ENGINES, default="ddp", help="who shards weights and their state (ddp)")
     group.add_argument("--context-parallel-size", type=int, metavar="W", help="ranks that share a sequence (--devices)")
     group.add_argument("--gradient-checkpointing", action="store_true", help="as training.gradient_checkpointing")
@@ -66,8 +72,14 @@ def run(args: argparse.Namespace) -> Outcome:
         )
     if args.plot:
         check_output(args.plot, "--plot")
-    seq_len = parse_tokens(args.seq_len)
-    setup = setup_of(args, grpo_of(args, seq_len))
+    if args.run is not None:
+        setup, seq_len = plan_run.setup_of(args)
+        name, args.engine = str(args.run), setup.engine
+    else:
+        seq_len = parse_tokens(args.seq_len)
+        setup = setup_of(args, grpo_of(args, seq_len))
+        is_known = os.path.isdir(args.model) or "/" in args.model
+        name = args.model if is_known else f"{args.model} (its default configuration)"
     memory = None if args.memory is None else parse_bytes(args.memory)
     hosts, rates = hosts_of(args, setup.devices), None if args.rates is None else parse_rates(args.rates)
     with _told_as_ours():
@@ -75,7 +87,6 @@ def run(args: argparse.Namespace) -> Outcome:
             num_parameters, at_peak = step.num_parameters, step.run(seq_len)
             fits = None if memory is None else longest(step, memory, at_peak)
         found = [] if args.no_switches else switches(setup, seq_len)
-    name = args.model if os.path.isdir(args.model) else f"{args.model} (its default configuration)"
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
         f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
@@ -102,7 +113,11 @@ def run(args: argparse.Namespace) -> Outcome:
         verdict = "fits" if at_peak.total <= memory else "does NOT fit"
         more = "" if fits.is_planned else ", by a line through shorter ones"
         print(f"\n{bytes_text(at_peak.total)} of {bytes_text(memory)}: {tokens_text(seq_len)} tokens: {verdict}")
-        print(f"longest sequence that fits: {fits.seq_len} tokens{more}")
+        if fits.seq_len:
+            print(f"longest sequence that fits: {fits.seq_len} tokens{more}")
+        else:
+            part, held = max(at_peak.parts.items(), key=lambda item: item[1])
+            print(f"no sequence fits, however short; the largest part here: {bytes_text(held)} of {part}")
         report |= {"memory": memory, "fits": at_peak.total <= memory, "longest": fits.seq_len}
     if not args.no_switches:
         report["switches"] = [switch._asdict() for switch in found]
@@ -110,7 +125,9 @@ def run(args: argparse.Namespace) -> Outcome:
         for switch in found:
             told = f"refused: {switch.refused}"
             if switch.total is not None:
-                told = f"{bytes_text(switch.total)}, saves {bytes_text(at_peak.total - switch.total)}"
+                saved = at_peak.total - switch.total
+                told = f"{bytes_text(switch.total)}, {'saves' if saved >= 0 else 'needs'} {bytes_text(abs(saved))}"
+                told += "" if saved >= 0 else " more"
             print(f"  {switch.key:28} {told}")
     if rates is not None:
         seconds = step_seconds(setup, at_peak, rates, hosts)
@@ -224,6 +241,8 @@ def model_config(name: str) -> Any:
     with told_as_ours("model"):
         if os.path.isdir(name):
             config: Any = read_config(name)
+        elif "/" in name:
+            config = of_hub(name)
         elif name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config = CONFIG_MAPPING[name]()
         else:
@@ -237,6 +256,19 @@ def model_config(name: str) -> Any:
             )
         check_model_config(config, is_built=False)
     return config
+
+
+def of_hub(name: str) -> Any:
+    """The configuration that a hub name has. ConfigError: it is not here, and cannot be fetched."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model is {name[:MAX_KEY]!r}, which is no folder, and its configuration cannot be fetched; expected its "
+            f"folder: hf download {name[:MAX_KEY]} config.json --local-dir FOLDER, where there is a network"
+        ) from error
 
 
 def hosts_of(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ringtile.errors import ConfigError, RingtileError
-from ringtile.planner.sizes import Rates, bytes_text, tokens_text
+from ringtile.errors import RingtileError
+from ringtile.planner.sizes import Rates
 from ringtile.planner.step import Setup, StepMemory, TrainingStep
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.plan import Plan, plan_of
@@ -19,7 +19,7 @@ _STEPS = 8  # of the search
 
 
 class Longest(NamedTuple):
-    """The longest sequence that fits, in tokens; is_planned: else from the line through shorter ones."""
+    """The longest sequence that fits, in tokens; 0: none. is_planned: else from the line through shorter ones."""
 
     seq_len: int
     is_planned: bool
@@ -49,17 +49,12 @@ def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
     """The longest sequence whose peak is at most `memory` bytes, to 1 % below; known: one step that was planned.
 
     The peak is the largest of several sums that grow with the tokens, so it is convex: a line through two lengths that
-    fit ends below the limit. ConfigError, which names the largest part: not even the shortest sequence fits.
+    fit ends below the limit.
     """
     size, unit = step.setup.ringtile.context_parallel_size, multiple_of(step.setup)
     shortest = step.run(unit)
     if shortest.total > memory:
-        part, num_bytes = max(shortest.parts.items(), key=lambda item: item[1])
-        raise ConfigError(
-            f"--memory is {bytes_text(memory)}, and {tokens_text(unit)} tokens need {bytes_text(shortest.total)}, of "
-            f"which {bytes_text(num_bytes)} are {part}; expected more memory, more --devices, or an --engine that "
-            f"shards {part} (fsdp2, zero3)"
-        )
+        return Longest(0, True)
     fits, above = (known, None) if known.total <= memory else (shortest, known)
     before = shortest if fits is known else None
     for _ in range(_STEPS):

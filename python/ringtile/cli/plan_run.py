@@ -1,0 +1,104 @@
+"""`ringtile plan RUN.yaml`: what the file of `ringtile train` says of a training, for the planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ringtile.errors import ConfigError
+from ringtile.planner.sizes import parse_tokens
+from ringtile.scheme import Scheme
+
+# Options that the file says, and what they are when they are not given.
+_SAID = {
+    **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "completion_tokens", "dtype"), None),
+    **dict.fromkeys(("gradient_checkpointing", "activation_offload", "tiled_mlp", "tiled_loss", "bf16"), False),
+    **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},
+}
+_MEMORY = "80GiB"  # of an H100
+_PLANNED = ("adamw_torch", "adamw_torch_fused")
+
+
+def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
+    """The planner's Setup and the tokens of a row; sets args.memory where it is not given. ConfigError."""
+    from ringtile.cli.limits import check_model_config
+    from ringtile.cli.recipe import Recipe, check_fits, make_encoder, make_model_config, pretrained_config, told_as_ours
+    from ringtile.planner.step import Setup
+
+    for name, default in _SAID.items():
+        if getattr(args, name) != default:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is given beside {args.run}, which says it; expected one of the two: "
+                f"change the file, or leave it out"
+            )
+    recipe = Recipe.load(args.run)
+    training, keys = recipe.training, recipe.ringtile
+    seq_len = recipe.data.seq_len if args.seq_len is None else parse_tokens(args.seq_len)
+    with told_as_ours("model"):
+        if "model_type" in recipe.model:
+            config = make_model_config(recipe.model, seq_len, make_encoder(recipe))
+        else:
+            config = pretrained_config(recipe.model)
+            check_fits(config, 0, seq_len, recipe.model["name"])
+        check_model_config(config, is_built=False)
+    devices = keys.context_parallel_size if args.devices is None else args.devices
+    if devices < 1 or devices % keys.context_parallel_size:
+        raise ConfigError(
+            f"--devices is {devices}; expected a multiple of {keys.context_parallel_size}, the file's "
+            f"context_parallel_size"
+        )
+    fsdp = training.get("fsdp_config") or {}
+    engine = _engine_of(training)
+    args.memory = args.memory or _MEMORY
+    optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or _PLANNED[0]))
+    if optimizer not in _PLANNED:
+        print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")
+    if not Scheme.parse(keys.context_parallel_scheme).is_resolved:
+        print(f"note: context_parallel_scheme is {keys.context_parallel_scheme}, which ranks measure; planned as ring")
+        keys = keys.model_copy(update={"context_parallel_scheme": "ring"})
+    setup = Setup(
+        config,
+        devices=devices,
+        engine=engine,
+        ringtile=keys,
+        batch=training.get("per_device_train_batch_size", 8),
+        gradient_checkpointing=bool(
+            training.get("gradient_checkpointing")
+            or (isinstance(fsdp, Mapping) and fsdp.get("activation_checkpointing"))
+        ),
+        dtype=getattr(config, "dtype", None) or torch.float32,
+        bf16=bool(training.get("bf16")),
+        on_gpu=args.device != "cpu",
+    )
+    return setup, seq_len
+
+
+def _engine_of(training: Mapping[str, Any]) -> str:
+    """Who shards weights and their state. ConfigError: what the planner does not know."""
+    if training.get("fsdp"):
+        return "fsdp2"
+    given = training.get("deepspeed")
+    if not given:
+        return "ddp"
+    if isinstance(given, str):
+        try:
+            given = json.loads(pathlib.Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"training.deepspeed is {given}, which cannot be read ({error}); expected JSON"
+            ) from error
+    zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
+    zero = zero if isinstance(zero, Mapping) else {}
+    for key in ("offload_optimizer", "offload_param"):
+        held = zero.get(key)
+        if isinstance(held, Mapping) and held.get("device", "none") != "none":
+            print(f"note: training.deepspeed offloads ({key}), which is not planned: it is counted on the device")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(f"training.deepspeed: zero_optimization.stage is {stage!r:.40}; expected 0 to 3")
+    return f"zero{stage}" if stage else "ddp"
