@@ -16,6 +16,23 @@ from ringtile.yaml_file import read_yaml
 
 MAX_KEY = 80  # characters of an unknown key that an error shows
 MAX_NAMED = 20  # names that an error lists
+# The keys that may stand in a mapping `context_parallel`, without the prefix.
+NESTED = {"size": "context_parallel_size", "scheme": "context_parallel_scheme", "layout": "layout"}
+# What other libraries call the same.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("cp_size", "cp_degree", "cp", "context_parallel_degree", "cp_world_size"), "context_parallel_size"
+    ),
+    **dict.fromkeys(("sp_size", "sequence_parallel_size", "sequence_parallel_degree"), "context_parallel_size"),
+    **dict.fromkeys(("ulysses_size", "ulysses_degree", "ring_degree"), "context_parallel_size"),
+    **dict.fromkeys(
+        ("cp_backend", "sp_backend", "cp_comm_strategy", "cp_comm_type", "scheme"), "context_parallel_scheme"
+    ),
+    **dict.fromkeys(("ring_attn_func", "rotate_method"), "context_parallel_scheme"),
+    **dict.fromkeys(("load_balance", "load_balancer", "load_balancing", "sharding_strategy"), "layout"),
+    **dict.fromkeys(("activation_offloading", "offload_activations", "activation_cpu_offload"), "activation_offload"),
+    **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
+}
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -98,7 +115,7 @@ class Config(Section):
         if isinstance(source, Config):
             return source
         if isinstance(source, Mapping):
-            return cls(**{str(key): value for key, value in source.items()})
+            return cls(**{str(key): value for key, value in flat(source).items()})
         path = Path(source)
         try:
             return cls.load(read_yaml(path))
@@ -106,9 +123,30 @@ class Config(Section):
             raise ConfigError(f"{path}: {error}") from None
 
 
+def flat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping of keys with those of its mapping `context_parallel` beside the others. ConfigError names the key."""
+    keys = dict(given)
+    nested = keys.pop("context_parallel", None)
+    if nested is None:
+        return keys
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"context_parallel is {shown(nested)}; expected a mapping with {', '.join(NESTED)}")
+    for name, value in nested.items():
+        if name not in NESTED:
+            raise ConfigError(f"unknown key context_parallel.{str(name)[:MAX_KEY]}: {nearest_key(name, NESTED)}")
+        if keys.setdefault(NESTED[name], value) != value:
+            raise ConfigError(
+                f"context_parallel.{name} is {shown(value)} and {NESTED[name]} is {shown(keys[NESTED[name]])}; "
+                f"expected one value, given in one place"
+            )
+    return keys
+
+
 def nearest_key(key: str, valid: Collection[str]) -> str:
     """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
     key, names = str(key)[:MAX_KEY], sorted(valid)
+    if (same := _ELSEWHERE.get(key)) in names:
+        return f"did you mean {same}?"
     if close := difflib.get_close_matches(key, names, n=1):
         return f"did you mean {close[0]}?"
     if len(names) > MAX_NAMED:

@@ -18,6 +18,8 @@ def test_defaults_change_nothing():
     ("values", "words"),
     [
         ({"context_paralel_size": 2}, ["context_paralel_size", "did you mean context_parallel_size?"]),
+        ({"cp_size": 2}, ["cp_size", "did you mean context_parallel_size?"]),
+        ({"load_balancer": "zigzag"}, ["load_balancer", "did you mean layout?"]),
         ({"zebra": 2}, ["zebra", "expected one of activation_offload"]),
         ({"context_parallel_size": 0}, ["context_parallel_size", "0", "greater than or equal to 1"]),
         ({"context_parallel_size": True}, ["context_parallel_size", "True", "integer"]),
@@ -78,3 +80,27 @@ def test_every_layout_is_read_from_yaml(tmp_path, layout):
     path = tmp_path / "run.yaml"
     path.write_text(f"context_parallel_size: 2\nlayout: {layout}\n")
     assert Config.load(path).layout == layout
+
+
+def test_a_mapping_holds_the_keys_of_context_parallelism():
+    nested = Config.load({"context_parallel": {"size": 4, "scheme": "usp:2", "layout": "striped"}, "tiled_loss": True})
+    flat = {"context_parallel_size": 4, "context_parallel_scheme": "usp:2", "layout": "striped", "tiled_loss": True}
+    assert nested == Config.load(flat)
+    assert Config.load({"context_parallel": {"size": 2}, "context_parallel_size": 2}).context_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"context_parallel": 4}, "context_parallel is 4; expected a mapping with size, scheme, layout"),
+        ({"context_parallel": {"sise": 4}}, "unknown key context_parallel.sise: did you mean size?"),
+        (
+            {"context_parallel": {"size": 4}, "context_parallel_size": 2},
+            "context_parallel.size is 4 and context_parallel_",
+        ),
+        ({"context_parallel": {"size": 0}}, "context_parallel_size is 0"),
+    ],
+)
+def test_a_mapping_that_contradicts_is_named(values, message):
+    with pytest.raises(ringtile.ConfigError, match=message):
+        Config.load(values)

@@ -65,6 +65,34 @@ def test_two_sizes_are_named():
         registered(context_parallel_size=4, sequence_parallel_degree=2)
 
 
+def test_the_mapping_of_axolotl_0_20_is_taken_over():
+    """Left where it is, axolotl would share the sequence once more."""
+    given = {"size": 4, "backend": "allgather", "load_balance": "head_tail"}
+    ours = {"context_parallel_size": 4, "context_parallel_scheme": "all_gather", "layout": "zigzag"}
+    assert registered(context_parallel=given, tiled_loss=True) == {"ringtile": ours | {"tiled_loss": True}}
+    assert registered(context_parallel={"size": 2, "backend": None}, context_parallel_size=2) == {
+        "ringtile": {"context_parallel_size": 2}
+    }
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({"context_parallel": 4}, "context_parallel is 4; expected a mapping"),
+        (
+            {"context_parallel": {"size": 4, "backend": "magi"}},
+            "context_parallel.backend is 'magi'; expected one of ring",
+        ),
+        ({"context_parallel": {"size": 4, "load_balance": ["zigzag"]}}, "context_parallel.load_balance is"),
+        ({"context_parallel": {"size": 4, "head_parallel": 2}}, "unknown key context_parallel.head_parallel"),
+        ({"context_parallel": {"size": 4}, "context_parallel_size": 2}, "context_parallel_size is 2 but the mapping"),
+    ],
+)
+def test_what_the_mapping_says_and_ringtile_does_not_do_is_named(cfg, message):
+    with pytest.raises(ringtile.ConfigError, match=message):
+        registered(**cfg)
+
+
 def test_workers_of_ray_may_register_again():
     cfg = {"use_ray": True, "context_parallel_size": 1, "ringtile": {"context_parallel_size": 2}}
     assert registered(**cfg)["ringtile"] == {"context_parallel_size": 2}

@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
 from ringtile.cli.limits import check_model_config, check_training
 from ringtile.cli.redaction import without_secrets
-from ringtile.config import MAX_KEY, Config, nearest_key
+from ringtile.config import MAX_KEY, Config, flat, nearest_key
 from ringtile.errors import ConfigError, RingtileError, shown
 from ringtile.yaml_file import read_yaml
 
@@ -62,7 +62,7 @@ class Recipe:
         """
         folder = path.absolute().parent
         try:
-            mapping = read_yaml(path)
+            mapping = flat(read_yaml(path))
             check_keys(mapping, {*SECTIONS, *Config.model_fields}, "")
             recipe = cls(
                 model=load_model_keys(mapping.get("model"), folder),

@@ -13,12 +13,15 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from ringtile.config import Config
+from ringtile.config import NESTED, Config, flat
 from ringtile.errors import ConfigError
 from ringtile.hf.trainer import enable
 
 _SECTION = "ringtile"
 _OLD_SIZE = "sequence_parallel_degree"  # what axolotl called context_parallel_size
+# Of the mapping `context_parallel` that axolotl has since 0.20, as ringtile names them.
+_SCHEMES = {"ring": "ring", "ulysses": "ulysses", "allgather": "all_gather", "auto": "auto"}
+_LAYOUTS = {True: "zigzag", "zigzag": "zigzag", "head_tail": "zigzag", False: "contiguous", "none": "contiguous"}
 _LEFT_TO_AXOLOTL = {"gc_steps"}  # it means the same to axolotl
 
 
@@ -46,8 +49,9 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
     def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Moves ringtile's keys under `ringtile` before axolotl validates its own.
 
-        Raises ConfigError when a key has two different values.
+        Raises ConfigError when a key has two different values, and for a way of sharing that ringtile does not have.
         """
+        _translate(cfg)
         section = dict(cfg.get(_SECTION) or {})
         if section and cfg.get("use_ray") and cfg.get("context_parallel_size") == 1:
             del cfg["context_parallel_size"]  # Ray workers register again, after axolotl's validation added the default
@@ -76,6 +80,41 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
         if cfg.get("orpo_alpha"):
             raise ConfigError("orpo_alpha is set; remove it: its loss compares full sequences and a rank has a shard")
         enable(trainer, _config(cfg))
+
+
+def _translate(cfg: MutableMapping[str, Any]) -> None:
+    """Takes the mapping `context_parallel` out of axolotl's sight, whose own context parallelism would run too."""
+    given = cfg.pop("context_parallel", None)
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"context_parallel is {given!r:.80}; expected a mapping with size, backend and load_balance")
+    named: dict[str, tuple[str, Mapping[Any, str]]] = {
+        "backend": ("scheme", _SCHEMES),
+        "load_balance": ("layout", _LAYOUTS),
+    }
+    nested: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is None:
+            continue
+        if key not in named:
+            nested[key] = value  # unknown keys are named below
+            continue
+        name, meanings = named[key]
+        if not isinstance(value, str | bool) or value not in meanings:
+            raise ConfigError(
+                f"context_parallel.{key} is {value!r:.80}; expected one of {', '.join(map(str, meanings))}, or "
+                f"ringtile's own key {NESTED[name]}"
+            )
+        nested[name] = meanings[value]
+    moved = flat({"context_parallel": nested})
+    for key, value in moved.items():
+        if cfg.get(key, value) not in (None, value):
+            raise ConfigError(
+                f"{key} is {cfg[key]!r:.80} but the mapping context_parallel says {value!r}; expected one value, given "
+                f"in one place"
+            )
+        cfg[key] = value
 
 
 def _config(cfg: Mapping[str, Any]) -> Config:
