@@ -4,6 +4,8 @@ import functools
 import itertools
 import warnings
 from collections import Counter
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hf_models import SIZES, tiny_model
 from hf_training import Run, assert_equal_training, train
 from pool import run_ranks
 from ringtile import Refused, tile_mlps
+from ringtile.tiled.glu import find_glu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -189,6 +192,25 @@ def zero3_collectives(config: dict[str, object]) -> Counter[str]:
     with Collectives() as collectives:
         train(config, engine="ZeRO-3", family="mixtral", **{**TRAINING, "max_steps": 2})
     return collectives.counts
+
+
+def glus_found_under_zero3() -> set[bool]:
+    """Whether the MLPs of a Llama run on the GLU kernels; DeepSpeed has replaced torch.nn.functional.linear."""
+    found: set[bool] = set()
+
+    def find(*arguments: Any) -> Any:
+        glu = find_glu(*arguments)
+        found.add(glu is not None and torch.nn.functional.linear.__module__.startswith("deepspeed."))
+        return glu
+
+    with mock.patch("ringtile.tiled.mlp.find_glu", find):
+        train({"tiled_mlp": True}, engine="ZeRO-3", **{**TRAINING, "max_steps": 1})
+    return found
+
+
+def test_zero3_leaves_the_glu_kernels_in_use() -> None:
+    needs_deepspeed()
+    assert run_ranks(2, glus_found_under_zero3) == [{True}, {True}]
 
 
 @pytest.mark.long  # test_trainer_has_the_weights_of_one_process tiles under ZeRO-3 in every run

@@ -5,8 +5,9 @@ Shape letters: T tokens, E hidden size, F intermediate size.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from ringtile import ops
 from ringtile.errors import InputError
 from ringtile.tiled.tiles import compute_dtype, linear, tiles
 from ringtile.tiled.weight_grad import add_linear_grads_, new_grad_sums
+
+_LINEAR = torch._C._nn.linear  # torch.nn.functional.linear, whatever stands there now
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def _half(both: _Symbol, index: int) -> None:
 
 def _linear_of(symbol: Any) -> tuple[Any, Tensor, Tensor | None] | None:
     """(input, weight, bias) if the symbol is the output of a linear layer with plain tensors as weights."""
-    if not isinstance(symbol, _Symbol) or symbol.function is not nn.functional.linear:
+    if not isinstance(symbol, _Symbol) or symbol.function is not _LINEAR:
         return None
     x, weight, bias = (*symbol.arguments, *symbol.options.values(), None)[:3]
     if type(weight) not in (Tensor, nn.Parameter) or type(bias) not in (Tensor, nn.Parameter, type(None)):
@@ -87,6 +90,18 @@ def _activation_of(symbol: Any) -> tuple[Any, str] | None:
     return symbol.arguments[0], kind
 
 
+@contextlib.contextmanager
+def _torchs_linear() -> Iterator[None]:
+    """Puts torch's linear back inside, which DeepSpeed replaces under ZeRO-3 by one that takes only tensors."""
+    before = nn.functional.linear
+    if before.__module__ and before.__module__.startswith("deepspeed."):
+        nn.functional.linear = _LINEAR
+    try:
+        yield
+    finally:
+        nn.functional.linear = before
+
+
 def find_glu(module: nn.Module, forward: Callable[..., Any]) -> Glu | None:
     """The projections of a module whose forward(module, x) is exactly down(act(gate(x)) * up(x)), otherwise None.
 
@@ -101,7 +116,8 @@ def find_glu(module: nn.Module, forward: Callable[..., Any]) -> Glu | None:
         return None
     x = _Symbol(None)
     try:
-        root = forward(module, x)
+        with _torchs_linear():
+            root = forward(module, x)
     except Exception:  # a forward can fail on a symbol in any way, and each way means it is not a plain GLU
         return None
     down = _linear_of(root)
