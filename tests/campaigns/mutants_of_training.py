@@ -290,4 +290,33 @@ MUTANTS = [
         "",
         "tests/hf/test_shared_prefix.py -k segments",
     ),
+    # ---- what no list of ours knows
+    Mutant(
+        "attention: unknown arguments ignored",
+        "python/ringtile/hf/attention.py",
+        "if name not in known and value is not None and value is not False]",
+        "if name in _MEANINGS and value is not None and value is not False]",
+        "tests/hf/test_hf_attention.py -k may_not_ignore",
+    ),
+    Mutant(
+        "alone: trees attend all tokens of the row before",
+        "python/ringtile/hf/alone.py",
+        "        self._shard(self._patches)\n",
+        "        pass\n",
+        "tests/hf/test_shared_prefix.py -k nothing_is_sharded",
+    ),
+    Mutant(
+        "axolotl: its mapping context_parallel stays",
+        "python/ringtile/hf/axolotl.py",
+        'given = cfg.pop("context_parallel", None)',
+        'given = cfg.get("context_parallel")',
+        "tests/hf/test_hf_axolotl.py -k mapping",
+    ),
+    Mutant(
+        "GLU: not found under ZeRO-3",
+        "python/ringtile/tiled/glu.py",
+        "        nn.functional.linear = _LINEAR\n",
+        "        pass\n",
+        "tests/tiled/test_tiled_engines.py -k glu_kernels",
+    ),
 ]
