@@ -65,14 +65,28 @@ def test_two_sizes_are_named():
         registered(context_parallel_size=4, sequence_parallel_degree=2)
 
 
-def test_the_mapping_of_axolotl_0_20_is_taken_over():
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"size": 4}, {}),
+        ({"size": 4, "backend": "auto", "load_balance": "auto", "ring_impl": "auto"}, {"scheme": "auto"}),
+        ({"size": 4, "backend": "ring", "load_balance": "head_tail"}, {"scheme": "ring", "layout": "zigzag"}),
+        ({"size": 4, "backend": "ring", "load_balance": "none"}, {"scheme": "ring", "layout": "contiguous"}),
+        ({"size": 4, "backend": "ring", "rotate_method": "alltoall"}, {"scheme": "ring"}),
+        ({"size": 4, "backend": "ring", "rotate_method": "allgather"}, {"scheme": "all_gather"}),
+        ({"size": 4, "backend": "ulysses"}, {"scheme": "ulysses"}),
+        ({"size": 4, "backend": "usp", "ulysses_size": 2}, {"scheme": "usp:2"}),
+        ({"size": 4, "ulysses_size": 2, "ring_size": 2}, {"scheme": "usp:2"}),
+        ({"size": 4, "scheme": "ulysses", "layout": "striped"}, {"scheme": "ulysses", "layout": "striped"}),
+    ],
+)
+def test_the_mapping_of_axolotl_0_20_is_taken_over(given, ours):
     """Left where it is, axolotl would share the sequence once more."""
-    given = {"size": 4, "backend": "allgather", "load_balance": "head_tail"}
-    ours = {"context_parallel_size": 4, "context_parallel_scheme": "all_gather", "layout": "zigzag"}
-    assert registered(context_parallel=given, tiled_loss=True) == {"ringtile": ours | {"tiled_loss": True}}
-    assert registered(context_parallel={"size": 2, "backend": None}, context_parallel_size=2) == {
-        "ringtile": {"context_parallel_size": 2}
-    }
+    names = {"scheme": "context_parallel_scheme", "layout": "layout"}
+    expected = {"context_parallel_size": 4} | {names[key]: value for key, value in ours.items()}
+    assert registered(context_parallel=given, tiled_loss=True) == {"ringtile": expected | {"tiled_loss": True}}
+    ringtile.Config.load(expected)
+    assert registered(context_parallel=given, context_parallel_size=4) == {"ringtile": expected}
 
 
 @pytest.mark.parametrize(
@@ -81,10 +95,23 @@ def test_the_mapping_of_axolotl_0_20_is_taken_over():
         ({"context_parallel": 4}, "context_parallel is 4; expected a mapping"),
         (
             {"context_parallel": {"size": 4, "backend": "magi"}},
-            "context_parallel.backend is 'magi'; expected one of ring",
+            "backend is 'magi', which .* expected one of auto, ring",
         ),
-        ({"context_parallel": {"size": 4, "load_balance": ["zigzag"]}}, "context_parallel.load_balance is"),
+        ({"context_parallel": {"size": 4, "backend": "usp"}}, "ulysses_size is None, ring_size None, size 4"),
+        (
+            {"context_parallel": {"size": 4, "ulysses_size": 2, "ring_size": 4}},
+            "ulysses_size is 2, ring_size 4, size 4",
+        ),
+        ({"context_parallel": {"size": 4, "backend": "ring", "ring_size": 4}}, "backend: ring says it, remove them"),
+        ({"context_parallel": {"size": 4, "rotate_method": "alltoall"}}, "rotate_method is set and backend is None"),
+        (
+            {"context_parallel": {"size": 4, "load_balance": "distflash"}},
+            "context_parallel.load_balance is 'distflash'",
+        ),
+        ({"context_parallel": {"size": 4, "load_balance": ["auto"]}}, "context_parallel.load_balance is"),
+        ({"context_parallel": {"size": 4, "ring_impl": "hf_kernels"}}, "context_parallel.ring_impl is 'hf_kernels'"),
         ({"context_parallel": {"size": 4, "head_parallel": 2}}, "unknown key context_parallel.head_parallel"),
+        ({"context_parallel": {"backend": "ring", "scheme": "ulysses"}}, "scheme is 'ulysses' but axolotl's keys"),
         ({"context_parallel": {"size": 4}, "context_parallel_size": 2}, "context_parallel_size is 2 but the mapping"),
     ],
 )
@@ -155,7 +182,7 @@ plugins: [ringtile.hf.axolotl.RingtilePlugin]
 
 
 def validated(text, **keys):
-    """What axolotl 0.19.0 makes of a YAML file on a machine with 8 H100: the plugin's register, then its schema."""
+    """What axolotl makes of a YAML file on a machine with 8 H100: the plugin's register, then its schema."""
     from axolotl.utils.config import prepare_plugins, validate_config
     from axolotl.utils.dict import DictDefault
 
@@ -172,6 +199,9 @@ def test_axolotl_itself_never_sees_our_keys():
     assert cfg.ringtile == keys
     assert (cfg.context_parallel_size, cfg.tiled_mlp, cfg.tiled_mlp_num_shards) == (1, None, None)
     assert validated(BASE, sequence_parallel_degree=4).ringtile == {"context_parallel_size": 4}
+    cfg = validated(BASE, context_parallel={"size": 2, "backend": "ring"})
+    assert cfg.ringtile == {"context_parallel_size": 2, "context_parallel_scheme": "ring"}
+    assert (cfg.context_parallel_size, (cfg.context_parallel or {}).get("size", 1)) == (1, 1)
 
 
 @needs_axolotl

@@ -13,15 +13,18 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from ringtile.config import NESTED, Config, flat
+from ringtile.config import Config, flat
 from ringtile.errors import ConfigError
 from ringtile.hf.trainer import enable
 
 _SECTION = "ringtile"
 _OLD_SIZE = "sequence_parallel_degree"  # what axolotl called context_parallel_size
-# Of the mapping `context_parallel` that axolotl has since 0.20, as ringtile names them.
-_SCHEMES = {"ring": "ring", "ulysses": "ulysses", "allgather": "all_gather", "auto": "auto"}
-_LAYOUTS = {True: "zigzag", "zigzag": "zigzag", "head_tail": "zigzag", False: "contiguous", "none": "contiguous"}
+# What axolotl's mapping `context_parallel` may say since 0.20, in ringtile's words; None: as ringtile does by default.
+# Source: axolotl/integrations/context_parallel/args.py of 0.20.0.
+_BACKENDS = {"auto": "auto", "ring": "ring", "ulysses": "ulysses", "usp": None}
+_ROTATIONS = {"alltoall": "ring", "allgather": "all_gather"}
+_LAYOUTS = {"auto": None, "none": "contiguous", "head_tail": "zigzag"}
+_KERNELS = {"auto": None}
 _LEFT_TO_AXOLOTL = {"gc_steps"}  # it means the same to axolotl
 
 
@@ -89,32 +92,56 @@ def _translate(cfg: MutableMapping[str, Any]) -> None:
         return
     if not isinstance(given, Mapping):
         raise ConfigError(f"context_parallel is {given!r:.80}; expected a mapping with size, backend and load_balance")
-    named: dict[str, tuple[str, Mapping[Any, str]]] = {
-        "backend": ("scheme", _SCHEMES),
-        "load_balance": ("layout", _LAYOUTS),
-    }
-    nested: dict[str, Any] = {}
-    for key, value in given.items():
-        if value is None:
-            continue
-        if key not in named:
-            nested[key] = value  # unknown keys are named below
-            continue
-        name, meanings = named[key]
-        if not isinstance(value, str | bool) or value not in meanings:
+    there = {key: value for key, value in given.items() if value is not None}
+    translated = {"scheme": _scheme(there), "layout": _meaning(there, "load_balance", _LAYOUTS)}
+    _meaning(there, "ring_impl", _KERNELS)
+    for key, value in translated.items():
+        if value is not None and there.setdefault(key, value) != value:
             raise ConfigError(
-                f"context_parallel.{key} is {value!r:.80}; expected one of {', '.join(map(str, meanings))}, or "
-                f"ringtile's own key {NESTED[name]}"
+                f"context_parallel.{key} is {there[key]!r:.80} but axolotl's keys beside it say {value!r}; expected "
+                f"one of the two"
             )
-        nested[name] = meanings[value]
-    moved = flat({"context_parallel": nested})
-    for key, value in moved.items():
+    for key, value in flat({"context_parallel": there}).items():  # names what neither library knows
         if cfg.get(key, value) not in (None, value):
             raise ConfigError(
                 f"{key} is {cfg[key]!r:.80} but the mapping context_parallel says {value!r}; expected one value, given "
                 f"in one place"
             )
         cfg[key] = value
+
+
+def _scheme(there: dict[str, Any]) -> str | None:
+    """Takes the keys of axolotl that say how ranks share attention out of the mapping. Returns ringtile's scheme."""
+    backend = there.get("backend")
+    scheme = _meaning(there, "backend", _BACKENDS)
+    rotation = _meaning(there, "rotate_method", _ROTATIONS)
+    ulysses, ring = there.pop("ulysses_size", None), there.pop("ring_size", None)
+    if rotation is not None and backend != "ring":
+        raise ConfigError(f"context_parallel.rotate_method is set and backend is {backend!r}; expected backend: ring")
+    if backend in ("ring", "ulysses") and (ulysses, ring) != (None, None):
+        raise ConfigError(f"context_parallel.ulysses_size or ring_size is set; backend: {backend} says it, remove them")
+    if backend == "usp" or (ulysses, ring) != (None, None):
+        if type(ulysses) is not int or ulysses < 1 or (ring is not None and ulysses * ring != there.get("size")):
+            raise ConfigError(
+                f"context_parallel.ulysses_size is {ulysses!r:.80}, ring_size {ring!r:.80}, size "
+                f"{there.get('size')!r:.80}; expected the ulysses_size M of ringtile's scheme usp:M, "
+                f"and their product as the size"
+            )
+        return f"usp:{ulysses}"
+    return rotation or scheme
+
+
+def _meaning(there: dict[str, Any], key: str, meanings: Mapping[str, str | None]) -> str | None:
+    """Takes a key of axolotl out of the mapping. Returns ringtile's word for its value. ConfigError: it has none."""
+    value = there.pop(key, None)
+    if value is None:
+        return None
+    if not isinstance(value, str) or value not in meanings:
+        raise ConfigError(
+            f"context_parallel.{key} is {value!r:.80}, which ringtile does not have; expected one of "
+            f"{', '.join(meanings)}, or ringtile's own keys (context_parallel_scheme, layout)"
+        )
+    return meanings[value]
 
 
 def _config(cfg: Mapping[str, Any]) -> Config:
