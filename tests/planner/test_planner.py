@@ -284,6 +284,16 @@ def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str
         planned(64, setup)
 
 
+@pytest.mark.parametrize("key", ["version", "fsdp_version"])
+def test_a_run_under_fsdp1_is_refused_as_in_training(
+    key: str, folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fsdp.json").write_text(json.dumps({key: 1}))
+    for fsdp in ({key: 1}, str(tmp_path / "fsdp.json")):
+        assert main(["plan", str(write_run(folder, fsdp=True, fsdp_config=fsdp))]) == 2
+        assert "training.fsdp_config: version is 1; expected 2" in capsys.readouterr().err
+
+
 def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(AutoConfig, "from_pretrained", side_effect=OSError("no network")):
         assert main(["plan", "--model", "no/model", "--seq-len", "64"]) == 2

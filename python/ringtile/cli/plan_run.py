@@ -52,7 +52,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
             f"--devices is {devices}; expected a multiple of {keys.context_parallel_size}, the file's "
             f"context_parallel_size"
         )
-    fsdp = training.get("fsdp_config") or {}
+    fsdp = _fsdp_of(training)
     engine = _engine_of(training)
     args.memory = args.memory or _MEMORY
     optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or _PLANNED[0]))
@@ -68,8 +68,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         ringtile=keys,
         batch=training.get("per_device_train_batch_size", 8),
         gradient_checkpointing=bool(
-            training.get("gradient_checkpointing")
-            or (isinstance(fsdp, Mapping) and fsdp.get("activation_checkpointing"))
+            training.get("gradient_checkpointing") or (engine == "fsdp2" and fsdp.get("activation_checkpointing"))
         ),
         dtype=getattr(config, "dtype", None) or torch.float32,
         bf16=bool(training.get("bf16")),
@@ -81,18 +80,13 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
 def _engine_of(training: Mapping[str, Any]) -> str:
     """Who shards weights and their state. ConfigError: what the planner does not know."""
     if training.get("fsdp"):
-        return "fsdp2"
-    given = training.get("deepspeed")
-    if not given:
-        return "ddp"
-    if isinstance(given, str):
-        try:
-            given = json.loads(pathlib.Path(given).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        version = _fsdp_of(training).get("version", 2)
+        if str(version) != "2":
             raise ConfigError(
-                f"training.deepspeed is {given}, which cannot be read ({error}); expected JSON"
-            ) from error
-    zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
+                f"training.fsdp_config: version is {version!r:.40}; expected 2: ringtile trains under no other FSDP"
+            )
+        return "fsdp2"
+    zero = _mapping_of(training, "deepspeed").get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     for key in ("offload_optimizer", "offload_param"):
         held = zero.get(key)
@@ -102,3 +96,21 @@ def _engine_of(training: Mapping[str, Any]) -> str:
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"training.deepspeed: zero_optimization.stage is {stage!r:.40}; expected 0 to 3")
     return f"zero{stage}" if stage else "ddp"
+
+
+def _fsdp_of(training: Mapping[str, Any]) -> dict[str, Any]:
+    """training.fsdp_config without the prefix fsdp_ that its keys may have."""
+    return {str(key).removeprefix("fsdp_"): value for key, value in _mapping_of(training, "fsdp_config").items()}
+
+
+def _mapping_of(training: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A mapping of the file, or in the JSON file that it names; empty without one. ConfigError names the key."""
+    given = training.get(key) or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(pathlib.Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"training.{key} is {given}, which cannot be read ({error}); expected JSON") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"training.{key} is {given!r:.80}; expected a mapping, or the path of a JSON file with one")
+    return given
