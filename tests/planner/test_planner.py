@@ -297,7 +297,7 @@ def test_a_run_under_fsdp1_is_refused_as_in_training(
 def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(AutoConfig, "from_pretrained", side_effect=OSError("no network")):
         assert main(["plan", "--model", "no/model", "--seq-len", "64"]) == 2
-    assert "hf download no/model config.json" in capsys.readouterr().err
+    assert "hf download no/model --local-dir FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.Capture
         (["--num-heads", "4"], "--seq-len is missing"),
         (["RUN", "--engine", "zero3"], "--engine is given beside"),
         (["RUN", "--num-heads", "4"], "of one attention layer"),
+        (["RUN", "--generation-rows", "8"], "--generation-rows is given beside"),
         (["RUN", "--devices", "3"], "expected a multiple of 2"),
         (["RUN", "--seq-len", "8K"], "model.max_position_embeddings is 4096; expected at least 8192"),
         (["--model", "FOLDER", "--seq-len", "64", "--offload"], "--gradient-checkpointing too"),

@@ -20,6 +20,7 @@ from ringtile.errors import ConfigError
 from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme
 
+_MEMORY_OF_A_RUN = "80GiB"  # an H100's
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 OF_A_LAYER = ("world_size", "mask", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "recurrent")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,13 +75,14 @@ def run(args: argparse.Namespace) -> Outcome:
         check_output(args.plot, "--plot")
     if args.run is not None:
         setup, seq_len = plan_run.setup_of(args)
-        name, args.engine = str(args.run), setup.engine
+        name, memory_text = str(args.run), args.memory or _MEMORY_OF_A_RUN
     else:
         seq_len = parse_tokens(args.seq_len)
         setup = setup_of(args, grpo_of(args, seq_len))
         is_known = os.path.isdir(args.model) or "/" in args.model
         name = args.model if is_known else f"{args.model} (its default configuration)"
-    memory = None if args.memory is None else parse_bytes(args.memory)
+        memory_text = args.memory
+    memory = None if memory_text is None else parse_bytes(memory_text)
     hosts, rates = hosts_of(args, setup.devices), None if args.rates is None else parse_rates(args.rates)
     with _told_as_ours():
         with TrainingStep(setup) as step:
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> Outcome:
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
         f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
-        f"rows; {setup.devices} ranks, {args.engine}, {setup.ringtile.context_parallel_size} share a sequence"
+        f"rows; {setup.devices} ranks, {setup.engine}, {setup.ringtile.context_parallel_size} share a sequence"
     )
     if setup.grpo is not None:
         print(
@@ -235,14 +237,14 @@ def model_config(name: str) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from ringtile.cli.limits import check_model_config
-    from ringtile.cli.recipe import told_as_ours
+    from ringtile.cli.recipe import pretrained_config, told_as_ours
     from ringtile.cli.tiny_models import read_config
 
     with told_as_ours("model"):
         if os.path.isdir(name):
             config: Any = read_config(name)
         elif "/" in name:
-            config = of_hub(name)
+            config = pretrained_config({"name": name})
         elif name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             config = CONFIG_MAPPING[name]()
         else:
@@ -256,19 +258,6 @@ def model_config(name: str) -> Any:
             )
         check_model_config(config, is_built=False)
     return config
-
-
-def of_hub(name: str) -> Any:
-    """The configuration that a hub name has. ConfigError: it is not here, and cannot be fetched."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model is {name[:MAX_KEY]!r}, which is no folder, and its configuration cannot be fetched; expected its "
-            f"folder: hf download {name[:MAX_KEY]} config.json --local-dir FOLDER, where there is a network"
-        ) from error
 
 
 def hosts_of(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:

@@ -16,16 +16,18 @@ from ringtile.scheme import Scheme
 
 # Options that the file says, and what they are when they are not given.
 _SAID = {
-    **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "completion_tokens", "dtype"), None),
+    **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "dtype"), None),
     **dict.fromkeys(("gradient_checkpointing", "activation_offload", "tiled_mlp", "tiled_loss", "bf16"), False),
+    **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
     **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},
 }
-_MEMORY = "80GiB"  # of an H100
 _PLANNED = ("adamw_torch", "adamw_torch_fused")
 
 
 def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
-    """The planner's Setup and the tokens of a row; sets args.memory where it is not given. ConfigError."""
+    """The planner's Setup and the tokens of a row. ConfigError."""
+    from transformers import TrainingArguments
+
     from ringtile.cli.limits import check_model_config
     from ringtile.cli.recipe import Recipe, check_fits, make_encoder, make_model_config, pretrained_config, told_as_ours
     from ringtile.planner.step import Setup
@@ -53,8 +55,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
             f"context_parallel_size"
         )
     fsdp = _fsdp_of(training)
-    engine = _engine_of(training)
-    args.memory = args.memory or _MEMORY
+    engine = _engine_of(training, fsdp)
     optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or _PLANNED[0]))
     if optimizer not in _PLANNED:
         print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")
@@ -66,7 +67,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         devices=devices,
         engine=engine,
         ringtile=keys,
-        batch=training.get("per_device_train_batch_size", 8),
+        batch=training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size),
         gradient_checkpointing=bool(
             training.get("gradient_checkpointing") or (engine == "fsdp2" and fsdp.get("activation_checkpointing"))
         ),
@@ -77,10 +78,10 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
     return setup, seq_len
 
 
-def _engine_of(training: Mapping[str, Any]) -> str:
+def _engine_of(training: Mapping[str, Any], fsdp: Mapping[str, Any]) -> str:
     """Who shards weights and their state. ConfigError: what the planner does not know."""
     if training.get("fsdp"):
-        version = _fsdp_of(training).get("version", 2)
+        version = fsdp.get("version", 2)
         if str(version) != "2":
             raise ConfigError(
                 f"training.fsdp_config: version is {version!r:.40}; expected 2: ringtile trains under no other FSDP"

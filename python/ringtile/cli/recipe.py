@@ -214,7 +214,7 @@ def check_fits(config: Any, vocab_size: int, seq_len: int, name: str | None) -> 
     if positions >= seq_len:
         return
     message = f"model.max_position_embeddings is {positions}; expected at least {seq_len}, for data.seq_len"
-    if name is not None and isinstance(getattr(config, "rope_parameters", None), dict):
+    if name is not None and "rope_type" in (getattr(config, "rope_parameters", None) or {}):  # the same in all layers
         yarn = f"rope_type: yarn, factor: {seq_len / positions}"
         message += (
             f". With YaRN: model: {{name: {name}, max_position_embeddings: {seq_len}, rope_parameters: {{{yarn}, "
@@ -224,14 +224,28 @@ def check_fits(config: Any, vocab_size: int, seq_len: int, name: str | None) -> 
 
 
 def pretrained_config(given: Mapping[str, Any]) -> Any:
-    """The config of a folder or hub name, with the keys given beside it. ConfigError: it has no such key."""
-    config = AutoConfig.from_pretrained(given["name"])
-    keys = {key: value for key, value in given.items() if key != "name"}
-    check_keys(keys, {*config.to_dict(), *config.attribute_map}, "model.")
+    """The config of a folder or hub name, with the keys given beside it; a mapping adds to the config's own.
+
+    ConfigError: it has no such key, or a hub name's config is not here and cannot be fetched.
+    """
+    name, keys = given["name"], {key: value for key, value in given.items() if key != "name"}
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        if os.path.isdir(name):
+            raise
+        raise ConfigError(
+            f"model {name[:MAX_KEY]!r} is no folder, and its configuration cannot be fetched; expected its folder: hf "
+            f"download {name[:MAX_KEY]} --local-dir FOLDER, where there is a network (to plan, config.json will do)"
+        ) from error
+    if not keys:
+        return config
+    own = config.to_dict()
+    check_keys(keys, {*own, *config.attribute_map}, "model.")
     for key, value in keys.items():
-        own = getattr(config, key)
-        setattr(config, key, {**own, **value} if isinstance(own, dict) and isinstance(value, dict) else value)
-    return type(config)(**{key: value for key, value in config.to_dict().items() if key != "model_type"})
+        if isinstance(own.get(key), dict) and isinstance(value, dict):
+            keys[key] = {**own[key], **value}
+    return AutoConfig.from_pretrained(name, **keys)
 
 
 def make_model_config(given: dict[str, Any], seq_len: int, encoder: Encoder) -> Any:
