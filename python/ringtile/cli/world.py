@@ -27,10 +27,10 @@ from ringtile.cli import environment
 from ringtile.ending import end
 from ringtile.errors import ConfigError, PeerLost, RingtileError, shown, with_kind
 
-_LINGER_SECONDS = 1.0  # how long the rank that hosts the store waits for the others to read why they end
+_LINGER_SECONDS = 3.0  # at most: the rank that hosts the store waits for the others to read why they end
 _TOGETHER_SECONDS = 0.5  # how long a rank that fails waits for the others to fail too
 _LOOK_SECONDS = 0.2  # between two looks at the store
-_ANSWER_SECONDS = 1.0  # more than whoever hosts the store needs for an answer
+_ANSWER_SECONDS = 3.0  # more than the host of the store needs for an answer, on a machine that is busy too
 
 
 class Described(Protocol):
