@@ -91,14 +91,14 @@ def test_a_group_counts_as_one_process_inside_a_step():
 # ---- rows longer than the model was made for -------------------------------------------------------
 
 
-def _warnings_of(rope: dict[str, Any]) -> list[str]:
+def _warnings_of(rope: dict[str, Any], family: str = "llama") -> list[str]:
     """What two steps on rows of up to 40 tokens warn of, with a model made for 16."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ringtile").addHandler(handler)
     try:
-        model = tiny_model("llama", max_position_embeddings=16, rope_parameters=rope).train()
+        model = tiny_model(family, max_position_embeddings=16, rope_parameters=rope).train()
         train({"context_parallel_size": 2}, model=model, max_steps=2, evaluate=False)
     finally:
         logging.getLogger("ringtile").removeHandler(handler)
@@ -114,3 +114,5 @@ def test_warns_once_of_positions_beyond_those_of_an_unscaled_model() -> None:
     )
     yarn = plain | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     assert run_ranks(2, _warnings_of, yarn) == [[], []]
+    of_kinds = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "linear", "factor": 4.0}}
+    assert run_ranks(2, _warnings_of, of_kinds, "gemma3") == [[], []]

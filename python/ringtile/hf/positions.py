@@ -51,7 +51,8 @@ class Positions:
         self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
         config = model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        unscaled = rotary and rope.get("rope_type", "default") == "default"
+        of_kinds = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]  # of layers
+        unscaled = rotary and all(x.get("rope_type", "default") == "default" for x in of_kinds)
         self._trained_on = getattr(config, "max_position_embeddings", None) if unscaled else None
         self._counts_ids = next((module for module in modules if hasattr(module, _COUNTS_IDS)), None)
 
