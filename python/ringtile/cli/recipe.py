@@ -230,7 +230,7 @@ def pretrained_config(given: Mapping[str, Any]) -> Any:
     """
     name, keys = given["name"], {key: value for key, value in given.items() if key != "name"}
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # None would ask at the terminal
     except OSError as error:
         if os.path.isdir(name):
             raise
@@ -245,7 +245,7 @@ def pretrained_config(given: Mapping[str, Any]) -> Any:
     for key, value in keys.items():
         if isinstance(own.get(key), dict) and isinstance(value, dict):
             keys[key] = {**own[key], **value}
-    return AutoConfig.from_pretrained(name, **keys)
+    return AutoConfig.from_pretrained(name, trust_remote_code=False, **keys)
 
 
 def make_model_config(given: dict[str, Any], seq_len: int, encoder: Encoder) -> Any:
