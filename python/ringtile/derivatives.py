@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 
 
 def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
-    """Refused: forward-mode AD, or a transform of torch.func other than vmap, is to differentiate op by a tensor.
+    """RefusedError: forward-mode AD, or a transform of torch.func other than vmap, is to differentiate op by a tensor.
 
     vmap: whether op may run inside it. InputError: a tensor that autograd is to save was made in inference mode.
     """
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
-            raise Refused(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
+            raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
     given = [x for x in tensors if x is not None]
     is_inference = [x for x in given if x.is_inference()]
@@ -37,10 +37,10 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
     if forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None:
         return
     if not vmap and torch._C._functorch.maybe_current_level() is not None:
-        raise Refused(f"{op} inside a transform of torch.func, such as vmap or grad; expected it outside of them")
+        raise RefusedError(f"{op} inside a transform of torch.func, such as vmap or grad; expected it outside of them")
     for x in tensors:
         if x is not None and (transform := _transform_of(x)):
-            raise Refused(
+            raise RefusedError(
                 f"{op} inside {transform}; expected first derivatives in reverse mode: use torch.autograd.grad or "
                 ".backward() outside of torch.func"
             )
@@ -68,7 +68,7 @@ def gradients(
     *inputs: Tensor | None,
     propagate_errors: PropagateErrors = lambda op: contextlib.nullcontext(),
 ) -> tuple[Tensor | None, ...]:
-    """compute(), the gradients that a backward of op returns; to differentiate them raises Refused.
+    """compute(), the gradients that a backward of op returns; to differentiate them raises RefusedError.
 
     inputs: what the gradients depend on: the incoming gradients and the tensors saved by the forward. propagate_errors:
     around a refusal of which other ranks are to hear.
@@ -97,7 +97,7 @@ class _Refusing(torch.autograd.Function):
             raise differentiated_again(ctx.op)
 
 
-def differentiated_again(op: str) -> Refused:
-    return Refused(
+def differentiated_again(op: str) -> RefusedError:
+    return RefusedError(
         f"the gradients of {op} were differentiated again (create_graph=True); expected first derivatives only"
     )

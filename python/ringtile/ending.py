@@ -14,7 +14,7 @@ import threading
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ringtile.errors import PeerLost
+from ringtile.errors import PeerLostError
 
 _CLEAN_UP_SECONDS = 0.5  # for what a program has registered with atexit
 _hooks: list[Any] = []  # ours, the last one first
@@ -30,7 +30,7 @@ def end(status: int) -> NoReturn:
 
 
 def end_soon_if_uncaught() -> None:
-    """From now on, a PeerLost that the program does not catch ends the process as soon as it has been printed."""
+    """From now on, a PeerLostError that the program does not catch ends the process as soon as it has been printed."""
     if sys.excepthook in _hooks[:1]:
         return
     previous = sys.excepthook
@@ -51,7 +51,7 @@ def end_soon_if_uncaught() -> None:
 
 
 def _is_a_loss(error: BaseException | None) -> bool:
-    """Whether it is a PeerLost, or was raised from one."""
-    while error is not None and not isinstance(error, PeerLost):
+    """Whether it is a PeerLostError, or was raised from one."""
+    while error is not None and not isinstance(error, PeerLostError):
         error = error.__cause__ or error.__context__
     return error is not None

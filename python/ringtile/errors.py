@@ -27,7 +27,7 @@ class InputError(RingtileError, ValueError):
     """A tensor argument has a wrong shape, dtype, device or stride."""
 
 
-class MaskNotExpressible(RingtileError, ValueError):
+class MaskNotExpressibleError(RingtileError, ValueError):
     """Some query attends more than one interval of keys; the message names the first such row."""
 
 
@@ -39,15 +39,15 @@ class ConfigError(RingtileError, ValueError):
     """A configuration key is unknown, malformed, or contradicts another; the message names the YAML key."""
 
 
-class Refused(RingtileError, NotImplementedError):
+class RefusedError(RingtileError, NotImplementedError):
     """The model or trainer uses a feature that ringtile cannot run exactly; the message names it."""
 
 
-class RingMismatch(RingtileError, RuntimeError):
+class RingMismatchError(RingtileError, RuntimeError):
     """Two ranks of a group disagree; the message names the field, both values and both ranks."""
 
 
-class PeerLost(RingtileError, RuntimeError):
+class PeerLostError(RingtileError, RuntimeError):
     """A rank died or stopped responding; the message names the rank, the round and the op.
 
     rank: that rank, within its group; None if the group had failed before.
@@ -64,25 +64,25 @@ class BuildError(RingtileError, ImportError):
     """The compiled extension is missing, does not fit this torch, or cannot run on this CPU."""
 
 
-class MissingPackage(RingtileError, ModuleNotFoundError):
+class MissingPackageError(RingtileError, ModuleNotFoundError):
     """A package that this part of ringtile needs is not installed, or does not fit; the message names the extra."""
 
 
 @contextlib.contextmanager
 def needs_extra(what: str, extra: str) -> Iterator[None]:
-    """Tells a failed import of another package as MissingPackage. what: that the imports in the body are for."""
+    """Tells a failed import of another package as MissingPackageError. what: that the imports in the body are for."""
     try:
         yield
     except ImportError as error:
         package = (error.name or "ringtile").partition(".")[0]
-        if package == "ringtile" or isinstance(error, MissingPackage):
+        if package == "ringtile" or isinstance(error, MissingPackageError):
             raise
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             problem = f"needs {package}, which is not installed; expected the packages"
         else:  # a module or a name that other versions have
             version = getattr(sys.modules.get(package), "__version__", "the installed one")
             problem = f"needs another {package} than {version} ({error}); expected the versions"
-        raise MissingPackage(
+        raise MissingPackageError(
             f"{what} {problem} of the extra {extra}: pip install 'ringtile[{extra}]'",
             name=error.name,
         ) from error

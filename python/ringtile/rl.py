@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ringtile import arguments
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.hf.loss import TiledLogits, not_plain
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
@@ -76,10 +76,10 @@ def sequence_log_probs(
     check: before the first call with a model, its forward and backward are compared on up to 512 tokens of the longest
     row, whole and sharded, as `ringtile.check` does.
 
-    Raises InputError; RingMismatch where ranks have different rows, masks or options; MaskNotExpressible for padding
-    inside a document; Refused for a model that does not compute on shards what one process does, for an output
-    projection that is no plain Linear or whose logits the model does more with than to scale and cap them, and under
-    ZeRO-3; and what `context_parallel` raises.
+    Raises InputError; RingMismatchError where ranks have different rows, masks or options; MaskNotExpressibleError for
+    padding inside a document; RefusedError for a model that does not compute on shards what one process does, for an
+    output projection that is no plain Linear or whose logits the model does more with than to scale and cap them, and
+    under ZeRO-3; and what `context_parallel` raises.
     """
     group: Group = _ALONE if mesh is None else group_of(mesh)
     transport = transport_of(group)
@@ -212,7 +212,7 @@ class _Rows(NamedTuple):
         return copies, self.mask.padded(padding)
 
     def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
-        """Refused: the ranks do not compute on a cut of these rows what one process computes."""
+        """RefusedError: the ranks do not compute on a cut of these rows what one process computes."""
         buffers, mask = self.padded(layout, transport_of(group).world_size)
         block = Block(context_parallel, group, buffers, [1] * len(buffers), layout, mask, scheme)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
@@ -228,7 +228,7 @@ class _Head(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> _Head:
-        """Refused: a model without one, or with one that is no plain Linear."""
+        """RefusedError: a model without one, or with one that is no plain Linear."""
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
         getters = (x for x in model.modules() if hasattr(type(x), "get_output_embeddings"))
@@ -236,25 +236,25 @@ class _Head(NamedTuple):
         head = next((x for x in heads if x is not None), None)
         path = next((path for path, x in model.named_modules() if x is head), None)
         if head is None or path is None:
-            raise Refused(
+            raise RefusedError(
                 f"{type(model).__name__} has no output projection; expected a causal language model, whose "
                 "get_output_embeddings() returns it"
             )
         names = path.split(".")
         parents = [model.get_submodule(".".join(names[:i])) for i in range(len(names))]
         if any("_orig_mod" in x._modules or x._compiled_call_impl is not None for x in (*parents, head)):
-            raise Refused(
+            raise RefusedError(
                 f"{type(model).__name__} is compiled as a whole; expected its layers compiled, one by one: "
                 "for layer in model.model.layers: layer.compile()"
             )
         owner = parents[-1]
         if other := not_plain(head):
-            raise Refused(
+            raise RefusedError(
                 f"the output projection of {type(owner).__name__} is {other}; expected a plain torch.nn.Linear: "
                 "leave it out of an adapter's target_modules, and call ringtile.restore on a Trainer"
             )
         if hasattr(head.weight, "ds_id"):
-            raise Refused("the weights are ZeRO-3's; expected DDP, FSDP2, or no engine")
+            raise RefusedError("the weights are ZeRO-3's; expected DDP, FSDP2, or no engine")
         return cls(owner, head)
 
     def run(self, model: nn.Module, buffers: list[Tensor], temperature: float, return_entropy: bool) -> Tensor:
@@ -267,7 +267,7 @@ class _Head(NamedTuple):
         def replace(owner: nn.Module, args: Any, output: Any) -> Any:
             logits = output if isinstance(output, TiledLogits) else getattr(output, "logits", None)
             if not isinstance(logits, TiledLogits):
-                raise Refused(
+                raise RefusedError(
                     f"{type(owner).__name__} returns no logits of its output projection; expected them alone, or in "
                     "`logits` of what it returns (return_dict=True in transformers)"
                 )
@@ -287,7 +287,7 @@ class _Head(NamedTuple):
             handle.remove()
         result: Tensor = output if isinstance(output, Tensor) else output.logits
         if result.dtype != state_dtype(result.dtype):
-            raise Refused(
+            raise RefusedError(
                 f"the engine has rounded log-probabilities to {result.dtype}; expected the dtype that the model "
                 "returns: leave output_dtype out of FSDP2's MixedPrecisionPolicy"
             )
@@ -313,20 +313,24 @@ _ROPES_OF_LENGTH = ("dynamic", "longrope")
 
 
 def _check_positions(owner: nn.Module, seq_len: int) -> None:
-    """Refused: what depends on a token's place, or the row's length, where a shard or a cut of the row differs."""
+    """RefusedError: what depends on a token's place, or the row's length, where a shard or a cut of the row differs."""
     name = type(owner).__name__
     if "position_ids" not in inspect.signature(type(owner).forward).parameters:
-        raise Refused(f"{name} takes no position_ids, and would count from 0 on every rank; expected a model that does")
+        raise RefusedError(
+            f"{name} takes no position_ids, and would count from 0 on every rank; expected a model that does"
+        )
     config: Any = getattr(owner, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in kinds and isinstance(window, int) and window < seq_len:
-        raise Refused(f"{name} has a sliding window of {window} tokens, shorter than the row; {_USE}")
+        raise RefusedError(f"{name} has a sliding window of {window} tokens, shorter than the row; {_USE}")
     if "chunked_attention" in kinds:
-        raise Refused(f"{name} has layers of chunked attention; {_USE}")
+        raise RefusedError(f"{name} has layers of chunked attention; {_USE}")
     for module in owner.modules():
         if any(kind in str(getattr(module, "rope_type", "")) for kind in _ROPES_OF_LENGTH):
-            raise Refused(f"{name} has a rotary embedding whose frequencies depend on the length of the row; {_USE}")
+            raise RefusedError(
+                f"{name} has a rotary embedding whose frequencies depend on the length of the row; {_USE}"
+            )
         if getattr(module, "attn_temperature_tuning", False):
-            raise Refused(f"{name} multiplies queries by a temperature that depends on their place; {_USE}")
+            raise RefusedError(f"{name} multiplies queries by a temperature that depends on their place; {_USE}")

@@ -24,8 +24,8 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    Refused,
-    RingMismatch,
+    RefusedError,
+    RingMismatchError,
     attention,
     ops,
     ring_attention,
@@ -246,7 +246,7 @@ def test_aten_is_refused_by_name() -> None:
     p = problem(dtype=torch.float32, v_head_dim=16)
     arguments = {"mask": IntervalMask.causal(48), "layout": Layout.contiguous(48, 1), "attention_kernel": "aten"}
     ring_attention(p.q, p.k, p.v, **arguments)
-    with pytest.raises(Refused, match="draws dropout from a generator"):
+    with pytest.raises(RefusedError, match="draws dropout from a generator"):
         ring_attention(p.q, p.k, p.v, dropout=dropout(), **arguments)
 
 
@@ -266,7 +266,7 @@ def test_a_kernel_that_drops_otherwise_is_refused(name: str, num_rounded: int, m
     self_test.forget()
     monkeypatch.setattr(ops, "_ops", Ops(**{name: of_another_head}))
     attention(p.q, p.k, p.v, **options)
-    with pytest.raises(Refused, match=r"gives another (out|dv) than its definition"):
+    with pytest.raises(RefusedError, match=r"gives another (out|dv) than its definition"):
         attention(p.q, p.k, p.v, dropout=dropout(), **options)
     self_test.forget()
 
@@ -295,7 +295,7 @@ def _disagree() -> list[str]:
         try:
             call(dataclasses.replace(dropout(), **changes) if rank == 1 else dropout())
             said.append("nothing")
-        except RingMismatch as error:
+        except RingMismatchError as error:
             said.append(str(error))
     return said
 

@@ -17,7 +17,7 @@ from aten_stand_ins import STAND_INS, in_a_sequence, install_libraries
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
-from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, Refused, ring_attention
+from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ring_attention
 from ringtile import self_test as checks
 from ringtile.attn import aten
 from ringtile.attn import choose as block
@@ -414,7 +414,7 @@ def test_no_key_is_sent_where_no_provider_is_right(fresh: None, monkeypatch: pyt
 
     def on_rank(group: LoopbackGroup) -> str:
         q, k, v = (layout.shard(x.detach(), 1, group.transport.rank) for x in (p.q, p.k, p.v))
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RefusedError) as caught:
             ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="ringtile")
         ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="aten")
         return str(caught.value)
@@ -467,7 +467,7 @@ def test_what_aten_cannot_compute_is_refused_by_name(change: dict[str, Any], opt
     """And is ringtile's with auto, also where the faster is asked for."""
     p = problem(**{"v_head_dim": 16, **change})
     given = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), **options}
-    with pytest.raises(Refused, match=f"attention_kernel is 'aten', but for .*{reason}.*to auto or ringtile"):
+    with pytest.raises(RefusedError, match=f"attention_kernel is 'aten', but for .*{reason}.*to auto or ringtile"):
         ring_attention(p.q, p.k, p.v, **given, attention_kernel="aten")
     out = ring_attention(p.q, p.k, p.v, **given, attention_kernel="auto")
     assert torch.equal(out, ring_attention(p.q, p.k, p.v, **given))
@@ -478,7 +478,7 @@ def test_a_gradient_of_the_log_sum_exp_is_refused_by_name() -> None:
     leaves = [x.requires_grad_() for x in (p.q, p.k, p.v)]
     given: Any = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), "return_lse": True}
     out, lse = ring_attention(*leaves, **given, attention_kernel="aten")
-    with pytest.raises(Refused, match="takes no gradient of the log-sum-exp"):
+    with pytest.raises(RefusedError, match="takes no gradient of the log-sum-exp"):
         torch.autograd.grad([out, lse], leaves, [p.dout, p.dlse])
     expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), torch.zeros_like(p.dout), p.dlse)
     _, lse = ring_attention(*leaves, **given, attention_kernel="auto")
@@ -491,7 +491,7 @@ def test_a_mask_of_too_many_calls_is_refused_by_name(monkeypatch: pytest.MonkeyP
     assert isinstance(flash, InSquares)
     monkeypatch.setitem(aten.ATEN, "cpu", (dataclasses.replace(flash, max_squares=3),))
     p = problem(v_head_dim=16)
-    with pytest.raises(Refused, match=r"would be called \d+ times for a block's mask, more than 3 times"):
+    with pytest.raises(RefusedError, match=r"would be called \d+ times for a block's mask, more than 3 times"):
         ring_attention(*(p.q, p.k, p.v), mask=MASKS["window"], layout=Layout.contiguous(48, 1), attention_kernel="aten")
 
 

@@ -16,7 +16,7 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    RingMismatch,
+    RingMismatchError,
     ShardedSequence,
     plan,
     ring_attention,
@@ -130,7 +130,7 @@ def test_auto_and_another_scheme_are_told_apart() -> None:
     def on_rank(group: LoopbackGroup) -> None:
         scheme = ("auto", "ring")[group.transport.rank]
         sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 2), group, scheme=scheme)
-        with pytest.raises(RingMismatch, match=r"agree on hosts.*ring_attention|ring_attention.*agree on hosts"):
+        with pytest.raises(RingMismatchError, match=r"agree on hosts.*ring_attention|ring_attention.*agree on hosts"):
             ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence)
 
     LoopbackWorld(2).run(on_rank)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ringtile import InputError, IntervalMask, Layout, Refused, ShardedSequence, ops
+from ringtile import InputError, IntervalMask, Layout, RefusedError, ShardedSequence, ops
 from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Block, BlockMask
@@ -121,10 +121,12 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
         able = choose._able(call, block)
         assert able
         assert set(able) <= set(ATEN["cuda"])
-        with pytest.raises(Refused, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
+        with pytest.raises(RefusedError, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
             choose._able(call._replace(attention_kernel="ringtile"), block)
         x = x.float()
-        with pytest.raises(Refused, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"):
+        with pytest.raises(
+            RefusedError, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"
+        ):
             choose._able(call, block._replace(q=x, k=x, v=x))
 
 

@@ -11,7 +11,7 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    Refused,
+    RefusedError,
     ShardedSequence,
     attention,
     causal_conv1d,
@@ -47,7 +47,7 @@ def test_double_backward_of_the_weights_is_refused() -> None:
     """A gradient penalty on weights, whose path leads through no input."""
     module = Gated().double()
     (grad,) = torch.autograd.grad(tiled_mlp(module, tokens()).sum(), module.up.weight, create_graph=True)
-    with pytest.raises(Refused, match="the tiled MLP were differentiated again"):
+    with pytest.raises(RefusedError, match="the tiled MLP were differentiated again"):
         (grad**2).sum().backward()
 
 

@@ -20,8 +20,8 @@ from ringtile import (
     InputError,
     IntervalMask,
     Layout,
-    PeerLost,
-    RingMismatch,
+    PeerLostError,
+    RingMismatchError,
     RingtileError,
     ShardedSequence,
     ring_attention,
@@ -77,7 +77,7 @@ DISAGREEMENTS = {
 
 
 def mismatch(call: Call, group: dist.ProcessGroup | None) -> str:
-    with pytest.raises(RingMismatch) as caught:
+    with pytest.raises(RingMismatchError) as caught:
         call.forward(group)
     return str(caught.value)
 
@@ -113,7 +113,7 @@ def one_rank_refuses() -> list[str]:
     messages = []
     for refusing in ([1], [0, 1]):
         short = slice(0, 20 if rank in refusing else None)
-        with pytest.raises(InputError if rank in refusing else RingMismatch) as caught:
+        with pytest.raises(InputError if rank in refusing else RingMismatchError) as caught:
             ring_attention(q, k[:, short], v[:, short], mask=mask, layout=layout, group=group)
         messages.append(str(caught.value))
     ring_attention(q, k, v, mask=mask, layout=layout, group=group)
@@ -133,7 +133,7 @@ def out_of_order() -> list[str]:
     calls = [USUAL, replace(USUAL, num_heads=8)]
     messages = [mismatch(call, group) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
     out = USUAL.forward(group)
-    with pytest.raises(RingMismatch) as caught:
+    with pytest.raises(RingMismatchError) as caught:
         USUAL.forward(group) if dist.get_rank() == 0 else out.sum().backward()
     return [*messages, str(caught.value)]
 
@@ -164,7 +164,7 @@ def of_inputs(numbers: list[int], through: str) -> list[str]:
         try:
             ring_attention(q, k, v, sequence)
             said.append("")
-        except RingMismatch as error:
+        except RingMismatchError as error:
             said.append(str(error))
     return said
 
@@ -189,7 +189,7 @@ def test_a_skipped_or_repeated_batch_is_named(other: list[int], through: str) ->
 def backward_of_another_forward() -> str:
     group = dist.new_group()
     outs = [USUAL.forward(group) for _ in range(2)]
-    with pytest.raises(RingMismatch) as caught:
+    with pytest.raises(RingMismatchError) as caught:
         outs[dist.get_rank()].sum().backward()
     return str(caught.value)
 
@@ -227,7 +227,7 @@ def test_two_threads_on_one_group_are_refused() -> None:
     (refused,), (told,) = run_ranks(2, two_threads_on_one_group)
     expected = "ring_attention forward in thread 'second' on a group that thread 'MainThread' uses; expected one thread"
     assert refused.startswith(f"InputError: {expected}")
-    assert told.startswith("RingMismatch: ranks disagree on op")
+    assert told.startswith("RingMismatchError: ranks disagree on op")
     assert "ring_attention forward, refused: ring_attention forward in thread 'second'" in told
 
 
@@ -300,7 +300,7 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
     start = time.monotonic()
     try:
         USUAL.forward(dist.group.WORLD).sum().backward()
-    except PeerLost as error:
+    except PeerLostError as error:
         return str(error), time.monotonic() - start
     return "nothing happened", 0.0
 
@@ -347,9 +347,9 @@ def failing_kernel() -> str:
         ringtile.attn.ring.ops.attn_bwd_ = fail
     try:
         loss.backward()
-    except (PeerLost, MemoryError) as error:
+    except (PeerLostError, MemoryError) as error:
         first = str(error)
-    with pytest.raises(PeerLost, match="failed before"):
+    with pytest.raises(PeerLostError, match="failed before"):
         USUAL.forward(dist.group.WORLD)
     return first
 

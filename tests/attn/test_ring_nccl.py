@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, LoopbackWorld, RingMismatch
+from ringtile import InputError, LoopbackWorld, RingMismatchError
 from ringtile.transport import groups, process_group
 from ringtile.transport.agreement import HELLO_TAG
 from ringtile.transport.groups import transport_of
@@ -73,7 +73,7 @@ def disagreement_as_over_nccl() -> str:
     group = dist.new_group()
     assert group is not None
     as_over_nccl(group)
-    with pytest.raises(RingMismatch) as caught:
+    with pytest.raises(RingMismatchError) as caught:
         pass_on(group, rounds=dist.get_rank())
     assert len(pass_on(group)) == 2
     return str(caught.value)
@@ -102,7 +102,7 @@ def disagreement_after_agreement() -> list[str]:
             op = "one"
 
     def make_until_told() -> str:
-        with pytest.raises(RingMismatch) as caught:
+        with pytest.raises(RingMismatchError) as caught:
             make_forever("one" if dist.get_rank() == 0 else "other")
         return str(caught.value)
 
@@ -132,7 +132,7 @@ def test_cuda_tensors_over_gloo_are_refused() -> None:
 def test_ranks_on_different_devices_disagree() -> None:
     def on_rank(group: LoopbackGroup) -> str:
         with (
-            pytest.raises(RingMismatch) as caught,
+            pytest.raises(RingMismatchError) as caught,
             group.transport.agree("test", {}, ("cpu", "cuda")[group.transport.rank]),
         ):
             pass

@@ -24,8 +24,8 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    Refused,
-    RingMismatch,
+    RefusedError,
+    RingMismatchError,
     ShardedSequence,
     plan,
     ring_attention,
@@ -320,7 +320,7 @@ def test_ranks_of_different_schemes_are_named() -> None:
     def on_rank(group: LoopbackGroup) -> None:
         scheme = ("ulysses", "all_gather")[group.transport.rank]
         sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 2), group, scheme=scheme)
-        with pytest.raises(RingMismatch, match="ranks disagree on scheme in call 1"):
+        with pytest.raises(RingMismatchError, match="ranks disagree on scheme in call 1"):
             ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence)
 
     LoopbackWorld(2).run(on_rank)
@@ -366,7 +366,7 @@ def test_a_wrong_kernel_of_single_heads_is_refused_before_any_message(monkeypatc
 
     def on_rank(group: LoopbackGroup) -> None:
         sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 4), group, scheme="ulysses")
-        with pytest.raises(Refused, match="is wrong for single heads"):
+        with pytest.raises(RefusedError, match="is wrong for single heads"):
             ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence)
         assert group.transport.bytes_sent == 0
         whole = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 4), group, scheme="ring")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatch, attention, ring_attention
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatchError, attention, ring_attention
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, problem
@@ -229,7 +229,7 @@ def test_rank_that_alone_has_sinks_is_named_on_all_ranks(own: Tensor) -> None:
         local = [layout.shard(x, 1, rank) for x in (p.q, p.k, p.v)]
         try:
             ring_attention(*local, mask=MASKS["causal"], layout=layout, group=group, sinks=own if rank else None)
-        except (RingMismatch, InputError) as error:
+        except (RingMismatchError, InputError) as error:
             return str(error)
         return json.dumps("no error")
 

@@ -12,7 +12,7 @@ import torch
 from counting import Counting
 from kernels_off import WHY, kernels_off
 from oracle import dense_gradients
-from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ops, ring_attention, self_test, torch_ops
+from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, ops, ring_attention, self_test, torch_ops
 from strategies import dense
 from torch import Tensor
 
@@ -213,6 +213,9 @@ def test_a_ring_without_kernels_is_the_definition(kernel: str) -> None:
 )
 def test_attention_that_only_a_missing_kernel_computes_is_refused(options: dict[str, Any], message: str) -> None:
     q, k, v, _ = qkv()
-    with kernels_off(), pytest.raises(Refused, match="ringtile's attention is not in use here: not built") as refused:
+    with (
+        kernels_off(),
+        pytest.raises(RefusedError, match="ringtile's attention is not in use here: not built") as refused,
+    ):
         ring_attention(q, k, v, mask=IntervalMask.causal(48), layout=Layout.contiguous(48, 1), **options)
     assert str(refused.value).endswith(message)

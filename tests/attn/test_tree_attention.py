@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 from oracle import Attention, dense_attention, dense_gradients
-from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence, attention, ops, plan, ring_attention
+from ringtile import (
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    RefusedError,
+    ShardedSequence,
+    attention,
+    ops,
+    plan,
+    ring_attention,
+)
 from ringtile.attn.backend import Block, BlockMask, why_slow
 from ringtile.attn.pieces import MAX_STRETCHES, Piece, find_pieces
 from ringtile.sequence.plan import rank_plan
@@ -268,7 +278,7 @@ def test_a_tree_of_many_branches_is_refused_by_aten() -> None:
     wide = IntervalMask.shared_prefix(16, [1] * (MAX_STRETCHES + 1))
     q = torch.randn(1, wide.seq_len, 2, 8)
     layout = Layout.contiguous(wide.seq_len, 1)
-    with pytest.raises(Refused, match=r"aten's flash attention takes masks of few pieces.* auto or ringtile"):
+    with pytest.raises(RefusedError, match=r"aten's flash attention takes masks of few pieces.* auto or ringtile"):
         ring_attention(q, q, q, mask=wide, layout=layout, attention_kernel="aten")
     of_rank = rank_plan(IntervalMask.shared_prefix(16, [16, 16]), Layout.contiguous(48, 1), 0)
     round = of_rank.rounds[0]
@@ -302,7 +312,7 @@ def test_ranks_with_other_trees_notice() -> None:
         return "nothing"
 
     for said in LoopbackWorld(2).run(on_rank):
-        assert said.startswith("RingMismatch"), said
+        assert said.startswith("RingMismatchError"), said
         assert "mask" in said
 
 

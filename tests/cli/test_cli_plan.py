@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 from ringtile.cli import VERBS, main
-from ringtile.errors import ConfigError, PeerLost
+from ringtile.errors import ConfigError, PeerLostError
 
 SMALL = ["plan", "--seq-len", "16", "--world-size", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
 
@@ -94,7 +94,11 @@ def test_command_line_is_what_users_script_against() -> None:
     ("error", "rank_0", "rank_1"),
     [
         (ConfigError("bad key"), "ringtile: error: bad key\n", ""),  # every rank finds the same
-        (PeerLost("rank 2 died"), "ringtile: error: rank 0: rank 2 died\n", "ringtile: error: rank 1: rank 2 died\n"),
+        (
+            PeerLostError("rank 2 died"),
+            "ringtile: error: rank 0: rank 2 died\n",
+            "ringtile: error: rank 1: rank 2 died\n",
+        ),
         (ModuleNotFoundError("no", name="datasets"), "ringtile: error: datasets is not installed; install it: ", ""),
     ],
 )

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from pool import run_command
 from ringtile.cli import environment, training, world
-from ringtile.errors import ConfigError, PeerLost, Refused
+from ringtile.errors import ConfigError, PeerLostError, RefusedError
 from test_cli_train import TRAINING, write_config
 
 
@@ -63,7 +63,7 @@ CASES = {
     "an error that is not ours": (partial(_rank_1_fails_in, "make_encoder", FOLDER), "FileNotFoundError: [Errno 2] No"),
     "arguments": (partial(_rank_1_fails_in, "make_arguments", ConfigError("training: x")), "training: x"),
     "rows": (partial(_rank_1_fails_in, "make_rows", ConfigError("data.files: no text")), "data.files: no text"),
-    "a refusal": (partial(_rank_1_fails_in, "Meter", Refused("this model")), "this model"),
+    "a refusal": (partial(_rank_1_fails_in, "Meter", RefusedError("this model")), "this model"),
     "a kill": (partial(_rank_1_fails_in, "make_model", None), "rank 0: a rank was lost: "),
     "in training": (
         partial(_rank_1_fails_in_training, ValueError("a bad row")),
@@ -155,7 +155,7 @@ def _foreign_listener() -> Iterator[str]:
             ConfigError,
             "MASTER_PORT is {port}, where another program of this machine listens; expected a port that",
         ),
-        ("1", PeerLost, "did not meet at MASTER_ADDR and MASTER_PORT within 1 s (no answer); expected that many"),
+        ("1", PeerLostError, "did not meet at MASTER_ADDR and MASTER_PORT within 1 s (no answer); expected that many"),
     ],
 )
 def test_a_port_that_another_program_has_is_named_in_time(

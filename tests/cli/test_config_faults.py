@@ -391,11 +391,11 @@ def test_torchrun_ends_its_summary_with_the_line(
 def test_package_of_another_version_is_named(statement: str, message: str) -> None:
     """As transformers 4.57 lacks names that the Trainer layer imports; a name that ringtile lacks is its own bug."""
     transformers = pytest.importorskip("transformers")
-    with pytest.raises(ringtile.MissingPackage) as told, needs_extra("ringtile.enable", "hf"):
+    with pytest.raises(ringtile.MissingPackageError) as told, needs_extra("ringtile.enable", "hf"):
         exec(statement)
     expected = "expected the versions of the extra hf: pip install 'ringtile[hf]'"
     assert message.format(transformers.__version__) in str(told.value)
     assert str(told.value).endswith(expected)
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'") as own, needs_extra("x", "hf"):
         exec("from ringtile import no_such_name")
-    assert not isinstance(own.value, ringtile.MissingPackage)
+    assert not isinstance(own.value, ringtile.MissingPackageError)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from device import DEVICE, ON_GPU, attention
 from oracle import dense_gradients
-from ringtile import IntervalMask, Layout, Refused, ops
+from ringtile import IntervalMask, Layout, RefusedError, ops
 from strategies import dense
 from torch import Tensor
 
@@ -446,5 +446,5 @@ def test_a_mask_may_go_while_another_stream_is_yet_to_read_it() -> None:
 @ON_GPU
 def test_a_mask_that_is_first_met_in_a_capture_is_refused_by_name() -> None:
     p, graph = problem(torch.bfloat16, 64, 64), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(Refused, match="make the same call once before the capture"):
+    with torch.cuda.graph(graph), pytest.raises(RefusedError, match="make the same call once before the capture"):
         attention(p.q, p.k, p.v, mask=IntervalMask.sliding_window(S, 79))

@@ -153,7 +153,7 @@ class Refusal:
     prepare: Callable[[Trainer], Any] = _nothing
     use: Callable[[Trainer], Any] = Trainer.train
     config: dict[str, Any] = field(default_factory=dict)
-    error: str = "Refused"
+    error: str = "RefusedError"
     long: bool = False
     needs: tuple[str, ...] = ()
 
@@ -170,7 +170,7 @@ def _trainer(refusal: Refusal) -> Trainer:
 
 
 def fail(module: str, rows: str, what: str) -> str:
-    """ "Refused: why". Run it on every rank."""
+    """ "RefusedError: why". Run it on every rank."""
     refusal: Refusal = getattr(importlib.import_module(module), rows)[what]
     enter_world()
     message = failure_of(_trainer(refusal), refusal.config, refusal.use)

@@ -262,7 +262,7 @@ def _train(
 def failure_of(
     trainer: Trainer, config: dict[str, Any] | None = None, use: Callable[[Trainer], Any] = Trainer.train
 ) -> str:
-    """ "Refused: why": the RingtileError that ends `use` of the Trainer once it is enabled."""
+    """ "RefusedError: why": the RingtileError that ends `use` of the Trainer once it is enabled."""
     ringtile.enable(trainer, {"context_parallel_size": 2, **(config or {})})
     try:
         with pytest.raises(ringtile.RingtileError) as raised:

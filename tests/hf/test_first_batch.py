@@ -93,7 +93,7 @@ SHORT += [("DDP", "norm_of_a_batch"), ("DDP", "noise_of_its_own")]
 )
 def test_modules_that_mix_tokens_are_named_before_the_first_step(engine, how):
     for message, step in run_ranks(2, _refusal_of_mixing, engine, how):
-        assert message.startswith("Refused: 2 ranks do not compute what one process computes")
+        assert message.startswith("RefusedError: 2 ranks do not compute what one process computes")
         assert "model.layers.1.mlp (Mixing)" in message
         assert "expected the same numbers" in message
         assert step == 0
@@ -356,7 +356,7 @@ def _checked(mixes=False, ignored=0, **options):
     kept = {name: x.clone() for name, x in batch.items()}
     try:
         found = ringtile.check(net, batch, _loss, dist.group.WORLD, **options)
-    except ringtile.Refused as error:
+    except ringtile.RefusedError as error:
         found = str(error)
     assert all(torch.equal(kept[name], batch[name]) for name in kept)
     assert all(weight.grad is None for weight in net.parameters())
@@ -389,5 +389,5 @@ def _checked_in_block(mixes):
 
 def test_context_parallel_checks_its_first_block():
     assert all(norm > 0.0 for norm in run_ranks(2, _checked_in_block, False))
-    with pytest.raises(ringtile.Refused, match="what Net hands to its head"):
+    with pytest.raises(ringtile.RefusedError, match="what Net hands to its head"):
         run_ranks(2, _checked_in_block, True)

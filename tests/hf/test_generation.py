@@ -118,7 +118,7 @@ def _disagreeing(what: str) -> str:
 @pytest.mark.parametrize("what", ["random numbers", "rows to generate"])
 def test_ranks_that_disagree_are_named(what: str) -> None:
     for message in run_ranks(2, _disagreeing, what):
-        assert message.startswith("RingMismatch: ranks 0 and 1 share a sequence but not the " + what), message
+        assert message.startswith("RingMismatchError: ranks 0 and 1 share a sequence but not the " + what), message
 
 
 # ---- completions of a server --------------------------------------------------------------------
@@ -327,7 +327,7 @@ def _mixing() -> tuple[str, int]:
 
 def test_the_first_batch_names_a_module_that_mixes_tokens() -> None:
     for message, step in run_ranks(2, _mixing):
-        assert message.startswith("Refused: 2 ranks do not compute what one process computes")
+        assert message.startswith("RefusedError: 2 ranks do not compute what one process computes")
         assert "model.layers.1.mlp (Mean)" in message
         assert step == 0
 
@@ -369,7 +369,7 @@ def test_refuses_rows_that_are_not_whole_groups_of_completions(options: dict[str
 def test_refuses_tools() -> None:
     trainer = make_rollouts()
     trainer.tools = [tool]
-    with pytest.raises(ringtile.Refused, match="has tools or environments; expected none"):
+    with pytest.raises(ringtile.RefusedError, match="has tools or environments; expected none"):
         ringtile.enable(trainer, CONFIG)
 
 

@@ -210,7 +210,9 @@ def test_layer_that_is_computed_again_without_its_batch_is_refused():
     layer.forward = lambda *args, **kwargs: checkpoint(original, *args, use_reentrant=False, **kwargs)
     with active(sharded):
         loss = switched.train()(**local).logits.sum()
-    with pytest.raises(ringtile.Refused, match="got a shard of a sequence outside of the forward pass of its batch"):
+    with pytest.raises(
+        ringtile.RefusedError, match="got a shard of a sequence outside of the forward pass of its batch"
+    ):
         loss.backward()
     assert active_batch() is None
 
@@ -234,14 +236,14 @@ def test_checkpoint_functions_of_other_libraries_find_the_layer():
 
 def test_attention_dropout_is_refused_in_training_only():
     switched, _ = _on_ringtile(tiny_model("llama", attention_dropout=0.1))
-    with pytest.raises(ringtile.Refused, match=r"dropout 0\.1"):
+    with pytest.raises(ringtile.RefusedError, match=r"dropout 0\.1"):
         _run_shard(switched.train())
 
 
 def test_sinks_that_transformers_would_leave_out_are_refused():
     """A batch that is not sharded, of a model whose own eager function is not known to have sinks."""
     module, x = tiny_model().model.layers[0].self_attn, torch.zeros(1, 4, 6, 8)
-    with pytest.raises(ringtile.Refused, match="attention sinks"):
+    with pytest.raises(ringtile.RefusedError, match="attention sinks"):
         attention.attention_forward(module, x, x[:, :2], x[:, :2], None, s_aux=torch.zeros(4))
 
 
@@ -249,7 +251,7 @@ def test_bidirectional_attention_is_refused():
     switched, _ = _on_ringtile(tiny_model())
     for layer in switched.model.layers:
         layer.self_attn.is_causal = False
-    with pytest.raises(ringtile.Refused, match="bidirectional"):
+    with pytest.raises(ringtile.RefusedError, match="bidirectional"):
         _run_shard(switched)
 
 
@@ -264,7 +266,7 @@ def test_bidirectional_attention_is_refused():
 def test_what_attention_may_not_ignore_is_refused(name, value, reason):
     """Llama hands its attention every argument that it does not know."""
     switched, _ = _on_ringtile(tiny_model())
-    with pytest.raises(ringtile.Refused, match=reason):
+    with pytest.raises(ringtile.RefusedError, match=reason):
         _run_shard(switched, {"input_ids": _ids(), name: value})
     _ring_logits(switched, {"input_ids": _ids(), name: None, "num_items_in_batch": 3})
 
@@ -273,7 +275,7 @@ def test_mask_of_a_shard_is_refused():
     switched, patches = _on_ringtile(tiny_model())
     patches.restore()  # takes the hook off that hides the mask, and sets the attention back
     switched.set_attn_implementation("ringtile")
-    with pytest.raises(ringtile.Refused, match="attention mask of shape"):
+    with pytest.raises(ringtile.RefusedError, match="attention mask of shape"):
         _run_shard(switched, {"input_ids": _ids(), "attention_mask": LEFT_PADDED})
 
 

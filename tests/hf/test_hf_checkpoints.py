@@ -14,7 +14,7 @@ import torch
 from hf_engines import engine
 from hf_training import make_trainer
 from pool import Pool, run_ranks
-from ringtile import CheckpointError, PeerLost
+from ringtile import CheckpointError, PeerLostError
 from ringtile.hf import checkpoints
 from ringtile.hf.checkpoints import MANIFEST, damage_of, find
 from transformers import TrainerCallback
@@ -198,7 +198,7 @@ def test_a_save_that_was_killed_is_not_whole(tmp_path):
     outcomes = doomed.outcomes(_train, tmp_path, callbacks=[_KilledWhileSaving()], max_steps=6, save_total_limit=1)
     doomed.close()
     assert isinstance(outcomes[0], EOFError)
-    assert isinstance(outcomes[1], PeerLost)
+    assert isinstance(outcomes[1], PeerLostError)
     assert str(outcomes[1]).startswith("rank 0 was lost in train() of rank 1")
     assert damage_of(tmp_path / "checkpoint-4") == "its training ended while it was being saved or deleted"
     assert find(str(tmp_path)) == tmp_path / "checkpoint-2"
@@ -212,7 +212,7 @@ def test_older_checkpoints_are_deleted_after_the_new_one_is_whole(tmp_path):
 
 
 def _until_the_disk_is_full(folder):
-    with pytest.raises((CheckpointError, PeerLost)) as raised:
+    with pytest.raises((CheckpointError, PeerLostError)) as raised:
         _train(folder, max_steps=40, save_steps=1)
     return type(raised.value).__name__, str(raised.value)
 
@@ -229,7 +229,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path):
     finally:
         doomed.close()
         subprocess.run(["umount", tmp_path], check=True)
-    assert (first, second) == ("CheckpointError", "PeerLost")
+    assert (first, second) == ("CheckpointError", "PeerLostError")
     assert "could not be saved on rank 0" in message
     assert f"the last whole checkpoint is {whole}" in message
     assert told.startswith("rank 0 was lost in train() of rank 1: CheckpointError")

@@ -102,7 +102,7 @@ def _refusals_of_deepspeed():
                 ringtile.enable(trainer, SIZE_TWO)
                 ringtile.restore(trainer)
                 said.append("")
-            except ringtile.Refused as error:
+            except ringtile.RefusedError as error:
                 assert vars(trainer) == before
                 said.append(str(error))
     return said

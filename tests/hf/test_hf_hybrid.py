@@ -10,7 +10,7 @@ import ringtile
 import torch
 from hf_models import hybrid
 from hf_training import make_trainer, packed
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import recurrent
 from ringtile.recurrent import recurrence, torch_path
 from torch import nn
@@ -150,7 +150,9 @@ REFUSED_BATCHES = {
 def test_documents_that_attention_would_not_tell_apart_are_refused(name: str) -> None:
     trainer = make_trainer(model=hybrid("lfm2"))
     ringtile.enable(trainer, ALONE)
-    with pytest.raises(Refused, match="documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask"):
+    with pytest.raises(
+        RefusedError, match="documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask"
+    ):
         loss_of(trainer.model, **REFUSED_BATCHES[name])
     ringtile.restore(trainer)
 
@@ -163,15 +165,15 @@ def test_a_mixer_that_would_miss_the_batch_is_refused() -> None:
     again = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     with mock.patch.object(layer, "forward", again):
         loss = trainer.model(input_ids=ids, labels=ids).loss
-    with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) is computed again in the backward"):
+    with pytest.raises(RefusedError, match=r"model.layers.0.conv \(Lfm2ShortConv\) is computed again in the backward"):
         loss.backward()
-    with pytest.raises(Refused, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a cache; expected none"):
+    with pytest.raises(RefusedError, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a cache; expected none"):
         trainer.model.train(False)(torch.ones(1, 4).long(), use_cache=False, past_key_values=_filled(trainer.model))
     ringtile.restore(trainer)
     ringtile.enable(trainer, ALONE)
     with (
         mock.patch.object(layer.conv, "forward", lambda hidden_states, **kwargs: hidden_states),
-        pytest.raises(Refused, match=r"\(Lfm2ShortConv\) called none of the functions that mix its tokens"),
+        pytest.raises(RefusedError, match=r"\(Lfm2ShortConv\) called none of the functions that mix its tokens"),
     ):
         loss_of(trainer.model)
     ringtile.restore(trainer)
@@ -185,5 +187,5 @@ def _filled(model: nn.Module) -> Any:
 def test_an_unknown_recurrence_on_packed_rows_is_refused() -> None:
     trainer = make_trainer(model=hybrid("recurrent_gemma"), collator=packed)
     ringtile.enable(trainer, ALONE)
-    with pytest.raises(Refused, match="carry its state from each document of a packed row into the next"):
+    with pytest.raises(RefusedError, match="carry its state from each document of a packed row into the next"):
         trainer.train()

@@ -171,22 +171,22 @@ def test_document_ids_may_end_in_padding():
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [
-        ({"attention_mask": torch.ones(2, 1, 8, 8)}, ringtile.Refused, "attention_mask is 4-D"),
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, ringtile.RefusedError, "attention_mask is 4-D"),
         ({"attention_mask": torch.ones(2, 7)}, ringtile.InputError, "attention_mask is (2, 7); expected (2, 8)"),
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]] * 2)}, ringtile.MaskNotExpressible, "row 0"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]] * 2)}, ringtile.MaskNotExpressibleError, "row 0"),
         (
             {"attention_mask": torch.ones(2, 8), "position_ids": _positions(4, 4).expand(2, -1)},
-            ringtile.Refused,
+            ringtile.RefusedError,
             "Remove attention_mask",
         ),
         ({"position_ids": torch.zeros(3, 2, 8, dtype=torch.long)}, ringtile.InputError, "position_ids"),
         ({"position_ids": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "position_ids"),
         ({"labels": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "labels is (2, 9)"),
-        ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.Refused, "leave it out in your data collator"),
-        ({"token_type_ids": torch.zeros(2, 8)}, ringtile.Refused, "token_type_ids"),
+        ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.RefusedError, "leave it out in your data collator"),
+        ({"token_type_ids": torch.zeros(2, 8)}, ringtile.RefusedError, "token_type_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
-        ({"output_router_logits": True}, ringtile.Refused, "the batch sets output_router_logits"),
-        ({"logits_to_keep": 1}, ringtile.Refused, "logits_to_keep"),
+        ({"output_router_logits": True}, ringtile.RefusedError, "the batch sets output_router_logits"),
+        ({"logits_to_keep": 1}, ringtile.RefusedError, "logits_to_keep"),
     ],
 )
 def test_batch_that_cannot_be_sharded_is_named(extra, error, words):
@@ -207,6 +207,6 @@ def test_batch_without_tokens_is_named():
 
 
 def test_model_without_rotary_embedding_needs_position_ids():
-    with pytest.raises(ringtile.Refused, match="position_ids"):
+    with pytest.raises(ringtile.RefusedError, match="position_ids"):
         _shard({"input_ids": _ids(1, 8)}, makes_positions=False)
     _shard({"input_ids": _ids(1, 8), "position_ids": torch.arange(8)[None]}, makes_positions=False)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hf_training import enter_world, train
 from pool import run_ranks
-from ringtile import Refused
+from ringtile import RefusedError
 from ringtile.hf.loss import TiledLogits
 from test_hf_tiled import TILED, assert_same, batch, double_model, loss_and_gradients, oracle_loss, tile_loss
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ def adapted(**settings: object) -> nn.Module:
 )
 def test_peft_on_the_output_projection_is_refused(settings) -> None:
     """TRL's chunked loss takes the weight of what PEFT has wrapped, and loses the adapter."""
-    with pytest.raises(Refused, match="remove it from the adapter's target_modules and modules_to_save"):
+    with pytest.raises(RefusedError, match="remove it from the adapter's target_modules and modules_to_save"):
         tile_loss(undo_oracle(adapted(**settings)))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from hf_models import SIZES, tiny_model
-from ringtile import Refused, tile_mlps
+from ringtile import RefusedError, tile_mlps
 from ringtile.hf.mlp_search import find_mlps
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,7 +64,7 @@ def test_mlps_are_found_by_structure(model_type, names) -> None:
     if names.startswith("model.layers") and model_type not in ("nemotron_h", "longcat_flash"):
         assert len(layers) == model.config.get_text_config().num_hidden_layers
     if not found:
-        with pytest.raises(Refused, match=rf"the layers of {type(model).__name__} have no module that takes one"):
+        with pytest.raises(RefusedError, match=rf"the layers of {type(model).__name__} have no module that takes one"):
             tile_mlps(model)
 
 
@@ -160,7 +160,7 @@ def test_an_mlp_called_with_more_than_one_tensor_is_refused() -> None:
     tile_mlps(model)
     mlp, x = model.model.layers[0].mlp, torch.zeros(1, 3, SIZES["hidden_size"])
     assert torch.equal(mlp(x=x), mlp(x))
-    with pytest.raises(Refused, match=r"model\.layers\.0\.mlp was called with 2 arguments, expected one tensor"):
+    with pytest.raises(RefusedError, match=r"model\.layers\.0\.mlp was called with 2 arguments, expected one tensor"):
         mlp(x, scale=2.0)
 
 

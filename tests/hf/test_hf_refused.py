@@ -312,7 +312,7 @@ def _own_balance(logits, num_experts=None, top_k=2, attention_mask=None):
 
 def test_a_balancing_loss_of_another_kind_is_refused():
     with mock.patch.object(mixtral, "load_balancing_loss_func", _own_balance):
-        with pytest.raises(ringtile.Refused, match="whose formula is not the one of Mixtral"):
+        with pytest.raises(ringtile.RefusedError, match="whose formula is not the one of Mixtral"):
             ringtile.enable(make_trainer("mixtral-balanced"), CONFIG)
         assert mixtral.load_balancing_loss_func is _own_balance
 
@@ -321,7 +321,7 @@ def test_a_balancing_loss_of_unknown_code_is_refused():
     """Code that is not transformers' may compute it anywhere."""
     model = tiny_model("mixtral-balanced")
     model.__class__ = type("OwnForCausalLM", (type(model),), {"__module__": __name__})
-    with pytest.raises(ringtile.Refused, match="that ringtile does not know"):
+    with pytest.raises(ringtile.RefusedError, match="that ringtile does not know"):
         check_balancing_loss(model)
     model.config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(output_router_logits=False))
     check_balancing_loss(model)
@@ -338,7 +338,7 @@ def test_tower_runs_outside_of_a_shard_only():
     refuse_towers(model, patches)
     model.get_submodule(tower)(images)
     expected = f"the batch makes {tower} run; expected text only"
-    with active(object()), pytest.raises(ringtile.Refused, match=expected):
+    with active(object()), pytest.raises(ringtile.RefusedError, match=expected):
         model.get_submodule(tower)(images)
     patches.restore()
     model.get_submodule(tower)(images)

@@ -67,8 +67,10 @@ def with_hole(trainer):
 
 
 RUNS = [
-    of_change("ranks 0 and 1 share a sequence but got different batches", rank_dependent_rows, error="RingMismatch"),
-    of_change("the checksum of labels is", rank_dependent_labels, error="RingMismatch"),
+    of_change(
+        "ranks 0 and 1 share a sequence but got different batches", rank_dependent_rows, error="RingMismatchError"
+    ),
+    of_change("the checksum of labels is", rank_dependent_labels, error="RingMismatchError"),
     Refusal("a dispatching loader", "the data loader dispatches batches from rank 0", use=dispatching_loader),
     of_change("has 2 layers but called ringtile's attention 1 times", without_ring, config=UNPROVED),
     of_change("does not hand shift_labels to self.loss_function", own_loss),
@@ -76,7 +78,7 @@ RUNS = [
         "a hole in attention_mask",
         "row 0, query 4 needs the keys [0, 3), [4, 5)",
         use=with_hole,
-        error="MaskNotExpressible",
+        error="MaskNotExpressibleError",
     ),
     Refusal(
         "a loss on tiled logits",
@@ -223,5 +225,5 @@ def test_only_training_is_watched():
     draws = RandomDraws(model)
     with draws.refused(model):
         torch.rand(())
-    with pytest.raises(ringtile.Refused, match="Starcoder2"), draws.refused(model.train()):
+    with pytest.raises(ringtile.RefusedError, match="Starcoder2"), draws.refused(model.train()):
         model(torch.ones(1, 4, dtype=torch.long))

@@ -10,7 +10,7 @@ import torch
 from counting import Counting
 from hf_models import SIZES, tiny_model
 from hf_training import make_trainer
-from ringtile import Config, ConfigError, InputError, Refused, tile_mlps
+from ringtile import Config, ConfigError, InputError, RefusedError, tile_mlps
 from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tile_tokens_of, tiled_causal_lm_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.patches import Patches
@@ -182,11 +182,11 @@ def test_ligers_mlp_is_a_conflict_unless_its_own_forward_is_tiled(monkeypatch) -
 def test_tiling_twice_and_strange_forwards_are_refused() -> None:
     model = tiny_model()
     handle = tile_mlps(model)
-    with pytest.raises(Refused, match=r"model\.layers\.0\.mlp is tiled already"):
+    with pytest.raises(RefusedError, match=r"model\.layers\.0\.mlp is tiled already"):
         tile_mlps(model)
     handle.restore()
     model.model.layers[0].mlp.forward = lambda x: x
-    with pytest.raises(Refused, match=r"the forward of model\.layers\.0\.mlp was replaced by .*<lambda>;"):
+    with pytest.raises(RefusedError, match=r"the forward of model\.layers\.0\.mlp was replaced by .*<lambda>;"):
         tile_mlps(model)
     with pytest.raises(InputError, match="num_shards is 0"):
         tile_mlps(tiny_model(), num_shards=0)
@@ -332,38 +332,38 @@ def test_any_use_of_logits_in_training_is_refused(use, name) -> None:
     model = tiny_model().train()
     tile_loss(model)
     logits = model(**batch()).logits
-    with pytest.raises(Refused, match=f"{name}.*' was applied to the logits"):
+    with pytest.raises(RefusedError, match=f"{name}.*' was applied to the logits"):
         use(logits)
 
 
 def test_what_tiled_loss_cannot_replace_is_refused() -> None:
     model = tiny_model()
     model._loss_function = causal_lm_loss
-    with pytest.raises(Refused, match="LlamaForCausalLM computes its loss with causal_lm_loss,"):
+    with pytest.raises(RefusedError, match="LlamaForCausalLM computes its loss with causal_lm_loss,"):
         tile_loss(model)
 
     model = tiny_model()
     model.lm_head = LowRank(model.lm_head)
     with pytest.raises(
-        Refused, match=r"the output projection of .* is a .*LowRank, expected a plain torch\.nn\.Linear"
+        RefusedError, match=r"the output projection of .* is a .*LowRank, expected a plain torch\.nn\.Linear"
     ):
         tile_loss(model)
 
     model = tiny_model()
     tile_loss(model)
-    with pytest.raises(Refused, match="computes its loss with functools"):
+    with pytest.raises(RefusedError, match="computes its loss with functools"):
         tile_loss(model)
 
     model = tiny_model().train()
     tile_loss(model)
     model.lm_head.register_forward_hook(lambda *call: None)
-    with pytest.raises(Refused, match="the output projection has a hook"):
+    with pytest.raises(RefusedError, match="the output projection has a hook"):
         model(**batch())
 
     model = tiny_model().train()
     tile_loss(model)
     model.config.vocab_size += 1
-    with pytest.raises(Refused, match="vocab_size is 97, the output projection has 96"):
+    with pytest.raises(RefusedError, match="vocab_size is 97, the output projection has 96"):
         model(**batch())
 
 

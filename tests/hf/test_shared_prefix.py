@@ -90,14 +90,14 @@ def test_gradients_of_a_shared_token_add_up() -> None:
     ],
 )
 def test_refuses_what_is_no_row(more: dict[str, torch.Tensor], words: str) -> None:
-    with pytest.raises(ringtile.Refused, match=words):
+    with pytest.raises(ringtile.RefusedError, match=words):
         share({"input_ids": torch.tensor([[3, 4, 5]]), **more}, more.get("position_ids"))
 
 
 def test_refuses_chunks() -> None:
     tree, rows = share({"input_ids": torch.tensor([[3, 4, 5], [3, 4, 6]])}, None)
     _, batch = shard_batch(tree, layout="zigzag", group=None, makes_positions=True, rows=rows)
-    with pytest.raises(ringtile.Refused, match="a layer attends in chunks"):
+    with pytest.raises(ringtile.RefusedError, match="a layer attends in chunks"):
         batch.narrowed(LayerMask(chunk=2))
 
 
@@ -194,7 +194,7 @@ def test_a_shared_token_is_computed_once() -> None:
 def test_refuses_trainers_and_models_that_it_does_not_fit() -> None:
     with pytest.raises(ringtile.ConfigError, match="shared_prefix: SFTTrainer may use more of its rows"):
         ringtile.enable(make_trainer(trainer_class="trl.SFTTrainer"), ALONE)
-    with pytest.raises(ringtile.Refused, match="shared_prefix: the model drops"):
+    with pytest.raises(ringtile.RefusedError, match="shared_prefix: the model drops"):
         ringtile.enable(make_rollouts(model_dropout=0.1), ALONE)
 
 
@@ -295,10 +295,10 @@ def test_evaluates_trees_on_one_rank_as_on_two() -> None:
 def test_refuses_a_tree_outside_of_a_step_and_in_a_compiled_model() -> None:
     trainer = make_trainer(collator=_tree, max_steps=1)
     ringtile.enable(trainer, {"context_parallel_size": 1})
-    with pytest.raises(ringtile.Refused, match="the batch holds tree_parents, and its model is called outside"):
+    with pytest.raises(ringtile.RefusedError, match="the batch holds tree_parents, and its model is called outside"):
         trainer.model(**_tree())
     trainer.args.torch_compile = True
-    with pytest.raises(ringtile.Refused, match="the batch holds a tree, and the model is compiled"):
+    with pytest.raises(ringtile.RefusedError, match="the batch holds a tree, and the model is compiled"):
         trainer.train()
 
 
@@ -308,7 +308,7 @@ def test_refuses_a_tree_that_is_not_the_row() -> None:
         unfold(batch | {"tree_lengths": torch.tensor([[4, *LENGTHS[1:]]])}, None)
     with pytest.raises(ringtile.InputError, match="depth-first order"):
         unfold(batch | {"tree_parents": torch.tensor([[-1, 0, 0, 1, 2, -1, 5]])}, None)
-    with pytest.raises(ringtile.Refused, match="the batch holds seq_idx"):
+    with pytest.raises(ringtile.RefusedError, match="the batch holds seq_idx"):
         unfold(batch | {"seq_idx": batch["input_ids"]}, None)
 
 
@@ -432,7 +432,7 @@ def test_refuses_segments_that_are_no_tree() -> None:
         unfold({name: x for name, x in batch.items() if name != "tree_cu_seqlens_k"}, None)
     with pytest.raises(ringtile.InputError, match="tree_lengths is missing"):
         unfold({"input_ids": ids, "tree_parents": torch.tensor([[-1]])}, None)
-    with pytest.raises(ringtile.Refused, match="the batch holds token_index beside tree_kv_index"):
+    with pytest.raises(ringtile.RefusedError, match="the batch holds token_index beside tree_kv_index"):
         unfold(batch | {"token_index": ids}, None)
-    with pytest.raises(ringtile.Refused, match="the batch holds tree_kv_index beside tree_parents"):
+    with pytest.raises(ringtile.RefusedError, match="the batch holds tree_kv_index beside tree_parents"):
         unfold(batch | {"tree_parents": torch.tensor([[-1]]), "tree_lengths": torch.tensor([[6]])}, None)

@@ -177,7 +177,7 @@ def refusals() -> list[str]:
 
 
 def test_batches_are_refused_as_on_a_cpu() -> None:
-    names = ("RingMismatch", "RingMismatch", "Refused", "Refused", "InputError")
+    names = ("RingMismatchError", "RingMismatchError", "RefusedError", "RefusedError", "InputError")
     parts = ("checksum of input_ids", "checksum of the other", "position_ids restart where", "4-D", "to 96, expected")
     for said in run_ranks(2, refusals):
         for text, name, part in zip(said, names, parts, strict=True):

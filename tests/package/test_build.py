@@ -378,7 +378,7 @@ assert ringtile.Config().tile_tokens
 for use in (lambda: ringtile.enable, lambda: __import__("ringtile.auto"), lambda: ringtile.tile_mlps):
     try:
         use()
-    except ringtile.MissingPackage as error:
+    except ringtile.MissingPackageError as error:
         assert isinstance(error, ModuleNotFoundError) and error.name == "transformers"
         print(error)
 """

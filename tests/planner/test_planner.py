@@ -14,7 +14,7 @@ import torch
 import yaml
 from ringtile.cli import main
 from ringtile.config import Config
-from ringtile.errors import ConfigError, Refused
+from ringtile.errors import ConfigError, RefusedError
 from ringtile.planner.advice import longest, switches
 from ringtile.planner.live import Live
 from ringtile.planner.sizes import parse_bytes, parse_tokens, tokens_text
@@ -280,7 +280,7 @@ def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str
     from ringtile.cli.tiny_models import tiny_config
 
     setup = Setup(tiny_config(model_type), devices=2, ringtile=Config(context_parallel_size=2))
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(RefusedError, match=said):
         planned(64, setup)
 
 
@@ -392,7 +392,9 @@ def test_configuration_loads_no_kernel_of_a_hub(
 
 def test_model_of_too_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringtile.planner.step._MAX_MODULES", 20)
-    with pytest.raises(Refused, match="more than 20 modules, each of which the planner runs; expected fewer layers"):
+    with pytest.raises(
+        RefusedError, match="more than 20 modules, each of which the planner runs; expected fewer layers"
+    ):
         planned(64, Setup(config_of()))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ringtile.cli import main
 from ringtile.config import Config
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.step import Setup, StepMemory, TrainingStep
 from test_planner import E, config_of, planned
@@ -141,13 +141,13 @@ def test_a_training_has_one_phase() -> None:
 
 
 def test_zero3_is_refused_by_name() -> None:
-    with pytest.raises(Refused, match="not planned under zero3: TRL gathers all weights to generate"):
+    with pytest.raises(RefusedError, match="not planned under zero3: TRL gathers all weights to generate"):
         step_of(2, devices=2, engine="zero3", ringtile=Config(context_parallel_size=2))
 
 
 def test_another_trl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("trl.kernels.chunked_logprob._forward_tile")
-    with pytest.raises(Refused, match=r"not planned with trl .*; expected trl 1\.16"):
+    with pytest.raises(RefusedError, match=r"not planned with trl .*; expected trl 1\.16"):
         step_of(2, on_gpu=True)
 
 

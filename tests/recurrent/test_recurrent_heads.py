@@ -17,7 +17,7 @@ import test_recurrent_ranks as ranks
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, Refused, RingMismatch, ShardedSequence
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
 from ringtile.recurrent import schemes
 from ringtile.recurrent.costs import cost, size_of
 from ringtile.recurrent.documents import Forest
@@ -284,9 +284,9 @@ def test_what_the_scheme_cannot_do_is_refused() -> None:
 
         return LoopbackWorld(layout.world_size).run(rank)
 
-    for message in said("heads", Refused, Layout.contiguous(SEQ_LEN, 5)):
+    for message in said("heads", RefusedError, Layout.contiguous(SEQ_LEN, 5)):
         assert "with 4 heads, or groups of heads that share q and k (B and C), over 5 ranks; expected" in message
-    for message in said("states", Refused, Layout.striped(SEQ_LEN, 2)):
+    for message in said("states", RefusedError, Layout.striped(SEQ_LEN, 2)):
         assert "or the scheme heads" in message
     for message in said("rings", InputError, Layout.contiguous(SEQ_LEN, 2)):
         assert "the scheme is 'rings'; expected states, heads, auto, or None" in message
@@ -296,14 +296,14 @@ def ranks_disagree() -> list[str]:
     group, rank = dist.group.WORLD, dist.get_rank()
     sequence = ShardedSequence(IntervalMask.causal(SEQ_LEN), Layout.zigzag(SEQ_LEN, 2), group)
     local = {n: sequence.shard(x, 1) for n, x in problem(case("delta"), 1, SEQ_LEN).items()}
-    with pytest.raises(RingMismatch) as scheme:
+    with pytest.raises(RingMismatchError) as scheme:
         case("delta", ("states", "heads")[rank]).ours(local, sequence)
-    with pytest.raises(RingMismatch) as dtypes:
+    with pytest.raises(RingMismatchError) as dtypes:
         case("delta").ours(local | {"g": local["g"].to((torch.float64, torch.float32)[rank])}, sequence)
     local["v"].requires_grad_()
     local["g"].requires_grad_(rank == 1)
     out = case("delta").ours(local, sequence)
-    with pytest.raises(RingMismatch) as needed:
+    with pytest.raises(RingMismatchError) as needed:
         out.sum().backward()
     local["g"].requires_grad_()
     case("delta").ours(local, sequence).sum().backward()

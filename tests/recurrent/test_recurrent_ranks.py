@@ -19,7 +19,16 @@ import scan_oracle
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, PeerLost, Refused, RingMismatch, ShardedSequence
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    PeerLostError,
+    RefusedError,
+    RingMismatchError,
+    ShardedSequence,
+)
 from ringtile.recurrent import kernels, torch_path
 from ringtile.recurrent.documents import Forest, message_bytes, state_passes
 from ringtile.transport.groups import transport_of
@@ -334,13 +343,13 @@ def test_what_is_refused_and_how() -> None:
         return str(caught.value)
 
     assert "token 5 (row 0) attends [1, 6); expected causal documents" in said(
-        Refused, IntervalMask.sliding_window(SEQ_LEN, 5)
+        RefusedError, IntervalMask.sliding_window(SEQ_LEN, 5)
     )
-    assert "token 0 (row 0) attends [0, 48)" in said(Refused, IntervalMask.full(SEQ_LEN))
-    assert "token 0 (row 0) attends [0, 9)" in said(Refused, IntervalMask.prefix_lm(SEQ_LEN, 9))
+    assert "token 0 (row 0) attends [0, 48)" in said(RefusedError, IntervalMask.full(SEQ_LEN))
+    assert "token 0 (row 0) attends [0, 9)" in said(RefusedError, IntervalMask.prefix_lm(SEQ_LEN, 9))
     begin, end = causal.begin.clone(), causal.end.clone()
     begin[0, 7] = end[0, 7] = 0
-    assert "token 8 (row 0) attends [0, 9)" in said(Refused, IntervalMask(begin, end))  # a document with a hole
+    assert "token 8 (row 0) attends [0, 9)" in said(RefusedError, IntervalMask(begin, end))  # a document with a hole
     huge = ringtile.gated_delta_rule(**tensors, mask=causal, layout=one, scale=1e200)  # finite, its square is not
     assert huge.isfinite().all()
     assert "the mask has 2 rows, the batch 1" in said(InputError, IntervalMask.documents([[48], [48]]))
@@ -362,18 +371,18 @@ def rank_refuses() -> list[str]:
         messages.append(str(caught.value))
 
     causal, zigzag = IntervalMask.causal(SEQ_LEN), Layout.zigzag(SEQ_LEN, 2)
-    call(Layout.striped(SEQ_LEN, 2), causal, Refused)
-    call(zigzag, causal, RingMismatch, scale=1.0 + rank)
-    call(zigzag, IntervalMask.documents([20 + rank, 28 - rank]), RingMismatch)
-    call(zigzag, causal, InputError if rank else RingMismatch, **({"beta": torch.zeros(3)} if rank else {}))
+    call(Layout.striped(SEQ_LEN, 2), causal, RefusedError)
+    call(zigzag, causal, RingMismatchError, scale=1.0 + rank)
+    call(zigzag, IntervalMask.documents([20 + rank, 28 - rank]), RingMismatchError)
+    call(zigzag, causal, InputError if rank else RingMismatchError, **({"beta": torch.zeros(3)} if rank else {}))
     out = [None]
     for forward in (True, False):  # rank 1 goes backward where rank 0 goes forward
         local = {n: zigzag.shard(x, 1, rank).requires_grad_() for n, x in problem(case, 1, SEQ_LEN).items()}
         if forward or rank == 0:
-            with pytest.raises(RingMismatch) if not forward else pytest.MonkeyPatch.context() as caught:
+            with pytest.raises(RingMismatchError) if not forward else pytest.MonkeyPatch.context() as caught:
                 out[0] = ringtile.gated_delta_rule(**local, mask=causal, layout=zigzag, group=group)
         else:
-            with pytest.raises(RingMismatch) as caught:
+            with pytest.raises(RingMismatchError) as caught:
                 out[0].sum().backward()  # type: ignore[union-attr]
     messages.append(str(caught.value))  # type: ignore[union-attr]
     return messages
@@ -414,7 +423,7 @@ def scan_with_victim(direction: str) -> str:
     try:
         for _ in range(2):  # a rank that needs no other one is in the next call by then
             case.ours(local, sequence).sum().backward()
-    except PeerLost as error:
+    except PeerLostError as error:
         return str(error)
     return "nothing happened"
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import run_ranks
-from ringtile import IntervalMask, Layout, LoopbackWorld, Refused, RingMismatch, ShardedSequence
+from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
 from ringtile.recurrent import functions, kernels, recurrence, torch_path
 from ringtile.recurrent.documents import Documents, Facts, Forest, message_bytes
 from test_recurrent_ranks import CASES, Case, Tensors, of_out, of_ranks, problem
@@ -437,7 +437,7 @@ def test_what_is_refused_and_how() -> None:
 
     def said(mask: IntervalMask) -> str:
         sequence = ShardedSequence(mask, Layout.contiguous(12, 1))
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RefusedError) as caught:
             ringtile.gated_delta_rule(**tensors, sequence=sequence)
         return str(caught.value)
 
@@ -454,14 +454,14 @@ def test_what_is_refused_and_how() -> None:
         layout = Layout.striped(12, 2)
         sequence = ShardedSequence(mask_of([tree], 12), layout, group)
         local = {n: sequence.shard(x, 1) for n, x in tensors.items()}
-        with pytest.raises(Refused, match="holds every 2th token; expected runs of neighbouring tokens"):
+        with pytest.raises(RefusedError, match="holds every 2th token; expected runs of neighbouring tokens"):
             ringtile.gated_delta_rule(**local, sequence=sequence, scheme="states")
 
     def rank_of_another_tree(group: Any) -> None:
         layout, own = Layout.contiguous(12, 2), Tree([-1, 0, group.transport.rank, 0], [2, 2, 4, 4])
         sequence = ShardedSequence(mask_of([own], 12), layout, group)
         local = {n: sequence.shard(x, 1) for n, x in tensors.items()}
-        with pytest.raises(RingMismatch, match="disagree on mask digest"):
+        with pytest.raises(RingMismatchError, match="disagree on mask digest"):
             ringtile.gated_delta_rule(**local, sequence=sequence)
 
     LoopbackWorld(2).run(rank)

@@ -13,7 +13,7 @@ import pytest
 import ringtile
 import scan_oracle
 import torch
-from ringtile import InputError, IntervalMask, Layout, Refused, self_test
+from ringtile import InputError, IntervalMask, Layout, RefusedError, self_test
 from ringtile.recurrent import kernels
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
@@ -275,10 +275,10 @@ def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
     tensors = {name: x for name, x in tensors_of(kind, num_tokens=3).items() if name != "initial_state"}
     first, *others = tensors.values()
     (gradient,) = torch.autograd.grad(public(kind, tensors, num_tokens=3).sum(), first, create_graph=True)
-    with pytest.raises(Refused, match="differentiated again"):
+    with pytest.raises(RefusedError, match="differentiated again"):
         torch.autograd.grad(gradient.sum(), others[0])
     name = next(iter(tensors))
-    with pytest.raises(Refused, match=r"forward-mode|torch\.func"):
+    with pytest.raises(RefusedError, match=r"forward-mode|torch\.func"):
         torch.func.jvp(lambda x: public(kind, tensors | {name: x}, num_tokens=3), (first,), (first,))
 
 
@@ -397,7 +397,7 @@ def test_a_wrong_kernel_is_found_and_refused(monkeypatch: pytest.MonkeyPatch, ki
             monkeypatch.setattr(kernels, "_ops", Wrong(op, result))
             assert kernels.why_not_kernel(kind, dtype).startswith("gives another ")
         with pytest.raises(
-            Refused, match=r"kernel cannot be used for .*: it gives another .* RINGTILE_CPU_ISA=generic"
+            RefusedError, match=r"kernel cannot be used for .*: it gives another .* RINGTILE_CPU_ISA=generic"
         ):
             call(kernels, kind, tensors_of(kind, dtype, num_tokens=3), seq_idx_of((set(), set()), num_tokens=3))
     finally:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from ringtile import IntervalMask, Layout, Refused, ShardedSequence
+from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence
 from ringtile.attn.backend import BlockMask
 from ringtile.sequence import device_mask
 from torch import Tensor
@@ -97,7 +97,7 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     with gpu.mode:
         q = torch.empty(1, 40, 2, 8, device=GPU)
         gpu.captures = True
-        with pytest.raises(Refused, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
+        with pytest.raises(RefusedError, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
             mask.packs(q, q)
         gpu.captures = False
         (pack,) = mask.packs(q, q)
@@ -114,7 +114,7 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
 def test_a_copy_that_a_capture_cannot_make_is_refused_by_name(gpu: FakeGpu) -> None:
     one = sequence()
     gpu.captures = True
-    with pytest.raises(Refused, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
+    with pytest.raises(RefusedError, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
         gpu.mask_of(one)
     gpu.captures = False
     gpu.mask_of(one)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
-from ringtile.errors import InputError, LayoutError, RingMismatch
+from ringtile.errors import InputError, LayoutError, RingMismatchError
 from ringtile.sequence.layout import Layout, Run
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from strategies import layouts, random_layouts
@@ -179,7 +179,7 @@ def test_unshard_of_ranks_that_disagree_is_refused() -> None:
         layout = Layout.zigzag(8, 2) if group.transport.rank == 0 else Layout.contiguous(8, 2)
         return layout.unshard(torch.zeros(4), 0, group)
 
-    with pytest.raises(RingMismatch, match="layout"):
+    with pytest.raises(RingMismatchError, match="layout"):
         LoopbackWorld(2).run(gather)
 
 

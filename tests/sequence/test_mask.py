@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ringtile.errors import InputError, MaskNotExpressible
+from ringtile.errors import InputError, MaskNotExpressibleError
 from ringtile.sequence.mask import IntervalMask
 from strategies import dense, document_lengths, masks
 from torch import Tensor
@@ -91,7 +91,7 @@ def test_padding_is_exact_or_refused(batch: int, seq_len: int, causal: bool, see
     if hole is None:
         assert torch.equal(dense(IntervalMask.from_padding(document, causal)), expected)
     else:
-        with pytest.raises(MaskNotExpressible, match=f"row {hole[0]}, query {hole[1]} needs the keys"):
+        with pytest.raises(MaskNotExpressibleError, match=f"row {hole[0]}, query {hole[1]} needs the keys"):
             IntervalMask.from_padding(document, causal)
 
 
@@ -104,9 +104,9 @@ def test_padding_left_and_right(dtype: torch.dtype) -> None:
 
 
 def test_hole_in_the_padding_names_the_keys() -> None:
-    with pytest.raises(MaskNotExpressible, match=r"row 1, query 3 needs the keys \[0, 2\), \[3, 4\): 2 intervals"):
+    with pytest.raises(MaskNotExpressibleError, match=r"row 1, query 3 needs the keys \[0, 2\), \[3, 4\): 2 intervals"):
         IntervalMask.from_padding(torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 1, 1]]))
-    with pytest.raises(MaskNotExpressible, match=r"row 0, query 1 needs the keys \[1, 2\), \[3, 5\): 2 intervals"):
+    with pytest.raises(MaskNotExpressibleError, match=r"row 0, query 1 needs the keys \[1, 2\), \[3, 5\): 2 intervals"):
         IntervalMask.from_padding(torch.tensor([[2, 1, 0, 1, 1]]), causal=False)
 
 
@@ -129,7 +129,7 @@ def test_bool_with_many_holes_shows_a_few() -> None:
     attend = torch.zeros(20, 20, dtype=torch.bool)
     attend[3, ::2] = attend[[2, 4]] = True
     attend[2, 3] = attend[4, 7] = False
-    with pytest.raises(MaskNotExpressible, match=r"\[6, 7\), \.\.\.: 10 intervals"):
+    with pytest.raises(MaskNotExpressibleError, match=r"\[6, 7\), \.\.\.: 10 intervals"):
         IntervalMask.from_bool(attend)
 
 

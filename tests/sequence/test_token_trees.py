@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import Layout, ShardedSequence, ops, tree_position_ids
-from ringtile.errors import InputError, MaskNotExpressible, Refused
+from ringtile.errors import InputError, MaskNotExpressibleError, RefusedError
 from ringtile.sequence.mask import IntervalMask
 from strategies import dense, forests, masks, two_sided_masks
 from torch import Tensor
@@ -148,7 +148,7 @@ def test_window_goes_along_the_way(seq_len: int, window: int, data: st.DataObjec
     assert torch.equal(dense(mask.last_keys(window))[0], expected)
     if mask.key_begin is not None:
         assert ShardedSequence(mask, layout).with_window(window).mask == mask.last_keys(window)
-        with pytest.raises(Refused, match="a window in both directions on a mask with two sides"):
+        with pytest.raises(RefusedError, match="a window in both directions on a mask with two sides"):
             ShardedSequence(mask, layout).with_window(window, causal=False)
 
 
@@ -204,7 +204,7 @@ def test_bool_is_two_intervals_or_refused(batch: int, seq_len: int, share: float
         assert torch.equal(dense(IntervalMask.from_bool(attend)), attend)
     else:
         row, query, key = wrong[0].tolist()
-        with pytest.raises(MaskNotExpressible, match=f"row {row}, query {query} needs .* and key {key}, which"):
+        with pytest.raises(MaskNotExpressibleError, match=f"row {row}, query {query} needs .* and key {key}, which"):
             IntervalMask.from_bool(attend)
 
 
@@ -237,7 +237,7 @@ def test_a_slice_is_that_of_flex_flash_attn() -> None:
 
 @given(st.integers(1, 8), st.booleans(), st.data())
 def test_slices_are_their_pairs_or_refused(seq_len: int, kept_apart: bool, data: st.DataObject) -> None:
-    """Refused where a pair is in two of them, and where from_bool refuses, in its words."""
+    """RefusedError where a pair is in two of them, and where from_bool refuses, in its words."""
     bounds = st.tuples(st.integers(0, seq_len), st.integers(0, seq_len)).map(sorted)
     slices: list[tuple[int, int, int, int, int]] = []
     for _ in range(data.draw(st.integers(0, 5))):
@@ -253,8 +253,8 @@ def test_slices_are_their_pairs_or_refused(seq_len: int, kept_apart: bool, data:
         return
     try:
         expected = IntervalMask.from_bool(counts > 0)
-    except MaskNotExpressible as refusal:
-        with pytest.raises(MaskNotExpressible, match=f"^{re.escape(str(refusal))}$"):
+    except MaskNotExpressibleError as refusal:
+        with pytest.raises(MaskNotExpressibleError, match=f"^{re.escape(str(refusal))}$"):
             from_slices(slices, seq_len)
     else:
         assert from_slices(slices, seq_len) == expected
@@ -284,7 +284,9 @@ def test_slices_of_a_long_row() -> None:
     for begin, end in itertools.pairwise(ends):
         slices += [(begin, end, 0, prompt, 0), (begin, end, begin, end, 1)]
     assert from_slices(slices, ends[-1]) == IntervalMask.shared_prefix(prompt, [completion] * 2)
-    with pytest.raises(MaskNotExpressible, match=r"row 0, query 5 needs the keys .* and key 2, which is between them"):
+    with pytest.raises(
+        MaskNotExpressibleError, match=r"row 0, query 5 needs the keys .* and key 2, which is between them"
+    ):
         from_slices([(4, 7, 1, 2, 0), (0, 3, 2, 3, 0), (9, 10, 2, 3, 0), (5, 6, 4, 5, 0)], ends[-1])
 
 

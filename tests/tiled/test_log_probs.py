@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from counting import Alive, Counting, assert_near, relative_error
 from pool import run_ranks
-from ringtile import InputError, RingMismatch, tiled_log_probs
+from ringtile import InputError, RingMismatchError, tiled_log_probs
 from test_tiled_loss import HIDDEN, VOCAB, problem
 from test_vocab_parallel import SHARDS, local_classes
 from torch import Tensor
@@ -266,7 +266,7 @@ def one_rank_wants_entropies() -> str:
     hidden, weight, labels, _ = problem()
     try:
         tiled_log_probs(hidden, weight, labels, group=dist.group.WORLD, return_entropy=dist.get_rank() == 0)
-    except RingMismatch as error:
+    except RingMismatchError as error:
         return str(error)
     return ""
 

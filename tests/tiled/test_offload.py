@@ -16,7 +16,7 @@ from fake_device import LateTransfer, alive
 from hf_models import SIZES, tiny_model
 from hf_training import make_trainer, train
 from pool import run_ranks
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.gc_callback import collect
 from ringtile.hf.offload import OffloadActivations, offload_activations
 from ringtile.tiled.offload import ON_DEVICE, ActivationOffload, CudaTransfer
@@ -201,7 +201,7 @@ def test_a_hidden_state_modified_in_place_is_refused_or_was_copied_before(
 
     x, _ = inputs()
     if layers_later < ON_DEVICE:
-        with pytest.raises(Refused, match=r"hidden state \(5, 4\) was modified in place"):
+        with pytest.raises(RefusedError, match=r"hidden state \(5, 4\) was modified in place"):
             forward(x).backward()
         return
     forward(x).backward()
@@ -345,7 +345,7 @@ def test_on_a_cpu_nothing_is_offloaded_and_it_says_so(caplog: pytest.LogCaptureF
 )
 def test_what_cannot_be_offloaded_is_refused(arguments: dict[str, Any], message: str, transfer: LateTransfer) -> None:
     trainer = make_trainer(**arguments)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusedError, match=message):
         OffloadActivations(transfer).on_train_begin(trainer.args, None, None, model=trainer.model)
 
 

@@ -14,7 +14,7 @@ from hf_engines import full_weights, needs_deepspeed
 from hf_models import SIZES, tiny_model
 from hf_training import Run, assert_equal_training, train
 from pool import run_ranks
-from ringtile import Refused, tile_mlps
+from ringtile import RefusedError, tile_mlps
 from ringtile.tiled.glu import find_glu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,7 +147,7 @@ def sharded_parts() -> str:
     tile_mlps(model, 4, use_original_mlp=True)
     for layer in model.model.layers:
         fully_shard(layer.mlp.gate_proj)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(RefusedError) as refusal:
         loss_of(fully_shard(model), dist.get_rank())
     return str(refusal.value)
 

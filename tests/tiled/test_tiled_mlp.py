@@ -6,7 +6,7 @@ import pytest
 import torch
 from counting import Alive, Counting, assert_near, relative_error
 from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
-from ringtile import Refused
+from ringtile import RefusedError
 from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -451,10 +451,10 @@ class Returning(nn.Module):
 )
 def test_module_that_cannot_be_tiled_is_refused(module, words) -> None:
     x, _ = inputs(1, 8, dtype=torch.float32)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(RefusedError, match=words):
         tiled_mlp(module, x, 4, use_original_mlp=True)
 
 
 def test_the_glu_kernels_refuse_the_same_modules() -> None:
-    with pytest.raises(Refused, match="not a parameter"):
+    with pytest.raises(RefusedError, match="not a parameter"):
         tiled_mlp(with_part(view=torch.zeros(3, requires_grad=True)), inputs(4, dtype=torch.float32)[0])

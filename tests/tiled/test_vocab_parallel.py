@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from counting import Counting, assert_near, relative_error
 from pool import run_ranks
-from ringtile import InputError, RingMismatch, tiled_linear_cross_entropy
+from ringtile import InputError, RingMismatchError, tiled_linear_cross_entropy
 from test_tiled_loss import HIDDEN, OPTIONS, VOCAB, definition, problem, reduced
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -180,7 +180,7 @@ def refusals() -> None:
         "the divisor": {"num_items": 1 + rank},
     }.items():
         arguments = {"hidden": hidden, "weight": own, "labels": labels, **world, **change}
-        with pytest.raises(RingMismatch, match=rf"disagree on {name} in call .* rank \d has .*unshard\(\)"):
+        with pytest.raises(RingMismatchError, match=rf"disagree on {name} in call .* rank \d has .*unshard\(\)"):
             tiled_linear_cross_entropy(**arguments)
     with pytest.raises(InputError, match=r"labels go from .* to 31, expected 0\.\.30"):
         tiled_linear_cross_entropy(hidden, own, labels.clamp(min=31), **world)

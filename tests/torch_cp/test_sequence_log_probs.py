@@ -18,9 +18,9 @@ from pool import run_ranks
 from ringtile import (
     InputError,
     LayoutError,
-    MaskNotExpressible,
-    Refused,
-    RingMismatch,
+    MaskNotExpressibleError,
+    RefusedError,
+    RingMismatchError,
     RingtileError,
     sequence_log_probs,
 )
@@ -418,32 +418,32 @@ REFUSED: dict[str, tuple[type[RingtileError], Callable[[], Any]]] = {
     "position_ids are torch.int64 (32,)": (InputError, lambda: call(position_ids=torch.arange(32))),
     "temperature is 0.0": (InputError, lambda: call(temperature=0)),
     "2 intervals": (
-        MaskNotExpressible,
+        MaskNotExpressibleError,
         lambda: call(attention_mask=ones_between(32, (0, 32), (0, 32)) * (torch.arange(32) != 5)),
     ),
     "model is a str": (InputError, lambda: call("llama")),
-    "Linear has no output projection": (Refused, lambda: call(nn.Linear(2, 2))),
-    "the output projection of LlamaForCausalLM is a peft": (Refused, lambda: call(adapted_head())),
-    "the weights are ZeRO-3's": (Refused, lambda: call(zero3())),
-    "OptimizedModule is compiled as a whole": (Refused, lambda: call(torch.compile(tiny_model("llama")))),
-    "'pow' was applied to the logits": (Refused, lambda: call(Squared())),
-    "Without takes no position_ids": (Refused, lambda: call(Without())),
-    "Pooled returns no logits of its output projection": (Refused, lambda: call(Pooled(), check=False)),
-    "frequencies depend on the length of the row": (Refused, lambda: call(tiny_model("llama-dynamic"))),
+    "Linear has no output projection": (RefusedError, lambda: call(nn.Linear(2, 2))),
+    "the output projection of LlamaForCausalLM is a peft": (RefusedError, lambda: call(adapted_head())),
+    "the weights are ZeRO-3's": (RefusedError, lambda: call(zero3())),
+    "OptimizedModule is compiled as a whole": (RefusedError, lambda: call(torch.compile(tiny_model("llama")))),
+    "'pow' was applied to the logits": (RefusedError, lambda: call(Squared())),
+    "Without takes no position_ids": (RefusedError, lambda: call(Without())),
+    "Pooled returns no logits of its output projection": (RefusedError, lambda: call(Pooled(), check=False)),
+    "frequencies depend on the length of the row": (RefusedError, lambda: call(tiny_model("llama-dynamic"))),
     "multiplies queries by a temperature": (
-        Refused,
+        RefusedError,
         lambda: call(tiny_model("llama4", layer_types=["full_attention"] * 2)),
     ),
-    "has layers of chunked attention": (Refused, lambda: call(tiny_model("llama4"))),
-    "has a sliding window of 6 tokens": (Refused, lambda: call(tiny_model("mistral-sliding"))),
-    "has a sliding window of 5 tokens": (Refused, lambda: call(tiny_model("gemma3"))),
-    "hides from the ring": (Refused, lambda: call(tiny_model(attn_implementation="eager"))),
-    "the engine has rounded log-probabilities to torch.bfloat16": (Refused, lambda: call(rounded(), check=False)),
-    "2 ranks do not compute what one process computes": (Refused, lambda: call(Own(mixes=True))),
-    "fingerprint of the data": (RingMismatch, lambda: call(rows=Rows(of_rank(ids(2, 32)), None, None))),
-    "the shape of input_ids": (RingMismatch, lambda: call(rows=Rows(ids(2, 32 + dist.get_rank()), None, None))),
-    "temperature": (RingMismatch, lambda: call(temperature=1.0 + dist.get_rank())),
-    "ranks disagree on layout": (RingMismatch, lambda: call(layout=["zigzag", "striped"][dist.get_rank()])),
+    "has layers of chunked attention": (RefusedError, lambda: call(tiny_model("llama4"))),
+    "has a sliding window of 6 tokens": (RefusedError, lambda: call(tiny_model("mistral-sliding"))),
+    "has a sliding window of 5 tokens": (RefusedError, lambda: call(tiny_model("gemma3"))),
+    "hides from the ring": (RefusedError, lambda: call(tiny_model(attn_implementation="eager"))),
+    "the engine has rounded log-probabilities to torch.bfloat16": (RefusedError, lambda: call(rounded(), check=False)),
+    "2 ranks do not compute what one process computes": (RefusedError, lambda: call(Own(mixes=True))),
+    "fingerprint of the data": (RingMismatchError, lambda: call(rows=Rows(of_rank(ids(2, 32)), None, None))),
+    "the shape of input_ids": (RingMismatchError, lambda: call(rows=Rows(ids(2, 32 + dist.get_rank()), None, None))),
+    "temperature": (RingMismatchError, lambda: call(temperature=1.0 + dist.get_rank())),
+    "ranks disagree on layout": (RingMismatchError, lambda: call(layout=["zigzag", "striped"][dist.get_rank()])),
     "layout is 'balanced'": (LayoutError, lambda: call(layout="balanced")),
 }
 
@@ -488,7 +488,7 @@ def test_an_error_inside_the_model_of_one_rank_is_told_to_the_others() -> None:
 
 def test_a_model_is_whole_again_after_an_error() -> None:
     model = Squared()
-    with pytest.raises(Refused, match="pow"):
+    with pytest.raises(RefusedError, match="pow"):
         sequence_log_probs(model, ids(1, 8))
     assert "forward" not in vars(model.head)
     assert not model._forward_hooks

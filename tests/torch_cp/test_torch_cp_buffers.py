@@ -13,7 +13,7 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    Refused,
+    RefusedError,
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
@@ -61,7 +61,7 @@ def test_pytorchs_load_balancers_are_understood() -> None:
 
         assert all(a.equal(b) for a, b in zip(LoopbackWorld(4).run(on_rank), order, strict=True))
     per_row = theirs._PerDocumentHeadTailLoadBalancer([[64, 192], [128, 128]], 4, "cpu")
-    with pytest.raises(Refused, match="order of its own for every batch row"):
+    with pytest.raises(RefusedError, match="order of its own for every batch row"):
         context_parallel_shard(LoopbackWorld(4).groups[0], [x[None].expand(2, 256)], [1], per_row)
 
 

@@ -17,8 +17,8 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    MaskNotExpressible,
-    Refused,
+    MaskNotExpressibleError,
+    RefusedError,
     ShardedSequence,
     context_parallel,
 )
@@ -336,10 +336,14 @@ def test_autocast_casts_as_for_pytorch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"dropout_p": 0.1}, Refused, "dropout_p 0.1; the ring has no dropout"),
-        ({"attn_mask": torch.zeros(50, 50)}, Refused, "attn_mask is torch.float32; the ring adds nothing to scores"),
+        ({"dropout_p": 0.1}, RefusedError, "dropout_p 0.1; the ring has no dropout"),
+        (
+            {"attn_mask": torch.zeros(50, 50)},
+            RefusedError,
+            "attn_mask is torch.float32; the ring adds nothing to scores",
+        ),
         ({"attn_mask": torch.ones(25, 25, dtype=torch.bool)}, InputError, "expected all 50 global tokens"),
-        ({"attn_mask": torch.eye(50).roll(1) == 0}, MaskNotExpressible, "row 0, query 1 "),
+        ({"attn_mask": torch.eye(50).roll(1) == 0}, MaskNotExpressibleError, "row 0, query 1 "),
         ({"attn_mask": torch.ones(50, 50).bool(), "is_causal": True}, InputError, "attn_mask and is_causal"),
         ({"q": torch.zeros(2, 8, 25, 16, dtype=torch.float64)}, InputError, "8 heads, key 4.*enable_gqa"),
         ({"q": torch.zeros(8, 25, 16, dtype=torch.float64)}, InputError, r"expected \(batch, heads, local tokens"),
@@ -367,7 +371,7 @@ def test_attention_hidden_in_another_function_is_refused(need_weights: bool) -> 
         with context_parallel(group), torch.no_grad():
             layer(x, x, x, need_weights=need_weights)
 
-    with pytest.raises(Refused, match="MultiheadAttention"):
+    with pytest.raises(RefusedError, match="MultiheadAttention"):
         LoopbackWorld(2).run(attend)
 
 

@@ -22,8 +22,8 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    MaskNotExpressible,
-    Refused,
+    MaskNotExpressibleError,
+    RefusedError,
     context_parallel,
     context_parallel_shard,
     create_cp_block_mask,
@@ -183,7 +183,7 @@ def score_mods_of_the_module() -> list[str]:
         local = context_parallel_shard(dist.group.WORLD, [t.float() for t in inputs(300)[:3]], [2] * 3, "zigzag")
         block_mask = create_cp_block_mask(mask_mod, 1, None, 300, 300, dist.group.WORLD, load_balancer="zigzag")
         own = functools.partial(torch_flex.flex_attention, score_mod=alibi)
-        with torch.no_grad(), pytest.raises(Refused) as refused:
+        with torch.no_grad(), pytest.raises(RefusedError) as refused:
             styled(ContextParallel(2, FLEX), own, dist.group.WORLD)(*local, block_mask=block_mask)
         messages.append(str(refused.value))
     return messages
@@ -253,7 +253,7 @@ def test_refusal_inside_a_compiled_call_is_ours(compiled: bool) -> None:
     x, group = inputs(16), LoopbackWorld(1).groups[0]
     function = torch.compile(torch_flex.flex_attention, fullgraph=True) if compiled else torch_flex.flex_attention
     with (
-        pytest.raises(Refused, match=r"^torch's flex_attention with a score_mod.* has the same arguments$"),
+        pytest.raises(RefusedError, match=r"^torch's flex_attention with a score_mod.* has the same arguments$"),
         context_parallel(group, mask=IntervalMask.causal(16)),
         torch.no_grad(),
     ):
@@ -293,7 +293,7 @@ def test_interval_masks_are_recognised_exactly(seq_len: int, data: st.DataObject
     still = interval_mask_of(lambda b, h, q, k: holed[b, q, k], rows, None, seq_len)
     try:
         assert still == IntervalMask.from_bool(holed)
-    except MaskNotExpressible:
+    except MaskNotExpressibleError:
         assert still is None
 
 
@@ -386,7 +386,7 @@ def test_two_masks_are_refused() -> None:
         with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3, mask=IntervalMask.causal(16)):
             flex_attention(*tensors, block_mask=block_mask)
 
-    refuses(Refused, "block_mask inside context_parallel", attend)
+    refuses(RefusedError, "block_mask inside context_parallel", attend)
 
 
 def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
@@ -399,14 +399,16 @@ def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
 
     refuses(InputError, "4 heads, key 2; pass enable_gqa=True", attend)
     aux = AuxRequest(max_scores=True)
-    refuses(Refused, "max_scores", lambda group: attend(group, enable_gqa=True, return_aux=aux))
+    refuses(RefusedError, "max_scores", lambda group: attend(group, enable_gqa=True, return_aux=aux))
     aux = AuxRequest(lse=True)
     refuses(InputError, "return_lse and return_aux", lambda group: attend(group, return_lse=True, return_aux=aux))
     refuses(InputError, "score_mod is a int", lambda group: attend(group, score_mod=3))
     refuses(InputError, "block_mask is a str", lambda group: attend(group, enable_gqa=True, block_mask="causal"))
     refuses(InputError, "kernel_options is a str", lambda group: attend(group, kernel_options="BLOCK_M"))
     scale = torch.tensor(0.5, requires_grad=True)
-    refuses(Refused, "scale is a tensor that requires grad", lambda group: attend(group, enable_gqa=True, scale=scale))
+    refuses(
+        RefusedError, "scale is a tensor that requires grad", lambda group: attend(group, enable_gqa=True, scale=scale)
+    )
 
 
 def test_sequences_of_two_lengths_are_refused() -> None:
@@ -424,12 +426,12 @@ def test_a_block_of_another_scheme_refuses_what_would_run_as_a_ring() -> None:
         tensors = [t.clone() for t in x[:3]]
         with context_parallel(group, buffers=tensors, buffer_seq_dims=[2] * 3, scheme="ulysses"):
             with pytest.raises(
-                Refused, match=r"flex_attention of local tokens runs as a ring, .*scheme ulysses; expected"
+                RefusedError, match=r"flex_attention of local tokens runs as a ring, .*scheme ulysses; expected"
             ):
                 flex_attention(*tensors, block_mask=block_mask)
-            with pytest.raises(Refused, match="scheme ulysses"):
+            with pytest.raises(RefusedError, match="scheme ulysses"):
                 styled(ContextParallel(attention_type=FLEX), flex_attention, group)(*tensors, block_mask=block_mask)
-            with pytest.raises(Refused, match="a compiled call of attention under ContextParallel runs as a ring"):
+            with pytest.raises(RefusedError, match="a compiled call of attention under ContextParallel runs as a ring"):
                 sequence_of(tensors[0], "", 24, False, group.group_name)
             sent = group.transport.bytes_sent
             attend = torch.nn.functional.scaled_dot_product_attention

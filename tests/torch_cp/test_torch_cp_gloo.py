@@ -21,7 +21,7 @@ from ringtile import (
     Layout,
     LayoutError,
     LoopbackWorld,
-    RingMismatch,
+    RingMismatchError,
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
@@ -275,7 +275,7 @@ def test_wrong_guess_between_two_lengths_is_refused() -> None:
         module(newer, newer, newer)
         module(older, older, older)
 
-    with pytest.raises(RingMismatch, match="ranks disagree on seq_len"):
+    with pytest.raises(RingMismatchError, match="ranks disagree on seq_len"):
         LoopbackWorld(2).run(attend)
 
 
@@ -367,12 +367,12 @@ def test_layout_that_one_rank_cannot_find_is_told_to_the_others() -> None:
             context_parallel_shard(group, [torch.zeros(8)], [0])
         try:
             styled(ContextParallel(2), sdpa, group)(q, q, q)
-        except (InputError, RingMismatch) as error:
+        except (InputError, RingMismatchError) as error:
             return error
         return None
 
     first, second = LoopbackWorld(2, timeout_seconds=20).run(attend)
-    assert isinstance(first, RingMismatch)
+    assert isinstance(first, RingMismatchError)
     assert "attention, refused: rank 1 has 4 local tokens" in str(first)
     assert isinstance(second, InputError)
 

@@ -20,7 +20,7 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    Refused,
+    RefusedError,
     context_parallel,
     tree_position_ids,
 )
@@ -71,14 +71,16 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 @pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum, by_chunks])
 def test_eager_attention_is_refused(attend: Any) -> None:
-    with pytest.raises(Refused, match=r"softmax of scores \(2, 4, [38], 8\).*attn_implementation='sdpa'"):
+    with pytest.raises(RefusedError, match=r"softmax of scores \(2, 4, [38], 8\).*attn_implementation='sdpa'"):
         in_block(lambda qkv: attend(*qkv))
-    with pytest.raises(Refused, match=r"softmax of scores"):  # the block's mask would be ignored
+    with pytest.raises(RefusedError, match=r"softmax of scores"):  # the block's mask would be ignored
         in_block(lambda qkv: attend(*qkv), world_size=1, mask=IntervalMask.causal(16))
 
 
 def test_fused_kernels_by_their_own_names_are_refused() -> None:
-    with pytest.raises(Refused, match="_scaled_dot_product_flash_attention_for_cpu attends this rank's tokens only"):
+    with pytest.raises(
+        RefusedError, match="_scaled_dot_product_flash_attention_for_cpu attends this rank's tokens only"
+    ):
         in_block(lambda qkv: by_kernel(*qkv))
 
 
@@ -112,9 +114,9 @@ def test_a_window_that_attention_is_not_told_of_is_refused() -> None:
         Windowed()(*qkv)
 
     window = IntervalMask.sliding_window(16, 9)
-    with pytest.raises(Refused, match=r"forward has a sliding window of 9 tokens.*sliding_window\(16, 9\)"):
+    with pytest.raises(RefusedError, match=r"forward has a sliding window of 9 tokens.*sliding_window\(16, 9\)"):
         in_block(attend)
-    with pytest.raises(Refused, match="sliding window of 9 tokens"):
+    with pytest.raises(RefusedError, match="sliding window of 9 tokens"):
         in_block(attend, mask=IntervalMask.documents([10, 6]))
     in_block(attend, mask=window)
     in_block(attend, mask=window & IntervalMask.documents([10, 6]))
@@ -127,7 +129,7 @@ def test_a_window_that_attention_is_not_told_of_is_refused() -> None:
 
 def test_dropout_is_refused_where_it_is_called() -> None:
     layer = nn.Dropout(0.1)
-    with pytest.raises(Refused, match=r"dropout with p 0\.1"):
+    with pytest.raises(RefusedError, match=r"dropout with p 0\.1"):
         in_block(lambda qkv: layer(qkv[0]))
     in_block(lambda qkv: layer.eval()(qkv[0]))
     in_block(lambda qkv: F.dropout(qkv[0], 0.0))
@@ -143,7 +145,7 @@ def draw_and_fail(x: list[Tensor]) -> None:
 
 
 def test_draws_from_the_default_generator_are_refused_when_the_block_ends() -> None:
-    with pytest.raises(Refused, match="drawn from the default generator of cpu inside context_parallel"):
+    with pytest.raises(RefusedError, match="drawn from the default generator of cpu inside context_parallel"):
         in_block(draw)
     in_block(lambda qkv: qkv[0].uniform_(generator=torch.Generator().manual_seed(0)))
     in_block(draw, world_size=1, mask=IntervalMask.causal(16))
@@ -333,7 +335,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def message_of(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (InputError, Refused) as error:
+    except (InputError, RefusedError) as error:
         return str(error)
     return "nothing"
 

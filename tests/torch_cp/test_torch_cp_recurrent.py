@@ -13,7 +13,7 @@ import ringtile
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, Refused, ShardedSequence, context_parallel
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, context_parallel
 from ringtile.torch_context_parallel.mode import RingMode, run_in_mode
 from ringtile.torch_context_parallel.scope import AttentionScope
 from torch import Tensor, nn
@@ -185,7 +185,9 @@ def test_a_convolution_along_the_tokens_of_a_shard_is_refused() -> None:
     def rank(group: Any) -> None:
         with context_parallel(group, layout=Layout.zigzag(S, 2)):
             for x in (padded, padded[..., 3:]):
-                with pytest.raises(Refused, match=r"conv1d of width 4 along 1[25] tokens of .*ringtile.causal_conv1d"):
+                with pytest.raises(
+                    RefusedError, match=r"conv1d of width 4 along 1[25] tokens of .*ringtile.causal_conv1d"
+                ):
                     conv(x)
             conv(padded[..., :7])  # of something else
             functional.conv1d(padded, torch.ones(C, C, 1))
@@ -207,7 +209,7 @@ def test_what_a_recurrence_cannot_know_is_refused() -> None:
         messages.extend(LoopbackWorld(2).run(rank))
 
     messages: list[str] = []
-    said(Refused, IntervalMask.sliding_window(S, 5))
+    said(RefusedError, IntervalMask.sliding_window(S, 5))
     said(InputError, None, local_len=S)  # of the whole sequence
     for message in messages[:2]:
         assert "token 5 (row 0) attends [1, 6); expected causal documents" in message

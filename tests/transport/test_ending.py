@@ -20,7 +20,7 @@ sys.modules["ringtile"] = importlib.util.module_from_spec(spec)
 PROGRAM = """
 import atexit, sys, threading, time
 from ringtile.ending import end_soon_if_uncaught
-from ringtile.errors import PeerLost
+from ringtile.errors import PeerLostError
 
 class Waits:
     def __del__(self):
@@ -35,14 +35,14 @@ others, sys.excepthook = sys.excepthook, lambda *error: others(*error)  # as tor
 end_soon_if_uncaught()
 print(time.time(), flush=True)
 try:
-    raise PeerLost("rank 0 was lost")
-except PeerLost as error:
+    raise PeerLostError("rank 0 was lost")
+except PeerLostError as error:
     {raises}
 """
 
 
 @pytest.mark.parametrize("more", ["", "atexit.register(time.sleep, 60)"])
-@pytest.mark.parametrize(("raises", "last"), [("raise", "PeerLost: rank 0 was lost"), ("raise OSError('x')", "x")])
+@pytest.mark.parametrize(("raises", "last"), [("raise", "PeerLostError: rank 0 was lost"), ("raise OSError('x')", "x")])
 def test_a_loss_that_nobody_catches_ends_the_program(more: str, raises: str, last: str) -> None:
     if more and raises != "raise":
         pytest.skip("the same")
@@ -59,11 +59,11 @@ def test_a_loss_that_nobody_catches_ends_the_program(more: str, raises: str, las
 def test_a_loss_that_is_caught_ends_nothing() -> None:
     program = """
 from ringtile.ending import end_soon_if_uncaught
-from ringtile.errors import PeerLost
+from ringtile.errors import PeerLostError
 end_soon_if_uncaught()
 try:
-    raise PeerLost("rank 0 was lost")
-except PeerLost:
+    raise PeerLostError("rank 0 was lost")
+except PeerLostError:
     print("caught")
 raise SystemExit(7)
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 from ringtile.transport import sockets
-from ringtile.transport.agreement import Gone
+from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.failures import MAX_NEIGHBOURS, Loss, SocketFailureDetector, neighbours
 
 W = 1024
@@ -114,7 +114,7 @@ class Channel:
         if not self.boxes[peer]:
             return None
         if (header := self.boxes[peer].popleft()) is None:
-            raise Gone(peer, "it has closed the connection")
+            raise PeerGoneError(peer, "it has closed the connection")
         return header
 
 

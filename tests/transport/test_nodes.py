@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 from nodes import TwoNodes, two_nodes
 from pool import Pool
-from ringtile import Layout, PeerLost
+from ringtile import Layout, PeerLostError
 from ringtile.transport.groups import transport_of
 from test_ring import MASKS, assemble, problem, run_ring
 from test_ring_gloo import forward_and_backward
@@ -68,7 +68,7 @@ def lost() -> tuple[str, float]:
         while time.monotonic() < began + 60:
             began_call = time.monotonic()
             forward_and_backward(p, MASKS["causal"], Layout.zigzag(48, 4), dist.group.WORLD)
-    except PeerLost as error:
+    except PeerLostError as error:
         return str(error), time.monotonic() - began_call
     return "nothing was lost", 0.0
 

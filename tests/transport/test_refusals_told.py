@@ -14,9 +14,9 @@ from ringtile import (
     InputError,
     Layout,
     LoopbackWorld,
-    PeerLost,
-    Refused,
-    RingMismatch,
+    PeerLostError,
+    RefusedError,
+    RingMismatchError,
     ShardedSequence,
     ring_attention,
     tiled_linear_cross_entropy,
@@ -65,13 +65,13 @@ def one_rank_refuses() -> dict[str, tuple[str, float]]:
         with forward_ad.dual_level():
             if rank == 0 and name == "a dual number":
                 arguments["q"] = forward_ad.make_dual(q, q)
-            with pytest.raises((InputError, Refused, RingMismatch)) as caught:
+            with pytest.raises((InputError, RefusedError, RingMismatchError)) as caught:
                 ring_attention(**arguments)
         told[name] = f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
     # Sharded tensors, and the collective.
     for name, local, dim in (("unshard a list", [1.0], 1), ("unshard dim 9", q, 9), ("unshard meta", q.to("meta"), 1)):
         began = time.monotonic()
-        with pytest.raises((InputError, RingMismatch)) as caught:
+        with pytest.raises((InputError, RingMismatchError)) as caught:
             layout.unshard(*((local, dim) if rank == 0 else (q, 1)), dist.group.WORLD)
         told[name] = f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
     assert torch.equal(ring_attention(**usual), expected)
@@ -86,8 +86,8 @@ def test_what_one_rank_refuses_is_told_to_the_others() -> None:
         pool.close()
     assert len(refusing) == len(WRONG_OF_ONE_RANK) + 3
     for name, (message, _) in refusing.items():
-        assert message.startswith(("InputError", "Refused")), (name, message)
-        assert other[name][0].startswith("RingMismatch: ranks disagree on op"), (name, other[name])
+        assert message.startswith(("InputError", "RefusedError")), (name, message)
+        assert other[name][0].startswith("RingMismatchError: ranks disagree on op"), (name, other[name])
         assert "refused: " in other[name][0], (name, other[name])
         assert other[name][1] < 5, (name, other[name])
 
@@ -187,7 +187,7 @@ def test_what_one_rank_refuses_later_is_told(name: str) -> None:
         with pytest.raises((RuntimeError, ValueError)) as caught:
             case(rank)
         error = caught.value
-        assert isinstance(error, RingMismatch) != rank.refuses
+        assert isinstance(error, RingMismatchError) != rank.refuses
         assert reason in str(error)
         assert rank.refuses or "rank 1 has" in str(error)
         assert torch.equal(rank.attend(), expected)
@@ -212,7 +212,7 @@ def test_storage_freed_before_the_backward_is_told() -> None:
 
     other, refusing = LoopbackWorld(2, timeout_seconds=5).run(on_rank)
     assert "freed or resized" in refusing
-    assert other.startswith(f"{PeerLost.__name__}: rank 1 was lost")
+    assert other.startswith(f"{PeerLostError.__name__}: rank 1 was lost")
     assert "freed or resized" in other
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool, run_ranks
-from ringtile import InputError, IntervalMask, Layout, PeerLost, ShardedSequence
+from ringtile import InputError, IntervalMask, Layout, PeerLostError, ShardedSequence
 from ringtile.transport.groups import transport_of
 from ringtile.transport.process_group import ProcessGroupTransport
 from ringtile.transport.shared_memory import VARIABLE, Segment
@@ -230,7 +230,7 @@ def killed_with_a_child() -> tuple[str, float]:
                 "round 0",
             ).wait()
             transport.exchange({}, {1: x}, "round 1").wait()
-    except PeerLost as error:
+    except PeerLostError as error:
         return str(error), time.monotonic() - start
     finally:
         os.kill(int(child), signal.SIGKILL)

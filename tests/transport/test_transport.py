@@ -24,9 +24,9 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    PeerLost,
-    Refused,
-    RingMismatch,
+    PeerLostError,
+    RefusedError,
+    RingMismatchError,
     ShardedSequence,
     ring_attention,
 )
@@ -112,7 +112,7 @@ def test_strangers_that_say_nothing_delay_no_rank() -> None:
 def test_a_peer_that_does_not_connect_is_named_in_time() -> None:
     began = time.monotonic()
     hello = b'{"version": %d, "addresses": [["", 0, ""]]}' % agreement.HEADER_VERSION
-    with pytest.raises(agreement.Gone, match="it did not connect") as gone:
+    with pytest.raises(agreement.PeerGoneError, match="it did not connect") as gone:
         sockets.connect(0, [[1, 2]], 0.5, lambda mine: dict.fromkeys((1, 2), hello))
     assert gone.value.peer == 1
     assert time.monotonic() - began < 5.0
@@ -131,7 +131,7 @@ def message_of(error: type[Exception], action: Callable[[], Any]) -> str:
 def test_ranks_that_disagree_all_raise_and_name_field_values_and_ranks(odd: int) -> None:
     def on_rank(group: LoopbackGroup) -> str:
         rounds = 3 if group.transport.rank == odd else 2
-        message = message_of(RingMismatch, lambda: pass_on(group, rounds=rounds))
+        message = message_of(RingMismatchError, lambda: pass_on(group, rounds=rounds))
         assert pass_on(group) == [float((group.transport.rank - i - 1) % 3) for i in range(2)]  # still usable
         return message
 
@@ -145,7 +145,7 @@ def test_a_skipped_call_is_named() -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 1:
             group.transport.num_calls += 1
-        return message_of(RingMismatch, lambda: pass_on(group))
+        return message_of(RingMismatchError, lambda: pass_on(group))
 
     messages = LoopbackWorld(2).run(on_rank)
     assert "disagree on call in call 1 (test): rank 0 has 1, rank 1 has 2" in messages[0]
@@ -153,7 +153,7 @@ def test_a_skipped_call_is_named() -> None:
 
 def test_another_op_is_named() -> None:
     def on_rank(group: LoopbackGroup) -> str:
-        return message_of(RingMismatch, lambda: pass_on(group, op=f"op of {group.transport.rank}"))
+        return message_of(RingMismatchError, lambda: pass_on(group, op=f"op of {group.transport.rank}"))
 
     assert (
         "disagree on op in call 1 (op of 0): rank 0 has op of 0, rank 1 has op of 1" in LoopbackWorld(2).run(on_rank)[0]
@@ -166,7 +166,7 @@ def test_a_message_that_is_no_header_is_named(noise: bytes) -> None:
         if group.transport.rank == 1:
             group.transport._connect()[0].send(noise, [0])
             return ""
-        return message_of(RingMismatch, lambda: pass_on(group))
+        return message_of(RingMismatchError, lambda: pass_on(group))
 
     assert "rank 1 has no ringtile header" in LoopbackWorld(2).run(on_rank)[0]
 
@@ -220,7 +220,9 @@ def agreed_calls_differ(odd: int, shares_memory: str) -> list[str]:
     with mock.patch.dict(os.environ, {shared_memory.VARIABLE: shares_memory}):
         for _ in range(2):
             assert [exchange(group, size) for size in (1000, 20)] == [1000.0, 20.0]
-            messages.append(message_of(RingMismatch, lambda: exchange(group, 20 if dist.get_rank() == odd else 1000)))
+            messages.append(
+                message_of(RingMismatchError, lambda: exchange(group, 20 if dist.get_rank() == odd else 1000))
+            )
         assert exchange(group, 1000) == 1000.0
     return messages
 
@@ -316,7 +318,7 @@ def test_an_agreed_call_that_differs_anywhere_is_named_by_all_in_that_call(world
         for (name, odd), delay in zip(odds, delays[transport.rank], strict=True):
             time.sleep(delay)
             mine = {**usual, name: others[name]} if transport.rank == odd else usual
-            with pytest.raises(RingMismatch) as caught, transport.agree(**mine):
+            with pytest.raises(RingMismatchError) as caught, transport.agree(**mine):
                 pass
             peer = odd if transport.rank != odd else min(agreement.tree_neighbours(odd, world_size))
             values = (others[name], usual[name]) if transport.rank == odd else (usual[name], others[name])
@@ -342,7 +344,7 @@ def one_rank_does_not_come(odd: int, dies: bool) -> None:
             done.wait(50)
             return ""
         time.sleep(0.15 * (transport.rank % 3))
-        message = message_of(PeerLost, lambda: pass_on(group))
+        message = message_of(PeerLostError, lambda: pass_on(group))
         done.wait(50)
         return message
 
@@ -377,7 +379,7 @@ def test_no_call_is_captured_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch, wh
         if len(who) == 2:
             call()
         here.captures = group.transport.rank in who
-        message = message_of(Refused if here.captures else RingMismatch, call)
+        message = message_of(RefusedError if here.captures else RingMismatchError, call)
         here.captures = False
         call()
         return message
@@ -401,9 +403,9 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others() -> None:
                 if transport.rank == 2:
                     raise ValueError("the cause")
                 transport.exchange({}, {transport.rank + 1: torch.empty(1)}, "round 1").wait()
-        except PeerLost as error:
+        except PeerLostError as error:
             told[transport.rank] = str(error)
-            told[transport.rank + 10] = message_of(PeerLost, lambda: pass_on(group))
+            told[transport.rank + 10] = message_of(PeerLostError, lambda: pass_on(group))
             raise
 
     with pytest.raises(ValueError, match="the cause"):
@@ -421,7 +423,7 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
         if group.transport.rank == 1:
             done.wait(30)
             return ""
-        message = message_of(PeerLost, lambda: pass_on(group))
+        message = message_of(PeerLostError, lambda: pass_on(group))
         done.set()
         return message
 
@@ -435,7 +437,7 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
 def test_an_error_without_a_text_is_told_by_its_kind(error: BaseException, said: str) -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 0:
-            return message_of(PeerLost, lambda: pass_on(group))
+            return message_of(PeerLostError, lambda: pass_on(group))
         with contextlib.suppress(KeyboardInterrupt, OSError), group.transport.agree("test", {"rounds": 2}):
             raise error
         return ""

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from pool import Pool
-from ringtile import RingMismatch
+from ringtile import RingMismatchError
 from ringtile.transport import failures, shared_memory
 from ringtile.transport.agreement import Headers, Terms, tree_neighbours
 from ringtile.transport.groups import transport_of
@@ -165,7 +165,7 @@ def posted_late(odd: int, late: int) -> list[float]:
         return post(*arguments)
 
     transport._post = post_late if rank == late else post  # type: ignore[method-assign]
-    with pytest.raises(RingMismatch):
+    with pytest.raises(RingMismatchError):
         exchange(group, 20 if rank == odd else LONG)
     gc.collect()  # which an error, whose frames hold the messages, may wait for
     del transport._post

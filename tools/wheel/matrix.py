@@ -58,7 +58,7 @@ ROWS = [
 ]
 
 
-class NotTried(Exception):
+class NotTriedError(Exception):
     """The row's venv cannot be made here."""
 
 
@@ -76,7 +76,7 @@ def install(row: Row, wheel: pathlib.Path, venv: pathlib.Path) -> str:
     """Makes the row's venv and returns its Python."""
     interpreter = shutil.which(f"python{row.python}")
     if interpreter is None:
-        raise NotTried(f"no python{row.python} on PATH")
+        raise NotTriedError(f"no python{row.python} on PATH")
     python = str(venv / "bin" / "python")
     pip = ["uv", "pip", "install", "--quiet", "--python", python]
     packages = [f"torch=={row.torch}.*" if row.torch else "torch", *row.others, *(lowest() if row.oldest else [])]
@@ -90,7 +90,7 @@ def install(row: Row, wheel: pathlib.Path, venv: pathlib.Path) -> str:
             command, env={**os.environ, "UV_PYTHON_DOWNLOADS": "never"}, stderr=subprocess.PIPE, text=True
         )
         if done.returncode != 0:
-            raise NotTried(" ".join(done.stderr.split())[:300])
+            raise NotTriedError(" ".join(done.stderr.split())[:300])
     return python
 
 
@@ -128,7 +128,7 @@ def try_row(number: int, wheel: pathlib.Path, folder: pathlib.Path) -> None:
         python = install(row, wheel, venv)
         result["versions"] = installed(python)
         result["verdict"] = verdict(row, python, folder / f"row-{number}.log")
-    except NotTried as reason:
+    except NotTriedError as reason:
         result["verdict"] = f"not tried: {reason}"
     finally:
         shutil.rmtree(venv, ignore_errors=True)

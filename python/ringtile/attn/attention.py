@@ -61,8 +61,8 @@ def ring_attention(
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
     out 0, lse -inf (or its sink) and gradient 0.
 
-    Raises InputError before any key is sent, RingMismatch when ranks disagree or another refuses its arguments,
-    PeerLost when one is gone.
+    Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
+    PeerLostError when one is gone.
     """
     options = Options(scale, softcap, sinks, dropout, attention_kernel, return_lse)
     out, lse = _attend(q, k, v, Where(sequence, mask, layout, group), options)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringtile.attn import choose, ulysses
 from ringtile.attn.call import AttentionCall
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.sequence.plan import Shape, plan_of
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.measure import measure
@@ -90,7 +90,7 @@ def _is_able(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether a backend that may be used computes every round of this rank."""
     try:
         choose.check(call, q, k, v, Shape.of(q, k, v))
-    except Refused:
+    except RefusedError:
         return False
     return True
 

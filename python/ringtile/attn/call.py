@@ -63,7 +63,7 @@ _Parts: TypeAlias = "tuple[IntervalMask, Layout, Group | None]"
 
 
 def checked_options(q: Any, k: Any, v: Any, where: Where, options: Options) -> Options:
-    """Return the options with numbers for scale and softcap. InputError, Refused: what no call takes, traced or not."""
+    """Return the options with numbers for scale and softcap. InputError, RefusedError: what no call takes."""
     scale, softcap, sinks, dropout, kernel, return_lse = options
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.check_tensor(name, x)

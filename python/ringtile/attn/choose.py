@@ -20,7 +20,7 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running, why_slow
 from ringtile.attn.call import AttentionCall
 from ringtile.attn.self_test import why_wrong
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.sequence.plan import RankPlan, Shape
 
 RINGTILE: Backend = Ringtile()
@@ -58,7 +58,7 @@ def backward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, final
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, takes_dlse: bool = False) -> None:
-    """Raise Refused where no backend that may be used computes some round; before anything is sent.
+    """Raise RefusedError where no backend that may be used computes some round; before anything is sent.
 
     shape: of the local tokens; q, k and v have its heads, or the share that this rank works on first.
     """
@@ -121,7 +121,7 @@ def _checked(call: AttentionCall, block: Block, takes_dlse: bool = False) -> lis
 
 
 def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
-    """Return who may compute a block, at least one. Refused, with everybody's reason, where there is none."""
+    """Return who may compute a block, at least one. RefusedError, with everybody's reason, where there is none."""
     q, k, v = block.q, block.k, block.v
     if q.is_meta:
         return [RINGTILE]
@@ -150,7 +150,7 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     if not able:
         setting, said = call.attention_kernel, "; ".join(f"{name} {why}" for name, why in (unable | wrong).items())
         otherwise = _OTHERWISE[setting] if wrong or setting != "auto" else "change what both lack"
-        raise Refused(f"attention_kernel is {setting!r}, but for {where}: {said}; {otherwise}")
+        raise RefusedError(f"attention_kernel is {setting!r}, but for {where}: {said}; {otherwise}")
     for name, reason in wrong.items():
         self_test.warn_once(name, where, reason, able[0].name)
     return able

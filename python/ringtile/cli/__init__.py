@@ -20,7 +20,7 @@ from ringtile import __version__
 from ringtile.cli import environment, world
 from ringtile.cli.output import check_output, write_json
 from ringtile.ending import end
-from ringtile.errors import PeerLost, RingMismatch, RingtileError
+from ringtile.errors import PeerLostError, RingMismatchError, RingtileError
 
 REFUSED = 2  # the exit status
 MAX_LINE = 1000  # characters of an error
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.startswith("ringtile"):
             raise
         return refuse(f"{error.name} is not installed; install it: pip install 'ringtile[train]'")
-    except PeerLost as error:
+    except PeerLostError as error:
         return refuse(f"rank {environment.rank()}: {error}", every_rank=True)
-    except RingMismatch as error:
+    except RingMismatchError as error:
         refuse(f"rank {environment.rank()}: {error}", every_rank=True)
         world.leave()
         return REFUSED

@@ -205,7 +205,7 @@ def _table(schemes: list[dict[str, Any]], chosen: str) -> str:
 
 
 def parse_mask(text: str, seq_len: int) -> IntervalMask:
-    """A mask from NAME or NAME:NUMBER,NUMBER,...; ConfigError for any other text, MaskNotExpressible, InputError."""
+    """A mask from NAME or NAME:NUMBER,NUMBER,.... ConfigError: any other text. MaskNotExpressibleError, InputError."""
     name, _, numbers = text.partition(":")
     try:
         return MASKS[name](seq_len, [int(number) for number in numbers.split(",") if number])

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints the plan. Raises ConfigError, Refused."""
+    """Prints the plan. Raises ConfigError, RefusedError."""
     from ringtile.planner.advice import longest, step_seconds, switches
     from ringtile.planner.step import TrainingStep
 

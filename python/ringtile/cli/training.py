@@ -20,7 +20,7 @@ from ringtile.cli.meter import DEVICE, Meter
 from ringtile.cli.output import check_output_folder
 from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model, told_as_ours
 from ringtile.config import Config
-from ringtile.errors import ConfigError, PeerLost, RingMismatch
+from ringtile.errors import ConfigError, PeerLostError, RingMismatchError
 from ringtile.hf.loss import tile_tokens_of
 from ringtile.hf.peers import leave_groups, of_a_collective
 from ringtile.hf.trainer import first_batch_of
@@ -60,8 +60,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     try:
         report = _train(recipe)
     except Exception as error:
-        if dist.is_initialized() and not isinstance(error, PeerLost):  # with which the ranks have hung up already
-            if not of_a_collective(error) and not isinstance(error, RingMismatch):
+        if dist.is_initialized() and not isinstance(error, PeerLostError):  # with which the ranks have hung up already
+            if not of_a_collective(error) and not isinstance(error, RingMismatchError):
                 world.fail(error)  # before the others notice that this rank has left, and look for the reason
             leave_groups(error)
         raise

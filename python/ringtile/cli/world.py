@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ringtile.cli import environment
 from ringtile.ending import end
-from ringtile.errors import ConfigError, PeerLost, RingtileError, shown, with_kind
+from ringtile.errors import ConfigError, PeerLostError, RingtileError, shown, with_kind
 
 _LINGER_SECONDS = 3.0  # at most: the rank that hosts the store waits for the others to read why they end
 _TOGETHER_SECONDS = 0.5  # how long a rank that fails waits for the others to fail too
@@ -49,7 +49,7 @@ _said: str | None = None  # by `fail`
 
 def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
     """load(), on every rank of the world. ConfigError on all ranks, with one text, when a rank cannot load, or when
-    two ranks load different things; PeerLost: a rank does not come.
+    two ranks load different things; PeerLostError: a rank does not come.
     """
     global _store, _watch
     environment.check_world()
@@ -82,7 +82,7 @@ def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
                 f"MASTER_PORT is {os.environ['MASTER_PORT']}, where another program of this machine listens; expected "
                 f"a port that is free on the machine of rank 0: choose another, the same on every rank"
             ) from error
-        raise PeerLost(
+        raise PeerLostError(
             f"the {world_size} ranks of WORLD_SIZE did not meet at MASTER_ADDR and MASTER_PORT within "
             f"{timeout_seconds:g} s ({reason}); expected that many processes, and no other program that listens there: "
             f"see the log of the missing one"

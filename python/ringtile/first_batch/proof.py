@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.first_batch.compare import Comparison, compare
 from ringtile.first_batch.run import TIMES, Run
 from ringtile.sequence.layout import Layout
@@ -28,7 +28,7 @@ def prove(run: Callable[..., Run], group: Group, *, averages: bool, num_tokens: 
 
     run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded. averages: whether the loss is the
     mean of the ranks' losses; else it is their sum. num_tokens: of all rows together.
-    Raises Refused, on every rank, if rounding does not explain the difference, or where two whole runs differ.
+    Raises RefusedError, on every rank, if rounding does not explain the difference, or where two whole runs differ.
     """
     began = time.perf_counter()
     scale = 2.0 ** num_tokens.bit_length()  # gradients of a mean over tokens would underflow in 16 bits
@@ -60,7 +60,7 @@ def prove(run: Callable[..., Run], group: Group, *, averages: bool, num_tokens: 
 
 
 def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group) -> None:
-    """Raises Refused if one process computes something else in a second run."""
+    """Raises RefusedError if one process computes something else in a second run."""
     repeated = compare(whole, rounded, again, loss=again.loss, gradient_scale=1.0, times=1 / TIMES)
     if repeated.difference:
         repeated.difference += " from run to run in one process: it draws random numbers that nothing counts"
@@ -73,12 +73,12 @@ def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, grou
 
 
 def _check(found: Comparison, group: Group, device: torch.device) -> None:
-    """Raises Refused on every rank if one of them found a difference."""
+    """Raises RefusedError on every rank if one of them found a difference."""
     differs = _of_all_ranks(torch.tensor(bool(found.difference), device=device), group)
     if not differs.any():
         return
     what = found.difference or f"rank {int(differs.argmax())} of the group found a difference, which its error names"
-    raise Refused(
+    raise RefusedError(
         f"{len(differs)} ranks do not compute what one process computes, on a cut of the first batch: {what}; expected "
         f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
         f"shard only. Compute it from whole sequences (a loss in the Trainer's compute_loss_func), leave it out, or "

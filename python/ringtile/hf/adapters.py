@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
@@ -27,12 +27,12 @@ _REFUSED_SETTINGS = {
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises Refused for adapters whose outputs or losses would differ on shards."""
+    """Raises RefusedError for adapters whose outputs or losses would differ on shards."""
     for config in _configs(model):
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         for name, reason in (_REFUSED | _REFUSED_SETTINGS).items():
             if name == kind or (name in _REFUSED_SETTINGS and getattr(config, name, None)):
-                raise Refused(
+                raise RefusedError(
                     f"the model has an adapter of PEFT with {name}; expected another one under context parallelism: "
                     f"{reason}. LoRA, DoRA, IA3, OFT, prompt tuning and p-tuning are exact"
                 )

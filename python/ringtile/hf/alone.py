@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import checks, model, recurrent
 from ringtile.hf.dropout import CountedDropout, drops_attention
 from ringtile.hf.model_loss import shifts_labels
@@ -68,7 +68,7 @@ class Alone:
         if not any(isinstance(batch, Mapping) and key_of_tree(batch) for batch in batches):
             return False
         if self._trainer.args.torch_compile:
-            raise Refused(
+            raise RefusedError(
                 "the batch holds a tree, and the model is compiled; expected torch_compile: false, or "
                 "context_parallel_size of 2 or more: where no sequence is sharded, the first tree changes the attention"
             )
@@ -81,7 +81,7 @@ def _refuse_tree(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
     """A hook before the forward pass of a model, which would attend all tokens of the row before."""
     key = key_of_tree(kwargs)
     if key is not None:
-        raise Refused(
+        raise RefusedError(
             f"the batch holds {key}, and its model is called outside of the Trainer's steps; expected train(), "
             f"evaluate() or predict()"
         )
@@ -92,7 +92,7 @@ def _count_attention_dropout(wrapped: nn.Module, patches: Patches) -> None:
     own = Patches()
     try:
         model.switch_attention(wrapped, own)
-    except Refused:
+    except RefusedError:
         own.restore()
     else:
         patches.on_restore(own.restore)

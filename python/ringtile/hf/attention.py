@@ -18,7 +18,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile.attn.attention import attention, ring_attention
 from ringtile.attn.dropout import AttentionDropout
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import temperature
 from ringtile.hf.batch import active_batch, main_input
 from ringtile.hf.families import EAGER_SINKS
@@ -88,12 +88,12 @@ def attention_forward(
 
     options: dropout, scaling, sliding_window, softcap, s_aux (attention sinks), is_causal, and what does not concern
     attention, which models hand on.
-    Raises Refused for any other option that is set, and for a shard without its ShardedBatch.
+    Raises RefusedError for any other option that is set, and for a shard without its ShardedBatch.
     """
     batch = active_batch()
     if batch is None:
         if attention_mask is not None and attention_mask.numel() == 0:
-            raise Refused(
+            raise RefusedError(
                 f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected "
                 f"a layer that the backward computes again to be checkpointed by the Trainer's gradient_checkpointing"
             )
@@ -105,7 +105,7 @@ def attention_forward(
     _refuse_inexact(module, attention_mask, options, batch.causal)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0 and (dropout := _counted_dropout(module, query, probability)) is None:
-        raise Refused(
+        raise RefusedError(
             f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; expected "
             f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
         )
@@ -215,7 +215,7 @@ def _transformers_attention(
     if _needs_eager(module.config):
         forward = sys.modules[type(module).__module__].eager_attention_forward
     elif options.get("s_aux") is not None:
-        raise Refused(
+        raise RefusedError(
             f"{type(module).__name__} uses attention sinks (s_aux) on a batch that is not sharded, which transformers' "
             f"scaled_dot_product_attention leaves out; expected one of {', '.join(sorted(EAGER_SINKS))}"
         )
@@ -227,7 +227,7 @@ def _refuse_inexact(
 ) -> None:
     name = type(module).__name__
     if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
-        raise Refused(
+        raise RefusedError(
             f"{name} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a sequence; "
             f"expected none: the model builds a mask of its own"
         )
@@ -235,14 +235,14 @@ def _refuse_inexact(
     causal = is_causal(module) if asked is None else bool(asked)
     if causal != causal_batch:
         kinds = {True: "causal", False: "bidirectional"}
-        raise Refused(
+        raise RefusedError(
             f"{name} is {kinds[causal]} (is_causal {str(causal).lower()}) in a model that is {kinds[causal_batch]}; "
             f"expected all layers alike"
         )
     for argument in _unknown(options):
         if argument in _MEANINGS:
-            raise Refused(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")
-        raise Refused(
+            raise RefusedError(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")
+        raise RefusedError(
             f"{name} hands its attention {argument}, which may change what it computes; expected only "
             f"{', '.join(sorted(_COMPUTED))}: leave it out, or set it to None"
         )

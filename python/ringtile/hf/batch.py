@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.attn.call import AttentionKernel
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shared_rows import SharedRows
@@ -56,7 +56,7 @@ class ShardedBatch:
         if layer.chunk is None:
             return self.sequence.with_window(layer.window, layer.causal)
         if self.rows is not None or self.sequence.mask.key_begin is not None:
-            raise Refused(
+            raise RefusedError(
                 "a layer attends in chunks, which are counted over rows; expected full or sliding attention for a tree "
                 "of tokens: set shared_prefix: false"
             )

@@ -54,7 +54,7 @@ class Checkpoints:
     def _save(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
         """Saves as the original does, then writes the manifest, then deletes older checkpoints.
 
-        Raises CheckpointError when a file cannot be written; the other ranks raise PeerLost.
+        Raises CheckpointError when a file cannot be written; the other ranks raise PeerLostError.
         """
         trainer, args = self._trainer, self._trainer.args
         run = pathlib.Path(trainer._get_output_dir(trial=trial))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import sdpa_attention
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, Refused
+from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf import recurrent
 from ringtile.hf.adapters import adds_tokens
 from ringtile.hf.balancing_loss import check_balancing_loss
@@ -112,7 +112,7 @@ def check_sizes(trainer: Trainer, config: Config) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raises Refused or ConfigError when the Trainer's numbers would differ from those of one process."""
+    """Raises RefusedError or ConfigError when the Trainer's numbers would differ from those of one process."""
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
@@ -134,12 +134,12 @@ def check_trainer(trainer: Trainer) -> None:
     }
     for setting, (is_set, reason) in refused.items():
         if is_set:
-            raise Refused(f"{name} uses {setting}; unset it under context parallelism: {reason}")
+            raise RefusedError(f"{name} uses {setting}; unset it under context parallelism: {reason}")
     _check_parallelism(trainer)
 
 
 def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises Refused where checkpoints and frozen weights meet a ZeRO-3 that frees them while they are compared.
+    """Raises RefusedError where checkpoints and frozen weights meet a ZeRO-3 that frees them while they are compared.
 
     DeepSpeed's pull request 8148, first released in 0.19.3; without ringtile, too, torch raises CheckpointError.
     """
@@ -153,7 +153,7 @@ def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
     frozen = not all(parameter.requires_grad for parameter in model.parameters())
     version = sys.modules["deepspeed"].__version__  # which the plugin has imported
     if checkpoints and not reentrant and frozen and Version(version) < _MIN_DEEPSPEED:
-        raise Refused(
+        raise RefusedError(
             f"deepspeed {version} under ZeRO-3 with gradient checkpointing and frozen weights (LoRA); expected "
             f"deepspeed >= {_MIN_DEEPSPEED}: an older one frees a frozen weight before torch has compared it with the "
             f"one of the forward pass. pip install 'deepspeed>={_MIN_DEEPSPEED}'"
@@ -161,55 +161,55 @@ def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
 
 
 def check_not_compiled(trainer: Trainer) -> None:
-    """Raises Refused when a Trainer that needs full sequences also compiles its model."""
+    """Raises RefusedError when a Trainer that needs full sequences also compiles its model."""
     if trainer.args.torch_compile:
-        raise Refused(
+        raise RefusedError(
             f"{type(trainer).__name__} computes its loss from the outputs of full sequences and uses torch_compile; "
             f"expected only one of the two: the hooks that shard and unshard have not been shown to survive compilation"
         )
 
 
 def check_recurrent(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises Refused where recurrent layers would be compiled."""
+    """Raises RefusedError where recurrent layers would be compiled."""
     if trainer.args.torch_compile and recurrent.mixers(text_modules(model)):
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} has recurrent layers and {type(trainer).__name__} uses torch_compile; expected "
             f"only one of the two: the recurrent layers have not been shown to survive compilation"
         )
 
 
 def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises Refused where the loss of a shard would be a mean over that shard.
+    """Raises RefusedError where the loss of a shard would be a mean over that shard.
 
     model_accepts_loss_kwargs may be false (axolotl's Trainer): ringtile then hands the model the number of targets.
     """
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     reason = "a mean over each shard is not the mean over the sequence"
     if not takes_any and not getattr(model, "accepts_loss_kwargs", False):
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} does not take num_items_in_batch (its forward has no **kwargs); expected a model "
             f"that hands **kwargs to self.loss_function: {reason}"
         )
     if not trainer.model_accepts_loss_kwargs and _home(trainer, "compute_loss").__module__ == _SFT:
-        raise Refused(f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}")
+        raise RefusedError(f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}")
 
 
 def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: bool = False) -> None:
-    """Raises Refused for models that mix tokens outside of attention, or that need the full sequence.
+    """Raises RefusedError for models that mix tokens outside of attention, or that need the full sequence.
 
     classifier: the model scores the last token, and its Trainer computes the loss. proved: the first batch will show
     whether convolutions mix tokens.
     """
     config, name = model.config.get_text_config(), type(model).__name__
     if not classifier and not is_sum_over_tokens(model):
-        raise Refused(
+        raise RefusedError(
             f"{name} has a loss of its own for whole sequences; expected a ...ForCausalLM, ...ForMaskedLM or "
             f"...ForTokenClassification model, whose loss is a sum over tokens: load it with AutoModelForCausalLM, "
             f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
     causal, modules = attends_causally(model), text_modules(model)
     if reason := recurrent.unknown(modules):
-        raise Refused(
+        raise RefusedError(
             f"{reason}: no op of ringtile computes this recurrence; expected attention, a causal convolution, Mamba, "
             f"Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
         )
@@ -218,7 +218,7 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
     if causal and mixers and len(mixers) == num_layers(config)[1]:
         layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
     if layer_types:
-        raise Refused(
+        raise RefusedError(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
             f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
@@ -228,7 +228,7 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
         if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in mixers)
     ]
     if convolutions and not proved:
-        raise Refused(
+        raise RefusedError(
             f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
     _refuse_modules(model, WHOLE_SEQUENCES)
@@ -236,7 +236,7 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
 
 
 def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises ConfigError or Refused where rows that share tokens would not be those of the Trainer."""
+    """Raises ConfigError or RefusedError where rows that share tokens would not be those of the Trainer."""
     home = _home(trainer, "compute_loss").__module__
     if home not in _SHARE_ROWS:
         raise ConfigError(
@@ -244,21 +244,21 @@ def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
             f"expected TRL's GRPOTrainer, RLOOTrainer, DPOTrainer or RewardTrainer: set it to false"
         )
     if not attends_causally(model) or not shifts_labels(model):
-        raise Refused(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
+        raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
     rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
     if rates or drops_attention(model):
-        raise Refused(
+        raise RefusedError(
             f"shared_prefix: the model drops ({(rates or ['attention'])[0]}), for each row other features of a token "
             f"that rows share; expected rates of 0: set disable_dropout=True, or lora_dropout=0.0"
         )
 
 
 def attends_causally(model: PreTrainedModel) -> bool:
-    """Whether no token attends a later one. Raises Refused for decoders that do, and where layers or masks disagree."""
+    """Whether no token attends a later one. RefusedError: a decoder in which one does; layers or masks disagree."""
     config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
     whole = config if shifts_labels(model) else model.config  # T5Gemma 2 says it there alone
     if getattr(config, "is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False):
-        raise Refused(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
+        raise RefusedError(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
     said: dict[bool, str] = {}  # the first layer that says so
     for path, module in modules:
         flag = getattr(module, "is_causal", None)
@@ -267,10 +267,10 @@ def attends_causally(model: PreTrainedModel) -> bool:
     full_masks = not getattr(config, "is_causal", True)
     if shifts_labels(model):
         if full_masks or False in said:
-            raise Refused(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
+            raise RefusedError(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
         return True
     if len(said) != 1:
-        raise Refused(
+        raise RefusedError(
             f"{name} has {'causal and bidirectional layers' if said else 'no layer that says whether it is causal'} "
             f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
             f"AttentionInterface do: {INSTEAD}"
@@ -281,7 +281,7 @@ def attends_causally(model: PreTrainedModel) -> bool:
         any(hasattr(f, mask) for f in files for mask in m) for m in (_CAUSAL_MASKS, _FULL_MASKS)
     )
     if not ((makes_causal and not full_masks) if causal else (makes_full or (makes_causal and full_masks))):
-        raise Refused(
+        raise RefusedError(
             f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({said[causal]}.is_causal) but not in "
             f"its masks, or makes masks of its own; expected those of transformers and is_causal to agree: {INSTEAD}"
         )
@@ -289,10 +289,10 @@ def attends_causally(model: PreTrainedModel) -> bool:
 
 
 def check_training_model(model: nn.Module) -> None:
-    """Raises Refused for a model whose gradients no engine averages."""
+    """Raises RefusedError for a model whose gradients no engine averages."""
     if not has_engine(model):
         inner = getattr(model, "_orig_mod", model)
-        raise Refused(
+        raise RefusedError(
             f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
             f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
             f"a model bare on CPU ranks (set use_cpu=True in TrainingArguments)"
@@ -306,7 +306,7 @@ def has_engine(model: nn.Module) -> bool:
 
 
 def check_sampling(model: PreTrainedModel) -> None:
-    """Raises Refused for a model that draws random numbers in training and has no setting against it."""
+    """Raises RefusedError for a model that draws random numbers in training and has no setting against it."""
     _refuse_modules(model, SAMPLING)
 
 
@@ -314,7 +314,9 @@ def _refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]])
     for path, module in text_modules(model):
         switch, reason = reasons.get(type(module).__name__, ("", ""))
         if reason and (not switch or getattr(module, switch, True)):
-            raise Refused(f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}")
+            raise RefusedError(
+                f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}"
+            )
 
 
 def _check_touch_points(trainer: Trainer) -> None:
@@ -330,17 +332,17 @@ def _check_touch_points(trainer: Trainer) -> None:
         function = getattr(owner, name, None)
         if function is None or not _takes(function, arguments):
             place = getattr(owner, "__name__", type(owner).__name__)
-            raise Refused(
+            raise RefusedError(
                 f"{place}.{name}({', '.join(arguments)}) is not there ({versions}); expected transformers >= 5.17 and "
                 f"accelerate >= 1.15, which ringtile is tested with"
             )
     for cls in type(trainer).__mro__:
         if cls.__name__ in _REFUSED_TRAINERS:
-            raise Refused(f"{cls.__name__} is not supported: {_REFUSED_TRAINERS[cls.__name__]}")
+            raise RefusedError(f"{cls.__name__} is not supported: {_REFUSED_TRAINERS[cls.__name__]}")
     for method in _TRAINER_METHODS:
         home = _home(trainer, method)
         if method != "compute_loss" and home.__module__ not in _WORK_ON_SHARDS:
-            raise Refused(
+            raise RefusedError(
                 f"{home.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
                 f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer or "
                 f"DistillationTrainer, with at most a compute_loss of "
@@ -364,20 +366,20 @@ def _home(trainer: Trainer, method: str) -> type:
 def _check_parallelism(trainer: Trainer) -> None:
     parallelism = parallelism_of(trainer.accelerator)
     if trainer.args.n_gpu > 1:
-        raise Refused(
+        raise RefusedError(
             f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); expected one process per GPU (torchrun)"
         )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 1:
-        raise Refused("FSDP1 (fsdp_version 1) was not tested under context parallelism; expected fsdp_version 2")
+        raise RefusedError("FSDP1 (fsdp_version 1) was not tested under context parallelism; expected fsdp_version 2")
     if trainer.get_tp_size() > 1:
-        raise Refused(
+        raise RefusedError(
             f"tensor parallelism of size {trainer.get_tp_size()}; expected 1: transformers slices a model over all "
             f"ranks (tp_plan), so that no two of them can share a sequence. Load the model without tp_plan, or combine "
             f"both in plain PyTorch (examples/train_3d.py)"
         )
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
-        raise Refused(
+        raise RefusedError(
             "average_tokens_across_devices is false with ParallelismConfig.cp_size > 1, where transformers rounds the "
             "number of tokens down; set it to true, or leave cp_size at 1"
         )

@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
 
 
@@ -20,10 +20,10 @@ def prepare_loader(accelerator: Accelerator, group: ContextParallelGroup, loader
     """`Accelerator.prepare_data_loader` with context-parallel groups in place of processes.
 
     Every rank reads an iterable dataset itself: accelerate's dispatching loader would give each rank another batch.
-    Raises Refused for a loader that already dispatches.
+    Raises RefusedError for a loader that already dispatches.
     """
     if isinstance(loader, DataLoaderDispatcher):
-        raise Refused(
+        raise RefusedError(
             "the data loader dispatches batches from rank 0, one to each rank; expected a loader that every rank reads "
             "itself (dispatch_batches false or unset in accelerator_config)"
         )
@@ -53,7 +53,7 @@ def gather_rows(accelerator: Accelerator, group: ContextParallelGroup, data: Any
 
     data: tensors (n, ...) -> (n * data_size, ...), or () -> (data_size,), nested in tuples, lists or mappings. At the
     end of a data set the rows that only fill up the last batch are dropped.
-    Raises Refused for anything but tensors.
+    Raises RefusedError for anything but tensors.
     """
     return _without_surplus(accelerator, 1, one_copy(group, _gather(accelerator, data)))
 
@@ -74,7 +74,7 @@ def gather_parts(accelerator: Accelerator, group: ContextParallelGroup, data: An
     data: tensors () -> (ranks,), nested. accelerate takes each number for a row, and drops some at the end of a data
     set; here the ranks of a group are kept or dropped together, so that a sum, and a mean of numbers that are equal on
     a group, are those of as many processes as there are groups.
-    Raises Refused for anything but tensors.
+    Raises RefusedError for anything but tensors.
     """
     return _without_surplus(accelerator, group.size, _gather(accelerator, data))
 
@@ -87,8 +87,8 @@ def _gather(accelerator: Accelerator, data: Any) -> Any:
         raise refused_objects(data) from error
 
 
-def refused_objects(data: Any) -> Refused:
-    return Refused(
+def refused_objects(data: Any) -> RefusedError:
+    return RefusedError(
         f"gather_for_metrics of objects, of a {type(data).__name__}; expected tensors: from nothing else does ringtile "
         f"drop the copies of the ranks that share a sequence"
     )

@@ -23,7 +23,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ringtile import ops
 from ringtile.attn.dropout import AttentionDropout
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import attention, neftune
 from ringtile.hf.batch import active_batch
 from ringtile.hf.model import text_modules
@@ -100,13 +100,13 @@ class CountedDropout(TrainerCallback):
         patches.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
 
     def check(self, base: PreTrainedModel) -> None:
-        """Raises Refused for a dropout that would draw, such as one that was added since `install`."""
+        """Raises RefusedError for a dropout that would draw, such as one that was added since `install`."""
         check_countable(base)
         for path, module in text_modules(base):
             if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
                 continue
             if module.forward != self._counted.get(module):
-                raise Refused(
+                raise RefusedError(
                     f"{path} drops with p = {module.p}, but was added, given its p, or changed after ringtile.enable; "
                     f"expected the model to be complete before"
                 )
@@ -165,7 +165,7 @@ class CountedDropout(TrainerCallback):
         if torch._C._current_graph_task_id() == -1:
             return self._tokens, False
         if len(self._graphs) > 1:
-            raise Refused(
+            raise RefusedError(
                 f"a loss of {len(self._graphs)} forward passes, with dropout, and layers that are computed again in "
                 f"the backward; expected one forward pass: turn off gradient_checkpointing and tiled_mlp, or set the "
                 f"model's dropout to 0"
@@ -258,7 +258,7 @@ def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
         return places
     if not tokens.is_sharded:
         return None
-    raise Refused(
+    raise RefusedError(
         f"{name} drops entries of a tensor {tuple(x.shape)}; expected one vector for each token, {(*leading, 'F')} or "
         f"{(places.size(0), 'F')}; set its rate to 0 in the model's config"
     )
@@ -274,7 +274,7 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
     key = (name, -1 if tile is None else tile.tokens.start)
     if not recomputes:
         if call != tokens.totals.get(key, 0):
-            raise Refused(
+            raise RefusedError(
                 f"{name} runs again on the same tokens, in a layer that the model runs more than once; expected each "
                 f"layer to run once: set its dropout to 0 in the model's config"
             )
@@ -284,7 +284,7 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
     if total == 1:
         return 0
     if call >= total or (tile is None and not region.recomputed):
-        raise Refused(
+        raise RefusedError(
             f"{name} runs {total} times in a layer, of which the backward computes a part again; expected whole layers "
             f"to be checkpointed: use the Trainer's gradient_checkpointing, or set its dropout to 0"
         )
@@ -292,13 +292,13 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
 
 
 def check_countable(base: PreTrainedModel) -> None:
-    """Raises Refused for a dropout of the model, or of an adapter, that counters cannot replace."""
+    """Raises RefusedError for a dropout of the model, or of an adapter, that counters cannot replace."""
     for path, module in text_modules(base):
         if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
             continue
         if reason := why_not_counted(path, module):
             setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
-            raise Refused(f"{path} drops with p = {module.p}; set {setting}: {reason}")
+            raise RefusedError(f"{path} drops with p = {module.p}; set {setting}: {reason}")
 
 
 def why_not_counted(path: str, module: nn.Dropout) -> str:

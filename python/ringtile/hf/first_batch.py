@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringtile.errors import Refused, RingtileError
+from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.proof import prove
 from ringtile.first_batch.run import Run, record
@@ -118,7 +118,7 @@ class FirstBatch:
     def _prove(
         self, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None]
     ) -> None:
-        """Raises Refused, on every rank of the group, if the sharded run differs by more than rounding explains."""
+        """RefusedError, on every rank of the group: the sharded run differs by more than rounding explains."""
         strategy = self._strategy
         if key_of_tree(inputs) is not None:
             logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
@@ -169,12 +169,12 @@ class FirstBatch:
 
 
 def _refuse_failure(error: RuntimeError, trace: Trace) -> None:
-    """Raises Refused where the forward pass of a module fails on tokens of a batch that ringtile has prepared."""
+    """Raises RefusedError where the forward pass of a module fails on tokens of a batch that ringtile has prepared."""
     prepared = bool(trace.calls) and trace.calls[-1].sequence is not None
     is_known = isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error)
     if is_known or not prepared or not trace.place:
         return
-    raise Refused(
+    raise RefusedError(
         f"{trace.place} fails on a shard of the first batch ({' '.join(str(error).split())}); expected a module that "
         f"makes no attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
     ) from error

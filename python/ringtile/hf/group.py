@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.errors import ConfigError, InputError, RingMismatch
+from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.transport.process_group import backend_name
 
@@ -85,7 +85,7 @@ class ContextParallelGroup:
 
         One all-gather of a few integers. Without it, different batches of equal shape would train unnoticed. The result
         comes with the tensors, so that the host waits for a GPU once.
-        Raises RingMismatch, naming what differs and where.
+        Raises RingMismatchError, naming what differs and where.
         """
         if self.size == 1:
             return read(inputs)[0]
@@ -98,7 +98,7 @@ class ContextParallelGroup:
             for name, expected, got in zip(header, values[0].tolist(), values[rank].tolist(), strict=True):
                 if got != expected:
                     first = self.data_index * self.size
-                    raise RingMismatch(
+                    raise RingMismatchError(
                         f"ranks {first} and {first + rank} share a sequence but got different batches: {name} is "
                         f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on "
                         f"every rank of a context-parallel group (same seed and data, a sampler that ignores the rank)"

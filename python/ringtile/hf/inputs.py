@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile.attn.call import AttentionKernel
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import first_tokens, mask_of_batch, read
@@ -75,7 +75,7 @@ def shard_batch(
     model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N). causal: whether the model attends no
     later token. shifts_labels: whether a token predicts the next label; else it predicts its own, and there are no
     `shift_labels`. rows: of which this batch, of one row, is the tree.
-    Raises Refused for a batch whose result would differ from one process, MaskNotExpressible, InputError.
+    Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError, InputError.
     """
     main = main_input((), inputs)
     if main is None or main.dim() < 2:
@@ -125,10 +125,10 @@ def shard_batch(
 def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
     for name, reason in _REFUSED_SWITCHES.items():
         if inputs.get(name):
-            raise Refused(f"the batch sets {name}; remove it under context parallelism: {reason}")
+            raise RefusedError(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() > 0 and name not in known:
-            raise Refused(
+            raise RefusedError(
                 f"the batch holds {name} {tuple(value.shape)}, which ringtile does not know how to shard; expected "
                 f"only {', '.join(sorted(known))}: leave it out in your data collator; images and "
                 f"sound cannot be trained on under context parallelism"
@@ -151,7 +151,7 @@ def _per_token(
     per_token = {name: inputs[name] for name in _PADDING if inputs.get(name) is not None}
     if "position_ids" not in per_token:
         if not makes_positions:
-            raise Refused(
+            raise RefusedError(
                 "the batch has no position_ids, and ringtile does not know how this model counts positions; add "
                 "position_ids (B, S) in your data collator: a shard does not know its positions"
             )

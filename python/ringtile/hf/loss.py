@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, Refused, shown
+from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf.mlp import from_liger
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
@@ -44,7 +44,7 @@ class TiledLogits:
     loss.
 
     Deliberately not a tensor: DDP, FSDP and accelerate search a model's outputs for tensors. Only the loss function
-    knows how to use it. Any other operation raises Refused, so that a model, a Trainer or a metric that changes or
+    knows how to use it. Any other operation raises RefusedError, so that a model, a Trainer or a metric that changes or
     reads the logits does not silently get something wrong.
     """
 
@@ -61,7 +61,7 @@ class TiledLogits:
         return self
 
     def to(self, dtype: torch.dtype) -> TiledLogits:
-        """Returns self for the dtype of the loss; Refused for any other."""
+        """Returns self for the dtype of the loss; RefusedError for any other."""
         if dtype != state_dtype(self.dtype):
             raise _refused(f"to({dtype})")
         return self
@@ -107,8 +107,8 @@ class TiledLogits:
         raise _refused(name)
 
 
-def _refused(operation: str) -> Refused:
-    return Refused(
+def _refused(operation: str) -> RefusedError:
+    return RefusedError(
         f"tiled_loss: {operation!r} was applied to the logits, which do not exist in training; expected a model that "
         "passes them to its loss function unchanged, multiplied by a number, or softcapped. Set tiled_loss: false, or "
         "call model.eval() before reading logits"
@@ -132,19 +132,19 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
     A tile has config.loss_tile_tokens tokens; without, config.tile_tokens or as many as the default tile of
     `tiled_linear_cross_entropy`, whichever is fewer.
 
-    Refused: the loss is not transformers' causal one, or the projection is not a plain torch.nn.Linear.
+    RefusedError: the loss is not transformers' causal one, or the projection is not a plain torch.nn.Linear.
     ConfigError: Liger has replaced the model's forward.
     """
     name = type(model).__name__
     if from_liger(model):
         raise ConfigError(f"tiled_loss: Liger has replaced the forward of {name}; turn one of the two off")
     if model.loss_function is not ForCausalLMLoss:
-        raise Refused(
+        raise RefusedError(
             f"tiled_loss: {name} computes its loss with {shown(model.loss_function)}, expected ForCausalLMLoss"
         )
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if other := not_plain(head):
-        raise Refused(
+        raise RefusedError(
             f"tiled_loss: the output projection of {name} is {other}, expected a plain torch.nn.Linear; "
             "remove it from the adapter's target_modules and modules_to_save"
         )
@@ -178,7 +178,7 @@ def _head_forward(
     for hooks in (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks):
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith(_SHARDING):
-                raise Refused(
+                raise RefusedError(
                     f"tiled_loss: the output projection has a hook that would never see logits, {shown(hook)}; remove "
                     "it, or set tiled_loss: false"
                 )
@@ -213,7 +213,7 @@ def tiled_causal_lm_loss(
         )
         return plain
     if vocab_size != logits.shape[-1]:
-        raise Refused(
+        raise RefusedError(
             f"tiled_loss: the config's vocab_size is {vocab_size}, the output projection has {logits.shape[-1]} "
             "classes; expected them to be equal"
         )

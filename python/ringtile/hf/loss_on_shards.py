@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import checks, data
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.model_loss import watch_loss
@@ -191,7 +191,7 @@ class LossOnShards(Strategy):
 
     def _unshard(self, batch: ShardedBatch, output: Tensor) -> Tensor:
         if output.dim() < 2 or output.size(1) != batch.sequence.layout.local_len(self.group.rank):
-            raise Refused(
+            raise RefusedError(
                 f"{type(self.base).__name__} returns a tensor {tuple(output.shape)}; expected the tokens in its second "
                 f"dimension: name its key in ignore_keys"
             )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.mask import IntervalMask
 
 # The keys of the tensors that say which tokens attend which: the host makes the mask.
@@ -48,7 +48,7 @@ def mask_of_batch(
 
     positions_separate: whether position ids that start again start a document.
 
-    Raises MaskNotExpressible, Refused for a batch that contradicts itself, InputError for wrong shapes.
+    Raises MaskNotExpressibleError, RefusedError for a batch that contradicts itself, InputError for wrong shapes.
     """
     inputs, _ = read(inputs)
     mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
@@ -105,7 +105,7 @@ def _of_attention_mask(
     attention_mask: Tensor, position_ids: Tensor | None, batch_size: int, seq_len: int, causal: bool
 ) -> IntervalMask:
     if attention_mask.dim() != 2:
-        raise Refused(
+        raise RefusedError(
             f"attention_mask is {attention_mask.dim()}-D {tuple(attention_mask.shape)}; expected 2-D (B, S) with 0 for "
             f"padding, 1 or document ids for tokens: an S x S mask needs more memory than the sequence itself"
         )
@@ -116,7 +116,7 @@ def _of_attention_mask(
         restarts = position_ids.diff(dim=1) != 1
         same_document = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
         if bool((restarts & same_document).any()):
-            raise Refused(
+            raise RefusedError(
                 "position_ids restart where attention_mask does not start a document, and transformers' backends "
                 "disagree on whether that separates documents. Remove attention_mask to pack documents, or give "
                 "document ids 1, 2, ... in attention_mask, or position_ids that continue"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, Refused, shown
+from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf.mlp_search import find_mlps
 from ringtile.hf.patches import Patches
 from ringtile.tiled.mlp import check_parts, run_tiles
@@ -29,8 +29,8 @@ def tile_mlps(
     where ringtile's GLU kernels compute the same in fewer flops; see `tiled_mlp`. Call this before
     deepspeed.initialize: ZeRO-3 then gathers an MLP's parameters together, once per pass instead of once per tile.
 
-    InputError: tile_tokens or num_shards is below 1. Refused: the model has no MLP, or ZeRO-3 already gathers one in
-    parts, or the forward of one was replaced by something that cannot be called per tile. ConfigError: Liger has
+    InputError: tile_tokens or num_shards is below 1. RefusedError: the model has no MLP, or ZeRO-3 already gathers one
+    in parts, or the forward of one was replaced by something that cannot be called per tile. ConfigError: Liger has
     patched an MLP and use_original_mlp is false.
     """
     patches = Patches()
@@ -61,7 +61,7 @@ def _tile_mlps(
         raise InputError(f"num_shards is {num_shards}, expected at least 1 tile per call")
     mlps = find_mlps(model)
     if not mlps:
-        raise Refused(
+        raise RefusedError(
             f"tiled MLP: the layers of {type(model).__name__} have no module that takes one tensor and maps it to an "
             "inner width and back; expected one like LlamaMLP or MixtralSparseMoeBlock (the layers of OPT and BERT "
             "call the linear maps themselves). Call ringtile.tiled_mlp(module, x) in the model, or set tiled_mlp: false"
@@ -93,9 +93,11 @@ def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     if forward is None:
         return type(module).forward
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        raise Refused(f"tiled MLP: the forward of {name} was replaced by {shown(forward)}; expected its own method")
+        raise RefusedError(
+            f"tiled MLP: the forward of {name} was replaced by {shown(forward)}; expected its own method"
+        )
     if isinstance(forward.__func__, _TiledForward):
-        raise Refused(f"tiled MLP: {name} is tiled already; restore() it first")
+        raise RefusedError(f"tiled MLP: {name} is tiled already; restore() it first")
     return forward.__func__
 
 
@@ -113,7 +115,7 @@ class _TiledForward:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         if len(given) != 1 or not isinstance(given[0], Tensor):
-            raise Refused(f"tiled MLP: {self.name} was called with {len(given)} arguments, expected one tensor")
+            raise RefusedError(f"tiled MLP: {self.name} was called with {len(given)} arguments, expected one tensor")
         x = given[0]
         limit, tile_tokens = tile_limit(), self.tile_tokens
         if limit == 0:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import attention, temperature
 from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
@@ -27,11 +27,11 @@ INSTEAD = (
 
 
 def base_model(model: nn.Module | None) -> PreTrainedModel:
-    """The transformers model inside PEFT's adapters. Raises Refused when there is none."""
+    """The transformers model inside PEFT's adapters. Raises RefusedError when there is none."""
     get_base_model = getattr(model, "get_base_model", None)
     base = get_base_model() if callable(get_base_model) else model
     if not isinstance(base, PreTrainedModel):
-        raise Refused(f"the model is a {type(base).__name__}; expected a transformers PreTrainedModel")
+        raise RefusedError(f"the model is a {type(base).__name__}; expected a transformers PreTrainedModel")
     return base
 
 
@@ -42,12 +42,12 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
-    """Raises Refused in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
+    """Raises RefusedError in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
     for path, tower in _towers(model).items():
 
         def refuse(module: nn.Module, args: Any, path: str = path) -> None:
             if active_batch() is not None:
-                raise Refused(f"the batch makes {path} run; expected text only: images and sound are not sharded")
+                raise RefusedError(f"the batch makes {path} run; expected text only: images and sound are not sharded")
 
         patches.on_restore(tower.register_forward_pre_hook(refuse).remove)
 
@@ -85,7 +85,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     model.set_attn_implementation(attention.NAME)
     temperature.leave_to_ringtile(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
             f"model that does, since others would attend within a shard only: {INSTEAD}"
         )

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
@@ -103,8 +103,8 @@ class _PartOfMean:
             raise self._refused(f"a loss of {float(mean):.6g} where that is {float(expected):.6g}")
         self._compared = True
 
-    def _refused(self, got: str) -> Refused:
-        return Refused(
+    def _refused(self, got: str) -> RefusedError:
+        return RefusedError(
             f"{self._model} computes {got}; expected the mean cross entropy of logits (B, N, C) and labels (B, N), or "
             f"a model that hands num_items_in_batch to self.loss_function. Give the Trainer a compute_loss_func, "
             f"which gets the logits and labels of full sequences"

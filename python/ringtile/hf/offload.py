@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import TrainerCallback
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.patches import Patches
 from ringtile.tiled.offload import ActivationOffload, CudaTransfer, Transfer
 
@@ -23,7 +23,7 @@ def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> P
     torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the result undoes it.
     Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
 
-    Refused: no layer is checkpointed; raised in the forward or backward: a hidden state was modified in place.
+    RefusedError: no layer is checkpointed; raised in the forward or backward: a hidden state was modified in place.
     """
     patches = Patches()
     _install(model, transfer or CudaTransfer(), patches)
@@ -35,7 +35,7 @@ def _install(model: nn.Module, transfer: Transfer, patches: Patches) -> None:
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     if not wrappers and not layers:
-        raise Refused(
+        raise RefusedError(
             f"activation_offload: {type(model).__name__} has no checkpointed layer, and offload moves only the inputs "
             "that those save; set gradient_checkpointing: true (under FSDP, activation_checkpointing: true in "
             "fsdp_config)"
@@ -56,7 +56,7 @@ class OffloadActivations(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.patches.restore()  # in case an earlier training ended with an error
         if args.torch_compile:
-            raise Refused(
+            raise RefusedError(
                 "activation_offload: torch_compile is true, but a compiled graph decides which tensors it saves; "
                 "set one of the two to false"
             )

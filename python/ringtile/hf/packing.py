@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.families import JOIN_DOCUMENTS, TEXT_ROWS
 from ringtile.hf.layers import layer_masks
 from ringtile.hf.masks import documents_of, positions_alone_separate, positions_restart
@@ -42,7 +42,7 @@ class Packing:
         self._said: set[str] = set()
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """Says what becomes of the documents of a batch that will be sharded. Raises Refused where it is not known."""
+        """Says what becomes of the documents of a batch that will be sharded. RefusedError: it is not known."""
         if not positions_restart(inputs):
             return
         self._say_chunks()
@@ -115,7 +115,7 @@ class Packing:
         name, add = type(self._model).__name__, "add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
         add += "DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
         if self.separate is None:
-            raise Refused(
+            raise RefusedError(
                 f"position_ids alone separate the documents of a row, and whether flash attention sees those of {name} "
                 f"is not known; expected documents that are told apart in another way: {add}"
             )

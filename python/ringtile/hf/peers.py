@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from transformers import TrainerCallback
 
 from ringtile.ending import end_soon_if_uncaught
-from ringtile.errors import PeerLost, with_kind
+from ringtile.errors import PeerLostError, with_kind
 from ringtile.hf.patches import Patches
 from ringtile.transport import failures, sockets
 from ringtile.transport.failures import Loss
@@ -53,7 +53,7 @@ class Peers:
     def __init__(self, timeout_seconds: float, world_rank: Callable[[int], int] = int) -> None:
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
         self._world_rank = world_rank
-        self._failure: PeerLost | None = None
+        self._failure: PeerLostError | None = None
         self._depth = 0  # of `named`: how deep this rank is in it
         neighbours = failures.neighbours(self.rank, world_size)
 
@@ -68,7 +68,7 @@ class Peers:
         self.close = weakref.finalize(self, self._detector.close)
 
     def wrap(self, owner: Any, name: str, patches: Patches) -> None:
-        """Makes a method raise PeerLost where a collective inside it fails because a rank was lost."""
+        """Makes a method raise PeerLostError where a collective inside it fails because a rank was lost."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -80,7 +80,7 @@ class Peers:
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """Turns the loss of a rank inside the context into a PeerLost that names it by its rank in the world.
+        """Turns the loss of a rank inside the context into a PeerLostError that names it by its rank in the world.
 
         Any other error is told to the other ranks, which will lose this one, unless they fail too.
         """
@@ -88,7 +88,7 @@ class Peers:
         self._depth += 1
         try:
             yield
-        except PeerLost as error:
+        except PeerLostError as error:
             if error is self._failure:  # by an inner context
                 raise
             self._give_up(what, error, None if error.rank is None else Loss(self._world_rank(error.rank), str(error)))
@@ -102,17 +102,17 @@ class Peers:
             self._depth -= 1
 
     def _give_up(self, what: str, error: Exception, suspect: Loss | None) -> NoReturn:
-        """Raise PeerLost, and leave the world: the others hear of it, and none of them waits for this rank."""
+        """Raise PeerLostError, and leave the world: the others hear of it, and none of them waits for this rank."""
         self._detector.fail(str(error))
         self._hang_up()  # at once: those that wait for this rank fail too, and say so
         lost = self._detector.find(suspect, f"a collective failed: {reason_of(error)}", _SEARCH_SECONDS)
         if lost is None:  # all ranks are there: it is another error
             raise error
         self._detector.fail(lost.reason, lost.rank)
-        if isinstance(error, PeerLost) and error.rank == lost.rank:  # the ring has named it already
+        if isinstance(error, PeerLostError) and error.rank == lost.rank:  # the ring has named it already
             self._failure = error
             raise error
-        self._failure = PeerLost(
+        self._failure = PeerLostError(
             f"rank {lost.rank} was lost in {what}() of rank {self.rank}: {lost.reason}; see rank {lost.rank}'s log for "
             f"the cause"
         )

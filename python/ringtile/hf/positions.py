@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
 from ringtile.hf.layers import num_layers
 from ringtile.hf.patches import Patches
@@ -69,11 +69,11 @@ class Positions:
     def of_batch(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """The ids (B, S) for a batch of a model that does not count 0, 1, ...; None: it does, or the batch has ids.
 
-        Raises Refused for ids that the model would ignore, and where it would need the token ids.
+        Raises RefusedError for ids that the model would ignore, and where it would need the token ids.
         """
         if inputs.get("position_ids") is not None:
             if self._counted_inside:
-                raise Refused(
+                raise RefusedError(
                     f"the batch holds position_ids, which {self._name} ignores: it counts positions itself; remove "
                     f"them, and pack no documents for this model"
                 )
@@ -84,7 +84,7 @@ class Positions:
             return held.cumsum(dim=1) * held - 1
         if self._counts_ids is not None:
             if input_ids is None:
-                raise Refused(
+                raise RefusedError(
                     f"{self._name} reads its positions off input_ids, and the batch has none; add position_ids (B, S)"
                 )
             positions: Tensor = getattr(self._counts_ids, _COUNTS_IDS)(input_ids, self._counts_ids.padding_idx)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.random_states import drawn_since, random_states
 
 
@@ -36,7 +36,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def refused(self, model: nn.Module) -> Iterator[None]:
-        """Raises Refused at the end of the context, if the model is in training and random numbers were drawn."""
+        """Raises RefusedError at the end of the context, if the model is in training and random numbers were drawn."""
         watch = self.watch(model)
         try:
             yield
@@ -75,11 +75,11 @@ class Watch:
             self._handles.pop().remove()
 
     def check(self) -> None:
-        """Ends the watch. Raises Refused if random numbers were drawn since its start."""
+        """Ends the watch. Raises RefusedError if random numbers were drawn since its start."""
         self.stop()
         if not (drawn := drawn_since(self._before)) or (drawn == ["cpu"] and self._only_skipped_none()):
             return
-        raise Refused(
+        raise RefusedError(
             f"{self._found or self._inside[0]} draws random numbers in its forward pass (dropout or noise); expected "
             f"none under context parallelism: the random numbers of a shard are not those of the full sequence. Set "
             f"what asks for them to 0 in the model's config, such as residual_dropout or router_jitter_noise"

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ringtile import ops
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.batch import (
     ShardedBatch,
     activate,
@@ -59,7 +59,7 @@ def unknown(modules: Iterable[tuple[str, nn.Module]]) -> str:
 
 
 def install(model: PreTrainedModel, patches: Patches) -> None:
-    """Make the mixers of a model compute on shards, and each document alone. Raises Refused.
+    """Make the mixers of a model compute on shards, and each document alone. Raises RefusedError.
 
     The functions that mix tokens are those of the model's file, so other models of that type call the replacements too:
     without an active batch these are the originals.
@@ -70,7 +70,7 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
         file = sys.modules[type(mixer).__module__]
         for name in MIXERS[type(mixer).__name__]:
             if not hasattr(file, name):
-                raise Refused(
+                raise RefusedError(
                     f"{path} ({type(mixer).__name__}) is not transformers 5.17's: its file has no {name}; expected "
                     f"transformers' own, whose functions ringtile replaces"
                 )
@@ -168,7 +168,7 @@ def refuse_packed(wrapped: nn.Module, reason: str, patches: Patches) -> None:
         attends = mask.end > mask.begin
         first = mask.begin.where(attends, main.size(1)).amin(1)
         if (mask.begin.where(attends, -1).amax(1) > first).any():
-            raise Refused(
+            raise RefusedError(
                 f"{reason}: it would carry its state from each document of a packed row into the next; expected rows "
                 "of one document: set packing to false"
             )
@@ -177,12 +177,12 @@ def refuse_packed(wrapped: nn.Module, reason: str, patches: Patches) -> None:
 
 
 def _refuse_unseen(inputs: dict[str, Any], main: Tensor, mask: IntervalMask) -> None:
-    """Raises Refused for a batch whose documents, by `mask`, the model's own attention would not separate."""
+    """Raises RefusedError for a batch whose documents, by `mask`, the model's own attention would not separate."""
     seen = {name: value for name, value in inputs.items() if name in ("attention_mask", "position_ids")}
     if seen.get("attention_mask") is not None:
         seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
     if mask_of_batch(seen, main.size(0), main.size(1)) != mask:
-        raise Refused(
+        raise RefusedError(
             "documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask, at none of which "
             "transformers' attention looks: its layers would mix what the recurrent layers keep apart. Pack without "
             "attention_mask and with position_ids that start again, or set context_parallel_size above 1"
@@ -203,13 +203,13 @@ class _Watch:
         batch = active_batch()
         if batch is None:
             if is_recomputed_without_batch():
-                raise Refused(
+                raise RefusedError(
                     f"{self._place} is computed again in the backward, outside of the forward pass of its batch; "
                     f"expected it to be checkpointed by the Trainer's gradient_checkpointing"
                 )
             return args, kwargs
         if any(kwargs.get(cache) is not None for cache in _CACHES):
-            raise Refused(f"{self._place} got a cache; expected none: its states are those of whole sequences")
+            raise RefusedError(f"{self._place} got a cache; expected none: its states are those of whole sequences")
         batch.recurrent_calls += 1
         batch.mixed_by.clear()
         return args, {**kwargs, "attention_mask": None}  # padding belongs to no document of the batch
@@ -217,7 +217,7 @@ class _Watch:
     def leave(self, mixer: nn.Module, args: Any, output: Any) -> None:
         batch = active_batch()
         if batch is not None and batch.mixed_by | SHORT_CUTS & self._expected != self._expected:
-            raise Refused(
+            raise RefusedError(
                 f"{self._place} called {', '.join(sorted(batch.mixed_by)) or 'none'} of the functions that mix its "
                 f"tokens; expected {', '.join(sorted(self._expected))}: ringtile knows no other way of mixing them"
             )
@@ -243,7 +243,9 @@ def _sequence(state: Any = None) -> ShardedSequence:
     batch = active_batch()
     assert batch is not None
     if state is not None and state is not False:
-        raise Refused("a recurrent layer with a cache; expected use_cache false: a state belongs to whole sequences")
+        raise RefusedError(
+            "a recurrent layer with a cache; expected use_cache false: a state belongs to whole sequences"
+        )
     return batch.sequence
 
 
@@ -312,7 +314,7 @@ def _mamba2_chunk_scan(
     """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32 on a CPU."""
     sequence = _sequence(return_final_states or kwargs.get("initial_states"))
     if z is not None:
-        raise Refused("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
+        raise RefusedError("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
     dt = _wide(dt)
     dt = dt if dt_bias is None else dt + _wide(dt_bias)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)

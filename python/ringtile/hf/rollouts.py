@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 
-from ringtile.errors import ConfigError, Refused, RingMismatch
+from ringtile.errors import ConfigError, RefusedError, RingMismatchError
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.model import own_attention
@@ -44,7 +44,7 @@ class LossOnRollouts(LossOnSequences):
         args, name = self.trainer.args, type(self.trainer).__name__
         trainer: Any = self.trainer
         if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None) is not None:
-            raise Refused(
+            raise RefusedError(
                 f"{name} has tools or environments; expected none under context parallelism: every rank of a group "
                 f"would call them. Call them in a rollout_func, which is given the rows of one rank"
             )
@@ -130,7 +130,9 @@ class LossOnRollouts(LossOnSequences):
     ) -> Any:
         trainer: Any = self.trainer
         if images is not None or multimodal_fields:
-            raise Refused(f"{type(trainer).__name__} was given images; expected text alone: images cannot be sharded")
+            raise RefusedError(
+                f"{type(trainer).__name__} was given images; expected text alone: images cannot be sharded"
+            )
 
         def generate(rows: Sequence[Any]) -> Any:
             with self.step(False), own_attention(self.base), at_most(0):
@@ -141,7 +143,7 @@ class LossOnRollouts(LossOnSequences):
                 return generate(prompt_ids)
             sharing = trainer.vllm_tensor_parallel_size
             if sharing > 1 and len(prompt_ids) % self.group.size:
-                raise Refused(
+                raise RefusedError(
                     f"{len(prompt_ids)} rows for {self.group.size} ranks, {sharing} of which share an instance of "
                     f"vLLM; expected as many rows on each: change per_device_train_batch_size or steps_per_generation"
                 )
@@ -159,7 +161,7 @@ class LossOnRollouts(LossOnSequences):
     def _deal(self, rows: Sequence[Any], generate: Callable[[Sequence[Any]], Any]) -> Any:
         """Returns what `generate` answers to all rows; each rank asks it about its part of them. A collective.
 
-        Raises RingMismatch where the ranks hold other rows, or other random numbers.
+        Raises RingMismatchError where the ranks hold other rows, or other random numbers.
         """
         group = self.group
         if group.size == 1:
@@ -177,7 +179,7 @@ class LossOnRollouts(LossOnSequences):
         for rank, (theirs, _) in enumerate(held):
             for what, expected in held[0][0].items():
                 if theirs[what] != expected:
-                    raise RingMismatch(
+                    raise RingMismatchError(
                         f"ranks {group.world_rank(0)} and {group.world_rank(rank)} share a sequence but not the {what}:"
                         f" the hash is {expected:08x} and {theirs[what]:08x}; expected the same on every rank of a "
                         f"context-parallel group (same seed and data, nothing drawn on one of its ranks alone)"
@@ -254,7 +256,7 @@ def _joined(answers: Sequence[Any], counts: Sequence[int]) -> Any:
     if lengths == [count for count in counts if count]:
         return [row for answer in answers for row in answer]
     if isinstance(first, Mapping | Tensor) or any(answer != first for answer in answers):
-        raise Refused(
+        raise RefusedError(
             "a rollout_func returned something else than a list of one entry for each row, which differs between the "
             "ranks of a group; expected lists as long as the prompts that it was given"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
@@ -64,23 +64,23 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
 
     inputs: `input_ids` (B, S), maybe `attention_mask`, `labels`. position_ids (B or 1, S): those of the rows; None:
     they are counted from 0. The batch gets `shift_labels` where it had labels.
-    Raises Refused for other keys, and rows with holes.
+    Raises RefusedError for other keys, and rows with holes.
     """
     for name, value in inputs.items():
         if isinstance(value, Tensor) and name not in _SHARED:
-            raise Refused(
+            raise RefusedError(
                 f"shared_prefix: the batch holds {name}; expected rows of one sequence each, with input_ids, "
                 "attention_mask, position_ids and labels: set shared_prefix: false"
             )
     ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
     if ids is None:
-        raise Refused("shared_prefix: the batch holds no input_ids, by which rows are compared; set it to false")
+        raise RefusedError("shared_prefix: the batch holds no input_ids, by which rows are compared; set it to false")
     num_rows, seq_len = ids.shape
     targets = None if labels is None else functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     if position_ids is None:
         position_ids = torch.arange(seq_len, device=ids.device)[None]
     if position_ids.dim() != 2:
-        raise Refused(f"shared_prefix: position_ids are {tuple(position_ids.shape)}; expected (B, S), as of text")
+        raise RefusedError(f"shared_prefix: position_ids are {tuple(position_ids.shape)}; expected (B, S), as of text")
     columns = {"input_ids": ids, "position_ids": position_ids.expand(num_rows, -1)}
     columns |= {} if targets is None else {"shift_labels": targets}
     held = torch.ones_like(ids) if mask is None else mask
@@ -89,10 +89,10 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
     firsts, counts = held.int().argmax(1).tolist(), held.sum(1).tolist()
     for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
         if not held[row, first : first + count].all():
-            raise Refused(f"shared_prefix: row {row} has padding between its tokens; expected it at its ends")
+            raise RefusedError(f"shared_prefix: row {row} has padding between its tokens; expected it at its ends")
     steps = keys[..., 1].diff(dim=1)
     if bool(((steps != 1) & held[:, 1:] & held[:, :-1]).any()):
-        raise Refused(
+        raise RefusedError(
             "shared_prefix: position_ids start again in a row, of packed documents; expected one sequence a row"
         )
     rows = [keys[row, first : first + count] for row, (first, count) in enumerate(zip(firsts, counts, strict=True))]
@@ -149,7 +149,7 @@ def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict
 
     The last token of a node that has children predicts the first token of each, so each child begins with a copy of it,
     where the batch has `labels`. With `shift_labels` a token predicts what they say, and nothing is copied.
-    Raises InputError, Refused.
+    Raises InputError, RefusedError.
     """
     ids, mask, labels, targets = (inputs.get(x) for x in ("input_ids", "attention_mask", "labels", "shift_labels"))
     keys = _TREE if key_of_tree(inputs) == _TREE[0] else _SEGMENTS
@@ -160,7 +160,7 @@ def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict
     dropped = {*keys, "shift_labels", *(["tree_max_seqlens"] if keys is _SEGMENTS else [])}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and name not in dropped and name not in _SHARED:
-            raise Refused(f"the batch holds {name} beside {keys[0]}; expected only {', '.join(_SHARED[:4])}")
+            raise RefusedError(f"the batch holds {name} beside {keys[0]}; expected only {', '.join(_SHARED[:4])}")
     columns = [torch.as_tensor(inputs[name]).flatten().long().cpu() for name in keys]
     parents, lengths = _nodes_of_segments(*columns) if keys is _SEGMENTS else (x.tolist() for x in columns)
     num_tokens = sum(lengths)

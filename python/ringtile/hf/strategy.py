@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile.config import Config
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.first_batch.trace import Call, Trace
 from ringtile.hf import adapters, checks, data, model, recurrent
 from ringtile.hf.attention import attends_whole
@@ -40,7 +40,7 @@ from ringtile.hf.shared_rows import key_of_tree, share, unfold
 class Strategy(abc.ABC):
     """The group of one Trainer, and the functions that stand in for its methods. Every rank of the world builds it.
 
-    Raises Refused, ConfigError.
+    Raises RefusedError, ConfigError.
     """
 
     makes_batches = False  # whether the Trainer makes the batches of its loss itself, of what its data loader gives
@@ -68,7 +68,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Raises Refused when the loss would differ from that of one process. Runs before anything is changed."""
+        """Raises RefusedError when the loss would differ from that of one process. Runs before anything is changed."""
 
     @property
     @abc.abstractmethod
@@ -120,7 +120,7 @@ class Strategy(abc.ABC):
 
         While the first batch is proved whole, the batch itself, and None if transformers' own code keeps its documents
         apart; else ringtile does so, on one rank.
-        Raises RingMismatch when the ranks of the group hold different batches, and whatever `shard_batch` raises.
+        Raises RingMismatchError when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
         on_host = self.group.check_same_batch(inputs)
         is_tree = key_of_tree(inputs) is not None
@@ -201,23 +201,23 @@ class Strategy(abc.ABC):
         return self.packing.kept_apart({**inputs, "use_cache": False})
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
-        """Raises Refused unless every layer mixed its tokens through ringtile and the loss got the shifted labels."""
+        """RefusedError: a layer did not mix its tokens through ringtile, or the loss did not get the shifted labels."""
         name, config = type(self.base).__name__, self.base.config.get_text_config()
         if self.trace is not None:  # the proof shows whether layers that call neither are right
             self.calls = batch.attention_calls, batch.recurrent_calls
         attending, recurrent_layers = self.calls or num_layers(config)
         if not _once_per_layer(batch.attention_calls, attending):
-            raise Refused(
+            raise RefusedError(
                 f"{name} has {attending} layers but called ringtile's attention {batch.attention_calls} times in a "
                 f"forward pass; expected once per layer: the other layers would attend within a shard only"
             )
         if not _once_per_layer(batch.recurrent_calls, recurrent_layers):
-            raise Refused(
+            raise RefusedError(
                 f"{name} has {recurrent_layers} recurrent layers, of which {batch.recurrent_calls} mixed their tokens "
                 f"through ringtile in a forward pass; expected all: the others would see a shard only"
             )
         if watches_loss and batch.loss_calls == 0:
-            raise Refused(
+            raise RefusedError(
                 f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
                 f"shift the labels again, within each shard. Give the Trainer a compute_loss_func, which gets "
                 f"the logits and labels of full sequences"

@@ -54,7 +54,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     config: a Config, a mapping of its keys, or the path of a YAML file. Without context_parallel_size, the size comes
     from accelerate's ParallelismConfig(cp_size=...). Returns the record of everything replaced; enabling again with
     the same config changes nothing.
-    Raises ConfigError (also for a second, different config), Refused for what would not be exact, InputError.
+    Raises ConfigError (also for a second, different config), RefusedError for what would not be exact, InputError.
     """
     if not isinstance(trainer, Trainer):
         raise InputError(f"trainer is a {type(trainer).__name__}; expected a transformers.Trainer")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active_batch
 from ringtile.hf.group import ContextParallelGroup
@@ -101,7 +101,7 @@ class UnshardedOutputs:
         activate(None)
         name = type(module).__name__
         if not isinstance(outputs, dict):
-            raise Refused(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")
+            raise RefusedError(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")
         fused = bool(kwargs.get(_FUSED))
         self._check_forward(batch, not fused and outputs.get("loss") is not None)
         for key, value in list(outputs.items()):
@@ -122,16 +122,16 @@ def has_score(base: PreTrainedModel) -> bool:
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name. Raises Refused for more positional arguments than forward() names."""
+    """The arguments by name. Raises RefusedError for more positional arguments than forward() names."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names):
-        raise Refused(f"{type(module).__name__} was called with positional arguments; expected model(**inputs)")
+        raise RefusedError(f"{type(module).__name__} was called with positional arguments; expected model(**inputs)")
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
-    """One output of the model, unsharded. Raises Refused for an output that is not known to be per token."""
+    """One output of the model, unsharded. Raises RefusedError for an output that is not known to be per token."""
     if value is None or name in ("aux_loss", "loss") or isinstance(value, TiledLogits):  # which refuse to be read
         return value  # a balancing loss is that of the whole sequence
     if name == "hidden_states" and isinstance(value, tuple):
@@ -144,7 +144,7 @@ def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
         return tuple(batch.unshard(layer.unflatten(0, (rows, -1))).flatten(0, 1) for layer in value)
     if name in _PER_TARGET and isinstance(value, Tensor):
         return batch.unshard(value)[:, :-1]  # the last token predicts nothing
-    raise Refused(
+    raise RefusedError(
         f"{model} returns {name}, which ringtile does not know how to unshard; expected only "
         f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}"
     )

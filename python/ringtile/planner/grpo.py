@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ringtile.errors import ConfigError, Refused
+from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.patches import Patches
 from ringtile.planner.live import Live
 
@@ -36,9 +36,9 @@ class Grpo:
 
 
 def check(engine: str) -> None:
-    """Refused: an engine whose weights TRL gathers. ConfigError: TRL is missing."""
+    """RefusedError: an engine whose weights TRL gathers. ConfigError: TRL is missing."""
     if engine == "zero3":
-        raise Refused(
+        raise RefusedError(
             "a GRPO step is not planned under zero3: TRL gathers all weights to generate, and how long DeepSpeed keeps "
             "those of a reference model was not measured; expected --engine ddp, fsdp2, zero1 or zero2"
         )
@@ -58,14 +58,14 @@ def compute_log_probs_as_on_gpu(patches: Patches) -> None:
 
     On a GPU it copies the rows that have a label, (T, E), and one kernel each turns a tile of logits, at most
     4096 x 32768, into sums, or into its gradient in place. On a CPU, torch operations hold several such tiles.
-    Refused: another version of TRL, which does not have these functions.
+    RefusedError: another version of TRL, which does not have these functions.
     """
     utils, kernels = (importlib.import_module(f"trl.{name}") for name in ("trainer.utils", "kernels.chunked_logprob"))
     function: Any = getattr(utils, "_ChunkedLogProbFunction", None)
     names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
     if function is None or not all(hasattr(kernels, name) for name in names):
         version = importlib.import_module("trl").__version__
-        raise Refused(f"a GRPO step is not planned with trl {version}; expected trl 1.16, whose tiles it knows")
+        raise RefusedError(f"a GRPO step is not planned with trl {version}; expected trl 1.16, whose tiles it knows")
     for name in names:
         patches.set(kernels, name, lambda *args, **kwargs: None)
 

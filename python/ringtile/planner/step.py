@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.config import Config
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.hf import checks, recurrent
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.layers import mask_of_layer
@@ -98,7 +98,7 @@ class StepMemory:
 class TrainingStep:
     """A model with its engine and ringtile's switches on fake tensors; a context, in which steps of any length run.
 
-    Raises Refused for what ringtile refuses to train, and for layers that the planner cannot run on fake tensors.
+    Raises RefusedError for what ringtile refuses to train, and for layers that the planner cannot run on fake tensors.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -313,12 +313,12 @@ class TrainingStep:
 
 @contextlib.contextmanager
 def _few_modules() -> Iterator[None]:
-    """Refused inside: a model of so many modules, each of which takes its time, that a plan would take hours."""
+    """RefusedError inside: a model of so many modules, each of which takes its time, that a plan would take hours."""
     count = itertools.count(1)
 
     def look(*unused: object) -> None:
         if next(count) > _MAX_MODULES:
-            raise Refused(
+            raise RefusedError(
                 f"the model has more than {_MAX_MODULES} modules, each of which the planner runs; expected fewer "
                 f"layers, or fewer experts that are modules of their own"
             )
@@ -331,10 +331,10 @@ def _few_modules() -> Iterator[None]:
 
 
 def check(model: PreTrainedModel, setup: Setup) -> None:
-    """Refused: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
+    """RefusedError: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
     name = type(model).__name__
     if recurrent.mixers(text_modules(model)):
-        raise Refused(
+        raise RefusedError(
             f"{name} has recurrent layers, which the planner does not know yet; expected a model of attention layers: "
             f"measure it with a short training, or plan one layer with --recurrent"
         )
@@ -348,7 +348,7 @@ def _switch_attention(model: PreTrainedModel) -> None:
     AttentionMaskInterface.register(_NAME, _mask)
     model.set_attn_implementation(_NAME)
     if model.config.get_text_config()._attn_implementation != _NAME:
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
             f"model that does: {INSTEAD}"
         )

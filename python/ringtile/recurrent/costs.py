@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ringtile import ops
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.recurrent.documents import Forest, message_bytes
 from ringtile.sequence.layout import Layout
 
@@ -88,7 +88,7 @@ def shares_in_time(num_head_groups: int, world_size: int) -> list[Share]:
 
 
 def cost(scheme: str, forest: Forest, layout: Layout, size: Size) -> Cost:
-    """Count the bytes of a scheme. Refused: it does not go with the layout, or there are too few heads."""
+    """Count the bytes of a scheme. RefusedError: it does not go with the layout, or there are too few heads."""
     ranks = range(layout.world_size)
     if scheme == "states":
         sent = message_bytes(forest, layout, size.state_bytes)
@@ -110,9 +110,9 @@ def cost(scheme: str, forest: Forest, layout: Layout, size: Size) -> Cost:
 
 
 def check_heads(num_head_groups: int, world_size: int) -> None:
-    """Raise Refused: there are fewer head groups than ranks."""
+    """Raise RefusedError: there are fewer head groups than ranks."""
     if num_head_groups < world_size:
-        raise Refused(
+        raise RefusedError(
             f"the scheme heads with {num_head_groups} heads, or groups of heads that share q and k (B and C), over "
             f"{world_size} ranks; expected as many as ranks or more: use the scheme states, or fewer ranks"
         )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -89,12 +89,12 @@ class Facts:
 
     @functools.cached_property
     def forest(self) -> Forest:
-        """Refused: the mask has more than causal documents, or trees."""
+        """RefusedError: the mask has more than causal documents, or trees."""
         return Forest.of(self.mask)
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """In the order of the sequence. Refused: a state cannot follow this layout."""
+        """In the order of the sequence. RefusedError: a state cannot follow this layout."""
         cuts = {cut.position: cut for cut in self._passes}
         pieces = []
         for rank, begin, local_begin, length in pieces_of(self.layout):
@@ -158,7 +158,7 @@ _facts: weakref.WeakKeyDictionary[ShardedSequence, Facts] = weakref.WeakKeyDicti
 
 
 def state_passes(forest: Forest, layout: Layout) -> tuple[StatePass, ...]:
-    """Return every cut that a state crosses, in the order of the sequence. Raises Refused."""
+    """Return every cut that a state crosses, in the order of the sequence. Raises RefusedError."""
     cuts = itertools.pairwise(pieces_of(layout))
     passes = (StatePass(begin, before[0], rank, forest.num_open(begin)) for before, (rank, begin, _, _) in cuts)
     return tuple(each for each in passes if each.num_states)
@@ -178,7 +178,7 @@ def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
     pieces: list[tuple[int, int, int, int]] = []
     for rank, begin, stride, local_begin, length in sorted(layout.tensor.tolist(), key=lambda run: run[1]):
         if stride != 1 and length > 1:
-            raise Refused(
+            raise RefusedError(
                 f"a recurrent layer over a layout where rank {rank} holds every {stride}th token; expected runs of "
                 "neighbouring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads, "
                 "which a convolution does not have"
@@ -211,7 +211,7 @@ class Forest:
 
     @classmethod
     def of(cls, mask: IntervalMask) -> Forest:
-        """Refused: the mask has more than causal documents, or trees."""
+        """RefusedError: the mask has more than causal documents, or trees."""
         return cls(_parents_of(mask))
 
     def open_at(self, position: int) -> list[list[int]]:
@@ -284,7 +284,7 @@ def _parents_of(mask: IntervalMask) -> Tensor:
     wrong = holds & ((end != positions + 1) | ~(starts | goes_on))
     if bool(wrong.any()):
         row, token = wrong.nonzero()[0].tolist()
-        raise Refused(
+        raise RefusedError(
             f"a recurrent layer under a mask whose token {token} (row {row}) attends "
             f"[{int(begin[row, token])}, {int(end[row, token])}); expected causal documents, where a token attends "
             "from the first token of its document to itself, or causal trees: a recurrence has no window, so pass the "
@@ -309,7 +309,7 @@ def _hang_branches(parents: Tensor, key_end: Tensor, row: int) -> None:
             path.pop()
         if path and subtree_end > path[-1][1]:
             (parent, parent_end), *_ = reversed(path)
-            raise Refused(
+            raise RefusedError(
                 f"a recurrent layer under a mask whose token {first} (row {row}) is attended up to token "
                 f"{subtree_end - 1}, but token {parent}, which it goes on from, up to token {parent_end - 1}; expected "
                 "a tree, where a branch ends where the one that it hangs from does, or before"

@@ -84,7 +84,7 @@ def causal_conv1d(
     `context_parallel` its own, if none is given. Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
     float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
 
-    Raises InputError, Refused (another mask or layout), RingMismatch, PeerLost.
+    Raises InputError, RefusedError (another mask or layout), RingMismatchError, PeerLostError.
     """
     op, tensors = "causal_conv1d", {"x": x, "weight": weight, "bias": bias}
     with _checking(op, tensors, (sequence, mask, layout, group)) as documents:

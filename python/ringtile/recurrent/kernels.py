@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops, self_test
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 from ringtile.recurrent import self_test as recurrent_self_test
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def why_not_kernel(name: str, dtype: torch.dtype) -> str:
 
 
 def _check_kernel(name: str, x: Tensor) -> None:
-    """Raise Refused where a kernel for tensors such as x is wrong."""
+    """Raise RefusedError where a kernel for tensors such as x is wrong."""
     if torch.compiler.is_compiling() or x.device.type == "meta":
         return
     if reason := why_not_kernel(name, x.dtype):
-        raise Refused(
+        raise RefusedError(
             f"ringtile's {KERNELS[name]} kernel cannot be used for {x.dtype}: it {reason}; try "
             "RINGTILE_CPU_ISA=generic, and report this with the output of: ringtile doctor"
         )

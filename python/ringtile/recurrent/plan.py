@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ringtile import ops
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.recurrent.costs import SCHEMES, Cost, Size, cost, groups_of_channels, size_of
 from ringtile.recurrent.documents import Facts
 from ringtile.recurrent.kernels import MAX_WIDTH
@@ -37,7 +37,7 @@ class SchemeCost(NamedTuple):
 def scheme_costs(
     kind: str, numbers: Sequence[int], mask: IntervalMask, layout: Layout, dtype: torch.dtype, batch: int
 ) -> list[SchemeCost]:
-    """Return the bytes of a layer of one of KINDS in each scheme. Raises InputError; Refused: not with this mask."""
+    """Return the bytes of a layer of one of KINDS in each scheme. InputError; RefusedError: not with this mask."""
     names = KINDS.get(kind, ())
     if not names or len(numbers) != len(names) or not all(1 <= n < 2**31 for n in (*numbers, batch)):
         raise InputError(
@@ -66,7 +66,7 @@ def scheme_costs(
         refused, sent = "", Cost((0,), (0,))
         try:
             sent = cost(scheme, forest, layout, size)
-        except Refused as error:
+        except RefusedError as error:
             refused = str(error)
         costs.append(
             SchemeCost(

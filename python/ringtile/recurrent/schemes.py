@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, Refused, shown
+from ringtile.errors import InputError, RefusedError, shown
 from ringtile.recurrent import heads, state_passing
 from ringtile.recurrent.costs import SCHEMES, check_heads
 from ringtile.recurrent.recurrence import Recurrence
@@ -19,7 +19,7 @@ from ringtile.transport.measure import measure
 def decide(recurrence: Recurrence, scheme: str | None) -> str:
     """Return "states", "heads", or "auto" where time decides. None: what goes with the sequence's scheme of attention.
 
-    By what is the same on all ranks. Raises InputError, and Refused where the scheme cannot compute this.
+    By what is the same on all ranks. Raises InputError, and RefusedError where the scheme cannot compute this.
     """
     sequence, num_groups = recurrence.documents.sequence, recurrence.num_head_groups
     if scheme is None and sequence.scheme != "auto":
@@ -41,7 +41,7 @@ def _of_auto(recurrence: Recurrence) -> str:
     documents = recurrence.documents
     try:
         _ = documents.pieces
-    except Refused:
+    except RefusedError:
         return "heads"
     enough_heads = 1 < documents.sequence.world_size <= recurrence.num_head_groups
     return "auto" if enough_heads and documents.facts.states_travel else "states"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -30,7 +30,7 @@ class DeviceMask:
     def __init__(self, device: torch.device, *tensors: Tensor) -> None:
         self._device = device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise Refused(
+            raise RefusedError(
                 f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph "
                 f"is captured; make the same call once before the capture"
             )

@@ -227,7 +227,7 @@ class Layout:
         """The tokens of `rank`: any dtype, any shape with size S in `dim` -> the same with size N. Differentiable.
 
         x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
-        raises RingMismatch. Raises InputError when x has not S tokens in `dim`.
+        raises RingMismatchError. Raises InputError when x has not S tokens in `dim`.
         """
         dim = arguments.check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
@@ -241,7 +241,7 @@ class Layout:
 
         Every rank of the group calls it, and the backward of it. A rank's gradient is the sum of what all ranks
         have for its tokens, added in rank order. Any dtype, any dim; group None is one rank.
-        Raises InputError when local has not N tokens in `dim` or W is not the group's; RingMismatch, PeerLost.
+        InputError: local has not N tokens in `dim`, or W is not the group's. RingMismatchError, PeerLostError.
         """
         return all_gather_seq(local, self.tensor, dim, self.seq_len, group)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, ops
-from ringtile.errors import InputError, MaskNotExpressible
+from ringtile.errors import InputError, MaskNotExpressibleError
 from ringtile.sequence import slices, tree
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
@@ -303,7 +303,7 @@ class IntervalMask:
         q_ranges, k_ranges: (n, 2) integers, [begin, end) of the queries and keys of each slice; mask_types: (n). Query
         begin + i of m attends key begin + j of n by type 0 (full) always; 1 (causal, bottom-right aligned) if
         j - n <= i - m; 2 (inverse causal, top-left aligned) if j >= i; 3 (bidirectional causal) if both.
-        InputError: a pair is in two slices. MaskNotExpressible as for `from_bool`. Makes no matrix.
+        InputError: a pair is in two slices. MaskNotExpressibleError as for `from_bool`. Makes no matrix.
         """
         seq_len = arguments.check_int("seq_len", seq_len)
         _check_seq_len(seq_len)
@@ -332,7 +332,7 @@ class IntervalMask:
         """attention_mask (B, S): 0 padding, else a token; distinct numbers are distinct documents.
 
         Padding, wherever it stands, attends nothing and is attended by nothing. A document with a hole raises
-        MaskNotExpressible.
+        MaskNotExpressibleError.
         """
         _check_integers("attention_mask", attention_mask, 2)
         document = attention_mask.cpu().long()
@@ -360,7 +360,7 @@ class IntervalMask:
     def from_bool(cls, attend: Tensor) -> IntervalMask:
         """attend (S, S), (B, S, S) or (B, 1, S, S) bool, [query, key], True = attend. Costs what such a mask costs.
 
-        Raises MaskNotExpressible, naming the first query that would attend a key between those that it attends, from
+        MaskNotExpressibleError names the first query that would attend a key between those that it attends, from
         between the queries that attend it.
         """
         arguments.check_tensor("attend", attend)
@@ -455,10 +455,10 @@ def _intervals(attends: Tensor) -> tuple[int, str]:
     return len(pieces), shown + (", ..." if len(pieces) > _SHOWN_INTERVALS else "")
 
 
-def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressible:
+def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressibleError:
     """keys bool (S,): what that query would attend."""
     num, shown = _intervals(keys)
-    return MaskNotExpressible(
+    return MaskNotExpressibleError(
         f"row {row}, query {query} needs the keys {shown}: {num} intervals; expected one interval for "
         "every query. Pack tokens so that a document has no hole, or run this model without ringtile's attention"
     )
@@ -466,7 +466,7 @@ def _not_expressible(row: int, query: int, keys: Tensor) -> MaskNotExpressible:
 
 def _not_two_intervals(
     row: int, query: int, mask: IntervalMask, attends: Callable[[int, int], Tensor]
-) -> MaskNotExpressible:
+) -> MaskNotExpressibleError:
     """mask: what lies between; attends as in `_of_hulls`. Some key that the query must not attend is in the mask."""
     positions = torch.arange(mask.seq_len, device="cpu")
     between = (mask.begin[row, query] <= positions) & (positions < mask.end[row, query])
@@ -474,7 +474,7 @@ def _not_two_intervals(
         between &= (mask.key_begin[row] <= query) & (query < mask.key_end[row])
     key = int((between & ~attends(0, query)).nonzero()[0])
     (num_keys, keys), (num_queries, queries) = _intervals(attends(0, query)), _intervals(attends(1, key))
-    return MaskNotExpressible(
+    return MaskNotExpressibleError(
         f"row {row}, query {query} needs the keys {keys}: {num_keys} intervals; and key {key}, which is between them, "
         f"is needed by the queries {queries}: {num_queries} intervals. Expected one interval for either. Change the "
         "order of the tokens, or run this model without ringtile's attention"

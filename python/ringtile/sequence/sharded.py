@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.scheme import Scheme, Share, shares_of
 from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.fingerprint import found_on
@@ -118,7 +118,7 @@ class ShardedSequence:
         """This rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`.
 
         The first tensor, such as the token ids, tells this batch from others of equal shape: attention raises
-        RingMismatch where ranks work on different ones.
+        RingMismatchError where ranks work on different ones.
         """
         local = self.layout.shard(x, dim, self.rank)
         if not self._data:
@@ -144,8 +144,8 @@ class ShardedSequence:
     def with_window(self, window: int | None, causal: bool = True) -> ShardedSequence:
         """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self.
 
-        With two sides the window is along each way of a tree, as where ways are rows (IntervalMask.last_keys). Refused:
-        such a window that is not causal.
+        With two sides the window is along each way of a tree, as where ways are rows (IntervalMask.last_keys).
+        RefusedError: such a window that is not causal.
         """
         if window is None:
             return self
@@ -155,7 +155,9 @@ class ShardedSequence:
             elif causal:
                 self._windows[window, causal] = self & self.causal.mask.last_keys(window)
             else:
-                raise Refused("a window in both directions on a mask with two sides, as a tree's is; expected causal")
+                raise RefusedError(
+                    "a window in both directions on a mask with two sides, as a tree's is; expected causal"
+                )
         return self._windows[window, causal]
 
     @functools.cached_property
@@ -205,7 +207,7 @@ class ShardedSequence:
     def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """begin and end of the queries that this rank works on, int32 (B or 1, their number), copied to a GPU once.
 
-        Refused: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
+        RefusedError: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
         tensors = self._tensors_on(device)
         return tensors[0], tensors[1]

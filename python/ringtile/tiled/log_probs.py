@@ -52,7 +52,7 @@ def tiled_log_probs(
     log_probs are the same bits with gradients and without, and with entropies and without. So exp(new - old) is exactly
     1 for weights that have not changed, if both calls have the same tokens, labels and tiles.
 
-    InputError: a temperature that is not above 0, and what `tiled_linear_cross_entropy` raises. RingMismatch as there.
+    InputError: a temperature that is not above 0. Raises what `tiled_linear_cross_entropy` raises.
     """
     group = group_of(weight, group)
     with transport_of(group).propagate_errors("the tiled loss"):

@@ -89,7 +89,7 @@ def tiled_linear_cross_entropy(
     classes; see vocab_parallel.py.
 
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
-    RingMismatch: the ranks of the group were given different hidden sizes, labels or options.
+    RingMismatchError: the ranks of the group were given different hidden sizes, labels or options.
     """
     return tiled_outputs(
         Job,

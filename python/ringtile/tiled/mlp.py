@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ringtile import arguments, derivatives
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.tiled.glu import GluTiles, find_glu
 from ringtile.tiled.tiles import check_tile_tokens, on_tile, tiles
 from ringtile.tiled.weight_grad import WeightGradSums, round_grad_sums
@@ -47,7 +47,7 @@ def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_origin
     recomputing it in the backward: Liu & Abbeel, arXiv:2305.19370; Chen et al., arXiv:1604.06174.
 
     InputError: x has no token dim or a dtype other than the weights', or tile_tokens is below 1.
-    Refused: a part of the module mixes tokens or is sharded on its own, or an output is not one row per token.
+    RefusedError: a part of the module mixes tokens or is sharded on its own, or an output is not one row per token.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"module is a {type(module).__name__}; expected a torch.nn.Module: wrap a function in one")
@@ -237,7 +237,7 @@ _SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by na
 
 
 def check_parts(module: nn.Module) -> None:
-    """Refused, naming the part, if tiling would change the module's outputs or lose gradients."""
+    """RefusedError, naming the part, if tiling would change the module's outputs or lose gradients."""
     for name, part in module.named_modules():
         kernel_size = part.kernel_size if isinstance(part, nn.modules.conv._ConvNd) else ()
         if isinstance(part, nn.modules.batchnorm._BatchNorm) or any(size != 1 for size in kernel_size):
@@ -254,7 +254,7 @@ def check_parts(module: nn.Module) -> None:
             )
         else:
             continue
-        raise Refused(f"tiled MLP: {name or 'the module'} {problem}")
+        raise RefusedError(f"tiled MLP: {name or 'the module'} {problem}")
 
 
 def _engine_of(part: nn.Module) -> str | None:
@@ -300,13 +300,15 @@ def _rows(result: Any, x_tile: Tensor) -> list[Tensor | None]:
         if out is None:
             rows.append(None)
         elif not isinstance(out, Tensor):
-            raise Refused(f"tiled MLP: output {index} is a {type(out).__name__}, expected a tensor, or a tuple of them")
+            raise RefusedError(
+                f"tiled MLP: output {index} is a {type(out).__name__}, expected a tensor, or a tuple of them"
+            )
         elif out.shape[: x_tile.dim() - 1] == x_tile.shape[:-1]:
             rows.append(out.flatten(0, x_tile.dim() - 2))
         elif out.dim() > 0 and out.size(0) == num_tokens:
             rows.append(out)
         else:
-            raise Refused(
+            raise RefusedError(
                 f"tiled MLP: output {index} has shape {tuple(out.shape)} for a tile of {num_tokens} tokens, expected "
                 f"{tuple(x_tile.shape[:-1])} or ({num_tokens},) as its leading dims; a sum over tokens cannot be tiled"
             )

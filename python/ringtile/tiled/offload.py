@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 
 ON_DEVICE = 2  # layer inputs on the device at a time: one in use, one being copied
 
@@ -116,14 +116,14 @@ class _Saved:
         return tensor
 
     def leave_device(self) -> None:
-        """Releases the device memory once the copy in flight is done. Refused: the tensor was modified meanwhile."""
+        """Releases the device memory after the copy in flight. RefusedError: the tensor was modified meanwhile."""
         if self.on_device is None:
             return
         self.transfer.wait(self.ticket)
         modified = self.on_device._version != self.version
         shape, self.on_device = tuple(self.on_device.shape), None
         if modified:
-            raise Refused(
+            raise RefusedError(
                 f"activation_offload: a checkpointed hidden state {shape} was modified in place after its layer "
                 "started; expected it to stay unmodified: write x = x + y instead of x += y"
             )

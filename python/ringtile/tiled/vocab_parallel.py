@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, RingMismatch
+from ringtile.errors import InputError, RingMismatchError
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 from ringtile.transport.messages import all_gather
@@ -54,7 +54,7 @@ class VocabParallel:
     ) -> VocabParallel:
         """Exchanges the shard sizes; classes are numbered in rank order.
 
-        facts: what must be equal on all ranks, by name. RingMismatch: it is not.
+        facts: what must be equal on all ranks, by name. RingMismatchError: it is not.
         """
         with _call(transport, "the tiled loss", facts, device):
             mine = torch.tensor([num_local_classes], device=device)
@@ -146,8 +146,8 @@ def _call(transport: Transport, op: str, facts: Mapping[str, HeaderValue], devic
     try:
         with transport.agree(op, facts, device):
             yield
-    except RingMismatch as error:
-        raise RingMismatch(
+    except RingMismatchError as error:
+        raise RingMismatchError(
             f"vocabulary-parallel loss: {error}, labels and options, and on each its own shard of the classes. If "
             f"FSDP2 has sharded the weight over data-parallel ranks, gather it first: module.unshard()"
         ) from None

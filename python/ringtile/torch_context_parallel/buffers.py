@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import shard_block_mask
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, layout_to_unshard, remember_layout
@@ -55,7 +55,7 @@ def context_parallel_shard(
     entries in seq_dims are ignored. load_balancer: the layout, by name or as a `Layout` ("zigzag" is head-tail;
     `Layout.per_document`, `Layout.balanced`), or one of PyTorch's load balancers with one order for all batch rows;
     None is contiguous. Each rank remembers the layout for `ContextParallel` modules over the same group.
-    Differentiable. Raises InputError, LayoutError; Refused for a balancer with an order per batch row.
+    Differentiable. Raises InputError, LayoutError; RefusedError for a balancer with an order per batch row.
     """
     group = group_of(mesh)
     transport = transport_of(group)
@@ -80,7 +80,7 @@ def context_parallel_unshard(
     load_balancer: as there; None is the layout of the `context_parallel` block around the call, or the one that
     `context_parallel_shard`, or else an ended `context_parallel`, last used to leave this rank as many tokens; by name
     the ranks tell each other how many they hold. Every rank of the group calls it.
-    Raises InputError, LayoutError, RingMismatch, PeerLost.
+    Raises InputError, LayoutError, RingMismatchError, PeerLostError.
     """
     group = group_of(mesh)
     transport = transport_of(group)
@@ -165,7 +165,7 @@ def _of_order(indices: Tensor, world_size: int) -> Layout:
     """The layout that gives every rank an equal chunk of the reordered sequence; indices (1 or B, S)."""
     order = indices.cpu().long()
     if bool((order != order[:1]).any()):
-        raise Refused(
+        raise RefusedError(
             "a load balancer with an order of its own for every batch row; a Layout is for all rows: use "
             "Layout.balanced(mask, world_size), which balances the work of all rows together"
         )

@@ -42,7 +42,7 @@ def check(
 
     A cut of some 512 tokens is computed whole, whole with other rounding, and sharded. Nothing changes: no weight, no
     gradient, no buffer, no generator of random numbers. Returns how far the runs were apart.
-    Raises Refused, naming the first module or gradient that differs; InputError; what `context_parallel` raises.
+    Raises RefusedError, naming the first module or gradient that differs; InputError; what `context_parallel` raises.
     """
     if reduction not in ("mean", "sum"):
         raise InputError(f"reduction is {reduction!r}; expected 'mean' or 'sum'")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.random_states import drawn_since, random_states
 from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
@@ -55,7 +55,7 @@ def context_parallel(
     threads, each with a group of its own. A group of one rank leaves attention to PyTorch unless there is a mask.
     ringtile's recurrences inside that are given no sequence run over the block's, under the causal part of its mask.
 
-    Raises InputError before any buffer is sharded; LayoutError when the sequence is too short. Refused inside for
+    Raises InputError before any buffer is sharded; LayoutError when the sequence is too short. RefusedError inside for
     attention that the ring cannot serve or see (docs/guide/pytorch.md), and at the end if random numbers were drawn.
     """
     group = group_of(mesh)
@@ -118,7 +118,7 @@ def _in_force(
 ) -> Iterator[None]:
     """Inside, attention runs over the scope, and the sequence, or the layout of that name, holds for ContextParallel.
 
-    Refused when the block ends, if random numbers were drawn: no shard draws what the whole sequence would.
+    RefusedError when the block ends, if random numbers were drawn: no shard draws what the whole sequence would.
     """
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ def _in_force(
     transport = transport_of(group)
     if drawn and transport.world_size > 1:
         with transport.propagate_errors("context_parallel"):
-            raise Refused(
+            raise RefusedError(
                 f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside "
                 "context_parallel: dropout, noise or sampling of local tokens is not what one process draws. Switch it "
                 "off, or draw before the block and pass the numbers as buffers"

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ringtile.errors import InputError, Refused, RingtileError
+from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -185,7 +185,7 @@ def flex_attention(
     A mask of one interval per query, without a score_mod, then runs as a ring, forward and backward, also on the CPU.
     Any other mask, and any score_mod, gathers key and value (`Layout.unshard`) and calls PyTorch's function, which has
     no backward on the CPU. Without such a block_mask this is PyTorch's function. score_mod takes global positions.
-    Raises Refused (max_scores in the ring), InputError.
+    Raises RefusedError (max_scores in the ring), InputError.
     """
     call = FlexCall(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux)
     if has_torch_function(call[:3]):
@@ -205,7 +205,9 @@ def flex_in_ring(scope: AttentionScope, call: FlexCall) -> Any:
     """`flex_attention` over the scope's sequence; score_mod and block_mask do not count."""
     check_call(scope, call)
     if call.return_aux is not None and call.return_aux.max_scores:
-        raise scope.told(Refused("return_aux.max_scores: the ring keeps no maximum of the scores; ask for lse"), _OP)
+        raise scope.told(
+            RefusedError("return_aux.max_scores: the ring keeps no maximum of the scores; ask for lse"), _OP
+        )
     out, lse = scope.attend(call.query, call.key, call.value, scale=call.scale, return_lse=True)
     if call.return_aux is not None:
         return out, AuxOutput(lse=lse if call.return_aux.lse else None, max_scores=None)
@@ -276,7 +278,7 @@ def flex_in_mode(scope: AttentionScope, call: FlexCall) -> Any:
     if call.block_mask is not None and not isinstance(call.block_mask, BlockMask):
         raise scope.told(InputError(f"block_mask is a {type(call.block_mask).__name__}; expected a BlockMask"), _OP)
     if call.block_mask is not None and scope.is_masked:
-        raise scope.told(Refused("a block_mask inside context_parallel(mask=...); give one of them"), _OP)
+        raise scope.told(RefusedError("a block_mask inside context_parallel(mask=...); give one of them"), _OP)
     if not hasattr(call.block_mask, "ringtile_origin"):
         sequence = scope.sequence or sequence_in_force(scope.group, scope.layout_name, call.query.size(2))
         try:
@@ -324,7 +326,7 @@ def flex_hop_in_ring(
     PyTorch's function checks a BlockMask against the local lengths first, so a global one never reaches this.
     """
     if score_mod is not flex._identity or block_mask[-1] is not noop_mask or kernel_options.get("OUTPUT_MAX"):
-        raise Refused(  # not told to the other ranks: dynamo is tracing
+        raise RefusedError(  # not told to the other ranks: dynamo is tracing
             "torch's flex_attention with a score_mod, a block_mask or max_scores on a sharded sequence; call "
             "ringtile.flex_attention, which has the same arguments"
         )

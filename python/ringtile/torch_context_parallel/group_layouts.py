@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.errors import InputError, Refused, RingtileError
+from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -250,12 +250,12 @@ def _(like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: st
 
 
 def _check_ring(group: Group, what: str, op: str) -> None:
-    """Refused: the block around has another scheme, but this is a ring whatever the block says."""
+    """RefusedError: the block around has another scheme, but this is a ring whatever the block says."""
     transport = transport_of(group)
     overrides = _memory(transport).overrides
     scheme = overrides[-1].scheme if overrides and isinstance(overrides[-1], ShardedSequence) else "ring"
     if scheme != "ring":
-        error = Refused(
+        error = RefusedError(
             f"{what} runs as a ring, but the context_parallel block around it has the scheme {scheme}; expected ring"
         )
         transport.fail(op, error)
@@ -263,8 +263,10 @@ def _check_ring(group: Group, what: str, op: str) -> None:
 
 
 def check_layout(group: Group, layout: Layout) -> None:
-    """InputError: the group's tokens were sharded in another layout than this one of a BlockMask. Refused: the block
-    around has another scheme than the ring."""
+    """InputError: the group's tokens were sharded in another layout than this one of a BlockMask.
+
+    RefusedError: the block around has another scheme than the ring.
+    """
     _check_ring(group, "flex_attention of local tokens", "flex_attention")
     transport = transport_of(group)
     memory = _memory(transport)

@@ -16,7 +16,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as flex_attent
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.recurrent.functions import PUBLIC
 from ringtile.torch_context_parallel.flex import FlexCall, flex_attention, flex_hop_in_ring, flex_in_mode
 from ringtile.torch_context_parallel.noticing import Noticing, ShardedBuffer, caller_of
@@ -73,7 +73,7 @@ class RingMode(TorchFunctionMode):
                 self._before_attention()
             return flex_in_mode(self.scope, FlexCall(*args, **kwargs))
         if func is multi_head_attention_forward:
-            error = Refused(
+            error = RefusedError(
                 "multi_head_attention_forward (nn.MultiheadAttention) hides its attention from the ring; project q, k, "
                 "v in the model and call scaled_dot_product_attention"
             )
@@ -99,17 +99,17 @@ class RingMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def refusals_on_the_surface() -> Iterator[None]:
-    """Raises the Refused or InputError that dynamo met while it traced a call inside, instead of dynamo's own error."""
+    """Raises the RefusedError or InputError that dynamo met in tracing a call inside, instead of dynamo's own error."""
     try:
         yield
     except torch._dynamo.exc.Unsupported as error:
-        match = re.search(r"raised exception (Refused|InputError)\((.*)\)$", str(error), re.MULTILINE)
+        match = re.search(r"raised exception (RefusedError|InputError)\((.*)\)$", str(error), re.MULTILINE)
         if match is None:
             raise
         kind, text = match.groups()
         with contextlib.suppress(ValueError, SyntaxError):
             text = ast.literal_eval(text)
-        raise {"Refused": Refused, "InputError": InputError}[kind](text) from error
+        raise {"RefusedError": RefusedError, "InputError": InputError}[kind](text) from error
 
 
 def run_in_mode(mode: TorchFunctionMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

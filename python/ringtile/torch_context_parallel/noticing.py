@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringtile.errors import InputError, Refused
+from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.scope import AttentionScope
@@ -96,7 +96,7 @@ class Noticing:
         if dim is None or input.numel() not in self._scores or not self._is_of_tokens(input, dim):
             return
         raise self._told(
-            Refused(
+            RefusedError(
                 f"softmax of scores {tuple(input.shape)} between this rank's own tokens: attention written as matmul "
                 "and softmax (eager attention) hides from the ring; call scaled_dot_product_attention "
                 "(attn_implementation='sdpa' in transformers)"
@@ -106,7 +106,7 @@ class Noticing:
     def _check_kernel(self, name: str) -> None:
         if any(kernel in name for kernel in _KERNELS):
             raise self._told(
-                Refused(f"{name} attends this rank's tokens only; call nn.functional.scaled_dot_product_attention")
+                RefusedError(f"{name} attends this rank's tokens only; call nn.functional.scaled_dot_product_attention")
             )
 
     def _check_convolution(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
@@ -116,7 +116,7 @@ class Noticing:
             return
         if 0 <= num_tokens - sequence.layout.local_len(sequence.rank) <= 2 * (width - 1):
             raise self._told(
-                Refused(
+                RefusedError(
                     f"conv1d of width {width} along {num_tokens} tokens of this rank's, whose neighbours on other "
                     "ranks it would not see; call ringtile.causal_conv1d"
                 )
@@ -127,7 +127,9 @@ class Noticing:
     ) -> None:
         if p > 0 and training:
             raise self._told(
-                Refused(f"{name} with p {p}: ranks would not draw what one process draws; set its probability to 0")
+                RefusedError(
+                    f"{name} with p {p}: ranks would not draw what one process draws; set its probability to 0"
+                )
             )
 
     def check_window(self, caller: types.FrameType, local_len: int, is_causal: bool) -> None:
@@ -149,7 +151,7 @@ class Noticing:
             if self._windows[key]:
                 return
         raise self._told(
-            Refused(
+            RefusedError(
                 f"{caller.f_code.co_name} has a sliding window of {window} tokens, but passes no mask of it for the "
                 f"{seq_len} tokens of the sequence; give it to context_parallel(..., "
                 f"mask=IntervalMask.sliding_window({seq_len}, {window})), if all layers have it"
@@ -178,7 +180,7 @@ class Noticing:
             mask = scope.sequence.causal.mask if scope.is_masked and scope.sequence is not None else None
             if mask is None or not _keeps_apart(mask, documents):
                 raise self._told(
-                    Refused(
+                    RefusedError(
                         "position_ids of packed documents, which context_parallel must know of: pass it "
                         "mask=IntervalMask.from_position_ids(position_ids)"
                     )
@@ -194,7 +196,7 @@ class Noticing:
                 )
             )
 
-    def _told(self, error: Refused | InputError) -> Refused | InputError:
+    def _told(self, error: RefusedError | InputError) -> RefusedError | InputError:
         return self._scope.told(error)
 
 

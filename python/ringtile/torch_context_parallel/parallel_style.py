@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import _identity as identity
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ringtile.errors import InputError, Refused, shown
+from ringtile.errors import InputError, RefusedError, shown
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import (
     FlexCall,
@@ -127,7 +127,7 @@ def _run_flex(
         origin = getattr(arguments[name], "ringtile_origin", None)
         if origin is None or len(masks) > 1:
             raise scope.told(
-                Refused(
+                RefusedError(
                     f"{len(masks)} BlockMasks, or one of another sequence, under ContextParallel; expected one, made "
                     "by create_cp_block_mask or context_parallel_shard"
                 )
@@ -142,7 +142,7 @@ def _run_flex(
         return _call(RingMode(scope), forward, arguments)
     if not isinstance(key := arguments.get(named.get("key", "key")), Tensor) or "value" not in named:
         raise scope.told(
-            Refused(
+            RefusedError(
                 "a score_mod, or a mask of rows with gaps, for a module under ContextParallel whose forward takes no "
                 "query, key and value; call ringtile.flex_attention inside context_parallel instead"
             )
@@ -191,16 +191,16 @@ class GatheredMode(TorchFunctionMode):
             score_mod, mask_mod = args[3], args[4][-1]
             is_given = score_mod is (identity if self.score_mod is None else self.score_mod)
             if not is_given or mask_mod is not (noop_mask if self.block_mask is None else self.block_mask.mask_mod):
-                raise Refused(_NOT_GIVEN)
+                raise RefusedError(_NOT_GIVEN)
         elif func is scaled_dot_product_attention:
-            raise self.scope.told(Refused(f"scaled_dot_product_attention on gathered keys; {_NOT_GIVEN}"))
+            raise self.scope.told(RefusedError(f"scaled_dot_product_attention on gathered keys; {_NOT_GIVEN}"))
         return func(*args, **kwargs)
 
     def _flex_attention(self, call: FlexCall) -> Any:
         check_call(self.scope, call)
         self.scope.check_scale(call.scale)
         if call.block_mask is not self.block_mask or call.key.size(2) != self.origin.layout.seq_len:
-            raise self.scope.told(Refused(_NOT_GIVEN))
+            raise self.scope.told(RefusedError(_NOT_GIVEN))
         score_mod = call.score_mod
         if score_mod is not self.score_mod:
             score_mod = of_local_queries(self.origin, score_mod, call.key.device)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from ringtile.errors import Refused
+from ringtile.errors import RefusedError
 
 Enter = Callable[[], AbstractContextManager[Any]]
 
@@ -42,7 +42,7 @@ def recompute_in(modes: dict[int, Enter], frame: types.FrameType | None, of_modu
 
     modes: by the id of a function mode, outermost first, how to enter it. of_module: the function that enters a mode
     around a module, its local variable `mode`; if a checkpoint calls it, it does so in recomputing too.
-    Raises Refused where a checkpoint is not made as this code expects.
+    Raises RefusedError where a checkpoint is not made as this code expects.
     """
     modes = dict(modes)
     while frame is not None and modes:
@@ -60,7 +60,7 @@ def recompute_in(modes: dict[int, Enter], frame: types.FrameType | None, of_modu
 def _replace(checkpoint: Any, name: str, modes: dict[int, Enter]) -> None:
     function = getattr(checkpoint, name, None)
     if function is None:
-        raise Refused(
+        raise RefusedError(
             "torch.utils.checkpoint of this torch keeps its function elsewhere; run the backward inside "
             "context_parallel with use_reentrant=False in another torch, or without checkpoints"
         )

@@ -16,7 +16,7 @@ from ringtile.attn.attention import is_plain, ring_attention
 from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.derivatives import check_once
-from ringtile.errors import Refused, RingtileError
+from ringtile.errors import RefusedError, RingtileError
 from ringtile.ops import state_dtype
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
@@ -53,7 +53,9 @@ class AttentionScope:
         """Refuses a scale whose gradient would be lost."""
         if isinstance(scale, Tensor) and scale.requires_grad:
             raise self.told(
-                Refused("scale is a tensor that requires grad, and would get none; multiply query by it, and pass 1.0")
+                RefusedError(
+                    "scale is a tensor that requires grad, and would get none; multiply query by it, and pass 1.0"
+                )
             )
 
     def attend(

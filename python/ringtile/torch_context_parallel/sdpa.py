@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, Refused, RingtileError
+from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.scope import AttentionScope
@@ -29,11 +29,13 @@ def sdpa(
 
     query (B, H, N, D), key (B, G, N, D), value (B, G, N, Dv) hold local tokens -> (B, H, N, Dv). G is H without
     enable_gqa. attn_mask: bool, of the *global* sequence, (S, S), (B, S, S) or (B, 1, S, S), one interval per query.
-    Raises InputError, Refused (dropout; a float mask), MaskNotExpressible; RingMismatch on the other ranks.
+    InputError, RefusedError (dropout; a float mask), MaskNotExpressibleError; RingMismatchError on the other ranks.
     """
     try:
         if dropout_p > 0:
-            raise Refused(f"scaled_dot_product_attention got dropout_p {dropout_p}; the ring has no dropout: pass 0")
+            raise RefusedError(
+                f"scaled_dot_product_attention got dropout_p {dropout_p}; the ring has no dropout: pass 0"
+            )
         if not all(isinstance(x, Tensor) for x in (query, key, value)):
             raise InputError(
                 f"query, key, value are {', '.join(type(x).__name__ for x in (query, key, value))}; expected tensors"
@@ -63,11 +65,13 @@ def sdpa(
 def _masked(sequence: ShardedSequence | None, attn_mask: Tensor) -> ShardedSequence:
     """The sequence under its own mask and a dense one of all its tokens."""
     if attn_mask.dtype != torch.bool:
-        raise Refused(
+        raise RefusedError(
             f"attn_mask is {attn_mask.dtype}; the ring adds nothing to scores: pass a bool mask, or is_causal"
         )
     if sequence is None:
-        raise Refused("attn_mask under ContextParallel; give the mask to context_parallel(..., mask=...) around it")
+        raise RefusedError(
+            "attn_mask under ContextParallel; give the mask to context_parallel(..., mask=...) around it"
+        )
     seq_len = sequence.seq_len
     if attn_mask.shape[-2:] != (seq_len, seq_len):
         raise InputError(

@@ -16,8 +16,8 @@ agrees as soon as its other neighbours have said so of theirs; when all of them 
 
 A rank that finds a difference passes the header that differs on, instead of the word that its side agrees, and so does
 every rank that hears of it: whose header equals that of its neighbour gets one that differs from both. So each rank
-raises RingMismatch, and each edge carries as many headers as if all had agreed: none belongs to a later call. Ranks
-agree on terms together, so terms that are new to one rank are new to all.
+raises RingMismatchError, and each edge carries as many headers as if all had agreed: none belongs to a later call.
+Ranks agree on terms together, so terms that are new to one rank are new to all.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class AgreedTerms:
 # ---- headers ------------------------------------------------------------------------------------
 
 
-class Gone(RuntimeError):
+class PeerGoneError(RuntimeError):
     """A peer is lost. peer: its rank; reason: what is known."""
 
     def __init__(self, peer: int, reason: str) -> None:
@@ -175,7 +175,7 @@ class Headers:
         self._channel.send(text + _END.pack(rank, _DIFFERS), untold)
 
     def compare(self, *, wait: bool) -> Mismatch | None:
-        """Compare the headers of all calls so far: all of them, or what has arrived. Raises Gone."""
+        """Compare the headers of all calls so far: all of them, or what has arrived. Raises PeerGoneError."""
         overtime = False
         while self._open and self._mismatch is None:
             arrived, sent = self._read(), self._open[0]
@@ -189,12 +189,12 @@ class Headers:
                     break
                 try:
                     self._channel.wait(missing)
-                except Gone as gone:
+                except PeerGoneError as gone:
                     silent = [peer for peer in missing if peer not in sent.here]
                     if not silent and not overtime:
                         overtime = True  # they wait too, and will say for whom
                         continue
-                    raise Gone(min(silent or missing), gone.reason) from None
+                    raise PeerGoneError(min(silent or missing), gone.reason) from None
         return self._mismatch
 
     def _read(self) -> bool:

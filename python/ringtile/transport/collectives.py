@@ -28,8 +28,8 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     """The shards of all ranks in global order: size N in `dim` -> size S. Any dtype; differentiable.
 
     The gradient of a rank's shard is the sum over all ranks, added in rank order in at least float32.
-    Raises InputError when local has not N tokens in `dim` or the layout is for another number of ranks; RingMismatch,
-    PeerLost.
+    InputError: local has not N tokens in `dim`, or the layout is for another number of ranks. RingMismatchError,
+    PeerLostError.
     """
     if not torch.compiler.is_compiling():
         with propagate_errors(group, "unshard", local):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, Gone, HeaderValue, decode
+from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, HeaderValue, PeerGoneError, decode
 from ringtile.transport.sockets import SocketChannel
 
 MAX_NEIGHBOURS = 12
@@ -187,7 +187,7 @@ class SocketFailureDetector(FailureDetector):
 
     def _listen(self) -> None:
         while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
-            with contextlib.suppress(Gone):
+            with contextlib.suppress(PeerGoneError):
                 self._channel.wait(listening, 3600.0)
             for peer in listening:
                 if not self._closing:
@@ -199,7 +199,7 @@ class SocketFailureDetector(FailureDetector):
             while (header := self._channel.receive(peer)) is not None:
                 with contextlib.suppress(KeyError, ValueError):
                     self.hear(peer, Notice.of(decode(header)))
-        except Gone as gone:
+        except PeerGoneError as gone:
             self.hear_end(peer, gone.reason)
 
     def _send(self, notice: Notice) -> None:

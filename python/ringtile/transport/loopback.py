@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, PeerLost
+from ringtile.errors import InputError, PeerLostError
 from ringtile.transport.agreement import tree_neighbours
 from ringtile.transport.failures import FailureDetector, Notice
 from ringtile.transport.sockets import SocketChannel
@@ -187,8 +187,8 @@ class LoopbackWorld:
     def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
         """Calls function(group) on every rank, once per world, and returns the results by rank.
 
-        A rank that returns or raises leaves the ring: peers that still wait for it get PeerLost. When ranks raised,
-        the cause is raised here rather than the PeerLost it made elsewhere.
+        A rank that returns or raises leaves the ring: peers that still wait get PeerLostError. When ranks raised, the
+        cause is raised here rather than the PeerLostError it made elsewhere.
         """
         results: dict[int, Result] = {}
         errors: list[BaseException] = []
@@ -207,7 +207,7 @@ class LoopbackWorld:
         for thread in threads:
             thread.join()
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, PeerLost))
+            raise min(errors, key=lambda error: isinstance(error, PeerLostError))
         return [results[rank] for rank in range(len(self.groups))]
 
 

@@ -21,7 +21,7 @@ _hosts: weakref.WeakKeyDictionary[Transport, tuple[int, ...]] = weakref.WeakKeyD
 
 
 def hosts_of(transport: Transport) -> tuple[int, ...]:
-    """By rank, its host, numbered by the first rank on it. A collective the first time. RingMismatch, PeerLost."""
+    """By rank, its host, numbered by its first rank. Collective the first time. RingMismatchError, PeerLostError."""
     if transport not in _hosts:
         names = gathered(transport, "agree on hosts", host_id())
         _hosts[transport] = tuple(map(names.index, names))
@@ -29,7 +29,7 @@ def hosts_of(transport: Transport) -> tuple[int, ...]:
 
 
 def gathered(transport: Transport, op: str, mine: Any) -> list[Any]:
-    """Return what each rank says, by rank; at most a KiB of JSON. A collective. RingMismatch, PeerLost."""
+    """Return what each rank says, by rank; at most a KiB of JSON. A collective. RingMismatchError, PeerLostError."""
     if transport.world_size == 1:
         return [mine]
     own = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_MAX_BYTES)), dtype=torch.uint8)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ringtile.errors import InputError
 from ringtile.ops import _C
-from ringtile.transport.agreement import HEADER_BYTES, Gone, decode
+from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError, decode
 from ringtile.transport.sockets import close_all, to_close_in_child
 
 VARIABLE = "RINGTILE_SHARED_MEMORY"
@@ -53,9 +53,9 @@ class _SharedMessage:
         try:
             done = _C.shm_wait(self.handle, self.timeout_seconds)
         except TimeoutError:
-            raise Gone(self.peer, f"nothing came for {self.timeout_seconds:g} s") from None
+            raise PeerGoneError(self.peer, f"nothing came for {self.timeout_seconds:g} s") from None
         if not done:
-            raise Gone(self.peer, "it has closed the connection")
+            raise PeerGoneError(self.peer, "it has closed the connection")
 
 
 class SharedMemory:

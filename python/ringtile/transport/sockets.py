@@ -22,12 +22,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from ringtile.errors import RingMismatch
+from ringtile.errors import RingMismatchError
 from ringtile.transport.agreement import (
     HEADER_BYTES,
     HEADER_VERSION,
-    Gone,
     HeaderValue,
+    PeerGoneError,
     decode,
     describe_difference,
 )
@@ -55,7 +55,7 @@ class SocketChannel:
     def send(self, header: bytes, peers: Collection[int]) -> None:
         """Send HEADER_BYTES bytes to these peers, without waiting for their receives.
 
-        Raises Gone for one that is too far behind; one that has left is for `receive` to notice, after what it said.
+        PeerGoneError: one is too far behind. One that has left is for `receive` to notice, after what it said.
         """
         for peer in peers:
             self._send(header, peer)
@@ -74,7 +74,7 @@ class SocketChannel:
         except ConnectionError:
             return
         except OSError as error:
-            raise Gone(peer, _reason(error)) from None
+            raise PeerGoneError(peer, _reason(error)) from None
 
     def send_last(self, header: bytes) -> None:
         """Send it to every peer that can still be reached, at once or not at all."""
@@ -83,16 +83,16 @@ class SocketChannel:
                 connection.send(header)
 
     def receive(self, peer: int) -> bytes | None:
-        """Return the next header of a peer, if it has arrived. Raises Gone when the peer has closed and all is read."""
+        """Return the next header of a peer, if it has arrived. PeerGoneError: the peer has closed and all is read."""
         part = self._parts[peer]
         try:
             arrived = self._sockets[peer].recv(HEADER_BYTES - len(part))
         except BlockingIOError:
             return None
         except OSError as error:
-            raise Gone(peer, _reason(error)) from None
+            raise PeerGoneError(peer, _reason(error)) from None
         if not arrived:
-            raise Gone(peer, "it has closed the connection")
+            raise PeerGoneError(peer, "it has closed the connection")
         part += arrived
         complete = len(part) == HEADER_BYTES
         self._parts[peer] = b"" if complete else part
@@ -101,14 +101,14 @@ class SocketChannel:
     def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
         """Return when there is something to receive from one of these peers.
 
-        Raises Gone after the timeout; None: that of the group.
+        Raises PeerGoneError after the timeout; None: that of the group.
         """
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         poll = select.poll()
         for peer in peers:
             poll.register(self._sockets[peer], select.POLLIN)
         if not poll.poll(seconds * 1000):
-            raise Gone(min(peers), f"nothing came for {seconds:g} s")
+            raise PeerGoneError(min(peers), f"nothing came for {seconds:g} s")
 
     def shut_down(self) -> None:
         """End the connections, which another thread may be waiting for; `close` frees them."""
@@ -168,7 +168,7 @@ def connect(
 
     exchange: sends HEADER_BYTES bytes to all these ranks, or more, and returns theirs.
 
-    Raises Gone, and RingMismatch where a rank runs another version of ringtile.
+    Raises PeerGoneError, and RingMismatchError where a rank runs another version of ringtile.
     """
     deadline = time.monotonic() + timeout_seconds
     connected: list[dict[int, socket.socket]] = [{} for _ in wires]
@@ -199,7 +199,7 @@ def _exchange_addresses(
         fields: dict[str, Any] = decode(hello)
         if fields.get("version") != HEADER_VERSION:
             theirs = {"version": fields.get("version", "none")}
-            raise RingMismatch(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
+            raise RingMismatchError(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
         addresses[peer] = [_Address(str(host), int(port), str(token)) for host, port, token in fields["addresses"]]
     return addresses
 
@@ -236,7 +236,7 @@ def _connect(rank: int, peer: int, address: _Address, deadline: float) -> socket
         connection = socket.create_connection((address.host, address.port), max(0.1, deadline - time.monotonic()))
         connection.sendall(_INTRODUCTION.pack(rank, bytes.fromhex(address.token)))
     except OSError as error:
-        raise Gone(
+        raise PeerGoneError(
             peer,
             f"no connection to {address.host} port {address.port}: {_reason(error)}; GLOO_SOCKET_IFNAME names the "
             f"network interface that its host should use",
@@ -263,7 +263,7 @@ def _accept(listener: socket.socket, token: str, missing: set[int], deadline: fl
         while missing - set(accepted):
             now = time.monotonic()
             if now >= deadline:
-                raise Gone(min(missing - set(accepted)), "it did not connect")
+                raise PeerGoneError(min(missing - set(accepted)), "it did not connect")
             for key, _ in selector.select(min([deadline, *until.values()]) - now):
                 if key.fileobj is listener:
                     with contextlib.suppress(OSError):  # it has gone again

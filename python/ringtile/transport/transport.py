@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from ringtile.ending import end_soon_if_uncaught
-from ringtile.errors import InputError, PeerLost, Refused, RingMismatch, RingtileError, with_kind
+from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError, with_kind
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
     MAX_REASON,
     AgreedTerms,
-    Gone,
     Headers,
     HeaderValue,
+    PeerGoneError,
     Terms,
 )
 from ringtile.transport.failures import FailureDetector, Loss
@@ -62,7 +62,7 @@ class Exchange:
     what: str  # "round 2 of call 3 (ring_attention forward)"
 
     def wait(self) -> None:
-        """Returns when all of them have arrived. Raises PeerLost, RingMismatch. A profiler sees "ringtile::wait"."""
+        """Returns when all have arrived. Raises PeerLostError, RingMismatchError. A profiler sees "ringtile::wait"."""
         with _span("ringtile::wait"):
             self.transport.compare_headers()
             began = time.perf_counter()
@@ -131,9 +131,9 @@ class Transport(abc.ABC):
         device: where the payloads are. forward_call, data, step: as in `Terms.header`. See agreement.py for who waits
         for whom.
 
-        RingMismatch leaves the group usable, except on a GPU after terms that were agreed on, where NCCL's messages may
-        be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and refuses
-        later calls with PeerLost. Raises InputError in a forked process, and in a second thread, and what
+        RingMismatchError leaves the group usable, except on a GPU after terms that were agreed on, where messages of
+        NCCL may be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and
+        refuses later calls with PeerLostError. Raises InputError in a forked process, and in a second thread, and what
         `check_device` raises.
         """
         if self.world_size == 1:
@@ -150,14 +150,14 @@ class Transport(abc.ABC):
 
     @contextlib.contextmanager
     def _numbered(self, op: str) -> Iterator[None]:
-        """The next call of this group. Any error in it but RingMismatch breaks the group."""
+        """The next call of this group. Any error in it but RingMismatchError breaks the group."""
         with self._lock:
             self._raise_failure(op)
             self.num_calls += 1
             self._op = op
             try:
                 yield
-            except RingMismatch:
+            except RingMismatchError:
                 raise
             except BaseException as error:
                 self._failure = error
@@ -193,9 +193,9 @@ class Transport(abc.ABC):
     def _raise_failure(self, op: str) -> None:
         if self._failure is None:
             return
-        if isinstance(self._failure, RingMismatch):  # of a call whose payloads may still be under way
+        if isinstance(self._failure, RingMismatchError):  # of a call whose payloads may still be under way
             raise self._failure
-        raise PeerLost(
+        raise PeerLostError(
             f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
         ) from self._failure
 
@@ -228,7 +228,7 @@ class Transport(abc.ABC):
     def compare_headers(self, *, wait: bool = True) -> None:
         """Make sure, once, that all ranks make this call; without waiting, as far as headers have arrived.
 
-        Raises PeerLost, RingMismatch.
+        Raises PeerLostError, RingMismatchError.
         """
         if not self._behind or self._headers is None:
             return
@@ -239,7 +239,7 @@ class Transport(abc.ABC):
         self.wait_seconds += time.perf_counter() - began
         if mismatch is None:
             return
-        error = RingMismatch(mismatch.text)
+        error = RingMismatchError(mismatch.text)
         if mismatch.ran_ahead:
             self._failure = error
             self._headers.announce(mismatch)
@@ -253,7 +253,7 @@ class Transport(abc.ABC):
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Ends this rank's messages for good: a peer that waits for one gets PeerLost."""
+        """Ends this rank's messages for good: a peer that waits for one gets PeerLostError."""
         if self._headers is not None and self._detector is not None:
             self._detector.close()
             self._headers.close()
@@ -262,8 +262,8 @@ class Transport(abc.ABC):
     def fail(self, op: str, reason: Exception) -> None:
         """Tells the others, in place of the header of a call, why this rank does not make it, and waits for none.
 
-        Those that make a call raise RingMismatch with the reason; without it they would wait for this rank until it
-        ends. Ranks that refuse together go on together. An error is told once.
+        Those that make a call raise RingMismatchError with the reason; without it they would wait until this rank ends.
+        Ranks that refuse together go on together. An error is told once.
         """
         if self.world_size == 1 or os.getpid() != self._pid or _PROPAGATED in reason.__dict__:
             return
@@ -277,14 +277,14 @@ class Transport(abc.ABC):
         """Around what a call of op does before its first message: any error there is told to the others."""
         try:
             yield
-        except (RingMismatch, PeerLost):  # which the others have too
+        except (RingMismatchError, PeerLostError):  # which the others have too
             raise
         except Exception as error:
             self.fail(op, error)
             raise
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
-        """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLost.
+        """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLostError.
 
         Both sides must post messages between them in the same order. An empty tensor does not travel. `what` says
         in errors where this is, as in "round 2".
@@ -311,7 +311,7 @@ class Transport(abc.ABC):
         return Exchange(messages, [*sends.values(), *receives.values()], self, what)
 
     def check_device(self, device: torch.device) -> None:
-        """InputError: this group cannot carry tensors of that device. Refused: a CUDA graph would.
+        """InputError: this group cannot carry tensors of that device. RefusedError: a CUDA graph would.
 
         Ranks agree on the host, and a replay has no host: a rank that replays another graph than its peers, or calls
         while they replay, would take their payloads for its own.
@@ -319,7 +319,7 @@ class Transport(abc.ABC):
         if device.type != "cuda" or self.world_size == 1 or not torch.cuda.is_available():
             return
         if torch.cuda.is_current_stream_capturing():
-            raise Refused(
+            raise RefusedError(
                 f"a CUDA graph is being captured, and its replays could not check that all {self.world_size} ranks of "
                 f"the group make the same call; capture only what lies between calls that communicate, as "
                 f"torch.compile(mode='reduce-overhead') does"
@@ -337,20 +337,20 @@ class Transport(abc.ABC):
 
     @contextlib.contextmanager
     def naming(self, peers: tuple[int, ...], what: str) -> Iterator[None]:
-        """Turns the loss of a peer into a PeerLost that says whose ("rank 2") and when.
+        """Turns the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
 
-        peers: whose messages a RuntimeError in the body concerns; Gone says it itself.
+        peers: whose messages a RuntimeError in the body concerns; PeerGoneError says it itself.
         """
         try:
             yield
-        except Gone as gone:
+        except PeerGoneError as gone:
             raise self._lost([gone], what) from gone
         except RuntimeError as error:
             if isinstance(error, RingtileError) or not peers:
                 raise
-            raise self._lost([Gone(peer, reason_of(error)) for peer in peers], what) from error
+            raise self._lost([PeerGoneError(peer, reason_of(error)) for peer in peers], what) from error
 
-    def _lost(self, gone: list[Gone], what: str) -> PeerLost:
+    def _lost(self, gone: list[PeerGoneError], what: str) -> PeerLostError:
         """The error for peers that are gone, which blames the rank that was lost first."""
         suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
@@ -361,7 +361,7 @@ class Transport(abc.ABC):
             if found is not None:
                 self._detector.fail(found.reason, found.rank)
         who = f"rank {' or '.join(map(str, suspects)) if found is None else found.rank}"
-        error = PeerLost(
+        error = PeerLostError(
             f"{who} was lost in {what} of rank {self.rank}: {found.reason if found else reason}; see {who}'s log for "
             f"the cause"
         )
@@ -373,7 +373,7 @@ class Transport(abc.ABC):
     def _connect(self) -> tuple[SocketChannel, FailureDetector]:
         """The way of the headers to the neighbours in the tree, and of the news who is lost; in the first call of all.
 
-        Raises Gone, RingMismatch.
+        Raises PeerGoneError, RingMismatchError.
         """
 
     @abc.abstractmethod

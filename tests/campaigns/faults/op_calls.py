@@ -21,8 +21,8 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    Refused,
-    RingMismatch,
+    RefusedError,
+    RingMismatchError,
     RingtileError,
     ShardedSequence,
     ops,
@@ -190,7 +190,7 @@ def over_ranks(
         return sequence.unshard(ring_attention(**usual), 1), error  # the group is as good as before
 
     outs, errors = zip(*LoopbackWorld(world_size, timeout_seconds=20).run(on_rank), strict=True)
-    told = [isinstance(error, RingMismatch) for error in errors]
+    told = [isinstance(error, RingMismatchError) for error in errors]
     if any(error is not None for error in errors) and sum(told) < world_size - 1:
         return None, f"not every rank was told: {errors}"
     return outs[0], ""
@@ -280,7 +280,7 @@ def derivatives(draw: Draw) -> str:
     op, definition = ops_and_definitions[name]
     try:
         got = TRANSFORMS[how](op, x)
-    except Refused:
+    except RefusedError:
         promised = how == "gradient" or (how in ("vmap", "twice") and name in ("shard", "unshard"))
         if promised or (how, name) == ("vmap", "attention"):
             return f"{how} of {name} was refused"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pool import Pool, start_server
-from ringtile import IntervalMask, Layout, PeerLost, ShardedSequence, ring_attention
+from ringtile import IntervalMask, Layout, PeerLostError, ShardedSequence, ring_attention
 
 from faults.counts import Counts
 from faults.training_kills import SCHEMES
@@ -51,7 +51,7 @@ def run_until_lost(victim: int, number: int, after: float, when: str, scheme: st
     try:
         while True:
             communicate()
-    except PeerLost as error:
+    except PeerLostError as error:
         return error.rank, str(error), time.monotonic()
 
 

@@ -25,7 +25,7 @@ import hf_training  # noqa: F401  the server from which ranks are forked imports
 import torch
 import torch.distributed as dist
 from pool import Pool, start_server
-from ringtile.errors import CheckpointError, PeerLost
+from ringtile.errors import CheckpointError, PeerLostError
 from ringtile.hf.checkpoints import MANIFEST
 
 from faults.counts import Counts
@@ -124,7 +124,7 @@ def _try(place: Place, pool: Pool, expected: Outcome, folder: str, counts: Count
         counts.notes.append(f"{place}: was not killed: {outcomes[place.victim]!r}"[:500])
         return
     for rank, outcome in enumerate(outcomes):
-        if rank != place.victim and not (isinstance(outcome, PeerLost) and outcome.rank == place.victim):
+        if rank != place.victim and not (isinstance(outcome, PeerLostError) and outcome.rank == place.victim):
             counts.unnamed += 1
             counts.notes.append(f"{place}: rank {rank}: {outcome!r}"[:500])
             return

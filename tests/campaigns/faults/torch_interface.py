@@ -19,7 +19,7 @@ from ringtile import (
     IntervalMask,
     Layout,
     LoopbackWorld,
-    PeerLost,
+    PeerLostError,
     RingtileError,
     context_parallel,
     context_parallel_shard,
@@ -76,7 +76,7 @@ def _run(trial: Trial, number: int, counts: Counts) -> None:
     note = f"trial {number}, {trial.text}: "
     try:
         ranks = LoopbackWorld(2, TIMEOUT_SECONDS).run(trial.on_rank)
-    except PeerLost as error:
+    except PeerLostError as error:
         if "nothing came" in str(error):
             counts.hangs += 1
             counts.notes.append(f"{note}hung: {error}")

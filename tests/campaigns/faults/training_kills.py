@@ -145,7 +145,8 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
         counts.notes.append(f"{trial}: ranks {sorted(running.values())} hung")
         return []
     sentence = re.compile(
-        rf"(\[rank\d\]: ringtile\.errors\.PeerLost|ringtile: error: rank \d): rank {trial.victim} was lost in .*\n*"
+        r"(\[rank\d\]: ringtile\.errors\.PeerLostError|ringtile: error: rank \d)"
+        rf": rank {trial.victim} was lost in .*\n*"
     )
     wrong = {
         rank: text[-1200:]
