@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import datasets
 import pytest
 import ringtile
 import torch
 from hf_models import SIZES, hybrid, tiny_model
 from hf_rollouts import make_rollouts, train_rollouts
-from hf_training import PROOF, TOLERANCE, make_trainer, train
+from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
 from ringtile.hf.inputs import shard_batch
@@ -140,17 +141,31 @@ def test_rollouts_equal_rows_apart(size: int, options: dict[str, Any]) -> None:
 
 
 def _train_pairs(config: dict[str, Any] | None, name: str) -> Any:
-    """Prompts of 3 to 9 tokens, each with two completions."""
-    more = {"ref_model": tiny_model(seed=3)} if name == "DPO" else {}
+    """Prompts of 3 to 9 tokens, each with two completions; KTO's rows have one each, and are one batch."""
+    more: dict[str, Any] = {} if name == "Reward" else {"ref_model": tiny_model(seed=3)}
     torch.manual_seed(0)
-    model = None if name == "DPO" else LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).double()
-    options = {"trainer_class": f"trl.{name}Trainer", "trainer_arguments": more, "model": model}
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).double() if name == "Reward" else None
+    options: dict[str, Any] = {"trainer_class": f"trl.{name}Trainer", "trainer_arguments": more, "model": model}
+    if name == "KTO":
+        rows = [
+            {"prompt": pair["prompt"], "completion": pair[which], "label": which == "chosen"}
+            for pair in make_pairs(4)
+            for which in ("chosen", "rejected")
+        ]
+        more["train_dataset"] = datasets.Dataset.from_list(rows)
+        options |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     return train(config, evaluate=False, max_steps=3, **options)
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("DPO", 2), *(pytest.param(*pair, marks=pytest.mark.long) for pair in [("DPO", 1), ("Reward", 2), ("Reward", 1)])],
+    [
+        ("DPO", 2),
+        *(
+            pytest.param(name, size, marks=pytest.mark.long)
+            for name, size in [("DPO", 1), ("KTO", 2), ("KTO", 1), ("Reward", 2), ("Reward", 1)]
+        ),
+    ],
 )
 def test_pairs_equal_rows_apart(name: str, size: int) -> None:
     expected = _train_pairs(None, name)

@@ -80,7 +80,7 @@ _WORK_ON_SHARDS = (
 _ASYNC = "its completions come from processes of their own, one of which feeds each rank with other rows"
 _REFUSED_TRAINERS = {"AsyncGRPOTrainer": _ASYNC, "AsyncDistillationTrainer": _ASYNC}
 # Modules whose compute_loss reads nothing of a model but what it says of each token by itself.
-_SHARE_ROWS = {f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "reward")}
+_SHARE_ROWS = {f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "reward")}
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
@@ -241,7 +241,7 @@ def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
     if home not in _SHARE_ROWS:
         raise ConfigError(
             f"shared_prefix: {type(trainer).__name__} may use more of its rows than log-probabilities of tokens; "
-            f"expected TRL's GRPOTrainer, RLOOTrainer, DPOTrainer or RewardTrainer: set it to false"
+            f"expected TRL's GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
         )
     if not attends_causally(model) or not shifts_labels(model):
         raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
