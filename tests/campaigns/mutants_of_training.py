@@ -299,6 +299,20 @@ MUTANTS = [
         "tests/hf/test_hf_attention.py -k may_not_ignore",
     ),
     Mutant(
+        "recurrences: unknown arguments ignored",
+        "python/ringtile/hf/recurrent.py",
+        "if ignored := unknown_arguments(kwargs, known | _WITHOUT_EFFECT):",
+        "if ignored := []:",
+        "tests/hf/test_hf_hybrid.py -k may_not_ignore",
+    ),
+    Mutant(
+        "batch: nested tensors handed on whole",
+        "python/ringtile/hf/inputs.py",
+        "if name not in known and not _is_scalar(value):",
+        "if name not in known and isinstance(value, Tensor) and value.dim() > 0:",
+        "tests/hf/test_hf_inputs.py -k cannot_be_sharded",
+    ),
+    Mutant(
         "alone: trees attend all tokens of the row before",
         "python/ringtile/hf/alone.py",
         "        self._shard(self._patches)\n",

@@ -260,7 +260,7 @@ def test_bidirectional_attention_is_refused():
     [
         ("key_scale", 2.0, "hands its attention key_scale, which may change what it computes"),
         ("alibi", True, "uses ALiBi"),
-        ("block_indices", (0, 1), "uses a choice of blocks of keys"),
+        ("block_indices", 2, "uses a choice of blocks of keys"),
     ],
 )
 def test_what_attention_may_not_ignore_is_refused(name, value, reason):

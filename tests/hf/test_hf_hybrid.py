@@ -179,6 +179,17 @@ def test_a_mixer_that_would_miss_the_batch_is_refused() -> None:
     ringtile.restore(trainer)
 
 
+def test_what_a_recurrence_may_not_ignore_is_refused() -> None:
+    """Qwen3-Next hands its recurrence every argument that it does not know."""
+    trainer = make_trainer(model=hybrid("qwen3_next"))
+    ringtile.enable(trainer, ALONE)
+    expected = loss_of(trainer.model, position_ids=RESTARTING)
+    with pytest.raises(RefusedError, match="got decay_mask, which may change what it computes"):
+        loss_of(trainer.model, position_ids=RESTARTING, decay_mask=torch.ones(1, 16))
+    assert loss_of(trainer.model, position_ids=RESTARTING, decay_mask=None, num_items_in_batch=15) == expected
+    ringtile.restore(trainer)
+
+
 def _filled(model: nn.Module) -> Any:
     """A cache that holds three tokens."""
     return model.train(False)(torch.ones(1, 3).long(), use_cache=True).past_key_values

@@ -183,6 +183,7 @@ def test_document_ids_may_end_in_padding():
         ({"position_ids": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "position_ids"),
         ({"labels": torch.zeros(2, 9, dtype=torch.long)}, ringtile.InputError, "labels is (2, 9)"),
         ({"pixel_values": torch.zeros(2, 3, 4, 4)}, ringtile.RefusedError, "leave it out in your data collator"),
+        ({"packing": {"cu_seqlens": torch.tensor([0, 3, 8])}}, ringtile.RefusedError, "the batch holds packing (dict)"),
         ({"token_type_ids": torch.zeros(2, 8)}, ringtile.RefusedError, "token_type_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
         ({"output_router_logits": True}, ringtile.RefusedError, "the batch sets output_router_logits"),

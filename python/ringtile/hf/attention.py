@@ -8,6 +8,7 @@ function that gets the empty mask without an active batch knows that it has a sh
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -32,15 +33,10 @@ _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as in
 # Keyword arguments of an attention function that ringtile computes.
 _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
 # Those that say what the batch says, or that are no concern of attention: models hand on all of their own.
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     {
-        *(
-            "cu_seq_lens_q",
-            "cu_seq_lens_k",
-            "max_length_q",
-            "max_length_k",
-            "seq_idx",
-        ),  # documents, of the batch's mask
+        # Documents, of the batch's mask.
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
         "position_ids",  # rotations are done
         *("use_cache", "cache_position"),  # no token comes from a cache in training
         *("labels", "shift_labels", "num_items_in_batch"),  # of the loss
@@ -49,6 +45,7 @@ _WITHOUT_EFFECT = frozenset(
         "deterministic",  # a switch of flash-attention's kernels
     }
 )
+_KNOWN = _COMPUTED | WITHOUT_EFFECT
 # Those that change the scores in ways the kernels do not support. Every other name is refused too.
 _MEANINGS = {
     "sinks": "attention sinks under a name that no model of transformers uses",
@@ -160,7 +157,7 @@ def _with_counted_dropout(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor | None:
     """Attention on a batch that is not sharded, whose dropout a training step counts; None: transformers' own."""
-    if _unknown(options):
+    if unknown_arguments(options, _KNOWN):
         return None
     mask = _intervals(module, query, key, attention_mask, options)
     dropout = None if mask is None else _counted_dropout(module, query, options["dropout"])
@@ -239,7 +236,7 @@ def _refuse_inexact(
             f"{name} is {kinds[causal]} (is_causal {str(causal).lower()}) in a model that is {kinds[causal_batch]}; "
             f"expected all layers alike"
         )
-    for argument in _unknown(options):
+    for argument in unknown_arguments(options, _KNOWN):
         if argument in _MEANINGS:
             raise RefusedError(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")
         raise RefusedError(
@@ -248,7 +245,6 @@ def _refuse_inexact(
         )
 
 
-def _unknown(options: dict[str, Any]) -> list[str]:
-    """The arguments that are set, of which ringtile does not know that its attention is the same with them."""
-    known = _COMPUTED | _WITHOUT_EFFECT
+def unknown_arguments(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The arguments that are set, of which ringtile does not know that it computes the same with them."""
     return [name for name, value in options.items() if name not in known and value is not None and value is not False]

@@ -127,12 +127,20 @@ def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
         if inputs.get(name):
             raise RefusedError(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and name not in known:
+        if name not in known and not _is_scalar(value):
+            held = tuple(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
             raise RefusedError(
-                f"the batch holds {name} {tuple(value.shape)}, which ringtile does not know how to shard; expected "
+                f"the batch holds {name} {held}, which ringtile does not know how to shard; expected "
                 f"only {', '.join(sorted(known))}: leave it out in your data collator; images and "
                 f"sound cannot be trained on under context parallelism"
             )
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a shard may get the value as it is. Nested metadata may hold tensors of the whole sequence."""
+    return (
+        value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.dim() == 0)
+    )
 
 
 def _per_token(

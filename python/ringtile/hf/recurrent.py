@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.activations import ACT2FN
 
 from ringtile import ops
 from ringtile.errors import RefusedError
+from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
 from ringtile.hf.batch import (
     ShardedBatch,
     activate,
@@ -232,7 +234,15 @@ def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:
     batch = active_batch()
     assert batch is not None
     batch.mixed_by.add(name)
-    return _FUNCTIONS[name](*args, **kwargs)
+    if _FUNCTIONS[name] is _no_short_cut:
+        return None
+    known = _PARAMETERS[name]
+    if ignored := unknown_arguments(kwargs, known | _WITHOUT_EFFECT):
+        raise RefusedError(
+            f"{name} got {', '.join(ignored)}, which may change what it computes; expected only "
+            f"{', '.join(sorted(known))}: leave it out, or set it to None"
+        )
+    return _FUNCTIONS[name](*args, **{key: value for key, value in kwargs.items() if key in known})
 
 
 # ---- what stands in for transformers' functions -------------------------------------------------
@@ -262,14 +272,16 @@ def _multiplied(x: Tensor) -> Tensor:
 
 
 def _causal_conv1d_fn(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_states: Tensor | None = None,
 ) -> Tensor:
     """hidden_states (B, C, N) -> (B, C, N)."""
     known = "silu" if activation in ("silu", "swish") else ""
     x = hidden_states.transpose(1, 2)
-    y: Tensor = causal_conv1d(
-        x, weight, _sequence(kwargs.get("initial_states")), bias=bias, activation=known
-    ).transpose(1, 2)
+    y: Tensor = causal_conv1d(x, weight, _sequence(initial_states), bias=bias, activation=known).transpose(1, 2)
     return y if known or activation is None else ACT2FN[activation](y)
 
 
@@ -279,12 +291,12 @@ def _gated_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query, key (B, N, H, K), value (B, N, H, V), g (B, N, H) or (B, N, H, K), beta (B, N, H) -> (B, N, H, V)."""
-    sequence = _sequence(output_final_state or kwargs.get("initial_state"))
+    sequence = _sequence(output_final_state or initial_state)
     q, k, v = (_multiplied(x) for x in (query, key, value))
     if use_qk_l2norm_in_kernel:  # with an epsilon under the root, as in fla, and not as functional.normalize
         q, k = (_normalized(x).to(x.dtype) for x in (q, k))
@@ -308,11 +320,11 @@ def _mamba2_chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    initial_states: Tensor | None = None,
     z: Tensor | None = None,
-    **kwargs: Any,
 ) -> Tensor:
     """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32 on a CPU."""
-    sequence = _sequence(return_final_states or kwargs.get("initial_states"))
+    sequence = _sequence(return_final_states or initial_states)
     if z is not None:
         raise RefusedError("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
     dt = _wide(dt)
@@ -334,7 +346,6 @@ def _mamba_selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
-    **kwargs: Any,
 ) -> Tensor:
     """hidden_states, dt, z (B, C, N), A (C, K), B, C (B, K, N), D, delta_bias (C) -> (B, C, N)."""
     sequence = _sequence(return_last_state)
@@ -358,7 +369,7 @@ def _lightning_attention(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs
 _WHOLE: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning_attention}
 
 
-def _no_short_cut(*args: Any, **kwargs: Any) -> None:
+def _no_short_cut() -> None:
     """A fused kernel would mix documents, and the tokens of a shard only; the mixer goes on without it."""
 
 
@@ -371,3 +382,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _no_short_cut,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
 }
+_PARAMETERS = {name: frozenset(inspect.signature(function).parameters) for name, function in _FUNCTIONS.items()}
+# Documents, which are the batch's, and ways to compute the same.
+_WITHOUT_EFFECT = WITHOUT_EFFECT | {"cu_seqlens", "chunk_size", "use_mambapy", "use_associative_scan"}
