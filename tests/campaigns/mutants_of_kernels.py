@@ -300,6 +300,20 @@ MUTANTS = [
         "tests/sequence/test_token_trees.py",
     ),
     Mutant(
+        "mask: the first keys end where the window begins",
+        "python/ringtile/sequence/mask.py",
+        "middle = torch.minimum(self.end, self.begin + min(first, self.seq_len))",
+        "middle = torch.minimum(self.end, self.begin + min(first, window))",
+        "tests/sequence/test_token_trees.py",
+    ),
+    Mutant(
+        "mask: FlashMask's column is open after its second hole begins",
+        "python/ringtile/sequence/columns.py",
+        "torch.maximum(a_end, b_end)",
+        "b_end",
+        "tests/sequence/test_token_trees.py",
+    ),
+    Mutant(
         "mask: a restart of position ids is no document",
         "python/ringtile/sequence/mask.py",
         "starts = position_ids.cpu().long().diff(dim=1) != 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -157,6 +158,87 @@ def test_window_of_one_side_is_a_sliding_window(seq_len: int, window: int) -> No
     assert IntervalMask.causal(seq_len).last_keys(window) == IntervalMask.sliding_window(seq_len, window)
     with pytest.raises(InputError, match="window is 0"):
         IntervalMask.causal(seq_len).last_keys(0)
+
+
+def outcome(make: Callable[[], IntervalMask]) -> IntervalMask | str:
+    """The mask, or why there is none."""
+    try:
+        return make()
+    except MaskNotExpressibleError as error:
+        return str(error)
+
+
+@given(st.integers(1, 2), SIZES, st.integers(1, 8), st.integers(1, 8), st.data())
+def test_first_keys_stay_beside_a_window(
+    batch: int, seq_len: int, window: int, first: int, data: st.DataObject
+) -> None:
+    """Of any mask with one side; of causal documents always, and of a tree never."""
+    mask = data.draw(masks(batch, seq_len))
+    attend = torch.zeros_like(dense(mask))
+    for row, query in itertools.product(range(attend.size(0)), range(seq_len)):
+        keys = dense(mask)[row, query].nonzero().flatten()
+        attend[row, query, keys[:first]] = True
+        attend[row, query, keys[-window:]] = True
+    assert outcome(lambda: mask.last_keys(window, first=first)) == outcome(lambda: IntervalMask.from_bool(attend))
+    documents = IntervalMask.documents(data.draw(forests(seq_len))[1])
+    num_keys = documents.last_keys(window, first=first).num_keys
+    assert torch.equal(num_keys, documents.num_keys.clamp(max=first + window))
+    assert documents.last_keys(window, first=0) == documents.last_keys(window)
+    assert documents.last_keys(2**40, first=2**40) == documents
+
+
+def test_first_keys_of_a_tree_are_refused() -> None:
+    with pytest.raises(MaskNotExpressibleError, match=r"the first 1 keys beside the last 2, in .*two sides"):
+        IntervalMask.shared_prefix(3, [2, 2]).last_keys(2, first=1)
+    with pytest.raises(InputError, match="window is 2 and first -1; expected"):
+        IntervalMask.causal(3).last_keys(2, first=-1)
+
+
+FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]  # of FlashMask's column bounds
+
+
+def attend_of_columns(indices: Tensor, causal: bool) -> Tensor:
+    """bool (B, S, S), column by column from the definition."""
+    batch, seq_len, form = indices.shape
+    attend = torch.ones(batch, seq_len, seq_len, dtype=torch.bool)
+    for row, key in itertools.product(range(batch), range(seq_len)):
+        bounds, queries = indices[row, key].tolist(), attend[row, :, key]
+        if causal:
+            queries[:key] = False
+            queries[bounds[0] : bounds[1] if form == 2 else seq_len] = False
+        elif form == 2:
+            queries[bounds[0] :] = False
+            queries[: bounds[1]] = False
+        else:
+            queries[bounds[0] : bounds[1]] = False
+            queries[bounds[2] : bounds[3]] = False
+    return attend
+
+
+@given(st.integers(1, 2), st.integers(1, 6), st.sampled_from(FORMS), st.integers(0, 2**31))
+def test_column_bounds_are_those_of_flashmask(batch: int, seq_len: int, form: tuple[bool, int], seed: int) -> None:
+    causal, num = form
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(0, seq_len + 1, (batch, 1, seq_len, num), dtype=torch.int32, generator=generator)
+    expected = outcome(lambda: IntervalMask.from_bool(attend_of_columns(indices[:, 0], causal)))
+    heads = indices.expand(-1, 3, -1, -1)
+    assert outcome(lambda: IntervalMask.from_flashmask(heads, causal=causal)) == expected
+
+
+def test_column_bounds_say_trees_and_holes() -> None:
+    def columns(*bounds: list[int]) -> Tensor:
+        return torch.tensor(bounds, dtype=torch.int32).T[None, None]
+
+    tree = IntervalMask.tree([-1, 0, 0], [3, 2, 1])
+    assert IntervalMask.from_flashmask(columns([6, 6, 6, 5, 5, 6]), causal=True) == tree
+    both_ways = IntervalMask.tree([-1, 0, 0], [3, 2, 1], causal=False)
+    assert IntervalMask.from_flashmask(columns([6, 6, 6, 5, 5, 6], [0, 0, 0, 3, 3, 5]), causal=False) == both_ways
+    window = IntervalMask.causal(6).last_keys(2, first=1)
+    assert IntervalMask.from_flashmask(columns([6, 3, 4, 5, 6, 6]), causal=True) == window
+    hole = IntervalMask.from_flashmask(columns([3, 3, 3, 6, 6, 6], [5, 5, 5, 6, 6, 6]), causal=True)
+    assert hole.num_keys.tolist() == [[1, 2, 3, 1, 2, 6]]
+    with pytest.raises(MaskNotExpressibleError, match=r"row 0, query 3 needs .* and key 1, which is"):
+        IntervalMask.from_flashmask(columns([6, 3, 6, 6, 6, 6], [6, 4, 6, 6, 6, 6]), causal=True)
 
 
 def test_prefix_is_shared() -> None:
@@ -323,6 +405,16 @@ REFUSALS = {
     "slice, fraction": (lambda: IntervalMask.from_slices(torch.rand(1, 2), [[0, 1]], [0], 4), "pairs"),
     "slice types": (lambda: IntervalMask.from_slices([[0, 1]], [[0, 1]], 1, 4), "expected integers"),
     "slices": (lambda: IntervalMask.from_slices([[0, 1]], [[0, 1]], [], 4), "1 q_ranges, 1 k_ranges and 0 mask_types"),
+    "columns": (lambda: IntervalMask.from_flashmask(ROW, causal=True), r"int32 \(1, 4\); expected .*, 1 or 2\)"),
+    "columns, form": (lambda: IntervalMask.from_flashmask(ROW[None, None], causal=True), "S, 1 or 2"),
+    "columns, heads": (
+        lambda: IntervalMask.from_flashmask(torch.arange(2, dtype=torch.int32).view(1, 2, 1, 1), causal=True),
+        "in 0..1 and maybe not those of one mask for all heads",
+    ),
+    "columns, too far": (
+        lambda: IntervalMask.from_flashmask(ROW.view(1, 1, 4, 1) + 5, causal=True),
+        r"in 5\.\.5 .*expected queries, 0\.\.4",
+    ),
     "slices, tokens": (lambda: IntervalMask.from_slices([], [], [], 0), "seq_len is 0"),
 }
 

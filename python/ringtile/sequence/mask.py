@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressibleError
-from ringtile.sequence import slices, tree
+from ringtile.sequence import columns, slices, tree
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
 _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
@@ -150,18 +150,40 @@ class IntervalMask:
             key_begin, key_end = torch.maximum(key_begin, begin), torch.minimum(key_end, end)
         return IntervalMask(*of_queries, *(x.expand_as(of_queries[0]) for x in (key_begin, key_end)))
 
-    def last_keys(self, window: int) -> IntervalMask:
+    def last_keys(self, window: int, *, first: int = 0) -> IntervalMask:
         """A query attends the last `window` of its keys: a causal sliding window along each way of a tree.
 
-        `self & sliding_window` counts rows instead, among them those of other branches.
+        `self & sliding_window` counts rows instead, among them those of other branches. first: and the first so many of
+        its keys (StreamingLLM, arXiv:2309.17453), of a mask with one side. MaskNotExpressibleError names the first
+        query whose keys two intervals cannot express.
         """
-        window = arguments.check_int("window", window)
-        if window < 1:
-            raise InputError(f"window is {window}; expected at least 1 token (the query itself)")
+        window, first = arguments.check_int("window", window), arguments.check_int("first", first)
+        if window < 1 or first < 0:
+            raise InputError(
+                f"window is {window} and first {first}; expected at least 1 token (the query itself) and 0"
+            )
+        if first > 0:
+            return self._first_and_last_keys(first, window)
         key_begin = torch.zeros_like(self.begin) if self.key_begin is None else self.key_begin
         key_end = torch.full_like(self.end, self.seq_len) if self.key_end is None else self.key_end
         _, begin, end = ops.mask_hulls(self.begin, self.end, key_begin, key_end, min(window, self.seq_len))
         return IntervalMask(begin, end, *self.tensors[2:])
+
+    def _first_and_last_keys(self, first: int, window: int) -> IntervalMask:
+        if self.key_begin is not None:
+            raise MaskNotExpressibleError(
+                f"the first {first} keys beside the last {window}, in {self!r}; expected a mask with one side, without "
+                "branches: leave one of the two out"
+            )
+        middle = torch.minimum(self.end, self.begin + min(first, self.seq_len))
+        parts = (self.begin, torch.maximum(middle, self.end - min(window, self.seq_len))), (middle, self.end)
+        pieces = columns.Columns(*(torch.stack(bounds) for bounds in parts))  # a column of each query
+        return self._of_hulls(
+            (pieces.end - pieces.begin).sum(0),
+            (self.begin, self.end),
+            lambda: pieces.across()[1:],
+            lambda row, side, at: pieces.attends(row, 1 - side, at),
+        )
 
     def padded(self, padding: int) -> IntervalMask:
         """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended."""
@@ -316,6 +338,18 @@ class IntervalMask:
             lambda: slices.hulls(sides[1], seq_len)[1:],
             lambda row, side, i: slices.keys_of(sides[side], i, seq_len),
         )
+
+    @classmethod
+    def from_flashmask(cls, startend_row_indices: Tensor, *, causal: bool) -> IntervalMask:
+        """FlashMask's column bounds, as Paddle's `flashmask_attention` takes and draws them.
+
+        startend_row_indices: int32 (B, heads or 1, S, 1 or 2) if causal, else (B, heads or 1, S, 2 or 4): of each key,
+        the first query below the diagonal that is masked, and maybe the one after the last; not causal, above it too.
+        InputError; MaskNotExpressibleError as for `from_bool`. Makes no matrix.
+        """
+        found = columns.Columns.of_indices(startend_row_indices, causal)
+        num_keys, *of_queries = found.across()
+        return cls._of_hulls(num_keys, (of_queries[0], of_queries[1]), found.hulls, found.attends)
 
     # ---- from tensors of a batch ----------------------------------------------------------------
 
