@@ -28,7 +28,7 @@ from ringtile.errors import (
 _build_error: BuildError | None = None
 try:
     from ringtile.attn.attention import attention, ring_attention
-    from ringtile.attn.dropout import AttentionDropout
+    from ringtile.attn.call import AttentionDropout
     from ringtile.recurrent import kernels as _recurrent_kernels  # noqa: F401  registers its ops on fake tensors
     from ringtile.sequence.layout import Layout, Run
     from ringtile.sequence.mask import IntervalMask

@@ -31,8 +31,8 @@ from ringtile import (
     ring_attention,
 )
 from ringtile.attn import choose, ulysses
-from ringtile.attn.call import AttentionCall, Options
-from ringtile.attn.op import SequenceTensors, attend
+from ringtile.attn.call import AttentionCall
+from ringtile.attn.op import attend
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
@@ -274,9 +274,7 @@ def test_op_takes_a_scheme() -> None:
             out = ring_attention(*leaves, sequence)
             gradients = torch.autograd.grad(out.sum(), leaves)
             middle = group.transport.bytes_sent
-            tensors = sequence.begin, sequence.end, sequence.layout_tensor
-            given = SequenceTensors(tensors, sequence.group_name, sequence.scheme)
-            through_op, _ = attend(*leaves, given, Options(0.25))
+            through_op, _ = attend(*leaves, sequence, 0.25)
             of_op = torch.autograd.grad(through_op.sum(), leaves)
             sent = group.transport.bytes_sent - middle  # heads a second time in the backward, because none were kept
             assert (sent == middle - begin) == (sequence.scheme == "ring")

@@ -19,8 +19,6 @@ from ringtile import (
     ops,
     ring_attention,
 )
-from ringtile.attn.call import Options
-from ringtile.attn.op import SequenceTensors
 from ringtile.attn.op import attend as attend_through_op
 from ringtile.sequence import sharded
 from ringtile.transport.loopback import LoopbackGroup
@@ -112,16 +110,18 @@ def test_digests_tell_masks_and_layouts_apart() -> None:
 
 
 def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with the same sequence, nor with the same mask and layout, nor in the op, nor in the backward."""
+    """Neither with the same sequence, nor with the same mask and layout, nor in the op, nor in the backward.
+
+    Only tensors that are no sequence's own are compared with those of the living ones.
+    """
     sharded._remembered.clear()  # another test's equal mask would be compared with this one
     p = problem(seq_len=40)
     p.q.requires_grad_()
-    tensors = [CAUSAL.begin.clone(), CAUSAL.end.clone(), ONE.tensor.clone()]
     sequence = ShardedSequence(CAUSAL, ONE)
 
     def attend() -> None:
         out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, mask=CAUSAL, layout=ONE)
-        op_out, _ = attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), Options(0.25))
+        op_out, _ = attend_through_op(p.q, p.k, p.v, sequence, 0.25)
         (out + op_out).sum().backward()
 
     attend()
@@ -129,6 +129,17 @@ def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, name, lambda *_: pytest.fail("read again"))
     monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared again"))
     attend()
+
+
+def test_equal_tensors_are_those_of_a_sequence_whose_mask_was_not_written_to() -> None:
+    mask = IntervalMask.causal(41)
+    layout, copies = Layout.contiguous(41, 1), [x.clone() for x in mask.bounds]
+    sequence = ShardedSequence(mask, layout)
+    assert ShardedSequence.of_tensors(*copies, layout.tensor, "") is sequence
+    mask.end.fill_(41)
+    assert ShardedSequence.of_tensors(*copies, layout.tensor, "") is not sequence
+    full = IntervalMask.full(41).bounds
+    assert ShardedSequence.of_tensors(*full, layout.tensor, "") is not sequence
 
 
 def test_tensors_written_to_are_another_sequence() -> None:
@@ -145,10 +156,9 @@ def test_a_mask_written_to_is_refused() -> None:
     sequence = ShardedSequence(mask, ONE)
     mask.end.fill_(40)
     p = problem(seq_len=40)
-    tensors = sequence.begin, sequence.end, sequence.layout_tensor
     for attend in (
         lambda: ring_attention(p.q, p.k, p.v, sequence),
-        lambda: attend_through_op(p.q, p.k, p.v, SequenceTensors(tensors), Options(0.25)),
+        lambda: attend_through_op(p.q, p.k, p.v, sequence, 0.25),
     ):
         with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
             attend()
@@ -189,10 +199,10 @@ def test_nothing_outlives_its_group_or_its_user() -> None:
     LoopbackWorld(2).run(on_rank)
     gc.collect()
     assert all(ref() is None for ref in sequences)
-    seen = len(sharded._seen)
-    for _ in range(2000):
+    living = len(sharded._living)
+    for _ in range(100):
         ShardedSequence(CAUSAL, ONE)
-    assert len(sharded._seen) <= max(seen, sharded._MAX_SEEN)
+    assert len(sharded._living) <= living + 1
 
 
 def test_a_sequence_whose_group_is_gone_is_refused() -> None:

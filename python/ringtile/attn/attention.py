@@ -18,14 +18,12 @@ from torch import Tensor
 from ringtile import derivatives, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.call import AttentionCall, AttentionKernel, Options, Where, checked_call, checked_options
-from ringtile.attn.dropout import AttentionDropout
-from ringtile.sequence.given import tell_others
+from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
-from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group, group_name, is_traced
+from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
+from ringtile.transport.groups import Group, is_traced
 
 
 def ring_attention(
@@ -64,8 +62,23 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
     """
-    options = Options(scale, softcap, sinks, dropout, attention_kernel, return_lse)
-    out, lse = _attend(q, k, v, Where(sequence, mask, layout, group), options)
+    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
+    parts: Any = mask, layout, group
+    try:
+        check_given("ring_attention", sequence, *parts)
+        scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
+        if not through_op:
+            made = sequence or ShardedSequence.of(*parts)
+            call = AttentionCall(made, scale, softcap, attention_kernel, sinks, dropout, return_lse).checked(q, k, v)
+    except Exception as error:
+        if not is_traced(q):
+            tell_others("ring_attention", error, sequence, layout, group)
+        raise
+    if through_op:
+        given = sequence or op.SequenceTensors.of(*parts)
+        out, lse = op.attend(q, k, v, given, scale, softcap, sinks, dropout, attention_kernel)
+    else:  # dispatching a Python op costs more than a small block
+        out, lse = _attend(call, q, k, v, sinks)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
@@ -93,23 +106,8 @@ def _one_rank(seq_len: int) -> Layout:
     return Layout.contiguous(seq_len, 1)
 
 
-# ---- into the ring: directly where it can be, else through the op -------------------------------
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, where: Where, options: Options) -> tuple[Tensor, Tensor]:
-    """Return out of q's dtype, and lse in float64. Dispatching a Python op costs more than a small block."""
-    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
-    sinks = options.sinks
-    try:
-        options = checked_options(q, k, v, where, options)
-        if not through_op:
-            call = checked_call(q, k, v, where, options)
-    except Exception as error:
-        if not is_traced(q):
-            tell_others("ring_attention", error, where.sequence, *where[2:])
-        raise
-    if through_op:
-        return op.attend(q, k, v, _tensors(where), options)
+def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
     call = resolved(call, q, k, v)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -131,17 +129,6 @@ def is_plain(q: Tensor) -> bool:
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._is_tracing()
     )
-
-
-def _tensors(where: Where) -> op.SequenceTensors:
-    """Return the sequence as the op takes it; makes none, because none is traced."""
-    sequence, mask, layout, group = where
-    if sequence is not None:
-        of_sequence = sequence.begin, sequence.end, sequence.layout_tensor
-        return op.SequenceTensors(of_sequence, sequence.group_name, sequence.scheme)
-    assert mask is not None
-    assert layout is not None
-    return op.SequenceTensors((*mask.bounds, layout.tensor), group_name(group), "ring")
 
 
 class RingAttention(torch.autograd.Function):

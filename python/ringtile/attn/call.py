@@ -5,45 +5,63 @@ What the core checks after it (csrc/attn/check.c) is only that memory is safe to
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.attn.dropout import AttentionDropout
 from ringtile.errors import InputError, shown
-from ringtile.sequence.given import check_given
-from ringtile.sequence.layout import Layout
-from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
 ATTENTION_KERNELS = ("auto", "ringtile", "aten")
 
 
-class Where(NamedTuple):
-    """The sequence of a call, or what one is made from."""
+@dataclass(frozen=True, eq=False)
+class AttentionDropout:
+    """Dropout of attention weights, after the softmax: each is 0 with this probability, the others are over 1 - p.
 
-    sequence: ShardedSequence | None
-    mask: IntervalMask | None
-    layout: Layout | None
-    group: Group | None
+    Which weights stay is a function of seed, step and stream, of the row (rows, int64 (B,), on q's device, numbers the
+    rows of a batch), the query head, and the positions of query and key in the global sequence. Give each call of a
+    step a stream of its own. probability is in 0..1 and the same on every rank, like everything here; seed, step
+    and stream are in 0..2^32 - 1, rows count modulo 2^32. A query head beyond 4096, or a row beyond 2^20, draws again
+    what another pair of them has drawn.
+    """
 
+    probability: float
+    rows: Tensor
+    seed: int
+    step: int = 0
+    stream: int = 0
 
-class Options(NamedTuple):
-    """The other arguments of a call."""
+    def checked(self, q: Tensor) -> AttentionDropout | None:
+        """Return it in plain numbers; None where nothing is dropped. InputError: malformed, or not for q."""
+        probability = arguments.check_number("the probability of dropout", self.probability)
+        if not 0 <= probability <= 1:
+            raise InputError(f"the probability of dropout is {probability}; expected 0..1")
+        numbers = []
+        for name in ("seed", "step", "stream"):
+            numbers.append(arguments.check_int(f"the {name} of dropout", getattr(self, name)))
+            if not 0 <= numbers[-1] < 2**32:
+                raise InputError(f"the {name} of dropout is {numbers[-1]}; expected 0..2^32 - 1")
+        arguments.check_tensor("rows of dropout", self.rows)
+        if self.rows.shape != q.shape[:1] or self.rows.dtype != torch.int64 or not self.rows.is_contiguous():
+            raise InputError(
+                f"rows of dropout are {self.rows.dtype} {tuple(self.rows.shape)}; expected int64 {tuple(q.shape[:1])}, "
+                f"contiguous: the number of each row of q"
+            )
+        arguments.check_devices("q", q, **{"rows of dropout": self.rows})
+        return AttentionDropout(probability, self.rows, *numbers) if probability else None
 
-    scale: Any  # a float once it was checked; so is softcap
-    softcap: Any = 0.0
-    sinks: Tensor | None = None
-    dropout: AttentionDropout | None = None
-    attention_kernel: str = "auto"
-    return_lse: bool = False
+    def of_heads(self, heads: range) -> AttentionDropout:
+        """Return it for a call on some of the query heads: the kernel counts heads in bits 20.. of the row."""
+        return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self
 
 
 class AttentionCall(NamedTuple):
-    """What a call is about, besides its tensors."""
+    """What a call is about, besides q, k and v. `checked` has what its fields hold in a call that runs."""
 
     sequence: ShardedSequence
     scale: float
@@ -53,25 +71,53 @@ class AttentionCall(NamedTuple):
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
 
+    def checked(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        """Return the call as the kernels take it.
+
+        Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
+        sequence.
+        """
+        check_tensors(q, k, v, self.scale, self.softcap)
+        sequence = self.sequence
+        if q.is_meta and sequence.world_size > 1:
+            raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
+        sequence.check_unchanged()
+        sequence.transport.check_device(q.device)
+        (batch, num_queries, *_), num_keys = q.shape, k.shape[1]
+        if not num_queries == num_keys == sequence.local_len:
+            raise InputError(
+                f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
+                f"{sequence.local_len} of {sequence.seq_len} tokens"
+            )
+        if sequence.mask.begin.shape[0] not in (1, batch):
+            raise InputError(
+                f"the mask has {sequence.mask.begin.shape[0]} rows, the batch {batch}; expected the same number, or 1"
+            )
+        call = self
+        if self.sinks is not None:
+            check_sinks(self.sinks, q)
+            call = call._replace(sinks=self.sinks.detach().to(ops.state_dtype(q.dtype)))
+        return call if self.dropout is None else call._replace(dropout=self.dropout.checked(q))
+
     def of_heads(self, heads: range) -> AttentionCall:
-        """Return the same for some of the query heads."""
+        """Return the call for some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
         return self._replace(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
 
 
-_Parts: TypeAlias = "tuple[IntervalMask, Layout, Group | None]"
+def check_options(
+    q: Any, k: Any, v: Any, scale: Any, softcap: Any, sinks: Any, dropout: Any, kernel: Any
+) -> tuple[float, float]:
+    """Return scale and softcap as numbers. Raise InputError or RefusedError for what no call takes.
 
-
-def checked_options(q: Any, k: Any, v: Any, where: Where, options: Options) -> Options:
-    """Return the options with numbers for scale and softcap. InputError, RefusedError: what no call takes."""
-    scale, softcap, sinks, dropout, kernel, return_lse = options
+    torch.compile traces it, so it reads no tensor.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.check_tensor(name, x)
     if sinks is not None:
         arguments.check_tensor("sinks", sinks)
     if dropout is not None and not isinstance(dropout, AttentionDropout):
         raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
-    check_given("ring_attention", *where)
     if kernel not in ATTENTION_KERNELS:
         raise InputError(f"attention_kernel is {shown(kernel)}; expected one of {', '.join(ATTENTION_KERNELS)}")
     derivatives.check_once("ring_attention", q, k, v, sinks)
@@ -80,41 +126,7 @@ def checked_options(q: Any, k: Any, v: Any, where: Where, options: Options) -> O
         if head_dim == 0:
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
-    scale, softcap = arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
-    return Options(scale, softcap, sinks, dropout, kernel, return_lse)
-
-
-def checked_call(q: Tensor, k: Tensor, v: Tensor, where: Where, options: Options) -> AttentionCall:
-    """Return the call of checked options, on a sequence that is made where none is given. InputError."""
-    scale, softcap, sinks, dropout, kernel, return_lse = options
-    sequence = where.sequence or ShardedSequence.of(*cast(_Parts, where[1:]))
-    drops = None if dropout is None else dropout.checked(q)
-    call = AttentionCall(sequence, scale, softcap, kernel, fixed_sinks(sinks, q), drops, return_lse)
-    check(call, q, k, v)
-    return call
-
-
-def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise InputError where the tensors do not fit each other, the kernels or the sequence.
-
-    Their storages were checked.
-    """
-    check_tensors(q, k, v, call.scale, call.softcap)
-    sequence = call.sequence
-    if q.is_meta and sequence.world_size > 1:
-        raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
-    sequence.check_unchanged()
-    sequence.transport.check_device(q.device)
-    (batch, num_queries, *_), num_keys = q.shape, k.shape[1]
-    if not num_queries == num_keys == sequence.local_len:
-        raise InputError(
-            f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
-            f"{sequence.local_len} of {sequence.seq_len} tokens"
-        )
-    if sequence.mask.begin.shape[0] not in (1, batch):
-        raise InputError(
-            f"the mask has {sequence.mask.begin.shape[0]} rows, the batch {batch}; expected the same number, or 1"
-        )
+    return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
@@ -171,11 +183,3 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise InputError(f"sinks has dtype {sinks.dtype}, expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
     arguments.check_devices("q", q, sinks=sinks)
     arguments.check_storage("sinks", sinks)
-
-
-def fixed_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the sinks as a call holds them. InputError where they do not fit q, before they are read."""
-    if sinks is None:
-        return None
-    check_sinks(sinks, q)
-    return sinks.detach().to(ops.state_dtype(q.dtype))

@@ -14,11 +14,12 @@ from torch import Tensor
 from ringtile import arguments, derivatives
 from ringtile.attn import ring, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.call import AttentionCall, Options, check, check_sinks, check_tensors, fixed_sinks
-from ringtile.attn.dropout import AttentionDropout
+from ringtile.attn.call import AttentionCall, AttentionDropout, check_sinks, check_tensors
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import propagate_errors, transport_of
+from ringtile.transport.groups import Group, group_name, propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
@@ -26,27 +27,37 @@ if TYPE_CHECKING:
 
 
 class SequenceTensors(NamedTuple):
-    """A ShardedSequence as an op takes it."""
+    """A sequence as the op takes it, where none can be made because the call is traced. As in ShardedSequence."""
 
-    tensors: tuple[Tensor, Tensor, Tensor]  # its begin, end, layout_tensor
+    begin: Tensor
+    end: Tensor
+    layout_tensor: Tensor
     group_name: str = ""
     scheme: str = "ring"
+
+    @classmethod
+    def of(cls, mask: IntervalMask, layout: Layout, group: Group | None) -> SequenceTensors:
+        return cls(*mask.bounds, layout.tensor, group_name(group))
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequence: SequenceTensors,
-    options: Options,
+    sequence: ShardedSequence | SequenceTensors,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+    attention_kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse, through the op, which cannot take objects; the options were checked."""
-    scale, softcap, sinks, dropout, attention_kernel, _ = options
+    """Return out and lse, through the op, which takes no objects; `_call` is the way back. `check_options` was run."""
     drop = (0.0, 0, 0, 0) if dropout is None else (dropout.probability, dropout.seed, dropout.step, dropout.stream)
     rows = None if dropout is None else dropout.rows
-    numbers, counters = [scale, softcap, drop[0]], [*drop[1:]]
-    names = sequence.group_name, attention_kernel, sequence.scheme
-    out, lse = torch.ops.ringtile.ring_attention(q, k, v, *sequence.tensors, sinks, rows, numbers, counters, *names)
+    out, lse = torch.ops.ringtile.ring_attention(
+        *(q, k, v, sequence.begin, sequence.end, sequence.layout_tensor, sinks, rows),
+        *([scale, softcap, drop[0]], [*drop[1:]], sequence.group_name, attention_kernel, sequence.scheme),
+    )
     return out, lse
 
 
@@ -101,15 +112,14 @@ def _ring_attention_backward(
 
 
 def _call(direction: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
+    """Return the call that `attend` wrote down in numbers and tensors."""
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
     with transport_of(group_name).propagate_errors(f"ring_attention {direction}"):
         sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
-        dropout = None if rows is None else AttentionDropout(probability, rows, *counters).checked(q)
-        call = AttentionCall(sequence, scale, softcap, kernel, fixed_sinks(sinks, q), dropout)
+        dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
         for name, x in (("q", q), ("k", k), ("v", v)):
             arguments.check_storage(name, x)
-        check(call, q, k, v)
-    return call
+        return AttentionCall(sequence, scale, softcap, kernel, sinks, dropout).checked(q, k, v)
 
 
 @_ring_attention.register_fake

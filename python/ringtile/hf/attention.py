@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile.attn.attention import attention, ring_attention
-from ringtile.attn.dropout import AttentionDropout
+from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import temperature
 from ringtile.hf.batch import active_batch, main_input

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from ringtile import ops
-from ringtile.attn.dropout import AttentionDropout
+from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import attention, neftune
 from ringtile.hf.batch import active_batch

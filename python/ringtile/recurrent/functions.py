@@ -27,10 +27,9 @@ from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.recurrence import Operand, Recurrence, walk
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.state_passing import Halos
-from ringtile.sequence.given import check_given, tell_others
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.sharded import ShardedSequence
+from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 

@@ -8,26 +8,27 @@ Shape letters: B batch, S global tokens, N local tokens, R runs of all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import threading
 import weakref
 import zlib
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringtile import ops
-from ringtile.errors import InputError, RefusedError
+from ringtile import arguments, ops
+from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.scheme import Scheme, Share, shares_of
 from ringtile.sequence.device_mask import DeviceMask
-from ringtile.sequence.fingerprint import found_on
 from ringtile.sequence.heads import HeadGroup, join
-from ringtile.sequence.layout import Layout, check_types
+from ringtile.sequence.layout import Layout, check_types, found_on
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
-from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
@@ -81,16 +82,15 @@ class ShardedSequence:
         self.local_len = layout.local_len(self.rank)
         (self.begin, self.end), self.layout_tensor = mask.bounds, layout.tensor
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
-        self._narrowed: dict[IntervalMask, ShardedSequence] = {}
+        self._derived: dict[IntervalMask | str, ShardedSequence] = {}  # by the other mask, or the other scheme
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
-        self._with_schemes: dict[str, ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
         self._watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
         self._versions = tuple(map(_version, self._watched))
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
-        _Seen.remember(self, self.begin, self.end, self.layout_tensor)
+        _living[id(self)] = self
 
     def __repr__(self) -> str:
         return f"ShardedSequence({self.mask!r}, rank={self.rank}, world_size={self.world_size})"
@@ -108,9 +108,16 @@ class ShardedSequence:
         return transport
 
     def check_unchanged(self) -> None:
-        """InputError: the mask is not what it was when the plan was made."""
-        if self._versions != tuple(map(_version, self._watched)):
+        """Raise InputError where the mask is not what it was when the plan was made."""
+        if not self._is_unchanged():
             raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
+
+    def _is_unchanged(self) -> bool:
+        return self._versions == tuple(map(_version, self._watched))
+
+    @property
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.begin, self.end, self.layout_tensor
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -129,17 +136,14 @@ class ShardedSequence:
         """The global tensor, on every rank: size N in `dim` -> size S. A collective; see `Layout.unshard`."""
         return self.layout.unshard(local, dim, self.group_name)
 
-    # ---- the same sequence under another mask ---------------------------------------------------
+    # ---- the same tokens under another mask or scheme -------------------------------------------
 
     def __and__(self, mask: IntervalMask) -> ShardedSequence:
         """The same sequence, where a query attends what both masks let it attend. The last ones are remembered."""
         check_types(mask)
-        if mask not in self._narrowed:
-            self._narrowed[mask] = ShardedSequence(self.mask & mask, self.layout, self.group_name, scheme=self.scheme)
-            self._narrowed[mask]._data = self._data
-            if len(self._narrowed) > _MAX_REMEMBERED:
-                del self._narrowed[next(iter(self._narrowed))]
-        return self._narrowed[mask]
+        if mask not in self._derived:
+            self._derive(mask, self.mask & mask, self.scheme)
+        return self._derived[mask]
 
     def with_window(self, window: int | None, causal: bool = True) -> ShardedSequence:
         """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self.
@@ -165,15 +169,18 @@ class ShardedSequence:
         """`self & IntervalMask.causal(seq_len)`."""
         return self & IntervalMask.causal(self.seq_len)
 
-    # ---- the same sequence with a scheme of its own ---------------------------------------------
-
     def with_scheme(self, scheme: str) -> ShardedSequence:
-        """Return the same sequence with another scheme; remembered."""
-        if scheme not in self._with_schemes:
-            found = ShardedSequence(self.mask, self.layout, self.group_name, scheme=scheme)
-            found._data = self._data
-            self._with_schemes[scheme] = found
-        return self._with_schemes[scheme]
+        """Return the same tokens under another scheme. The last ones are remembered."""
+        if scheme not in self._derived:
+            self._derive(scheme, self.mask, scheme)
+        return self._derived[scheme]
+
+    def _derive(self, key: IntervalMask | str, mask: IntervalMask, scheme: str) -> None:
+        """Remember, by key, the same tokens under another mask or scheme."""
+        self._derived[key] = ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
+        self._derived[key]._data = self._data
+        if len(self._derived) > _MAX_REMEMBERED:
+            del self._derived[next(iter(self._derived))]
 
     # ---- what follows from it -------------------------------------------------------------------
 
@@ -262,17 +269,28 @@ class ShardedSequence:
     def of_tensors(
         cls, begin: Tensor, end: Tensor, layout: Tensor, group_name: str, scheme: str = "ring"
     ) -> ShardedSequence:
-        """The sequence whose `begin`, `end`, `layout_tensor`, ... these are, as an op receives them.
+        """Return the sequence whose `begin`, `end` and `layout_tensor` these are, as an op receives them.
 
-        Tensors that were seen before, and not written to since, are known by their identity, in O(1); others by their
-        content. Raises InputError, LayoutError.
+        A living one is known by these tensors themselves, or by equal ones; else one is made. Raise InputError or
+        LayoutError.
         """
-        seen = _seen.get(_ids(group_name, scheme, begin, end, layout))
-        found = seen.sequence_of(begin, end, layout) if seen is not None else None
-        if found is None or found._transport() is None:
-            found = cls.of(IntervalMask.of_bounds(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
-            _Seen.remember(found, begin, end, layout)
-        return found
+        given, transport = (begin, end, layout), transport_of(group_name)
+        living = [
+            sequence
+            for reference in reversed(_living.valuerefs())
+            if (sequence := reference()) is not None
+            and sequence._transport() is transport
+            and sequence.scheme == scheme
+        ]
+        for sequence in living:
+            if all(map(operator.is_, sequence._tensors, given)):
+                return sequence
+        for name, x in zip(("begin", "end", "layout"), given, strict=True):
+            arguments.check_on_cpu(name, x)
+        for sequence in living:
+            if sequence._is_unchanged() and all(map(_equal, sequence._tensors, given)):
+                return sequence
+        return cls.of(IntervalMask.of_bounds(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
 
 
 def _num_bytes(sequence: ShardedSequence) -> int:
@@ -280,45 +298,44 @@ def _num_bytes(sequence: ShardedSequence) -> int:
     return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
 
 
-class _Seen(NamedTuple):
-    """Tensors that an op was called with, and the sequence that they stand for. Keeps none of them alive."""
-
-    tensors: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-    sequence: weakref.ref[ShardedSequence]
-
-    @classmethod
-    def remember(cls, sequence: ShardedSequence, *tensors: Tensor) -> None:
-        versions = tuple(map(_version, tensors))
-        with _seen_lock:
-            _seen[_ids(sequence.group_name, sequence.scheme, *tensors)] = cls(
-                tuple(map(weakref.ref, tensors)), versions, weakref.ref(sequence)
-            )
-            if len(_seen) > _MAX_SEEN:
-                del _seen[next(iter(_seen))]
-
-    def sequence_of(self, *tensors: Tensor) -> ShardedSequence | None:
-        """The sequence, if these are its own tensors, or others that hold what they held."""
-        sequence = self.sequence()
-        if sequence is None or any(ref() is not x for ref, x in zip(self.tensors, tensors, strict=True)):
-            return None
-        same = sequence.begin is tensors[0] or self.versions == tuple(map(_version, tensors))
-        return sequence if same else None
-
-
-def _ids(group_name: str, scheme: str, *tensors: Tensor) -> tuple[object, ...]:
-    return group_name, scheme, *map(id, tensors)
-
-
 def _version(x: Tensor) -> int:
-    """How often a tensor was written to. Inference tensors do not count."""
+    """Return how often a tensor was written to. Inference tensors do not count."""
     return 0 if x.is_inference() else x._version
 
 
-_MAX_SEEN = 1024
-_seen: dict[tuple[object, ...], _Seen] = {}
-_seen_lock = threading.Lock()
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+_living: weakref.WeakValueDictionary[int, ShardedSequence] = weakref.WeakValueDictionary()  # by id, the newest last
 _remembered: weakref.WeakKeyDictionary[Transport, OrderedDict[tuple[IntervalMask, Layout, str], ShardedSequence]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
+
+
+# ---- given to a call ----------------------------------------------------------------------------
+
+
+def check_given(op: str, sequence: Any, mask: Any, layout: Any, group: Any) -> None:
+    """Raise InputError unless op got a ShardedSequence, or mask, layout and group, from which one is made."""
+    if sequence is None:
+        check_types(mask, layout)
+    elif not isinstance(sequence, ShardedSequence):
+        raise InputError(
+            f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
+        )
+    elif any(part is not None for part in (mask, layout, group)):
+        raise InputError(f"{op} got a sequence and mask, layout or group; expected one or the other")
+
+
+def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: Any) -> None:
+    """Tell the other ranks, who would wait for this one, why it makes no call of op: if the group is known."""
+    with contextlib.suppress(RingtileError):
+        if isinstance(sequence, ShardedSequence):
+            transport = sequence.transport
+        elif group is None and isinstance(layout, Layout):  # forgotten?
+            transport = transport_of(only_group_of(layout.world_size))
+        else:
+            transport = transport_of(group)
+        transport.fail(f"{op} forward", error)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ringtile import arguments
 from ringtile.attn.attention import is_plain, ring_attention
-from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.derivatives import check_once
 from ringtile.errors import RefusedError, RingtileError
@@ -96,9 +95,9 @@ class AttentionScope:
             with propagate_errors(self.group, "attention", q):
                 check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
-            tensors = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
+            begin, end, layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale
-            out, lse = attend(q, k, v, SequenceTensors(tensors, self.group_name), Options(scale))
+            out, lse = attend(q, k, v, SequenceTensors(begin, end, layout, self.group_name), scale)
             return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
         if sequence is None:
             sequence = sequence_in_force(self.group_name, self.layout_name, q.size(1))

@@ -28,7 +28,6 @@ from ringtile import (
     ops,
     ring_attention,
 )
-from ringtile.attn.call import Options
 from ringtile.attn.op import SequenceTensors, attend
 from strategies import dense
 from torch import Tensor, nn
@@ -250,7 +249,7 @@ def derivatives(draw: Draw) -> str:
     seq_len, heads, reduction = draw.size(2, 5), draw.size(1, 2), draw.random.choice(["sum", "none"])
     mask = IntervalMask.causal(seq_len)
     sequence = ShardedSequence(mask, Layout.contiguous(seq_len, 1))
-    tensors = SequenceTensors((sequence.begin, sequence.end, sequence.layout_tensor))
+    tensors = SequenceTensors(sequence.begin, sequence.end, sequence.layout_tensor)
     mlp, weight = Gated(torch.float64), torch.randn(7, 4, dtype=torch.float64)
     labels = torch.randint(7, (1, seq_len, heads))
 
@@ -262,7 +261,7 @@ def derivatives(draw: Draw) -> str:
         "attention": (lambda x: ring_attention(x, x, x, sequence), lambda x: dense_attention(x, x, x, dense(mask))[0]),
         # What a tracer sees; it alone differentiates.
         "the op": (
-            lambda x: attend(x, x, x, tensors, Options(0.5))[0],
+            lambda x: attend(x, x, x, tensors, 0.5)[0],
             lambda x: dense_attention(x, x, x, dense(mask))[0],
         ),
         "shard": (lambda x: sequence.shard(x, 1), lambda x: x.clone()),
