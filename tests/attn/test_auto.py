@@ -26,7 +26,7 @@ from ringtile.cli import main
 from ringtile.sequence.plan import Shape
 from ringtile.transport import measure
 from ringtile.transport.loopback import LoopbackGroup
-from ringtile.transport.placement import hosts_of
+from ringtile.transport.measure import hosts_of
 from test_ring import FLOAT64_TOLERANCE, assert_close, problem, run_ring
 from test_schemes import MASKS, SEQ_LEN, run_scheme
 

@@ -25,7 +25,7 @@ from ringtile import IntervalMask, Layout, ShardedSequence, ring_attention
 from ringtile.attn.auto import candidates, known_scheme
 from ringtile.sequence.plan import Shape
 from ringtile.transport.groups import transport_of
-from ringtile.transport.placement import hosts_of
+from ringtile.transport.measure import hosts_of
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "transport")]
 from nodes import two_nodes

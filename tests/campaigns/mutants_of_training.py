@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "ring: returned gradients replace instead of adding",
         "python/ringtile/attn/exchange.py",
-        "x[:, row : row + length].add_(partial[:, packed : packed + length])",
-        "x[:, row : row + length].copy_(partial[:, packed : packed + length])",
+        "x[:, row : row + length].add_(part[:, packed : packed + length])",
+        "x[:, row : row + length].copy_(part[:, packed : packed + length])",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "ring: outputs taken as initialized",
         "python/ringtile/attn/ring.py",
-        "fresh=block.i == 0 and call.sinks is None,",
+        "fresh=i == 0 and call.sinks is None,",
         "fresh=False,",
         "tests/attn/test_ring.py",
     ),

@@ -241,7 +241,7 @@ def test_agreed_calls_that_differ_are_named_and_leave_the_group_usable(
 
 
 def test_more_kinds_of_calls_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_MAX_AGREED", 2)
+    monkeypatch.setattr("ringtile.transport.transport._MAX_AGREED", 2)
     calls = [1, 2, 3, 1, 2, 3, 3, 2, 1]
     assert LoopbackWorld(3).run(lambda group: [exchange(group, size) for size in calls]) == [calls] * 3
 

@@ -1,27 +1,23 @@
 """Schemes that a call has yet to resolve: `usp` by the ranks' hosts, `auto` by measuring.
 
 The first call of a kind runs each candidate on its own tensors, forward and backward, and takes the one whose slowest
-rank is fastest. A kind is the shape, and about how many pairs the mask has and how many bytes a ring would send, since
+rank is fastest. A kind is the shape, and about how many pairs the mask has and how many keys a ring would send, since
 packed batches change from step to step.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import weakref
 
 from torch import Tensor
 
 from ringtile.attn import choose, ulysses
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
-from ringtile.sequence.plan import Shape, plan_of
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.measure import measure
-from ringtile.transport.placement import gathered, hosts_of
-
-_kinds: weakref.WeakKeyDictionary[ShardedSequence, dict[object, object]] = weakref.WeakKeyDictionary()  # by call
+from ringtile.transport.measure import hosts_of, measure
+from ringtile.transport.messages import all_gather_object
 
 
 def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
@@ -29,13 +25,13 @@ def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionC
     sequence = call.sequence
     if sequence.is_resolved:
         return call
-    transport = sequence.transport
-    with transport.propagate_errors("ring_attention forward"):
-        about = sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, call.dropout is not None
-        kind = _kind(*about) if sequence.scheme == "auto" and transport.world_size > 1 else None
-    if kind is not None and kind not in transport.fastest:
-        transport.fastest[kind] = _measured(call, q, k, v)
-    return call._replace(sequence=sequence.with_scheme(known_scheme(*about)))
+    transport, about = sequence.transport, (q.device.type, call.attention_kernel, call.dropout is not None)
+    if sequence.scheme == "auto" and transport.world_size > 1:
+        with transport.propagate_errors("ring_attention forward"):
+            kind = _kind(sequence, Shape.of(q, k, v), *about)
+        if kind not in transport.fastest:
+            transport.fastest[kind] = _measured(call, q, k, v)
+    return call._replace(sequence=sequence.with_scheme(known_scheme(sequence, Shape.of(q, k, v), *about)))
 
 
 def candidates(hosts: tuple[int, ...]) -> list[str]:
@@ -66,20 +62,14 @@ def known_scheme(sequence: ShardedSequence, shape: Shape, device_type: str, kern
 
 
 def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> object:
-    """What calls of which the same scheme is fastest have in common; the same on every rank."""
-    known = _kinds.setdefault(sequence, {})
-    key = shape, device_type, kernel, drops
-    if key not in known:
-        cost = plan_of(sequence.mask, sequence.layout, shape, "ring")
-        counts = sequence.seq_len, cost.forward_flops, cost.forward_bytes
-        known[key] = key, *(round(2 * math.log2(1 + count)) for count in counts)
-    return known[key]
+    """Return what calls of which the same scheme is fastest have in common; the same on every rank."""
+    return shape, device_type, kernel, drops, sequence.size_class
 
 
 def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     transport = call.sequence.transport
     calls = [call._replace(sequence=call.sequence.with_scheme(name)) for name in candidates(hosts_of(transport))]
-    able = gathered(transport, "agree on candidates", [_is_able(each, q, k, v) for each in calls])
+    able = all_gather_object([_is_able(each, q, k, v) for each in calls], transport, "agree on candidates")
     # The ring is among them in any case: where it is refused, the call is.
     calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]
     seconds = measure([functools.partial(_forward_and_backward, each, q, k, v) for each in calls], transport, q.device)

@@ -1,69 +1,21 @@
 """What travels in a ring: keys and values to the ranks that work on them, and their gradients back.
 
-Each message is one flat buffer, its tensors one after another, so that nothing is copied where a rank's block of keys
-is one message.
-
 Shape letters: B batch, N local tokens, G kv heads, D head dim, Dv value head dim, n tokens of one message.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.sequence.plan import Outgoing, Round
+from ringtile.sequence.plan import Transfer
 from ringtile.sequence.sharded import Ring
 from ringtile.transport.messages import Message
-from ringtile.transport.transport import Exchange, Transport
-
-
-class KeyBlock(NamedTuple):
-    """A busy round, and the keys of it."""
-
-    i: int
-    is_last: bool
-    round: Round
-    k: Tensor  # (B, n, G, D)
-    v: Tensor  # (B, n, G, Dv)
-
-
-class _Arriving(NamedTuple):
-    """The keys of several ranks on their way."""
-
-    exchange: Exchange | None  # None: nothing travels
-    round: Round
-    parts: Sequence[tuple[Tensor, ...]]  # k and v; by rank
-
-    def wait(self) -> tuple[Tensor, ...]:
-        if self.exchange is not None:
-            self.exchange.wait()
-        if len(self.parts) == 1:
-            return self.parts[0]
-        block = tuple(x.new_empty((x.size(0), self.round.num_keys, *x.shape[2:])) for x in self.parts[0])
-        for incoming, parts in zip(self.round.incoming, self.parts, strict=True):
-            for x, part in zip(block, parts, strict=True):
-                ops.unshard_seq_(part, incoming.runs, 1, x)
-        return block
-
-
-class ReturningKeys(NamedTuple):
-    """Partial gradients of local keys on their way from the ranks that work on them."""
-
-    exchange: Exchange
-    returned: Sequence[tuple[Outgoing, tuple[Tensor, ...]]]  # which keys they are of, dk and dv; by rank
-
-    def add_to(self, dk: Tensor, dv: Tensor) -> None:
-        """Add them in the order of the ranks, whatever arrives first."""
-        self.exchange.wait()
-        for keys, partials in self.returned:
-            for row, _, packed, length in [(0, 1, 0, keys.num_keys)] if keys.is_head else keys.runs.tolist():
-                for x, partial in zip((dk, dv), partials, strict=True):
-                    x[:, row : row + length].add_(partial[:, packed : packed + length])  # += would copy it onto itself
+from ringtile.transport.transport import Transport
 
 
 class Keys(NamedTuple):
@@ -74,79 +26,98 @@ class Keys(NamedTuple):
     ring: Ring
     transport: Transport
 
-    def blocks(self) -> Iterator[KeyBlock]:
-        """Give the keys of all busy rounds; those of the next one travel until it is asked for.
+    def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each busy round i, and its block of keys k (B, n, G, D) and values v (B, n, G, Dv).
 
-        They start before the gradients of this round only where no idle round lies between, because its peers, which
-        may not be idle there, start theirs later: two ranks post their messages to each other in one order.
+        Those of the next round travel until they are asked for. They start before the gradients of this round only
+        where no idle round lies between, because its peers, which may not be idle there, start theirs later: two ranks
+        post their messages to each other in one order.
         """
-        plan = self.ring.plan
-        busy = plan.busy_rounds
-        arriving = self._fetch(0)
+        busy = self.ring.plan.busy_rounds
+        wait = self._fetch(0)
         for i, after in zip(busy, [*busy[1:], None], strict=True):
-            k, v = arriving.wait()
+            k, v = wait()
             if after == i + 1:
-                arriving = self._fetch(after)
-            yield KeyBlock(i, after is None, plan.rounds[i], k, v)
+                wait = self._fetch(after)
+            yield i, k, v
             if after is not None and after != i + 1:
-                arriving = self._fetch(after)
+                wait = self._fetch(after)
 
-    def _fetch(self, i: int) -> _Arriving:
-        """Start the exchange of keys and values for a round."""
-        round, me = self.ring.plan.rounds[i], self.ring.plan.rank
+    def _fetch(self, i: int) -> Callable[[], tuple[Tensor, ...]]:
+        """Start the exchange of a round; return a function that waits for its keys and values."""
+        round, me, own = self.ring.plan.rounds[i], self.ring.plan.rank, (self.k, self.v)
         if round.in_place:
-            return _Arriving(None, round, [(self.k, self.v)])
+            return lambda: own
         sends, receives, parts = {}, {}, []
-        for outgoing in round.outgoing:
-            if outgoing.rank == me and outgoing.is_head:
-                mine = tuple(x[:, : outgoing.num_keys] for x in (self.k, self.v))
+        for transfer in round.outgoing:
+            if transfer.rank == me and transfer.is_head:
+                mine = tuple(x[:, : transfer.num_keys] for x in own)
                 continue
-            message = self.message(outgoing.num_keys, self.k.dtype)
-            for x, part in zip((self.k, self.v), message.parts, strict=True):
-                ops.shard_seq_(x, outgoing.runs, 1, part)
-            if outgoing.rank == me:
+            message = self._packed(own, transfer)
+            if transfer.rank == me:
                 mine = message.parts
             else:
-                sends[self.ring.ranks[outgoing.rank]] = message.flat
-        for incoming in round.incoming:
-            if incoming.rank == me:
+                sends[self.ring.ranks[transfer.rank]] = message.flat
+        for transfer in round.incoming:
+            if transfer.rank == me:
                 parts.append(mine)
             else:
-                message = self.message(incoming.num_keys, self.k.dtype)
-                receives[self.ring.ranks[incoming.rank]] = message.flat
+                message = self.message(transfer.num_keys, self.k.dtype)
+                receives[self.ring.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        return _Arriving(self.transport.exchange(sends, receives, f"round {i}"), round, parts)
+        exchange = self.transport.exchange(sends, receives, f"round {i}")
 
-    def give_back(self, block: KeyBlock, partial: Message) -> ReturningKeys:
-        """Start the way home of a block's gradients, and of those for the keys of this rank that others work on."""
-        round, me, dtype = block.round, self.ring.plan.rank, partial.flat.dtype
+        def wait() -> tuple[Tensor, ...]:
+            exchange.wait()
+            if len(parts) == 1:
+                return parts[0]
+            block = self.message(round.num_keys, self.k.dtype).parts
+            for transfer, part in zip(round.incoming, parts, strict=True):
+                for x, y in zip(part, block, strict=True):
+                    ops.unshard_seq_(x, transfer.runs, 1, y)
+            return block
+
+        return wait
+
+    def give_back(self, i: int, partial: Message) -> Callable[[Tensor, Tensor], None]:
+        """Start the way home of a block's gradients, and of those for the keys of this rank that others work on.
+
+        Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
+        """
+        round, me, dtype = self.ring.plan.rounds[i], self.ring.plan.rank, partial.parts[0].dtype
         sends, receives, returned = {}, {}, []
-        for incoming in round.incoming:
-            message = partial
-            if len(round.incoming) > 1:
-                message = self.message(incoming.num_keys, dtype)
-                for x, part in zip(partial.parts, message.parts, strict=True):
-                    ops.shard_seq_(x, incoming.runs, 1, part)
-            if incoming.rank == me:
+        for transfer in round.incoming:
+            message = partial if len(round.incoming) == 1 else self._packed(partial.parts, transfer)
+            if transfer.rank == me:
                 mine = message
             else:
-                sends[self.ring.ranks[incoming.rank]] = message.flat
-        for outgoing in round.outgoing:
-            if outgoing.rank == me:
-                returned.append((outgoing, mine.parts))
+                sends[self.ring.ranks[transfer.rank]] = message.flat
+        for transfer in round.outgoing:
+            if transfer.rank == me:
+                returned.append(mine.parts)
             else:
-                message = self.message(outgoing.num_keys, dtype)
-                receives[self.ring.ranks[outgoing.rank]] = message.flat
-                returned.append((outgoing, message.parts))
-        what = f"the gradients of round {block.i}"
-        return ReturningKeys(self.transport.exchange(sends, receives, what), returned)
+                message = self.message(transfer.num_keys, dtype)
+                receives[self.ring.ranks[transfer.rank]] = message.flat
+                returned.append(message.parts)
+        exchange = self.transport.exchange(sends, receives, f"the gradients of round {i}")
+
+        def add_to(dk: Tensor, dv: Tensor) -> None:
+            exchange.wait()
+            for transfer, parts in zip(round.outgoing, returned, strict=True):
+                runs = [(0, 1, 0, transfer.num_keys)] if transfer.is_head else transfer.runs.tolist()
+                for row, _, packed, length in runs:
+                    for x, part in zip((dk, dv), parts, strict=True):
+                        x[:, row : row + length].add_(part[:, packed : packed + length])  # += would copy onto itself
+
+        return add_to
 
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
-        if self.k.size(3) == self.v.size(3):  # two calls of torch, and not five, in each round and direction
-            both = self.k.new_empty((2, self.k.size(0), num_keys, *self.k.shape[2:]), dtype=dtype)
-            return Message(both, tuple(both.unbind()))
-        shapes = [(x.size(0), num_keys, *x.shape[2:]) for x in (self.k, self.v)]
-        size = math.prod(shapes[0])
-        flat = self.k.new_empty(size + math.prod(shapes[1]), dtype=dtype)
-        return Message(flat, (flat[:size].view(shapes[0]), flat[size:].view(shapes[1])))
+        return Message.empty(self.k, [((x.size(0), num_keys, *x.shape[2:]), dtype) for x in (self.k, self.v)])
+
+    def _packed(self, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
+        """Copy the rows of a transfer out of tensors like k and v."""
+        message = self.message(transfer.num_keys, tensors[0].dtype)
+        for x, part in zip(tensors, message.parts, strict=True):
+            ops.shard_seq_(x, transfer.runs, 1, part)
+        return message

@@ -13,6 +13,8 @@ Shape letters: B batch, N tokens of a rank, H query heads, G kv heads, D head di
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall
-from ringtile.attn.exchange import Keys, ReturningKeys
+from ringtile.attn.exchange import Keys
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,11 +32,12 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         out.zero_()
         lse.copy_(call.sinks[None, :, None])
     rounded: Tensor | None = None
-    for block in Keys(k, v, call.sequence.ring, call.sequence.transport).blocks():
-        if block.is_last and out.dtype != q.dtype:
+    ring = call.sequence.ring
+    for i, block_k, block_v in Keys(k, v, ring, call.sequence.transport).blocks():
+        if i == ring.plan.busy_rounds[-1] and out.dtype != q.dtype:
             rounded = torch.empty_like(out, dtype=q.dtype)
-        state = Running(out, lse, fresh=block.i == 0 and call.sinks is None, rounded=rounded)
-        choose.forward(call, block.i, q, block.k, block.v, state)
+        state = Running(out, lse, fresh=i == 0 and call.sinks is None, rounded=rounded)
+        choose.forward(call, i, q, block_k, block_v, state)
     return out if rounded is None else rounded, lse
 
 
@@ -54,17 +57,18 @@ def backward(
     if rounds_keys and fresh and len(ring.plan.busy_rounds) == 1 and state != k.dtype:
         rounded = k.new_empty(k.shape), v.new_empty(v.shape)
     dq = q.new_zeros(q.shape, dtype=state)
-    returning: ReturningKeys | None = None
-    for block in keys.blocks():
-        partial = None if block.round.in_place else keys.message(block.round.num_keys, state)
+    add_returned: Callable[[Tensor, Tensor], None] | None = None
+    for i, block_k, block_v in keys.blocks():
+        round = ring.plan.rounds[i]
+        partial = None if round.in_place else keys.message(round.num_keys, state)
         block_dk, block_dv = (dk, dv) if partial is None else partial.parts
         grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
-        choose.backward(call, block.i, q, block.k, block.v, final, grads)
-        if returning is not None:
-            returning.add_to(dk, dv)
-        returning = None if partial is None else keys.give_back(block, partial)
-    if returning is not None:
-        returning.add_to(dk, dv)
+        choose.backward(call, i, q, block_k, block_v, final, grads)
+        if add_returned is not None:
+            add_returned(dk, dv)
+        add_returned = None if partial is None else keys.give_back(i, partial)
+    if add_returned is not None:
+        add_returned(dk, dv)
     if not rounds_keys:
         return dq.to(q.dtype), dk, dv
     return dq.to(q.dtype), *(rounded or (dk.to(k.dtype), dv.to(v.dtype)))

@@ -25,23 +25,20 @@ from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 
 
-@dataclass(frozen=True)
-class Incoming:
-    """The keys of one rank in a round's block."""
-
-    rank: int
-    runs: Tensor  # int64 CPU (R, 4) for ops.unshard_seq_: row of the block, 1, row of the message, length
-    num_keys: int
-
-
 @dataclass(frozen=True, eq=False)
-class Outgoing:
-    """The keys of this rank that a rank works on in a round."""
+class Transfer:
+    """Keys of one rank that another one works on in a round."""
 
-    rank: int
-    runs: Tensor  # int64 CPU (R, 4) for ops.shard_seq_: row of the local k, 1, row of the message, length
+    rank: int  # the other one
+    runs: Tensor  # int64 CPU (R, 4): row of the block, or of the owner's k, 1, row of the message, length
     num_keys: int
-    is_head: bool  # whether they are the first rows of the local k, in order
+    is_head: bool  # whether they are the first rows of the block, or of k, in order
+
+    @classmethod
+    def of(cls, rank: int, rows: Tensor, packed: Tensor) -> Transfer:
+        """rows, packed: the runs (R, 4) of the keys in the rows of the block, or of k, and in those of the message."""
+        runs = torch.stack((rows[:, 2], torch.ones_like(rows[:, 2]), packed[:, 2], packed[:, 3]), dim=1)
+        return cls(rank, runs, int(packed[:, 3].sum()), torch.equal(rows[:, 2], packed[:, 2]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +50,8 @@ class Round:
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
     in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
     key_bounds: tuple[Tensor, ...]  # int32 CPU (Bm, rows of the block): IntervalMask.loose_key_bounds
-    incoming: tuple[Incoming, ...]  # together the block, whose keys are in the order of their runs' positions
-    outgoing: tuple[Outgoing, ...]
+    incoming: tuple[Transfer, ...]  # together the block, whose keys are in the order of their runs' positions
+    outgoing: tuple[Transfer, ...]  # of the local k
 
     @property
     def is_idle(self) -> bool:
@@ -92,20 +89,19 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
         key_ranks = [*range(world_size)] if at_once else [(rank - i) % world_size]
         query_ranks = [*range(world_size)] if at_once else [(rank + i) % world_size]
         runs = [keys(rank, key_rank) for key_rank in key_ranks]
-        lens = [int(each[:, 3].sum()) for each in runs]
-        outgoing = tuple(_outgoing(query_rank, keys(query_rank, rank)) for query_rank in query_ranks)
-        travels = any(length for key_rank, length in zip(key_ranks, lens, strict=True) if key_rank != rank)
-        travels = travels or any(each.num_keys for each in outgoing if each.rank != rank)
+        block, incoming = _merged(key_ranks, runs)
+        own = [keys(query_rank, rank) for query_rank in query_ranks]
+        outgoing = tuple(Transfer.of(other, each, _packed(each)) for other, each in zip(query_ranks, own, strict=True))
+        travels = any(each.num_keys for each in (*incoming, *outgoing) if each.rank != rank)
         in_place = rank in key_ranks and not travels
-        block, rows = _merged(runs)
         rounds.append(
             Round(
                 k_runs=torch.cat(runs).contiguous() if in_place else block,
-                num_keys=sum(lens),
+                num_keys=sum(each.num_keys for each in incoming),
                 num_pairs=int(pairs[rank, key_ranks].sum()),
                 in_place=in_place,
                 key_bounds=tuple(x[:, positions if in_place else _positions(block)] for x in mask.loose_key_bounds),
-                incoming=() if in_place else tuple(map(Incoming, key_ranks, rows, lens)),
+                incoming=() if in_place else incoming,
                 outgoing=() if in_place else outgoing,
             )
         )
@@ -121,28 +117,15 @@ def _positions(block: Tensor) -> Tensor:
     )
 
 
-def _outgoing(rank: int, runs: Tensor) -> Outgoing:
-    packed = _packed(runs)
-    send_runs = torch.stack((runs[:, 2], torch.ones_like(runs[:, 2]), packed[:, 2], runs[:, 3]), dim=1)
-    return Outgoing(rank, send_runs, int(runs[:, 3].sum()), is_head=torch.equal(runs[:, 2], packed[:, 2]))
-
-
-def _merged(runs: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the runs of all ranks in the rows of one block, in the order of their positions; and for each rank, its
-    rows of the block, as in Incoming."""
+def _merged(key_ranks: list[int], runs: list[Tensor]) -> tuple[Tensor, tuple[Transfer, ...]]:
+    """Return the runs of all ranks in the rows of one block, in the order of their positions, and what each sends."""
     packed = [_packed(each) for each in runs]
-    if len(runs) == 1:
-        return packed[0], [_as_rows(packed[0], packed[0])]
     every = torch.cat(packed)
-    order = every[:, 0].argsort()
+    order = every[:, 0].argsort() if len(runs) > 1 else slice(None)
     block = torch.empty_like(every)
     block[order] = _packed(every[order])
-    rows = [*map(_as_rows, block.split_with_sizes([*map(len, packed)]), packed)]
-    return block[order], rows
-
-
-def _as_rows(block: Tensor, message: Tensor) -> Tensor:
-    return torch.stack((block[:, 2], torch.ones_like(block[:, 2]), message[:, 2], message[:, 3]), dim=1)
+    rows = block.split_with_sizes([*map(len, packed)])
+    return block[order], tuple(map(Transfer.of, key_ranks, rows, packed))
 
 
 def _packed(runs: Tensor) -> Tensor:

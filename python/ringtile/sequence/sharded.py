@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import threading
 import weakref
@@ -206,6 +207,14 @@ class ShardedSequence:
         """Of the layout, and of mask and layout: 64 bits each, which ranks compare."""
         layout = self.layout_tensor
         return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
+
+    @functools.cached_property
+    def size_class(self) -> tuple[int, int, int]:
+        """To within a factor of the square root of 2: tokens, pairs, and keys that a ring of all ranks sends."""
+        needed, pairs = ops.plan(self.begin, self.end, self.layout_tensor)
+        sent = needed[needed[:, 0] != needed[:, 1], 5].sum()
+        tokens, num_pairs, num_keys = (round(2 * math.log2(1 + int(x))) for x in (self.seq_len, pairs.sum(), sent))
+        return tokens, num_pairs, num_keys
 
     def data_of(self, *locals_: Tensor) -> int:
         """What is known of the data that these local tensors come from; the same on every rank, 0 if it is nothing."""

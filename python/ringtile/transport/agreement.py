@@ -47,7 +47,6 @@ _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 _END = struct.Struct("<Ic")
 _TEXT_BYTES = HEADER_BYTES - _END.size
 _AGREES, _HERE, _AHEAD, _DIFFERS = b"=", b".", b">", b"!"
-_MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
 
 HeaderValue = int | float | str
@@ -81,21 +80,6 @@ class Terms:
     def payload_tag(self, call: int) -> int:
         """The tag of the payloads of a call. Different calls, or different terms, do not receive each other's."""
         return FIRST_PAYLOAD_TAG + zlib.crc32(call.to_bytes(8, "little"), self._checksum) % _NUM_PAYLOAD_TAGS
-
-
-class AgreedTerms:
-    """The terms that all ranks of a group have agreed on; the last _MAX_AGREED of them."""
-
-    def __init__(self) -> None:
-        self._agreed: collections.OrderedDict[object, Terms] = collections.OrderedDict()
-
-    def find(self, key: object) -> Terms | None:
-        return self._agreed.get(key)
-
-    def add(self, key: object, terms: Terms) -> None:
-        self._agreed[key] = terms
-        if len(self._agreed) > _MAX_AGREED:
-            self._agreed.popitem(last=False)
 
 
 # ---- headers ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ringtile.errors import InputError, PeerLostError
 from ringtile.transport.agreement import tree_neighbours
 from ringtile.transport.failures import FailureDetector, Notice
 from ringtile.transport.sockets import SocketChannel
-from ringtile.transport.transport import Message, Transport
+from ringtile.transport.transport import Transport, Work
 
 Result = TypeVar("Result")
 
@@ -137,7 +137,7 @@ class LoopbackTransport(Transport):
     def _connect(self) -> tuple[SocketChannel, FailureDetector]:
         return self._hall.channels[self.rank], self._hall.detectors[self.rank]
 
-    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Message:
+    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
         if outgoing:
             copy = tensor.clone()
             made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None

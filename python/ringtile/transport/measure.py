@@ -1,14 +1,17 @@
-"""How long the ways to compute one thing take over the ranks of a group: for a scheme called "auto"."""
+"""What the ranks of a group find out about themselves: which share a host, and what is fastest, for "auto"."""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ringtile.transport.messages import all_gather
+from ringtile.transport.messages import all_gather, all_gather_object
 from ringtile.transport.transport import Transport
 
 SECONDS = 0.3  # for the runs of all candidates, if that is more than twice each
@@ -48,3 +51,23 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def hosts_of(transport: Transport) -> tuple[int, ...]:
+    """Return by rank its host, numbered by its first rank. A call the first time.
+
+    Raise RingMismatchError or PeerLostError.
+    """
+    if not transport.hosts:
+        names = all_gather_object(_host_id(), transport, "agree on hosts")
+        transport.hosts = tuple(map(names.index, names))
+    return transport.hosts
+
+
+def _host_id() -> str:
+    """Return what is equal for two processes exactly if they run on one host and in one network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()

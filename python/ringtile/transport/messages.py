@@ -1,13 +1,14 @@
-"""Several tensors in one message, and one tensor from every rank.
+"""Several tensors in one message, and one tensor or object from every rank.
 
 A message is one flat buffer, its tensors one after another, so that nothing is copied where it is used as it arrived.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from ringtile.transport.transport import Transport
 
 Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
+
+_MAX_BYTES = 1 << 10  # of an object
 
 
 class Message(NamedTuple):
@@ -25,7 +28,11 @@ class Message(NamedTuple):
 
     @classmethod
     def empty(cls, like: Tensor, tensors: Sequence[Kind]) -> Message:
-        """Uninitialized tensors, on the device of like."""
+        """Make uninitialized tensors, on the device of like."""
+        if len(set(tensors)) == 1:  # two calls of torch, and not five, in each round of a ring
+            shape, dtype = tensors[0]
+            flat = like.new_empty((len(tensors), *shape), dtype=dtype)
+            return cls(flat, tuple(flat.unbind()))
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i][1].itemsize)  # so that each is aligned
         sizes = [math.prod(tensors[i][0]) * tensors[i][1].itemsize for i in order]
         flat = like.new_empty(sum(sizes), dtype=torch.uint8)
@@ -34,7 +41,7 @@ class Message(NamedTuple):
 
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Message:
-        """Copies of tensors."""
+        """Copy tensors into one."""
         message = cls.empty(tensors[0], [(x.shape, x.dtype) for x in tensors])
         for part, x in zip(message.parts, tensors, strict=True):
             part.copy_(x)
@@ -48,3 +55,14 @@ def all_gather(x: Tensor, transport: Transport, what: str) -> Tensor:
     received = {peer: part for peer, part in enumerate(out) if peer != transport.rank}
     transport.exchange(dict.fromkeys(received, x), received, what).wait()
     return out
+
+
+def all_gather_object(mine: Any, transport: Transport, op: str) -> list[Any]:
+    """Return what each rank says, by rank; at most a KiB of JSON. A call. Raise RingMismatchError or PeerLostError."""
+    if transport.world_size == 1:
+        return [mine]
+    own = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
+    with transport.agree(op, {}):
+        said = all_gather(own, transport, op)
+        transport.bytes_sent -= (transport.world_size - 1) * _MAX_BYTES  # no payload of a plan
+    return [json.loads(bytes(each)) for each in said.tolist()]

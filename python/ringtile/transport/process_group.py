@@ -19,7 +19,7 @@ from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, tree_neighbours
 from ringtile.transport.failures import SocketFailureDetector, neighbours
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import SocketChannel
-from ringtile.transport.transport import Exchange, Message, Transport
+from ringtile.transport.transport import Exchange, Transport, Work
 
 
 class ProcessGroupTransport(Transport):
@@ -60,12 +60,12 @@ class ProcessGroupTransport(Transport):
         """The tag in shared memory, where messages of a later call have larger ones."""
         return self.num_calls << 32 | tag
 
-    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Message:
+    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
         if (shared := self._shares(tensor, peer)) is not None:
             return shared.post(tensor, peer, self._ordered(tag), outgoing=outgoing)
         group = self._group_for(tensor)
-        message: Message = (group.send if outgoing else group.recv)([tensor], peer, tag)
-        return message
+        work: Work = (group.send if outgoing else group.recv)([tensor], peer, tag)
+        return work
 
     def check_device(self, device: torch.device) -> None:
         super().check_device(device)
@@ -101,7 +101,7 @@ class ProcessGroupTransport(Transport):
     def _drop_messages(self) -> None:
         # gloo reads nothing more from a peer whose message has lost its tensor on the way.
         self._never_waited_for += [
-            each for each in self._under_way if any(isinstance(message, dist.Work) for _, message in each.messages)
+            each for each in self._under_way if any(isinstance(work, dist.Work) for _, work in each.works)
         ]
         if self._shared is not None:
             self._shared.drop()

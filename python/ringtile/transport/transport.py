@@ -18,6 +18,7 @@ import os
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +31,6 @@ from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatc
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
     MAX_REASON,
-    AgreedTerms,
     Headers,
     HeaderValue,
     PeerGoneError,
@@ -40,7 +40,7 @@ from ringtile.transport.failures import FailureDetector, Loss
 from ringtile.transport.sockets import SocketChannel
 
 
-class Message(Protocol):
+class Work(Protocol):
     """A message under way, sent or to be received. wait() raises RuntimeError when the peer is gone."""
 
     def wait(self) -> Any: ...
@@ -48,15 +48,16 @@ class Message(Protocol):
 
 NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)  # of ops: torch.compile calls them between its CUDA graphs
 _PROPAGATED = "_ringtile_propagated"  # an attribute of an error that the other ranks have heard of
+_MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 _SEARCH_SECONDS = 1.0  # how long a rank that lost a peer waits to hear who was lost first
-_Messages = list[tuple[tuple[int, ...], Message]]  # (the peers, the message)
+_Works = list[tuple[tuple[int, ...], Work]]  # with the peers of each
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
     """Messages under way; their tensors stay untouched, and are kept alive, until `wait` returns."""
 
-    messages: _Messages
+    works: _Works
     tensors: list[Tensor]
     transport: Transport
     what: str  # "round 2 of call 3 (ring_attention forward)"
@@ -72,9 +73,9 @@ class Exchange:
 
     def wait_for_messages(self) -> None:
         """`wait`, without a look at headers."""
-        for whose, message in self.messages:
-            with self.transport.naming(whose, self.what):
-                message.wait()
+        for peers, work in self.works:
+            with self.transport.naming(peers, self.what):
+                work.wait()
 
 
 def _span(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -92,7 +93,8 @@ class Transport(abc.ABC):
 
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
     calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
-    stream waits for payloads. fastest: of the ways to compute a kind of call, the one that measure.py found; by kind.
+    stream waits for payloads. hosts, fastest: what measure.py found: the host of each rank; of the ways to compute a
+    kind of call, the fastest one, by kind.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -101,12 +103,13 @@ class Transport(abc.ABC):
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.num_calls = 0
+        self.hosts: tuple[int, ...] = ()
         self.fastest: dict[object, str] = {}
         self._op = ""
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None  # whose forwards use this group
         self._payload_tag = FIRST_PAYLOAD_TAG
-        self._agreed = AgreedTerms()
+        self._agreed: OrderedDict[object, Terms] = OrderedDict()
         self._headers: Headers | None = None  # from the first call on
         self._detector: FailureDetector | None = None  # the same
         self._told = False  # whether the others know why this rank fails
@@ -203,7 +206,7 @@ class Transport(abc.ABC):
         self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int, step: int
     ) -> None:
         key = (op, device.type, *fields.items())
-        agreed = self._agreed.find(key)
+        agreed = self._agreed.get(key)
         terms = agreed or Terms(op, device.type, fields)
         self._payload_tag = terms.payload_tag(self.num_calls)
         runs_ahead = agreed is not None and self._host_runs_ahead(device)
@@ -211,7 +214,9 @@ class Transport(abc.ABC):
         self._behind = True
         if agreed is None:
             self.compare_headers()
-            self._agreed.add(key, terms)
+            self._agreed[key] = terms
+            if len(self._agreed) > _MAX_AGREED:
+                self._agreed.popitem(last=False)
             self._open(device)
         elif runs_ahead:
             self.compare_headers(wait=False)
@@ -302,13 +307,13 @@ class Transport(abc.ABC):
         return f"{what} of call {self.num_calls} ({self._op})"
 
     def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
-        messages: _Messages = []
+        works: _Works = []
         for tensors, outgoing in ((receives, False), (sends, True)):
             for peer, tensor in tensors.items():
                 if tensor.numel() > 0:
                     with self.naming((peer,), what):
-                        messages.append(((peer,), self._start(tensor, peer, tag, outgoing=outgoing)))
-        return Exchange(messages, [*sends.values(), *receives.values()], self, what)
+                        works.append(((peer,), self._start(tensor, peer, tag, outgoing=outgoing)))
+        return Exchange(works, [*sends.values(), *receives.values()], self, what)
 
     def check_device(self, device: torch.device) -> None:
         """InputError: this group cannot carry tensors of that device. RefusedError: a CUDA graph would.
@@ -377,7 +382,7 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Message:
+    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
         """Starts a message to or from a peer. The tensor is contiguous and not empty. Raises RuntimeError."""
 
     @abc.abstractmethod
