@@ -333,4 +333,32 @@ MUTANTS = [
         "        pass\n",
         "tests/tiled/test_tiled_engines.py -k glu_kernels",
     ),
+    Mutant(
+        "towers: images that mix are split",
+        "python/ringtile/hf/towers.py",
+        "        kept = all(\n",
+        "        kept = True or all(\n",
+        "tests/hf/test_towers.py -k mixes",
+    ),
+    Mutant(
+        "towers: images that are counted are split",
+        "python/ringtile/hf/towers.py",
+        "largest[0] > 0 or largest[1] > 1 else",
+        "largest[0] > 0 else",
+        "tests/hf/test_towers.py -k mixes",
+    ),
+    Mutant(
+        "images: dealt in turn, whatever they cost",
+        "python/ringtile/hf/images.py",
+        "rank = min(range(world_size), key=lambda rank: (loads[rank], rank))",
+        "rank = image % world_size",
+        "tests/hf/test_towers.py -k partition",
+    ),
+    Mutant(
+        "images: a frame has the grid of its video",
+        "python/ringtile/hf/images.py",
+        "            if self.single_frames:\n",
+        "            if False:\n",
+        "tests/hf/test_towers.py -k frames",
+    ),
 ]

@@ -28,8 +28,8 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
     """The shards of all ranks in global order: size N in `dim` -> size S. Any dtype; differentiable.
 
     The gradient of a rank's shard is the sum over all ranks, added in rank order in at least float32.
-    InputError: local has not N tokens in `dim`, or the layout is for another number of ranks. RingMismatchError,
-    PeerLostError.
+    The last ranks may hold none. InputError: local has not N tokens in `dim`, or the layout is for more ranks.
+    RingMismatchError, PeerLostError.
     """
     if not torch.compiler.is_compiling():
         with propagate_errors(group, "unshard", local):
@@ -42,15 +42,15 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
 
 
 def _runs_of_ranks(op: str, layout: Tensor, seq_len: int, transport: Transport) -> list[Tensor]:
-    """By rank, its runs (R, 4)."""
+    """By rank, its runs (R, 4). The last ranks may have none."""
     with transport.propagate_errors(op):
         world_size = int(layout[:, 0].max()) + 1 if layout.numel() else 0
-        if world_size != transport.world_size:
+        if not 0 < world_size <= transport.world_size:
             raise InputError(
                 f"the layout is for {world_size} ranks, the group has {transport.world_size}; expected the same number"
             )
         ops.layout_check(layout, seq_len, world_size)
-    return [layout[layout[:, 0] == rank, 1:].contiguous() for rank in range(world_size)]
+    return [layout[layout[:, 0] == rank, 1:].contiguous() for rank in range(transport.world_size)]
 
 
 def _call(

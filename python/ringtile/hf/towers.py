@@ -1,0 +1,319 @@
+"""The work of a vision tower, split over the ranks of a context-parallel group.
+
+Inside a step every rank calls the tower with the same images. Each rank computes some of them, and every rank gets the
+features of all, in order. Deciding who computes what takes no message: `images.deal` is a function of the call.
+
+A rank that gets no image computes the cheapest one and contributes no row of it. So every rank runs the tower's forward
+and backward, in which FSDP2 and ZeRO-3 gather parameters and DDP waits for gradients; those of this rank are 0.
+
+Let f_i be the features of image i, L = sum of L_r the loss, and L_r the part of rank r, of its own tokens. The gather's
+backward gives the owner of image i the sum over r of d(L_r)/d(f_i) = dL/d(f_i), added in rank order, and nobody else
+anything. So the owner's backward yields the share of image i in dL/dw for each weight w of the tower, and the sum of
+these over the ranks is that of one process. It is the sum that a weight of the text model has, whose share on rank r
+is dL_r/dw; so what an engine does to gradients, and a Trainer to the scale of L_r, is right for the tower too.
+
+An image's features must not depend on the images that share its call. Before a tower is split for the first time in a
+kind of call, each rank computes the call whole, then twice with every second image changed, where the others must keep
+every bit, and then its own images alone, whose features must be those of the whole call. If they are not, or if it is
+not known which images a call holds, every rank computes all of them, which is exact too, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from ringtile.errors import InputError, RefusedError
+from ringtile.hf.dropout import drops_attention
+from ringtile.hf.images import Images, Rows, deal, has_videos, layout_of, read
+from ringtile.hf.patches import Patches
+from ringtile.transport.collectives import all_gather_seq
+from ringtile.transport.groups import Group, transport_of
+from ringtile.transport.messages import all_gather
+
+logger = logging.getLogger("ringtile")
+
+_OF_ALL_LAYERS = ("hidden_states", "attentions")  # outputs of which a model reads one or two
+
+
+def split(
+    tower: PreTrainedModel, name: str, group: Group | None, patches: Patches, when: Callable[[], bool] = lambda: True
+) -> None:
+    """Splits the images of each call of a tower over a group. when: whether all ranks make the call that begins now.
+
+    name: of the tower, in messages. Raises, in a call, RefusedError for dropout in training.
+    """
+    if transport_of(group).world_size > 1:
+        patches.wrap(tower, "forward", _SplitTower(tower, name, group, when))
+
+
+class _SplitTower:
+    """What stands in for the forward of one tower."""
+
+    def __init__(self, tower: PreTrainedModel, name: str, group: Group | None, when: Callable[[], bool]) -> None:
+        self._tower, self._name, self._group, self._when = tower, name, group, when
+        self._transport = transport_of(group)
+        self._proved: dict[object, dict[str, Rows] | None] = {}  # by kind of call: where outputs hold images
+        self._said: set[str] = set()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._when():
+            return original(*args, **kwargs)
+        with self._transport.propagate_errors(self._name):
+            found = self._images(original, _by_name(original, args, kwargs))
+            if found is None:
+                return original(*args, **kwargs)
+            images, rows = found
+            owned = deal(images.costs, self._transport.world_size)
+            own = owned[self._transport.rank]
+            ran = own or [min(range(len(images.costs)), key=images.costs.__getitem__)]
+            local = original(**images.take(ran))
+        return _whole(local, _Gather(self._name, self._group, images, rows, owned, own, ran))
+
+    def _images(
+        self, original: Callable[..., Any], arguments: Mapping[str, Any] | None
+    ) -> tuple[Images, dict[str, Rows]] | None:
+        """The images of a call, and where its outputs hold them; None: every rank computes all."""
+        if arguments is None:
+            self._say("its forward is called with arguments that have no name")
+            return None
+        videos = has_videos(arguments)
+        for single_frames in (True, False) if videos else (False,):
+            images = read(arguments, self._tower.config, single_frames=single_frames)
+            if isinstance(images, str):
+                self._say(images)
+                return None
+            if len(images.patches) < 2:
+                continue
+            kind = (videos, single_frames, self._tower.training, *((name, _kind(x)) for name, x in arguments.items()))
+            if kind not in self._proved:
+                self._proved[kind] = self._prove(original, images)
+            if (rows := self._proved[kind]) is not None:
+                return images, rows
+        return None
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said and self._transport.rank == 0:
+            logger.warning("ringtile: every rank computes all images of %s: %s", self._name, reason)
+        self._said.add(reason)
+
+    # ---- the first call of a kind ---------------------------------------------------------------
+
+    def _prove(self, original: Callable[..., Any], images: Images) -> dict[str, Rows] | None:
+        """Where the outputs of a call hold its images; None if the features of an image may depend on others.
+
+        A collective.
+        """
+        tower = self._tower
+        if tower.training:
+            self._refuse_dropout()
+            if any(isinstance(module, _BatchNorm) and module.training for module in tower.modules()):
+                self._say("it has a batch norm, which mixes them")
+                return None
+        halves = range(0, len(images.patches), 2), range(1, len(images.patches), 2)
+        own = deal(images.costs, self._transport.world_size)[self._transport.rank]
+        with torch.no_grad():
+            whole = dict(_tensors(original(**images.arguments)))
+            others_changed = [dict(_tensors(original(**images.with_others_changed(half)))) for half in halves]
+            alone = dict(_tensors(original(**images.take(own or [0]))))
+        rows = {path: images.rows(x) for path, x in whole.items()}
+        strange = [f"{path} {tuple(whole[path].shape)}" for path, place in rows.items() if place is None]
+        known = {path: place for path, place in rows.items() if place is not None}
+        kept = all(
+            _equal(*(images.select(x[path], place, half) for x in (whole, changed)))
+            for half, changed in zip(halves, others_changed, strict=True)
+            for path, place in known.items()
+        )
+        differences = [
+            _difference(images.select(whole[path], place, own or [0]), alone[path], self._rounding(whole[path]))
+            for path, place in known.items()
+        ]
+        largest = self._largest([float(not kept), max(differences, default=0.0)], next(iter(whole.values())).device)
+        if strange:
+            self._say(f"it is not known which rows of its outputs {', '.join(strange)} are of which image")
+        elif largest[0] > 0:
+            self._say("the features of an image change with the other images of the call")
+        elif largest[1] > 1:
+            self._say("the features of an image are others when it is alone")
+        return None if strange or largest[0] > 0 or largest[1] > 1 else known
+
+    def _refuse_dropout(self) -> None:
+        for path, module in self._tower.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+                raise RefusedError(
+                    f"{self._name}.{path} drops with p = {module.p}; expected no dropout in a tower, of which each "
+                    f"rank computes other images: set its rate to 0 in the model's config, or lora_dropout=0.0"
+                )
+        if drops_attention(self._tower):
+            raise RefusedError(
+                f"the attention of {self._name} drops weights; expected no dropout in a tower, of which each rank "
+                f"computes other images: set its rate to 0 in the model's config"
+            )
+
+    def _rounding(self, x: Tensor) -> float:
+        """How much of an output rounding may change: the lower half of its digits."""
+        dtypes = {x.dtype, *(weight.dtype for weight in self._tower.parameters())}
+        if torch.is_autocast_enabled(x.device.type):
+            dtypes.add(torch.get_autocast_dtype(x.device.type))
+        units = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+        if x.is_cuda and torch.get_float32_matmul_precision() != "highest":
+            units.append(2.0**-10)
+        return math.sqrt(max(units, default=0.0))
+
+    def _largest(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """The largest of each number over the ranks: the same everywhere."""
+        with self._transport.agree("first call of a tower", {"tower": self._name, "numbers": len(numbers)}, device):
+            mine = torch.tensor(numbers, dtype=torch.float32, device=device)
+            largest: list[float] = all_gather(mine, self._transport, "the differences").amax(0).tolist()
+        return largest
+
+
+def _by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name; None: some have none."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    return None if len(args) > len(names) else {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _kind(value: Any) -> object:
+    """What calls of one kind have alike."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    return value if value is None or isinstance(value, bool) else type(value)
+
+
+def _tensors(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in what a tower returns, with their places."""
+    if isinstance(output, Tensor):
+        yield path, output
+    elif isinstance(output, Mapping):
+        for name, value in output.items():
+            yield from _tensors(value, f"{path}.{name}")
+    elif isinstance(output, list | tuple):
+        for index, value in enumerate(output):
+            yield from _tensors(value, f"{path}.{index}")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(*(x.nan_to_num() if x.is_floating_point() else x for x in (one, other)))
+
+
+def _difference(expected: Tensor, got: Tensor, rounding: float) -> float:
+    """The largest difference over what rounding may make."""
+    if expected.shape != got.shape:
+        return float("inf")
+    if not expected.is_floating_point() or expected.numel() == 0:
+        return 0.0 if torch.equal(expected, got) else float("inf")
+    expected, got = expected.nan_to_num().double(), got.nan_to_num().double()
+    difference, size = float((got - expected).abs().max()), float(expected.abs().max())
+    return difference / (rounding * size) if difference > 0 else 0.0
+
+
+# ---- outputs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Gather:
+    """The way from the features of this rank's images to those of all. ran: the images that it computed."""
+
+    name: str
+    group: Group | None
+    images: Images
+    rows: Mapping[str, Rows]
+    owned: Sequence[Sequence[int]]
+    own: Sequence[int]
+    ran: Sequence[int]
+
+    def __call__(self, path: str, x: Tensor) -> Tensor:
+        """The features of all images. A collective, differentiable."""
+        with transport_of(self.group).propagate_errors(self.name):
+            place = self.rows.get(path)
+            counts = [] if place is None else self.images.counts(place)
+            expected = sum(counts[image] for image in self.ran) if counts else -1
+            if place is None or x.dim() <= place.dim or x.size(place.dim) != expected:
+                raise InputError(
+                    f"{self.name} returns {path} {tuple(x.shape)} for images of {[*self.images.patches]} patches, of "
+                    f"which this rank computes {[*self.ran]}; expected the outputs of its first call"
+                )
+            if not self.own:
+                x = x.narrow(place.dim, 0, 0)
+        return all_gather_seq(x, layout_of(counts, self.owned), place.dim, sum(counts), self.group)
+
+
+def _whole(output: Any, gather: _Gather, path: str = "output") -> Any:
+    """An output with the features of all images. Of a ModelOutput, each when it is read."""
+    if isinstance(output, Tensor):
+        return gather(path, output)
+    if isinstance(output, ModelOutput):
+        return Features(output, gather, path)
+    if isinstance(output, dict):
+        return {name: _whole(value, gather, f"{path}.{name}") for name, value in output.items()}
+    if isinstance(output, list | tuple):
+        return type(output)(_whole(value, gather, f"{path}.{index}") for index, value in enumerate(output))
+    return output
+
+
+@dataclass(eq=False)
+class Features:
+    """The outputs of a tower for all images, of which only those that the model reads travel.
+
+    All ranks read the same ones, in the same order, since they run the same model. `local` is what this rank has
+    computed, a field in which FSDP2 finds the tensors whose gradients it waits for.
+    """
+
+    local: Any
+    _gather: _Gather = field(repr=False)
+    _path: str = field(default="output", repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value, path = getattr(self.local, name), f"{self._path}.{name}"
+        if name in _OF_ALL_LAYERS and isinstance(value, tuple):
+            value = _Layers(value, self._gather, path)
+        else:
+            value = _whole(value, self._gather, path)
+        setattr(self, name, value)
+        return value
+
+    def __getitem__(self, key: str | int) -> Any:
+        return getattr(self, key if isinstance(key, str) else self._names[key])
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Those that are not None, as a ModelOutput's."""
+        return tuple(getattr(self, name) for name in self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        names = [each.name for each in fields(self.local)]
+        return [name for name in names if vars(self).get(name, getattr(self.local, name)) is not None]
+
+
+class _Layers(Sequence[Any]):
+    """The outputs of all layers, each gathered when it is read."""
+
+    def __init__(self, local: Sequence[Any], gather: _Gather, path: str) -> None:
+        self._local, self._gather, self._path = local, gather, path
+        self._whole: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._local)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(len(self))[index])
+        index = range(len(self))[index]
+        if index not in self._whole:
+            self._whole[index] = _whole(self._local[index], self._gather, f"{self._path}.{index}")
+        return self._whole[index]
