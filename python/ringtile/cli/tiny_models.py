@@ -152,6 +152,10 @@ _BESIDES: dict[str, dict[str, Any]] = {
     },
     # With the usual 1e-6, norms of tiny embeddings amplify rounding: transformers' float32 is 4e-6 from float64.
     **{name: {"rms_norm_eps": 1e-2} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
+    # Of the towers of images: windows of whole patches, features of layers that there are.
+    "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
+    **{name: {"deepstack_visual_indexes": [0, 1]} for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision")},
+    "gemma3": {"mm_tokens_per_image": 4},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": _HEAD_DIM},
         **{"indexer_budget": 8, "indexer_compress_ratio": 2},
@@ -163,7 +167,7 @@ _PARTS: dict[str, dict[str, Any]] = {
         **{"text_config": {"model_type": "granite4_vision_text"}, "deepstack_layer_map": [[0, 0]]},
         "downsample_rate": "1/2",
     },
-    "diffusion_gemma": {"vision_config": {"model_type": "gemma4_vision"}},
+    **{name: {"vision_config": {"model_type": "gemma4_vision"}} for name in ("gemma4", "diffusion_gemma")},
 }
 
 _CLASSES_BY_HEAD: dict[str, tuple[Any, Any]] = {
@@ -206,11 +210,16 @@ def tiny_config(source: str | PretrainedConfig) -> PretrainedConfig:
 
 def tiny_model(config: PretrainedConfig, head: str = "", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with random weights, the same every time. No parameter stays at zero or one, where errors would hide."""
-    torch.manual_seed(0)
     causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     factory: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
     if head:
         factory, _ = _CLASSES_BY_HEAD[head]
+    return with_random_weights(factory, config, dtype)
+
+
+def with_random_weights(factory: Any, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model that a class makes of a configuration, in training. No parameter stays at zero or one."""
+    torch.manual_seed(0)
     model: PreTrainedModel = factory.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -91,6 +91,13 @@ class Trace:
         self._numbers.clear()
         self.choices.begin(call, len(self.calls) - 1)
 
+    def source(self, x: Tensor) -> Tensor:
+        """x, as one of the tensors at which the graph begins."""
+        if torch.is_grad_enabled():
+            x = x.detach().requires_grad_()
+            self.sources.append(x)
+        return x
+
     def __enter__(self) -> Trace:
         # Hooks of all modules of the process: with hooks of its own, a module could not be tiled.
         self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]

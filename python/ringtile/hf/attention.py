@@ -21,14 +21,17 @@ from ringtile.attn.attention import attention, ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import temperature
-from ringtile.hf.batch import active_batch, main_input
+from ringtile.hf.batch import ShardedBatch, active_batch, main_input, waiting_batch
+from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
 
 NAME = "ringtile"
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
+_SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the sequence under the mask that was drawn
 
 # Keyword arguments of an attention function that ringtile computes.
 _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
@@ -68,9 +71,37 @@ def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     if active_batch() is not None:
         main = main_input(args, kwargs)
         assert main is not None  # of it the batch was made
-        empty = torch.empty(main.size(0), 1, 0, 0, dtype=torch.bool, device=main.device)
-        kwargs = {**kwargs, "attention_mask": empty}
+        kwargs = {**kwargs, "attention_mask": _empty(main.size(0), main.device)}
     return args, kwargs
+
+
+def _empty(num_rows: int, device: torch.device) -> Tensor:
+    return torch.empty(num_rows, 1, 0, 0, dtype=torch.bool, device=device)
+
+
+def hidden_mask(name: str, mask: Any, batch: ShardedBatch, num_rows: int, device: torch.device) -> Any:
+    """What stands in for the mask that a model hands to its language model: empty, with the mask if it has drawn one.
+
+    name: of the model. mask: (B, S), None, drawn (B, 1, S, S) or by `attention_mask`, or a mapping of these by type.
+    """
+    if isinstance(mask, dict):
+        return {kind: hidden_mask(name, one, batch, num_rows, device) for kind, one in mask.items()}
+    empty = _empty(num_rows, device)
+    if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+        return empty
+    drawn = getattr(mask, _INTERVALS, (None,))[0]
+    if drawn is None and isinstance(mask, Tensor) and mask.shape[1:] == (1, batch.seq_len, batch.seq_len):
+        drawn = _intervals_of(mask)
+    if drawn is None or batch.documents is None:
+        kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise RefusedError(
+            f"{name} hands its language model an attention mask {kind} in which the keys of a query are not one "
+            f"interval; expected a mask of transformers' masking_utils"
+        )
+    padding = batch.sequence.seq_len - batch.seq_len
+    setattr(empty, _SEQUENCE, batch.sequence.with_mask((drawn & batch.documents).padded(padding)))
+    batch.draws_masks = True
+    return empty
 
 
 def attention_forward(
@@ -113,7 +144,7 @@ def attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        batch.narrowed(mask_of_layer(module, options)),
+        _sequence_of(module, attention_mask, options, batch),
         scale=options.get("scaling"),
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
@@ -123,6 +154,20 @@ def attention_forward(
     return out, None
 
 
+def _sequence_of(
+    module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any], batch: ShardedBatch
+) -> ShardedSequence:
+    """The batch as this layer attends it: by a mask that the model has drawn, window included, or by its own window."""
+    if not batch.draws_masks:
+        return batch.narrowed(mask_of_layer(module, options))
+    drawn = getattr(attention_mask, _SEQUENCE, None)
+    if drawn is None:
+        raise RefusedError(
+            f"{type(module).__name__} got no mask of those that its model has drawn; expected one for every layer"
+        )
+    return cast("ShardedSequence", drawn)
+
+
 def _as_autocast(x: Tensor) -> Tensor:
     """Casts as autocast does for scaled_dot_product_attention: RoPE returns queries and keys wider than values."""
     device = x.device.type
@@ -130,7 +175,14 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def attention_mask(**kwargs: Any) -> Tensor | None:
-    """The mask of a batch that is not sharded, as transformers' own attention expects it."""
+    """The mask of a batch that is not sharded, as transformers' own attention expects it; before a language model that
+    will shard its batch, an empty one with the intervals."""
+    batch = waiting_batch()
+    if batch is not None and kwargs["q_length"] == kwargs["kv_length"] == batch.seq_len:
+        drawn = intervals_of(kwargs["mask_function"], batch.seq_len, kwargs.get("attention_mask"))
+        empty = _empty(kwargs["batch_size"], kwargs["device"])
+        setattr(empty, _INTERVALS, (drawn,))
+        return empty
     mask = eager_mask if _needs_eager(kwargs["config"]) else sdpa_mask
     return cast("Tensor | None", mask(**kwargs))
 

@@ -49,6 +49,10 @@ class ShardedBatch:
     mixed_by: set[str] = field(default_factory=set)  # functions that the last recurrent mixer has called
     group: ContextParallelGroup | None = None
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
+    # Of a batch that is sharded where the language model begins (hf/seam.py): who may attend whom but for causality.
+    documents: IntervalMask | None = None
+    waits: bool = False  # for the language model, before which whole sequences run
+    draws_masks: bool = False  # whether the model has drawn masks itself: each layer then gets one
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 
     def narrowed(self, layer: LayerMask) -> ShardedSequence:
@@ -93,7 +97,14 @@ _inside = _Inside()
 
 def active_batch() -> ShardedBatch | None:
     """Return the batch that is inside a model in this thread; None: what is inside is not sharded, or nothing is."""
-    return _inside.batch
+    batch = _inside.batch
+    return None if batch is None or batch.waits else batch
+
+
+def waiting_batch() -> ShardedBatch | None:
+    """Return the batch that is inside a model in this thread, before its language model."""
+    batch = _inside.batch
+    return batch if batch is not None and batch.waits else None
 
 
 def activate(batch: ShardedBatch | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ logger = logging.getLogger("ringtile")
 
 _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
+_WITH_IMAGES = 4096  # tokens of all rows of a batch that is proved with its images, of which no cut can be made
 
 
 class FirstBatch:
@@ -123,7 +124,15 @@ class FirstBatch:
         if key_of_tree(inputs) is not None:
             logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
             return
-        cut = cut_batch(inputs, self._row_tokens())
+        images = strategy.of_model & {name for name, value in inputs.items() if value is not None}
+        if images and _num_tokens(inputs, images) > _WITH_IMAGES:
+            logger.warning(
+                f"ringtile: the first batch has images and {_num_tokens(inputs, images)} tokens; of more than "
+                f"{_WITH_IMAGES} a cut is proved, without the images"
+            )
+            inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
+        cut = inputs if images else cut_batch(inputs, self._row_tokens())
+        num_tokens = _num_tokens(cut, images)
         transport = transport_of(strategy.group.process_group)
         counted = transport.bytes_sent, transport.wait_seconds
         paths = {module: path for path, module in strategy.base.named_modules()}
@@ -134,7 +143,7 @@ class FirstBatch:
 
             @contextlib.contextmanager
             def within(trace: Trace) -> Iterator[None]:
-                with strategy.proving(trace, whole), at_most(0 if whole else self._tile_tokens(cut)):
+                with strategy.proving(trace, whole), at_most(0 if whole else self._tile_tokens(num_tokens)):
                     try:
                         yield
                     except RuntimeError as error:
@@ -148,7 +157,7 @@ class FirstBatch:
             try:
                 group = strategy.group.process_group
                 assert group is not None  # of several ranks
-                self.comparison = prove(run, group, averages=True, num_tokens=_num_tokens(cut))
+                self.comparison = prove(run, group, averages=True, num_tokens=num_tokens)
             finally:
                 unchanged.restore()
                 strategy.dropout.rewind()
@@ -164,8 +173,8 @@ class FirstBatch:
         ]
         return max([16 * self._strategy.group.size, *(size + size // 2 for size in windows)])
 
-    def _tile_tokens(self, cut: dict[str, Any]) -> int:
-        return max(1, _num_tokens(cut) // (_TILES * self._strategy.group.size))
+    def _tile_tokens(self, num_tokens: int) -> int:
+        return max(1, num_tokens // (_TILES * self._strategy.group.size))
 
 
 def _refuse_failure(error: RuntimeError, trace: Trace) -> None:
@@ -188,7 +197,8 @@ def _without_engine(model: nn.Module) -> nn.Module:
     return module
 
 
-def _num_tokens(cut: Mapping[str, Any]) -> int:
-    """The most tokens of a tensor of the batch."""
-    sizes = [x.size(0) * x.size(1) for x in cut.values() if isinstance(x, Tensor) and x.dim() >= 2]
+def _num_tokens(batch: Mapping[str, Any], images: Set[str]) -> int:
+    """The most tokens of a tensor of the batch, but for those of images."""
+    tensors = [x for name, x in batch.items() if isinstance(x, Tensor) and x.dim() >= 2 and name not in images]
+    sizes = [x.size(0) * x.size(1) for x in tensors]
     return max(sizes, default=1)

@@ -63,6 +63,7 @@ def shard_batch(
     attention_kernel: AttentionKernel = "auto",
     scheme: str = "ring",
     rows: SharedRows | None = None,
+    of_model: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch.
 
@@ -74,7 +75,8 @@ def shard_batch(
     positions_separate: whether position ids that start again start a document, for this model. takes_rows: whether the
     model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N). causal: whether the model attends no
     later token. shifts_labels: whether a token predicts the next label; else it predicts its own, and there are no
-    `shift_labels`. rows: of which this batch, of one row, is the tree.
+    `shift_labels`. rows: of which this batch, of one row, is the tree. of_model: what the model takes besides, such as
+    images; a batch with any of these stays whole but for its labels: it is sharded inside the model (hf/seam.py).
     Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError, InputError.
     """
     main = main_input((), inputs)
@@ -86,10 +88,12 @@ def shard_batch(
         name for name, is_known in (("token_type_ids", not causal), ("shift_labels", shifts_labels)) if not is_known
     }
     targets = "shift_labels" if shifts_labels else "labels"
-    _refuse(inputs, {*_PADDING, *_GLOBAL_KEYS} - unknown)
+    given = {name: inputs[name] for name in of_model if inputs.get(name) is not None}
+    _refuse(inputs, ({*_PADDING, *_GLOBAL_KEYS} - unknown) | of_model)
     per_token = _per_token(inputs, main, makes_positions, positions, takes_rows, shifts_labels)
     on_host = read(inputs)[0] if on_host is None else on_host
     made = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal) if rows is None else rows.mask
+    documents = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal=False) if given else None
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = made.padded(padding)
@@ -104,6 +108,8 @@ def shard_batch(
         attention_kernel=attention_kernel,
         causal=causal,
         rows=rows,
+        documents=documents,
+        waits=bool(given),
     )
     for layer in layers:
         batch.narrowed(layer)
@@ -118,6 +124,9 @@ def shard_batch(
         batch.token_weights = sequence.shard(to_device(weights, main.device), dim=1)
     if shifts_labels and (inputs.get("labels") is not None or (rows is not None and targets in per_token)):
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
+    if given:  # the model's own: whole, or absent
+        local = {name: x for name, x in local.items() if name in inputs or name == "shift_labels"}
+        local |= {name: inputs[name] for name in {*_PADDING, *given} - {"shift_labels"} if name in inputs}
     local["use_cache"] = False
     return local, batch
 
@@ -131,8 +140,7 @@ def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
             held = tuple(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
             raise RefusedError(
                 f"the batch holds {name} {held}, which ringtile does not know how to shard; expected "
-                f"only {', '.join(sorted(known))}: leave it out in your data collator; images and "
-                f"sound cannot be trained on under context parallelism"
+                f"only {', '.join(sorted(known))}: leave it out in your data collator"
             )
 
 

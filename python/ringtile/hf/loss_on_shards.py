@@ -124,6 +124,8 @@ class LossOnShards(Strategy):
         with self._sharded(inputs) as (local, batch), self.counting_groups():
             if batch is not None:
                 batch.mean_share = 1.0
+                if num_items is None and batch.num_targets is not None:  # the mean that the Trainer leaves to the model
+                    local["num_items_in_batch"] = batch.num_targets
             return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items)
 
     def _targets_per_rank(self, num_targets: Tensor) -> Tensor:

@@ -54,10 +54,15 @@ def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
 
 def _towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The parts of a model that turn images or sound into embeddings, by path."""
-    names = [name for name in model.config.sub_configs if any(kind in name for kind in _NOT_TEXT)]
-    configs = {type(getattr(model.config, name)) for name in names} - {type(model.config.get_text_config())}
+    configs = {type(getattr(model.config, name)) for name in _tower_configs(model)}
+    configs -= {type(model.config.get_text_config())}
     modules = model.named_modules()
     return {path: m for path, m in modules if isinstance(m, PreTrainedModel) and path and type(m.config) in configs}
+
+
+def _tower_configs(model: PreTrainedModel) -> set[str]:
+    """The names of the configurations of towers."""
+    return {name for name in model.config.sub_configs if any(kind in name for kind in _NOT_TEXT)}
 
 
 def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
@@ -82,7 +87,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
 
     patches.on_restore(restore)
     patches.set(model, _OWN_ATTENTION, previous)
-    model.set_attn_implementation(attention.NAME)
+    _set_attention(model)
     temperature.leave_to_ringtile(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise RefusedError(
@@ -98,7 +103,14 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_attn_implementation(attention.NAME)
+        _set_attention(model)
+
+
+def _set_attention(model: PreTrainedModel) -> None:
+    """Towers keep their own attention: they see whole images."""
+    names = dict.fromkeys(model.config.sub_configs, attention.NAME) | {"": attention.NAME}
+    previous = getattr(model, _OWN_ATTENTION)
+    model.set_attn_implementation(names | {name: previous[name] for name in _tower_configs(model) & previous.keys()})
 
 
 def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:

@@ -34,6 +34,7 @@ from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
+from ringtile.hf.seam import Seam
 from ringtile.hf.shared_rows import key_of_tree, share, unfold
 
 
@@ -62,8 +63,10 @@ class Strategy(abc.ABC):
         self.routers_checked = bool(routers or getattr(trainer, "aux_loss_enabled", False))  # by TRL's fused head
         self.training_checked = False
         self.positions = Positions(base, patches)
+        self.of_model: frozenset[str] = frozenset()  # what the model takes besides text
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
+        self.call_at_seam: Call | None = None  # of the first batch, before the language model
         self.proves_whole = False  # by one of the runs in which nothing is sharded
 
     @abc.abstractmethod
@@ -108,6 +111,7 @@ class Strategy(abc.ABC):
         model.switch_attention(wrapped, self.patches)
         model.pin_rope_length(base, self.patches)
         model.refuse_towers(base, self.patches)
+        self.of_model |= Seam(base, self._entered, self.patches).keys
         recurrent.install(base, self.patches)
         install_balancing_loss(wrapped, base, self.patches)
         adapters.scale_regularizer(wrapped, self.patches)
@@ -150,6 +154,7 @@ class Strategy(abc.ABC):
             attention_kernel=self.config.attention_kernel,
             scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
             rows=rows,
+            of_model=self.of_model,
         )
         if self.trainer.args.process_index == 0:
             self.positions.check_largest(batch.max_position)
@@ -157,9 +162,9 @@ class Strategy(abc.ABC):
             return self._whole(inputs), None
         local.update(asked)
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
-        if self.trace is not None:
-            shape = (local["attention_mask"].size(0), batch.sequence.local_len)
-            self.trace.begin(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs)))
+        assert batch.token_weights is not None
+        shape = (batch.token_weights.size(0), batch.sequence.local_len)
+        self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs)), at_seam=batch.waits)
         return local, batch
 
     # ---- the first batch ------------------------------------------------------------------------
@@ -172,6 +177,20 @@ class Strategy(abc.ABC):
             yield
         finally:
             self.trace, self.proves_whole = None, False
+
+    def _begin_call(self, call: Call, at_seam: bool) -> None:
+        """Tells the trace, if there is one, which tokens enter the model now, or at the seam, its language model."""
+        self.call_at_seam = call if at_seam else None
+        if self.trace is not None and not at_seam:
+            self.trace.begin(call)
+
+    def _entered(self, embeddings: Tensor) -> Tensor:
+        """The embeddings that enter a language model: from there on, the first batch is compared."""
+        call, self.call_at_seam = self.call_at_seam, None
+        if self.trace is None or call is None:
+            return embeddings
+        self.trace.begin(call)
+        return self.trace.source(embeddings)
 
     def of_cut(self, model: nn.Module, cut: dict[str, Any]) -> dict[str, Any]:
         """A cut of a batch, with what was computed from the whole rows computed from the cut."""
@@ -196,8 +215,8 @@ class Strategy(abc.ABC):
         """The batch as one process has it."""
         main = main_input((), dict(inputs))
         assert main is not None
-        if self.trace is not None:
-            self.trace.begin(Call((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs)))
+        call = Call((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs))
+        self._begin_call(call, at_seam=any(inputs.get(name) is not None for name in self.of_model))
         return self.packing.kept_apart({**inputs, "use_cache": False})
 
     def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:

@@ -146,6 +146,10 @@ class ShardedSequence:
             self._derive(mask, self.mask & mask, self.scheme)
         return self._derived[mask]
 
+    def with_mask(self, mask: IntervalMask) -> ShardedSequence:
+        """The same tokens under another mask, which need not be narrower."""
+        return self._like(mask, self.scheme)
+
     def with_window(self, window: int | None, causal: bool = True) -> ShardedSequence:
         """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self.
 
@@ -176,10 +180,14 @@ class ShardedSequence:
             self._derive(scheme, self.mask, scheme)
         return self._derived[scheme]
 
+    def _like(self, mask: IntervalMask, scheme: str) -> ShardedSequence:
+        found = ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
+        found._data = self._data
+        return found
+
     def _derive(self, key: IntervalMask | str, mask: IntervalMask, scheme: str) -> None:
         """Remember, by key, the same tokens under another mask or scheme."""
-        self._derived[key] = ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
-        self._derived[key]._data = self._data
+        self._derived[key] = self._like(mask, scheme)
         if len(self._derived) > _MAX_REMEMBERED:
             del self._derived[next(iter(self._derived))]
 

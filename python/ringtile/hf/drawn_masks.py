@@ -1,0 +1,161 @@
+"""Masks that a model draws itself, such as Gemma 3's, in which the tokens of an image attend each other: as intervals.
+
+transformers draws a mask from functions of two positions, which its masking_utils composes. Each of these is known by
+its name, with the numbers in its closure; a function that is not known is refused. No S x S mask is made.
+
+Shape letters: B batch, S global tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from ringtile.errors import RefusedError
+from ringtile.sequence.mask import IntervalMask
+
+
+class _Bounds(NamedTuple):
+    """int64 (B or 1, S) on the CPU: a query attends the keys in begin .. end; none where end <= begin."""
+
+    begin: Tensor
+    end: Tensor
+
+
+class _Row(NamedTuple):
+    """What a mask is drawn on."""
+
+    seq_len: int
+    is_token: Tensor | None  # bool (B, S): no padding, which nothing attends; None: all
+
+    @property
+    def places(self) -> Tensor:
+        """int64 (1, S)"""
+        return torch.arange(self.seq_len)[None]
+
+
+def intervals_of(mask_function: Callable[..., Any], seq_len: int, attention_mask: Tensor | None) -> IntervalMask:
+    """The mask that a composed function draws, on the host. attention_mask: bool (B, S); what it masks may be attended.
+
+    Raises RefusedError for a function that is not known, and for keys that are not one interval.
+    """
+    is_token = None if attention_mask is None else attention_mask[:, :seq_len].to("cpu", torch.bool)
+    begin, end = _read(mask_function, _Row(seq_len, is_token))
+    return IntervalMask(*(bound.clamp(0, seq_len).int() for bound in _alike(begin, end)))
+
+
+def _alike(*bounds: Tensor) -> list[Tensor]:
+    """(B or 1, S) -> all with as many rows."""
+    rows = max(bound.size(0) for bound in bounds)
+    return [bound.expand(rows, -1) for bound in bounds]
+
+
+def _read(function: Callable[..., Any], row: _Row) -> _Bounds:
+    name = getattr(function, "__qualname__", "").partition(".")[0]
+    of_transformers = getattr(function, "__module__", "") == masking_utils.__name__
+    if not of_transformers or name not in _KNOWN:
+        raise RefusedError(
+            f"the model draws a mask with {getattr(function, '__module__', '')}.{name or function}, which ringtile "
+            f"does not know as intervals; expected functions of transformers.masking_utils: {', '.join(sorted(_KNOWN))}"
+        )
+    return _KNOWN[name](row, **inspect.getclosurevars(function).nonlocals)
+
+
+def _and(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> _Bounds:
+    found = [_read(function, row) for function in mask_functions]
+    bounds = found[0]
+    for other in found[1:]:
+        bounds = _Bounds(torch.maximum(bounds.begin, other.begin), torch.minimum(bounds.end, other.end))
+    return bounds
+
+
+def _or(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> _Bounds:
+    found = [_read(function, row) for function in mask_functions]
+    bounds = found[0]
+    for other in found[1:]:
+        begin, end, other_begin, other_end = _alike(*bounds, *other)
+        none, other_none = end <= begin, other_end <= other_begin
+        apart = ~none & ~other_none & (torch.maximum(begin, other_begin) > torch.minimum(end, other_end))
+        if apart.any():
+            batch_row, query = apart.nonzero()[0].tolist()
+            raise RefusedError(
+                f"the model draws a mask in which query {query} of row {batch_row} attends keys "
+                f"{int(begin[batch_row, query])}..{int(end[batch_row, query])} and "
+                f"{int(other_begin[batch_row, query])}..{int(other_end[batch_row, query])}; expected one interval"
+            )
+        begin, other_begin = begin.masked_fill(none, row.seq_len), other_begin.masked_fill(other_none, row.seq_len)
+        end, other_end = end.masked_fill(none, 0), other_end.masked_fill(other_none, 0)
+        bounds = _Bounds(torch.minimum(begin, other_begin), torch.maximum(end, other_end))
+    return bounds
+
+
+def _causal(row: _Row) -> _Bounds:
+    return _Bounds(torch.zeros_like(row.places), row.places + 1)
+
+
+def _full(row: _Row) -> _Bounds:
+    return _Bounds(torch.zeros_like(row.places), torch.full_like(row.places, row.seq_len))
+
+
+def _window(row: _Row, sliding_window: int) -> _Bounds:
+    return _Bounds(row.places - sliding_window + 1, torch.full_like(row.places, row.seq_len))
+
+
+def _window_both_ways(row: _Row, sliding_window: int) -> _Bounds:
+    return _Bounds(row.places - sliding_window, row.places + sliding_window + 1)
+
+
+def _chunks(row: _Row, chunk_size: int, left_padding: Tensor) -> _Bounds:
+    first = left_padding.cpu()[:, None]
+    begin = (row.places - first).div(chunk_size, rounding_mode="floor") * chunk_size + first
+    return _Bounds(begin, begin + chunk_size)
+
+
+def _blocks(row: _Row, block_sequence_ids: Tensor) -> _Bounds:
+    return _groups(row, block_sequence_ids, "block of tokens")
+
+
+def _documents(row: _Row, packed_sequence_mask: Tensor) -> _Bounds:
+    return _groups(row, packed_sequence_mask, "document")
+
+
+def _groups(row: _Row, ids: Tensor, what: str) -> _Bounds:
+    """Of each query, the tokens with its id; none for an id below 0. Padding that nobody attends may lie between."""
+    ids = ids[:, : row.seq_len].to("cpu", torch.int64)
+    places = row.places.expand_as(ids)
+    counted = ids >= 0 if row.is_token is None else (ids >= 0) & row.is_token
+    index = ids.clamp(min=-1) + 1
+    shape = ids.size(0), int(index.max()) + 1
+    first = torch.full(shape, row.seq_len).scatter_reduce(1, index, places.masked_fill(~counted, row.seq_len), "amin")
+    last = torch.full(shape, -1).scatter_reduce(1, index, places.masked_fill(~counted, -1), "amax")
+    sizes = torch.zeros(shape, dtype=torch.int64).scatter_add(1, index, counted.long())
+    broken = (sizes > 0) & (last - first + 1 != sizes)
+    broken[:, 0] = False
+    if broken.any():
+        batch_row, group = broken.nonzero()[0].tolist()
+        raise RefusedError(
+            f"the model draws a mask in which the {what} {group - 1} of row {batch_row} has {sizes[batch_row, group]} "
+            f"tokens between {first[batch_row, group]} and {last[batch_row, group]}; expected them one after another"
+        )
+    attends = ids >= 0
+    begin, end = first.gather(1, index), last.gather(1, index) + 1
+    return _Bounds(begin.masked_fill(~attends, row.seq_len), end.masked_fill(~attends, 0))
+
+
+# By the name of the function of masking_utils that returns it, with the names of what is in its closure.
+_KNOWN: dict[str, Callable[..., _Bounds]] = {
+    "and_masks": _and,
+    "or_masks": _or,
+    "causal_mask_function": _causal,
+    "bidirectional_mask_function": _full,
+    "sliding_window_overlay": _window,
+    "sliding_window_bidirectional_overlay": _window_both_ways,
+    "chunked_overlay": _chunks,
+    "blockwise_overlay": _blocks,
+    "packed_sequence_mask_function": _documents,
+}
