@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -189,14 +189,14 @@ def _register_fake(name: str, host: int = -1) -> None:
     torch.library.register_fake(f"ringtile::{name}", check)
 
 
-def _run(op: Callable[..., Any], *given: Any) -> Any:
-    """op(*given). InputError for a sparse, nested or mkldnn tensor, which torch hands to no kernel."""
+def _run(op: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call op. InputError for a sparse, nested or mkldnn tensor, which torch hands to no kernel."""
     try:
-        return op(*given)
+        return op(*given, **named)
     except NotImplementedError:
-        for index, x in enumerate(given):
+        for name, x in ({f"argument {index}": x for index, x in enumerate(given)} | named).items():
             if isinstance(x, Tensor):
-                arguments.check_storage(f"argument {index}", x)
+                arguments.check_storage(name, x)
         raise
 
 
@@ -209,101 +209,35 @@ torch.library.register_fake("ringtile::layout_check", lambda *arguments: None)
 # ---- attention: one block of keys ---------------------------------------------------------------
 
 
-class WeightDropout(NamedTuple):
-    """What an attention kernel drops; docs/design/dropout.md has the formula. No block without dropout has one."""
+def attn_fwd_(*given: Any, **named: Any) -> None:
+    """Merge one block of keys into the running softmax of every query; the arguments are its schema's.
 
-    probability: float
-    seed: int
-    step: int
-    stream: int
-    rows: Tensor  # int64 (B,), on q's device
-    positions: Tensor  # int64 (N,), on q's device: of the queries
+        q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv)
+        begin, end    int32 (B or 1, N): the query attends global positions [begin, end)
+        k_runs        int64 (R, 4) on the CPU: global_begin, stride, local_begin, length; local_begin is a row of k
+        out, lse      read and written: (B, N, H, Dv) of state_dtype; (B, H, N) of that, or of float64 to avoid rounding
+                      between calls. Before the first block they hold 0 and -inf; with fresh, nothing yet
+        dropout, seed, step, stream, rows, positions    of the weights, after the softmax (docs/design/dropout.md);
+                      int64 rows (B), and positions (N) of the queries. lse is that of all keys
+        rounded_out   like out, contiguous, of q's dtype: gets the merged out, rounded; then out holds any numbers
+        key_begin, key_end    int32 (B or 1, K): the other side of the mask, if it has one. It needs positions
 
-
-NO_DROPOUT = (0.0, 0, 0, 0, None, None)
-
-
-class KeyIntervals(NamedTuple):
-    """Of a mask with two sides, the keys of a block: query q attends key k only if begin[k] <= q < end[k]."""
-
-    begin: Tensor  # int32 (B or 1, K), on q's device
-    end: Tensor
-    positions: Tensor  # int64 (N), on q's device: of the queries
-
-
-def _options(
-    numbers: tuple[float, float, bool],
-    dropout: WeightDropout | None,
-    rounded: tuple[Tensor | None, ...],
-    keys: KeyIntervals | None,
-) -> tuple[Any, ...]:
-    """The arguments of attn_fwd_ and attn_bwd_ behind their tensors."""
-    if keys is None:
-        return *numbers, *(dropout or NO_DROPOUT), *rounded
-    return *numbers, *(dropout or NO_DROPOUT)[:-1], keys.positions, *rounded, keys.begin, keys.end
-
-
-def attn_fwd_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    k_runs: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    softcap: float,
-    fresh: bool = False,
-    dropout: WeightDropout | None = None,
-    rounded_out: Tensor | None = None,
-    keys: KeyIntervals | None = None,
-) -> None:
-    """Merges one block of keys into the running softmax of every query.
-
-    q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv); begin, end int32 (B or 1, N): the query attends global
-    positions [begin, end); k_runs int64 (R, 4) on the CPU: global_begin, stride, local_begin, length, where
-    local_begin is a row of k. out (B, N, H, Dv) of state_dtype and lse (B, H, N) of state_dtype, or of float64 to avoid
-    rounding between calls, are read and written. Before the first block they hold 0 and -inf; with fresh they may be
-    uninitialized. With dropout, weights are dropped after the softmax; lse is that of all keys. rounded_out, like out
-    but contiguous and of q's dtype, gets what out would hold after the last block, rounded; then out holds any numbers.
-    keys: the other side of the mask, if it has one.
     Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
-    options = _options((scale, softcap, fresh), dropout, (rounded_out,), keys)
-    _run(_ops.attn_fwd_, q, k, v, begin, end, k_runs, out, lse, *options)
+    _run(_ops.attn_fwd_, *given, **named)
 
 
-def attn_bwd_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    k_runs: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    scale: float,
-    softcap: float,
-    fresh: bool = False,
-    dropout: WeightDropout | None = None,
-    rounded_dk: Tensor | None = None,
-    rounded_dv: Tensor | None = None,
-    keys: KeyIntervals | None = None,
-) -> None:
-    """Adds one block's gradients to dq (B, N, H, D), dk (B, K, G, D), dv (B, K, G, Dv), all of state_dtype.
+def attn_bwd_(*given: Any, **named: Any) -> None:
+    """Add one block's gradients to dq, dk and dv, like q, k and v, of state_dtype; the arguments are its schema's.
 
-    dout (B, N, H, Dv) has q's dtype; lse (B, H, N) is final, over all blocks; delta (B, H, N) is the sum over Dv of
-    dout * out, minus the gradient of lse. fresh: dk and dv may be uninitialized, and k_runs must hold every row of k;
-    then rounded_dk and rounded_dv, contiguous and of k's dtype, may get them rounded, and dk and dv hold any numbers.
+        dout, lse     of q's dtype; final, over all blocks
+        delta         (B, H, N): see `attn_delta`
+        fresh         dk and dv hold nothing yet, and k_runs every row of k; then rounded_dk and rounded_dv, contiguous,
+                      of k's dtype, may get them rounded, and dk and dv hold any numbers
+
     FlashAttention (arXiv:2205.14135), algorithm 4.
     """
-    options = _options((scale, softcap, fresh), dropout, (rounded_dk, rounded_dv), keys)
-    _run(_ops.attn_bwd_, q, k, v, begin, end, k_runs, dout, lse, delta, dq, dk, dv, *options)
+    _run(_ops.attn_bwd_, *given, **named)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from ringtile import IntervalMask, Layout, ops
+from ringtile import AttentionDropout, IntervalMask, Layout
 from ringtile.attn import aten, choose
 from ringtile.attn.backend import Block, BlockMask, Running, why_slow
 from ringtile.sequence.plan import rank_plan
@@ -89,7 +89,7 @@ def test_rows_of_a_view_and_dropout_are_slow_by_name() -> None:
     block = a_block()
     moved = torch.zeros(8 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 8, 2, 64)  # 2 bytes behind
     assert why_slow(block._replace(v=moved), HOPPER, backward=False).startswith("rows of v do not begin at")
-    dropout = ops.WeightDropout(0.1, 1, 2, 3, torch.zeros(1, dtype=torch.int64), torch.arange(8))
+    dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 1)
     assert "dropout" in why_slow(block._replace(dropout=dropout), HOPPER, backward=False)
 
 

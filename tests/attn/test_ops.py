@@ -248,7 +248,7 @@ def test_attention_ops_refuse_malformed_rounded_results(change: Callable[[Tensor
         ops.attn_fwd_(*pick(arguments, FORWARD), rounded_out=change(arguments["out"].clone()))
     rounded = [change(arguments["dk"].clone()), arguments["dv"].clone()]
     with pytest.raises(RuntimeError, match=f"rounded_dk {message}"):
-        ops.attn_bwd_(*pick(arguments, BACKWARD), True, None, *rounded)
+        ops.attn_bwd_(*pick(arguments, BACKWARD), True, rounded_dk=rounded[0], rounded_dv=rounded[1])
     with pytest.raises(RuntimeError, match="rounded_dv need them fresh, and need each other"):
         ops.attn_bwd_(*pick(arguments, BACKWARD), rounded_dv=rounded[1])
 

@@ -42,25 +42,25 @@ def results(head_dim: int, say: Callable[[str], None]) -> dict[str, tuple[Tensor
     )
     end = torch.arange(1, SEQ_LEN + 1, dtype=torch.int32, device=device)[None]
     begin, runs, scale = torch.zeros_like(end), ops.runs_tensor([(0, 1, 0, SEQ_LEN)]), head_dim**-0.5
-    block, numbers = (q, k, v, begin, end, runs), (scale, 0.0, True, None)
+    block, numbers = (q, k, v, begin, end, runs), (scale, 0.0, True)
     out, rounded_out = (torch.full_like(q, torch.nan, dtype=dtype) for dtype in (torch.float32, q.dtype))
     lse = torch.full((1, NUM_HEADS, SEQ_LEN), torch.nan, dtype=torch.float64, device=device)
     dq, keys = torch.zeros_like(q, dtype=torch.float32), (k, v)
     dk, dv = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in keys)
-    rounded = tuple(torch.full_like(x, torch.nan) for x in keys)
+    rounded = {"rounded_dk": torch.full_like(k, torch.nan), "rounded_dv": torch.full_like(v, torch.nan)}
 
-    def attend(name: str, kernel: Callable[..., None], *arguments: Tensor | float | bool | None) -> None:
+    def attend(name: str, kernel: Callable[..., None], *arguments: Tensor | float | bool, **rounded: Tensor) -> None:
         say(f"{name}, head dim {head_dim}")
-        kernel(*block, *arguments)
+        kernel(*block, *arguments, **rounded)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
     attend("forward", ops.attn_fwd_, out, lse, *numbers)
-    attend("forward with rounded out", ops.attn_fwd_, out.clone(), lse.clone(), *numbers, rounded_out)
+    attend("forward with rounded out", ops.attn_fwd_, out.clone(), lse.clone(), *numbers, rounded_out=rounded_out)
     delta = ops.attn_delta(dout, out.to(q.dtype), torch.zeros_like(lse))
     attend("backward", ops.attn_bwd_, dout, lse, delta, dq, dk, dv, *numbers)
     unused = [x.clone() for x in (dq, dk, dv)]
-    attend("backward with rounded dk and dv", ops.attn_bwd_, dout, lse, delta, *unused, *numbers, *rounded)
+    attend("backward with rounded dk and dv", ops.attn_bwd_, dout, lse, delta, *unused, *numbers, **rounded)
 
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     heads = [x.transpose(1, 2).repeat_interleave(NUM_HEADS // x.size(2), dim=1) for x in leaves]
@@ -74,7 +74,7 @@ def results(head_dim: int, say: Callable[[str], None]) -> dict[str, tuple[Tensor
         "dk": (dk, gradients[1]),
         "dv": (dv, gradients[2]),
     }
-    for name, got in zip(("out", "dk", "dv"), (rounded_out, *rounded), strict=True):
+    for name, got in zip(("out", "dk", "dv"), (rounded_out, *rounded.values()), strict=True):
         found[f"rounded {name}"] = got.float(), found[name][0].to(got.dtype).float()
     return found
 

@@ -226,10 +226,10 @@ def test_smoke_names_what_is_wrong(
     assert said() == "ok"
     forward = smoke.ops.attn_fwd_
 
-    def wrong(*arguments: Any) -> None:
-        forward(*arguments)
-        if len(arguments) == 13:  # with rounded out
-            arguments[-1][:, 32:48, 0, 16:32] = torch.nan
+    def wrong(*arguments: Any, **rounded: Any) -> None:
+        forward(*arguments, **rounded)
+        for rounded_out in rounded.values():
+            rounded_out[:, 32:48, 0, 16:32] = torch.nan
 
     monkeypatch.setattr(smoke.ops, "attn_fwd_", wrong)
     assert smoke.main(file) == 1

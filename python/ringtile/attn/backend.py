@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ringtile import ops
+from ringtile.attn.call import AttentionDropout
 from ringtile.attn.pieces import Pack, Piece, Square, find_pieces, packs, squares
 from ringtile.sequence.device_mask import DeviceMask
 
@@ -71,8 +72,9 @@ class Block(NamedTuple):
     end: Tensor
     scale: float
     softcap: float
-    dropout: ops.WeightDropout | None = None
-    keys: ops.KeyIntervals | None = None  # the other side of the mask, if it has one
+    dropout: AttentionDropout | None = None
+    key_bounds: tuple[Tensor, ...] = ()  # int32 (B or 1, K): key_begin, key_end, if the mask has two sides
+    positions: Tensor | None = None  # int64 (N) of the queries, with either of these
 
 
 class Running(NamedTuple):
@@ -147,17 +149,26 @@ class Ringtile:
 
     def forward(self, block: Block, state: Running) -> None:
         ops.attn_fwd_(
-            *(block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs, state.out, state.lse),
-            *(block.scale, block.softcap, state.fresh, block.dropout, state.rounded, block.keys),
+            *_inputs(block), state.out, state.lse, *_options(block, state.fresh), state.rounded, *block.key_bounds
         )
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
-        rounded_dk, rounded_dv = grads.rounded or (None, None)
         ops.attn_bwd_(
-            *(block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs, final.dout, final.lse, final.delta),
-            *(grads.dq, grads.dk, grads.dv, block.scale, block.softcap, grads.fresh, block.dropout),
-            *(rounded_dk, rounded_dv, block.keys),
+            *(*_inputs(block), final.dout, final.lse, final.delta, grads.dq, grads.dk, grads.dv),
+            *(*_options(block, grads.fresh), *(grads.rounded or (None, None)), *block.key_bounds),
         )
+
+
+def _inputs(block: Block) -> tuple[Tensor, ...]:
+    return block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs
+
+
+def _options(block: Block, fresh: bool) -> tuple[Any, ...]:
+    drop = block.dropout
+    if drop is None:
+        return block.scale, block.softcap, fresh, 0.0, 0, 0, 0, None, block.positions
+    numbers = drop.probability, drop.seed, drop.step, drop.stream, drop.rows
+    return block.scale, block.softcap, fresh, *numbers, block.positions
 
 
 def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> str:
@@ -166,7 +177,7 @@ def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> st
     head_dim = max(q.size(3), v.size(3))
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
-    if block.keys is not None:
+    if block.key_bounds:
         return "a mask with two sides, as a tree's is, has no kernel for tensor cores; set attention_kernel to auto"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"

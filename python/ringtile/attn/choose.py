@@ -92,14 +92,12 @@ def _block(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor) -> Bloc
         masks = _masks[plan] = tuple(
             BlockMask(plan.begin, plan.end, round.k_runs, round.key_bounds, positions) for round in plan.rounds
         )
-    block = Block(q, k, v, masks[i], *call.sequence.mask_on(q.device), call.scale, call.softcap)
-    if masks[i].key_bounds:
-        block = block._replace(keys=call.sequence.keys_on(q.device, i))
-    if (drop := call.dropout) is None:
+    sequence = call.sequence
+    block = Block(q, k, v, masks[i], *sequence.mask_on(q.device), call.scale, call.softcap, call.dropout)
+    if call.dropout is None and not masks[i].key_bounds:
         return block
-    positions = call.sequence.positions_on(q.device)
-    numbers = ops.WeightDropout(drop.probability, drop.seed, drop.step, drop.stream, drop.rows, positions)
-    return block._replace(dropout=numbers)
+    key_bounds, positions = sequence.key_bounds_on(q.device, i), sequence.positions_on(q.device)
+    return block._replace(key_bounds=key_bounds, positions=positions)
 
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:

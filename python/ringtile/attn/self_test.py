@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ringtile import ops, self_test
 from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
+from ringtile.attn.call import AttentionDropout
 from ringtile.self_test.child_process import Question
 from ringtile.torch_ops import random_words
 
@@ -141,8 +142,8 @@ def _compared(
     lse_bound = float(2 * e * (q.size(3) * largest + num_tokens)) + u
     rounded = 2 * lse_bound + u
     of_weights = rounded * weights + least * attend
-    dropped = _dropped(q) if drops else None
-    z = 1.0 if dropped is None else _factors(num_tokens, q.size(2), q.device)
+    dropped = _dropped(q) if drops else (None, (), None)
+    z = _factors(num_tokens, q.size(2), q.device) if drops else 1.0
     out64, out_bound = (z * weights) @ v64, (z * (of_weights + 2 * (u + e) * weights)) @ v64.abs() + least
 
     begin = (at - (window - 1)).clamp(min=0).to(torch.int32)[None]
@@ -154,7 +155,7 @@ def _compared(
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
         mask = BlockMask(begin.cpu(), end.cpu(), k_runs)
-        blocks.append(Block(q, k[:, part], v[:, part], mask, begin, end, scale, 0.0, dropped))
+        blocks.append(Block(q, k[:, part], v[:, part], mask, begin, end, scale, 0.0, *dropped))
     rounded_out = torch.empty_like(out, dtype=q.dtype)
     first, second = blocks
     backend.forward(first, Running(out, lse, fresh=True))
@@ -190,9 +191,11 @@ def _compared(
         yield f"rounded {name}", got, x, bound + u * (x.abs() + bound) + least
 
 
-def _dropped(q: Tensor) -> ops.WeightDropout:
+def _dropped(q: Tensor) -> tuple[AttentionDropout, tuple[()], Tensor]:
+    """Return the last fields of a block."""
+    probability, *numbers = _DROPS
     rows, positions = (torch.tensor(x, device=q.device) for x in ([_ROW], range(q.size(1))))
-    return ops.WeightDropout(*_DROPS, rows, positions)
+    return AttentionDropout(probability, rows, *numbers), (), positions
 
 
 def _factors(num_tokens: int, num_heads: int, device: torch.device) -> Tensor:

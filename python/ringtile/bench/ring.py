@@ -121,22 +121,8 @@ class _Blocks(torch.autograd.Function):
         delta = ops.attn_delta(dout, out, torch.zeros_like(lse))
         dq, dk, dv = (torch.zeros_like(x, dtype=state) for x in (q, k, v))
         for block, k_runs in blocks(rank_plan):
-            ops.attn_bwd_(
-                q,
-                k[:, block],
-                v[:, block],
-                begin,
-                end,
-                k_runs,
-                dout,
-                lse,
-                delta,
-                dq,
-                dk[:, block],
-                dv[:, block],
-                q.size(3) ** -0.5,
-                0.0,
-            )
+            keys = k[:, block], v[:, block], begin, end, k_runs
+            ops.attn_bwd_(q, *keys, dout, lse, delta, dq, dk[:, block], dv[:, block], q.size(3) ** -0.5, 0.0)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 

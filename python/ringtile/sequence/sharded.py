@@ -236,12 +236,9 @@ class ShardedSequence:
         tensors = self._tensors_on(device)
         return tensors[0], tensors[1]
 
-    def keys_on(self, device: torch.device, i: int) -> ops.KeyIntervals | None:
-        """The other side of the mask, of the keys of round i, and where those queries are; None: there is none."""
-        if self.mask.key_begin is None:
-            return None
-        begin, end = self._tensors_on(device)[2 * i + 2 : 2 * i + 4]
-        return ops.KeyIntervals(begin, end, self.positions_on(device))
+    def key_bounds_on(self, device: torch.device, i: int) -> tuple[Tensor, ...]:
+        """key_begin and key_end of the keys of round i; none with one side."""
+        return () if self.mask.key_begin is None else self._tensors_on(device)[2 * i + 2 : 2 * i + 4]
 
     def _tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """begin and end of the queries, then of the keys of each round."""

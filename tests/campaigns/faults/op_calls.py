@@ -141,7 +141,7 @@ def raw_ops(draw: Draw) -> str:
     q, k, out, dq, dk, dv = (draw.tensor((1, seq_len, 2, 4), torch.float32) for _ in range(6))
     state = draw.tensor((1, 2, seq_len), torch.float64)
     rows = draw.tensor((1,), torch.int64)
-    drops = ops.WeightDropout(draw.of(0.3), draw.of(1), draw.of(2), draw.of(3), rows, labels)
+    drops = draw.of(0.3), draw.of(1), draw.of(2), draw.of(3), rows, labels
     whole = {"mask": IntervalMask.causal(seq_len), "dropout": AttentionDropout(draw.of(0.3), rows, draw.of(1))}
     calls: list[Callable[[], Any]] = [
         lambda: ops.digest(*bounds, layout),
@@ -153,7 +153,7 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.glu_bwd_(gate, up, down, draw.of(draw.size(0, 3))),
         lambda: ops.cross_entropy_fwd_bwd_(gate, labels, loss, lse, draw.of(-100), 0.0, draw.of(0.0), 0.0, True),
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, draw.of(0.0), draw.chance(0.5)),
-        lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, 0.0, draw.chance(0.5), drops),
+        lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, 0.0, draw.chance(0.5), *drops),
         lambda: ringtile.attention(q, k, k, **whole),
         lambda: ops.attn_bwd_(q, k, k, *bounds, runs, q, state, state, dq, dk, dv, 0.5, 0.0),
         lambda: ops.attn_delta(q, out, state),
