@@ -38,18 +38,34 @@ def assert_refused(done: subprocess.CompletedProcess[str], message: str) -> None
     assert message in lines[0]
 
 
-def test_missing_torch_is_one_line() -> None:
-    assert_refused(run_setup("import sys; sys.modules['torch'] = None"), "torch is not installed")
+REFUSED: dict[str, tuple[str, dict[str, str], str]] = {  # Python before setup.py, environment, what is said
+    "no torch": ("import sys; sys.modules['torch'] = None", {}, "torch is not installed"),
+    "old torch": ("import torch; torch.__version__ = '2.9.1'", {}, "torch 2.9.1 is too old"),
+    "no CC": ("", {"CC": "no-such-compiler"}, "no-such-compiler is not on PATH"),
+    "no CXX": ("", {"CXX": "no-such-compiler"}, "no-such-compiler is not on PATH"),
+    "no nvcc": (
+        "import shutil; which = shutil.which; "
+        "shutil.which = lambda name, **at: None if name == 'nvcc' else which(name, **at)",
+        {"RINGTILE_CUDA": "1"},
+        "nvcc is neither in CUDA_HOME nor on PATH nor in /usr/local/cuda/bin",
+    ),
+    "CUDA": ("", {"RINGTILE_CUDA": "yes"}, "RINGTILE_CUDA is 'yes'; expected one of 0 ("),
+    "WERROR": ("", {"RINGTILE_WERROR": "yes"}, "RINGTILE_WERROR is 'yes'; expected one of 0 ("),
+    "architectures": (
+        "",
+        {"RINGTILE_CUDA_ARCHS": "80;75;90a"},
+        "RINGTILE_CUDA_ARCHS names '75'; expected all, one (which is 80, quick to compile), or some of 80 (A100), ",
+    ),
+}
+OF_EVERY_RUN = ("no torch", "no CC", "CUDA", "architectures")  # the others end in the same lines of setup.py
 
 
-@pytest.mark.long  # as test_missing_torch, by the same line of setup.py
-def test_old_torch_is_one_line() -> None:
-    assert_refused(run_setup("import torch; torch.__version__ = '2.9.1'"), "torch 2.9.1 is too old")
-
-
-@pytest.mark.parametrize("variable", ["CC", pytest.param("CXX", marks=pytest.mark.long)])
-def test_missing_compiler_is_one_line(variable: str) -> None:
-    assert_refused(run_setup(**{variable: "no-such-compiler"}), "no-such-compiler is not on PATH")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in OF_EVERY_RUN)) for name in REFUSED]
+)
+def test_build_is_refused_in_one_line(name: str) -> None:
+    before, environment, message = REFUSED[name]
+    assert_refused(run_setup(before, **environment), message)
 
 
 @pytest.mark.long  # packaging
@@ -61,17 +77,6 @@ def test_compiler_without_python_headers_is_one_line(tmp_path: pathlib.Path) -> 
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     assert_refused(run_setup(CXX=str(compiler)), "Python's headers")
-
-
-@pytest.mark.long  # packaging
-def test_cuda_without_nvcc_is_one_line() -> None:
-    before = (
-        "import shutil; which = shutil.which; "
-        "shutil.which = lambda name, **at: None if name == 'nvcc' else which(name, **at)"
-    )
-    assert_refused(
-        run_setup(before, RINGTILE_CUDA="1"), "nvcc is neither in CUDA_HOME nor on PATH nor in /usr/local/cuda/bin"
-    )
 
 
 def test_cuda_kernels_follow_torch(tmp_path: pathlib.Path) -> None:
@@ -171,11 +176,6 @@ def test_warnings_fail_strict_builds_only() -> None:
     assert all("$(STRICT)" in line for line in builds)
 
 
-@pytest.mark.parametrize("variable", ["RINGTILE_CUDA", pytest.param("RINGTILE_WERROR", marks=pytest.mark.long)])
-def test_unknown_choice_is_one_line(variable: str) -> None:
-    assert_refused(run_setup(**{variable: "yes"}), f"{variable} is 'yes'; expected one of 0 (")
-
-
 @pytest.mark.long  # packaging; of every run is that unknown ones are refused
 def test_architectures_of_a_build_are_a_list(tmp_path: pathlib.Path) -> None:
     """nvcc's flags follow the list; 80 brings PTX for GPUs beyond it; another list links the binary again."""
@@ -215,13 +215,6 @@ def test_an_older_nvcc_leaves_the_newest_architectures_to_ptx(tmp_path: pathlib.
     assert left == [["100", "120"], ["100"], []]
 
 
-def test_unknown_architecture_is_refused_by_name() -> None:
-    expected = (
-        "RINGTILE_CUDA_ARCHS names '75'; expected all, one (which is 80, quick to compile), or some of 80 (A100), "
-    )
-    assert_refused(run_setup(RINGTILE_CUDA_ARCHS="80;75;90a"), expected)
-
-
 # ---- the binaries --------------------------------------------------------------------------------
 
 # Symbols of libc, libm, libgcc and libstdc++ carry versions, except for some templates of std.
@@ -232,21 +225,14 @@ BINARIES = ("_C", "_bench", pytest.param("_cuda", marks=pytest.mark.nvcc))
 
 @pytest.mark.parametrize("name", BINARIES)
 def test_binary_needs_stable_symbols_only(name: str) -> None:
-    """One binary serves every torch and Python: it uses libtorch's C shims, the limited C API, and the runtimes."""
+    """One binary serves every torch and Python: it uses libtorch's C shims, the limited C API, and the runtimes. Old
+    ones too: conversions of f16 are linked statically, since libgcc_s.so has them from GCC 12 on only."""
     listed = subprocess.run(
         ["nm", "-D", "--undefined-only", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True
     )
     symbols = [line.split()[-1] for line in listed.stdout.splitlines()]
     assert [symbol for symbol in symbols if not VERSIONED.search(symbol) and not STABLE.match(symbol)] == []
     assert ("aoti_torch_get_current_cuda_stream" in symbols) == (name == "_cuda")
-
-
-@pytest.mark.parametrize("name", BINARIES)
-def test_binary_runs_with_an_old_libgcc(name: str) -> None:
-    """Conversions of f16 are linked statically, since libgcc_s.so has them from GCC 12 on only."""
-    listed = subprocess.run(
-        ["nm", "-D", "--undefined-only", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True
-    )
     assert {version for version in re.findall(r"@GCC_(\d+)", listed.stdout) if int(version) > 4} == set()
 
 
@@ -298,17 +284,9 @@ def test_sdist_holds_every_tracked_file() -> None:
 
 
 @pytest.mark.parametrize("name", BINARIES)
-def test_binary_needs_no_cuda_library(name: str) -> None:
-    """libtorch.so loads libtorch_cuda.so where torch has one; the CUDA half uses one symbol of it."""
-    read = subprocess.run(["readelf", "-d", PACKAGE / f"{name}.abi3.so"], capture_output=True, text=True, check=True)
-    needed = re.findall(r"NEEDED.*\[(.*)\]", read.stdout)
-    assert not [library for library in needed if "cuda" in library]
-    assert ("libtorch.so" in needed) == (name == "_cuda")
-
-
-@pytest.mark.parametrize("name", BINARIES)
-def test_binary_is_hardened(name: str) -> None:
-    """Tables of addresses are read-only after loading (full RELRO), the stack holds no code and is guarded."""
+def test_binary_is_hardened_and_links_no_cuda_library(name: str) -> None:
+    """Tables of addresses are read-only after loading (full RELRO), the stack holds no code and is guarded. libtorch.so
+    loads libtorch_cuda.so where torch has one; the CUDA half uses one symbol of it."""
     binary = PACKAGE / f"{name}.abi3.so"
     read = subprocess.run(["readelf", "-lWd", "--dyn-syms", binary], capture_output=True, text=True, check=True).stdout
     segments = re.findall(r"^  (\w+) +0x\w+ 0x\w+ 0x\w+ 0x\w+ 0x\w+ ([RWE ]{3})", read, re.M)
@@ -317,6 +295,9 @@ def test_binary_is_hardened(name: str) -> None:
     assert [flags for kind, flags in segments if kind == "LOAD" and "W" in flags and "E" in flags] == []
     assert re.search(r"\(FLAGS\) +.*BIND_NOW", read), "addresses are bound lazily, so their table stays writable"
     assert re.search(r"UND __stack_chk_fail", read), "no function has a stack protector"
+    needed = re.findall(r"NEEDED.*\[(.*)\]", read)
+    assert not [library for library in needed if "cuda" in library]
+    assert ("libtorch.so" in needed) == (name == "_cuda")
 
 
 @pytest.mark.nvcc
