@@ -183,6 +183,12 @@ static inline void random_strides(uint64_t *state, int64_t ndim, const int64_t *
     }
 }
 
+// The same, but rows of the last dim are contiguous: strides of the others.
+static inline void random_row_strides(uint64_t *state, int64_t ndim, const int64_t *sizes, int64_t *strides) {
+    random_strides(state, ndim - 1, sizes, strides);
+    for (int64_t d = 0; d < ndim - 1; d++) strides[d] *= sizes[ndim - 1];
+}
+
 static inline void make_block(block *x, uint64_t *state) {
     wide low = 0, high = 0;
     if (judge_block(x) < FORBIDDEN || judge_block(x) == UNKNOWN)
@@ -232,6 +238,159 @@ static inline void compare(const char *function, rt_dtype dtype, const block *go
     }
 }
 
+// ---- threads -----------------------------------------------------------------------------------------------
+
+// One worker after the other, the last one first: threads cost more than these problems.
+static inline void run_in_turn(void *pool, int64_t num_workers, void (*work)(void *, int64_t), void *ctx) {
+    (void)pool;
+    for (int64_t worker = num_workers - 1; worker >= 0; worker--) work(ctx, worker);
+}
+
+static inline rt_parallel random_workers(uint64_t *state) {
+    const int64_t some = random_int(state, 1, 3);
+    const int64_t num_workers = random_int(state, 0, 3) ? some : hostile(state, some);
+    return (rt_parallel){.run = random_int(state, 0, 1) ? run_in_turn : NULL, .num_workers = num_workers};
+}
+
+static inline int64_t workers_of(rt_parallel parallel) {
+    return parallel.run == NULL || parallel.num_workers < 1 ? 1 : parallel.num_workers;
+}
+
+// ---- calls -------------------------------------------------------------------------------------------------
+
+enum { MOST_ARRAYS = 20 };
+
+// The arrays of a call, and what else of it is broken. add() knows where the params hold their pointers and strides.
+typedef struct arrays {
+    int64_t count;
+    block x[MOST_ARRAYS];
+    rt_dtype dtype[MOST_ARRAYS];
+    const void **pointer[MOST_ARRAYS];
+    int64_t *strides[MOST_ARRAYS]; // of all dims but the last, which is contiguous; NULL: so are all
+    bool optional[MOST_ARRAYS];    // NULL means another valid call
+    int64_t null_at, skewed_at;    // of a broken call; beyond count: none
+    int64_t scratch_at;            // an output that is written in part
+    bool no_params, small_workspace;
+} arrays;
+
+static inline arrays no_arrays(void) {
+    return (arrays){.null_at = MOST_ARRAYS, .skewed_at = MOST_ARRAYS, .scratch_at = MOST_ARRAYS};
+}
+
+// Products of hostile sizes may wrap; judge_block refuses those by their sizes.
+static inline block *add(arrays *all, bool is_output, rt_dtype dtype, const void *field, int64_t ndim,
+                         const int64_t *sizes, int64_t *strides) {
+    const int64_t i = all->count++;
+    block *x = &all->x[i];
+    *x = (block){.element_bytes = (int64_t)dtype_bytes(dtype), .ndim = ndim, .is_output = is_output};
+    all->dtype[i] = dtype, all->pointer[i] = (const void **)(uintptr_t)field, all->strides[i] = strides;
+    uint64_t step = 1;
+    for (int64_t d = ndim - 1; d >= 0; d--) {
+        x->sizes[d] = sizes[d];
+        x->strides[d] = strides != NULL && d < ndim - 1 ? strides[d] : (int64_t)step;
+        step *= sizes[d] > 0 ? (uint64_t)sizes[d] : 1;
+    }
+    return x;
+}
+
+static inline void add_optional(arrays *all, bool is_output, rt_dtype dtype, const void *field, int64_t ndim,
+                                const int64_t *sizes) {
+    all->optional[all->count] = true;
+    add(all, is_output, dtype, field, ndim, sizes, NULL);
+}
+
+// Breaks up to two things of a valid call, before its arrays are added. Returns whether it is still valid.
+static inline verdict spoil(uint64_t *state, arrays *all, rt_dtype *dtype, int64_t *const *fields, int64_t num_fields,
+                            double *const *reals, int64_t num_reals, rt_parallel *parallel) {
+    verdict expected = VALID;
+    for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
+        expected = UNKNOWN;
+        const int64_t kind = random_int(state, 0, 10);
+        if (kind == 0) *dtype = (rt_dtype)random_int(state, -1, 5);
+        if (kind == 1) all->null_at = random_int(state, 0, 11);
+        if (kind == 2) all->skewed_at = random_int(state, 0, 11);
+        if (kind == 3) *parallel = random_workers(state);
+        if (kind == 4) all->no_params = random_int(state, 0, 3) == 0;
+        if (kind == 5) all->small_workspace = true;
+        if (kind == 6 && num_reals > 0) *reals[random_int(state, 0, num_reals - 1)] = hostile_real(state);
+        if (kind > 6) {
+            int64_t *const field = fields[random_int(state, 0, num_fields - 1)];
+            *field = hostile(state, *field);
+        }
+    }
+    return expected;
+}
+
+// Makes the arrays, unless the call is impossible; forbidden: by rules that are not about arrays.
+static inline bool make(arrays *all, uint64_t *state, bool forbidden, verdict *expected) {
+    if (forbidden || all->no_params || (int)all->dtype[0] < 0 || all->dtype[0] > RT_F16) *expected = FORBIDDEN;
+    for (int64_t i = 0; i < all->count; i++) {
+        all->x[i].is_null = i == all->null_at && !all->optional[i];
+        all->x[i].is_skewed = i == all->skewed_at;
+        const verdict of_block = judge_block(&all->x[i]);
+        *expected = worse(*expected, of_block == UNKNOWN ? *expected : of_block);
+    }
+    if (*expected == IMPOSSIBLE) {
+        num_skipped++;
+        return false;
+    }
+    const bool units = random_int(state, 0, 9) > 0; // else any bits
+    for (int64_t i = 0; i < all->count; i++) {
+        make_block(&all->x[i], state);
+        if (units) fill_units(&all->x[i], all->dtype[i], state);
+    }
+    return true;
+}
+
+// Copies all elements of an array to another one of the same sizes.
+static inline void copy_elements(const block *from, const block *to) {
+    int64_t index[16] = {0}, d = is_empty(from) ? -1 : 0;
+    while (d >= 0) {
+        int64_t at[2] = {0, 0};
+        for (d = 0; d < from->ndim; d++) at[0] += index[d] * from->strides[d], at[1] += index[d] * to->strides[d];
+        memcpy(to->data + at[1] * to->element_bytes, from->data + at[0] * from->element_bytes,
+               (size_t)from->element_bytes);
+        for (d = from->ndim - 1; d >= 0 && ++index[d] == from->sizes[d]; d--) index[d] = 0;
+    }
+}
+
+// Makes the call. One that is accepted must give what it gives on contiguous arrays, by one worker, bit for bit;
+// whether those are the right numbers is what test_*.c show.
+static inline void try_call(uint64_t *state, const char *name, arrays *all, void *params,
+                            rt_status (*call)(void *params, const arrays *all, rt_parallel parallel), verdict expected,
+                            rt_parallel parallel) {
+    block copies[MOST_ARRAYS];
+    for (int64_t i = 0; i < all->count; i++) copies[i] = copy_of(&all->x[i]);
+    if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {
+        int64_t output = random_int(state, 0, all->count - 1);
+        while (!all->x[output].is_output) output = (output + 1) % all->count;
+        if (alias(all->x, output, random_int(state, 0, all->count - 1))) expected = FORBIDDEN;
+    }
+    for (int64_t i = 0; i < all->count; i++) *all->pointer[i] = all->x[i].data;
+    if (judge(name, expected, call(params, all, parallel))) {
+        block packed[MOST_ARRAYS];
+        for (int64_t i = 0; i < all->count; i++) {
+            arrays one = no_arrays();
+            packed[i] = *add(&one, false, all->dtype[i], NULL, copies[i].ndim, copies[i].sizes, NULL);
+            make_block(&packed[i], state);
+            copy_elements(&copies[i], &packed[i]);
+            *all->pointer[i] = packed[i].data;
+            int64_t step = 1;
+            for (int64_t d = packed[i].ndim - 1; d > 0 && all->strides[i] != NULL; d--)
+                all->strides[i][d - 1] = step *= packed[i].sizes[d];
+        }
+        if (call(params, all, no_threads()) != RT_OK) wrong(name, "was refused on contiguous arrays");
+        for (int64_t i = 0; i < all->count; i++) {
+            if (all->x[i].is_output && i != all->scratch_at) {
+                copy_elements(&packed[i], &copies[i]);
+                compare(name, all->dtype[i], &all->x[i], &copies[i], 0);
+            }
+            free(packed[i].memory);
+        }
+    }
+    for (int64_t i = 0; i < all->count; i++) free(all->x[i].memory), free(copies[i].memory);
+}
+
 // ---- runs --------------------------------------------------------------------------------------------------
 
 // Whether the runs are well formed, in 0..global_len-1 and in 0..local_len-1, and disjoint; UNKNOWN if that is too much
@@ -259,20 +418,6 @@ static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t l
 static inline int64_t *field_of_run(rt_run *run, int64_t i) {
     int64_t *const fields[] = {&run->global_begin, &run->stride, &run->local_begin, &run->length};
     return fields[i];
-}
-
-// ---- threads -----------------------------------------------------------------------------------------------
-
-// One worker after the other, the last one first: threads cost more than these problems.
-static inline void run_in_turn(void *pool, int64_t num_workers, void (*work)(void *, int64_t), void *ctx) {
-    (void)pool;
-    for (int64_t worker = num_workers - 1; worker >= 0; worker--) work(ctx, worker);
-}
-
-static inline rt_parallel random_workers(uint64_t *state) {
-    const int64_t some = random_int(state, 1, 3);
-    const int64_t num_workers = random_int(state, 0, 3) ? some : hostile(state, some);
-    return (rt_parallel){.run = random_int(state, 0, 1) ? run_in_turn : NULL, .num_workers = num_workers};
 }
 
 // ---- the program -------------------------------------------------------------------------------------------

@@ -1,9 +1,16 @@
-// The choice of the instruction set. A process makes it once, so every case runs in a child process.
+// The choice of the instruction set, by whichever thread asks first. A process makes it once, so every case runs in a
+// child process.
 #define _POSIX_C_SOURCE 200809L // setenv, fork
 #include "check.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
+
+static void ask_isa(void *ctx, int64_t worker) {
+    (void)ctx, (void)worker;
+    rt_isa isa;
+    rt_cpu_isa(&isa);
+}
 
 // The status of rt_cpu_isa, and of a kernel, which must agree, with RINGTILE_CPU_ISA = `asked`; NULL: unset.
 static rt_status status_when_asked(const char *asked) {
@@ -14,6 +21,7 @@ static rt_status status_when_asked(const char *asked) {
             unsetenv("RINGTILE_CPU_ISA");
         else
             setenv("RINGTILE_CPU_ISA", asked, 1);
+        run_threads(NULL, 4, ask_isa, NULL);
         rt_isa isa = (rt_isa)-1;
         const rt_status status = rt_cpu_isa(&isa);
         const bool named = status == RT_OK && (asked == NULL || *asked == 0 || strcmp(rt_isa_name(isa), asked) == 0);

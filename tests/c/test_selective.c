@@ -1,5 +1,257 @@
-// The selective scan against selective_reference.h, for every dtype, tail of a chunk, of a vector and of a task.
-#include "selective_case.h"
+// The selective scan against its definition in ringtile.h, in f64, channel by channel and token by token, for every
+// dtype, tail of a chunk, of a vector and of a task.
+#include "scan_reference.h"
+
+// ---- the definition ---------------------------------------------------------------------------------------
+
+// One number of the state of one row: channel c, place i of the state dim.
+typedef struct selective_walk {
+    const rt_selective_params *p;
+    int64_t batch, c, i;
+    double *before, *after; // (N) the state before and after each token
+    double last;            // after all
+} selective_walk;
+
+static bool selective_pads(const rt_selective_params *p, int64_t batch, int64_t t) {
+    return is_padding(p->seq_idx, p->seq_idx_batch_stride, batch, t);
+}
+static bool selective_restarts(const rt_selective_params *p, int64_t batch, int64_t t) {
+    return begins(p->seq_idx, p->seq_idx_batch_stride, batch, t);
+}
+static double row_of(const rt_selective_params *p, const void *x, const int64_t stride[2], int64_t batch, int64_t t,
+                     int64_t i) {
+    return load_element(p->dtype, x, batch * stride[0] + t * stride[1] + i);
+}
+static double dt_of(const rt_selective_params *p, int64_t batch, int64_t t, int64_t c) {
+    return load_element(state_of(p->dtype), p->dt, (batch * p->num_tokens + t) * p->num_channels + c);
+}
+static double A_of(const rt_selective_params *p, int64_t i, int64_t c) {
+    return load_element(state_of(p->dtype), p->A, i * p->num_channels + c);
+}
+
+static void walk_states(selective_walk *w) {
+    const rt_selective_params *p = w->p;
+    double now =
+        number(state_of(p->dtype), p->initial_state, (w->batch * p->state_dim + w->i) * p->num_channels + w->c, 0);
+    for (int64_t t = 0; t < p->num_tokens; t++) {
+        if (selective_restarts(p, w->batch, t)) now = 0;
+        w->before[t] = now;
+        if (!selective_pads(p, w->batch, t)) {
+            const double dt = dt_of(p, w->batch, t, w->c);
+            now = exp(dt * A_of(p, w->i, w->c)) * now + row_of(p, p->B, p->B_stride, w->batch, t, w->i) * dt *
+                                                            row_of(p, p->x, p->x_stride, w->batch, t, w->c);
+        }
+        w->after[t] = now;
+    }
+    w->last = now;
+}
+
+static void selective_reference_fwd(const rt_selective_params *p) {
+    const int64_t N = p->batch > 0 ? p->num_tokens : 0, C = p->num_channels, K = p->state_dim;
+    const rt_dtype wide = state_of(p->dtype);
+    double *const numbers = must_alloc((size_t)(3 * N) * sizeof(double)), *const out = numbers + 2 * N;
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t c = 0; c < C; c++) {
+            for (int64_t t = 0; t < N; t++)
+                out[t] = selective_pads(p, b, t) ? 0 : number(wide, p->D, c, 0) * row_of(p, p->x, p->x_stride, b, t, c);
+            for (int64_t i = 0; i < K; i++) {
+                selective_walk w = {p, b, c, i, numbers, numbers + N, 0};
+                walk_states(&w);
+                for (int64_t t = 0; t < N; t++)
+                    if (!selective_pads(p, b, t)) out[t] += row_of(p, p->C, p->C_stride, b, t, i) * w.after[t];
+                store_element(wide, p->final_state, (b * K + i) * C + c, w.last);
+            }
+            for (int64_t t = 0; t < N; t++) store_element(p->dtype, p->out, (b * N + t) * C + c, out[t]);
+        }
+    free(numbers);
+}
+
+// Sums in f64; every gradient is rounded once, at the end.
+typedef struct selective_sums {
+    double *dx, *ddt, *dC, *dB; // (N C), (N K) of one row
+    double *dA, *dD;            // (K C), (C)
+} selective_sums;
+
+static void walk_gradients(const selective_walk *w, const selective_sums *s) {
+    const rt_selective_params *p = w->p;
+    const int64_t C = p->num_channels, K = p->state_dim, b = w->batch, c = w->c, i = w->i;
+    const rt_dtype wide = state_of(p->dtype);
+    const double A = A_of(p, i, c);
+    double dstate = number(wide, p->dfinal_state, (b * K + i) * C + c, 0);
+    for (int64_t t = p->num_tokens - 1; t >= 0; t--) {
+        if (!selective_pads(p, b, t)) {
+            const double x = row_of(p, p->x, p->x_stride, b, t, c), dt = dt_of(p, b, t, c),
+                         B = row_of(p, p->B, p->B_stride, b, t, i), dout = row_of(p, p->dout, p->dout_stride, b, t, c),
+                         decay = exp(dt * A);
+            dstate += row_of(p, p->C, p->C_stride, b, t, i) * dout;
+            s->dC[t * K + i] += dout * w->after[t];
+            s->dB[t * K + i] += dstate * dt * x;
+            s->dx[t * C + c] += dstate * B * dt;
+            s->ddt[t * C + c] += dstate * (B * x + decay * w->before[t] * A);
+            s->dA[i * C + c] += dstate * decay * w->before[t] * dt;
+            dstate *= decay;
+        }
+        if (selective_restarts(p, b, t)) dstate = 0;
+    }
+    store_element(wide, p->dinitial_state, (b * K + i) * C + c, dstate);
+}
+
+static void store_sums(rt_dtype dtype, void *array, int64_t first, const double *sums, int64_t count) {
+    for (int64_t i = 0; i < count && array != NULL; i++) store_element(dtype, array, first + i, sums[i]);
+}
+
+static void selective_reference_bwd(const rt_selective_params *p) {
+    const int64_t N = p->batch > 0 ? p->num_tokens : 0, C = p->num_channels, K = p->state_dim;
+    const rt_dtype wide = state_of(p->dtype);
+    double *const states = must_alloc((size_t)(2 * N) * sizeof(double));
+    double *const sums = must_alloc((size_t)(2 * N * (C + K) + (K + 1) * C) * sizeof(double));
+    const selective_sums s = {sums,
+                              sums + N * C,
+                              sums + 2 * N * C,
+                              sums + N * (2 * C + K),
+                              sums + 2 * N * (C + K),
+                              sums + 2 * N * (C + K) + K * C};
+    for (int64_t i = 0; i < (K + 1) * C; i++) s.dA[i] = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        for (int64_t i = 0; i < 2 * N * (C + K); i++) sums[i] = 0;
+        for (int64_t c = 0; c < C; c++) {
+            for (int64_t t = 0; t < N; t++) {
+                if (selective_pads(p, b, t)) continue;
+                const double dout = row_of(p, p->dout, p->dout_stride, b, t, c);
+                s.dD[c] += dout * row_of(p, p->x, p->x_stride, b, t, c);
+                s.dx[t * C + c] += dout * number(wide, p->D, c, 0);
+            }
+            for (int64_t i = 0; i < K; i++) {
+                selective_walk w = {p, b, c, i, states, states + N, 0};
+                walk_states(&w);
+                walk_gradients(&w, &s);
+            }
+        }
+        store_sums(wide, p->dx, b * N * C, s.dx, N * C), store_sums(wide, p->ddt, b * N * C, s.ddt, N * C);
+        store_sums(wide, p->dC, b * N * K, s.dC, N * K), store_sums(wide, p->dB, b * N * K, s.dB, N * K);
+    }
+    store_sums(wide, p->dA, 0, s.dA, K * C), store_sums(wide, p->dD, 0, s.dD, C);
+    free(states), free(sums);
+}
+
+// ---- random problems --------------------------------------------------------------------------------------
+
+typedef struct selective_shape {
+    int64_t batch, num_tokens, num_channels, state_dim;
+} selective_shape;
+
+// Arrays of a case.
+enum {
+    SEL_X,
+    SEL_C,
+    SEL_B,
+    SEL_DOUT,
+    SEL_DT,
+    SEL_A,
+    SEL_D,
+    SEL_INITIAL,
+    SEL_DFINAL,
+    SEL_INPUTS,
+    SEL_OUT = SEL_INPUTS,
+    SEL_FINAL,
+    SEL_DX,
+    SEL_DDT,
+    SEL_DC,
+    SEL_DB,
+    SEL_DA,
+    SEL_DD,
+    SEL_DINITIAL,
+    SEL_STATES,
+    SEL_ARRAYS
+};
+
+typedef struct selective_case {
+    rt_selective_params p;
+    int64_t count[SEL_ARRAYS];
+    rt_dtype dtype[SEL_ARRAYS];
+    void *x[SEL_ARRAYS];
+    int32_t *seq_idx;
+} selective_case;
+
+static void bind_selective(selective_case *c) {
+    rt_selective_params *p = &c->p;
+    void **x = c->x;
+    p->x = x[SEL_X], p->C = x[SEL_C], p->B = x[SEL_B], p->dout = x[SEL_DOUT], p->dt = x[SEL_DT];
+    p->A = x[SEL_A], p->D = x[SEL_D], p->initial_state = x[SEL_INITIAL];
+    p->dfinal_state = x[SEL_DFINAL], p->out = x[SEL_OUT], p->final_state = x[SEL_FINAL];
+    p->states = x[SEL_STATES], p->dx = x[SEL_DX], p->ddt = x[SEL_DDT], p->dC = x[SEL_DC];
+    p->dB = x[SEL_DB], p->dA = x[SEL_DA], p->dD = x[SEL_DD];
+    p->dinitial_state = x[SEL_DINITIAL];
+}
+
+// dt in [0, 1) and A <= 0: no, gentle and strong decay, and one that even f64 takes for 0.
+static selective_case new_selective(uint64_t *state, rt_dtype dtype, selective_shape s, double documents,
+                                    double padding) {
+    const int64_t B = s.batch, N = s.num_tokens, C = s.num_channels, K = s.state_dim;
+    const int64_t gap = random_int(state, 0, 1), rows = B * N * (C + gap), shared = B * N * (K + gap);
+    const int64_t counts[SEL_ARRAYS] = {rows,
+                                        shared,
+                                        shared,
+                                        rows,
+                                        B * N * C,
+                                        K * C,
+                                        C,
+                                        B * K * C,
+                                        B * K * C,
+                                        B * N * C,
+                                        B * K * C,
+                                        B * N * C,
+                                        B * N * C,
+                                        B * N * K,
+                                        B * N * K,
+                                        K * C,
+                                        C,
+                                        B * K * C,
+                                        B * rt_scan_num_states(N) * K * C};
+    selective_case c = {.p = {.dtype = dtype, .batch = B, .num_tokens = N, .num_channels = C, .state_dim = K}};
+    for (int i = 0; i < SEL_ARRAYS; i++) {
+        c.count[i] = counts[i], c.dtype[i] = i < SEL_DT || i == SEL_OUT ? dtype : state_of(dtype);
+        c.x[i] = must_alloc((size_t)counts[i] * dtype_bytes(c.dtype[i]));
+        for (int64_t j = 0; j < counts[i]; j++) {
+            double x = i < SEL_INPUTS ? random_unit(state) : NAN;
+            if (i == SEL_DT) x = fabs(x);
+            if (i == SEL_A) {
+                const int64_t strength = random_int(state, 0, 9);
+                x = strength == 0 ? 0 : strength == 1 ? -1e4 : -fabs(x);
+            }
+            store_element(c.dtype[i], c.x[i], j, x);
+        }
+    }
+    const int64_t of_x[] = {N * (C + gap), C + gap}, of_k[] = {N * (K + gap), K + gap};
+    memcpy(c.p.x_stride, of_x, sizeof(of_x)), memcpy(c.p.dout_stride, of_x, sizeof(of_x));
+    memcpy(c.p.C_stride, of_k, sizeof(of_k)), memcpy(c.p.B_stride, of_k, sizeof(of_k));
+    c.p.seq_idx_batch_stride = random_int(state, 0, 1) ? N : 0;
+    c.p.seq_idx = c.seq_idx = random_seq_idx(state, c.p.seq_idx_batch_stride ? B : 1, N, documents, padding);
+    bind_selective(&c);
+    if (random_int(state, 0, 3) == 0) c.p.initial_state = NULL;
+    if (random_int(state, 0, 3) == 0) c.p.dfinal_state = NULL;
+    if (random_int(state, 0, 3) == 0) c.p.D = c.p.dD = NULL;
+    return c;
+}
+
+static rt_status run_selective_case(rt_selective_params p, bool backward, rt_parallel parallel) {
+    const int64_t workers = parallel.run == NULL ? 1 : parallel.num_workers;
+    p.workspace_bytes =
+        backward ? rt_selective_bwd_workspace_bytes(&p, workers) : rt_selective_fwd_workspace_bytes(&p, workers);
+    CHECK(p.workspace_bytes % 64 == 0);
+    p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes + 64);
+    memset(p.workspace, 0xff, (size_t)p.workspace_bytes); // NaN
+    const rt_status status = backward ? rt_selective_bwd(&p, parallel) : rt_selective_fwd(&p, parallel);
+    free(p.workspace);
+    return status;
+}
+
+static void free_selective(selective_case *c) {
+    for (int i = 0; i < SEL_ARRAYS; i++) free(c->x[i]);
+    free(c->seq_idx);
+}
+
+// ---- the kernels ------------------------------------------------------------------------------------------
 
 static double largest(rt_dtype dtype, const void *x, int64_t count) {
     double most = 0;
@@ -91,6 +343,27 @@ static void test_documents_padding_and_rows_on_threads(void) {
 static void test_the_largest_state(void) {
     uint64_t state = 4;
     check_selective(__LINE__, &state, RT_F32, (selective_shape){1, 3, 2, 512}, 0, 0, no_threads());
+}
+
+// The results on threads are those of one, bit for bit.
+static void check_selective_threads(uint64_t *state, rt_dtype dtype) {
+    selective_case c = new_selective(state, dtype, (selective_shape){2, 150, 300, 5}, 0.02, 0.1);
+    void *one[SEL_ARRAYS] = {0};
+    CHECK_STATUS(run_selective_case(c.p, false, no_threads()), RT_OK);
+    CHECK_STATUS(run_selective_case(c.p, true, no_threads()), RT_OK);
+    for (int i = SEL_OUT; i < SEL_STATES; i++) {
+        const size_t bytes = (size_t)c.count[i] * dtype_bytes(c.dtype[i]);
+        one[i] = must_alloc(bytes);
+        memcpy(one[i], c.x[i], bytes);
+        if (i != SEL_DD || c.p.D != NULL) memset(c.x[i], 0x7f, bytes);
+    }
+    CHECK_STATUS(run_selective_case(c.p, false, threads_of(4)), RT_OK);
+    CHECK_STATUS(run_selective_case(c.p, true, threads_of(4)), RT_OK);
+    for (int i = SEL_OUT; i < SEL_STATES; i++) {
+        CHECK(memcmp(one[i], c.x[i], (size_t)c.count[i] * dtype_bytes(c.dtype[i])) == 0);
+        free(one[i]);
+    }
+    free_selective(&c);
 }
 
 static void test_any_number_of_workers_gives_the_same_bits(void) {

@@ -1,5 +1,5 @@
 """Hostile calls of every function of the C API, under the sanitizers, for each instruction set of this CPU; then every
-threaded kernel under the thread sanitizer. tests/c has the programs: fuzz_*.c and race_*.c."""
+threaded kernel under the thread sanitizer. tests/c has the programs: fuzz_*.c and test_*.c."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def campaign(trials: int | None, seed: int) -> Counts:
     for program in fuzz:
         for isa in ISAS:
             run(counts, program, isa, (trials or 1_000_000) // (len(ISAS) * len(fuzz)), seed)
-    for program in build("race_*.c", "tsan", "thread"):
+    for program in build("test_*.c", "tsan", "thread"):
         for isa in ISAS:
             run(counts, program, isa, 1, seed)
     return counts
