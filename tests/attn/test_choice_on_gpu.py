@@ -31,7 +31,7 @@ def test_cudnn_takes_no_packed_documents() -> None:
     for name in ("causal", "documents"):
         plan = rank_plan(MASKS[name], Layout.contiguous(48, 1), 0)
         mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
-        reasons[name] = cudnn.why_not(Block(p.q, p.k, p.v, mask, plan.begin, plan.end, 0.25, 0.0))
+        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, mask, plan.begin, plan.end, 0.25, 0.0))
     assert reasons["causal"] == ""
     assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
 
@@ -48,7 +48,7 @@ def test_another_implementation_of_torchs_flash_attention_is_another_kernel(monk
 def test_a_library_that_is_missing_is_not_asked(name: str) -> None:
     missing = next(each for each in aten.ATEN["cuda"] if name in each.name)
     block = a_block()
-    assert missing.why_not(block).startswith("is not installed (No module named 'flash_attn")
+    assert missing.lacks(block).startswith("is not installed (No module named 'flash_attn")
     running = Running(torch.zeros(1, 8, 2, 64), torch.zeros(1, 2, 8, dtype=torch.float64), fresh=True)
     with pytest.raises(NotImplementedError, match=f"{name} is not installed"):  # as `ringtile doctor` reports
         missing.forward(block, running)
@@ -58,7 +58,7 @@ def test_torch_stays_as_the_user_has_it() -> None:
     """Asking for a library's functions activates nothing: the user's own attention is no concern of a backend's."""
     assert torch.nn.attention.current_flash_attention_impl() is None
     for each in aten.ATEN["cuda"]:
-        each.why_not(a_block())
+        each.lacks(a_block())
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 

@@ -75,8 +75,8 @@ class InSquares:
     max_squares: int = MAX_SQUARES
     head_dim_step: ClassVar[int] = 1
 
-    def why_not(self, block: Block) -> str:
-        if reason := _why_not(block):
+    def lacks(self, block: Block) -> str:
+        if reason := _lacks(block):
             return reason
         num = len(block.mask.squares)
         return (
@@ -142,9 +142,9 @@ class InPacks:
         implementation = self.library or current_flash_attention_impl()
         return "aten's flash attention" + (f" ({implementation})" if implementation else "")
 
-    def why_not(self, block: Block) -> str:
+    def lacks(self, block: Block) -> str:
         functions = _flash_functions(self.library)
-        return functions if isinstance(functions, str) else _why_not(block)
+        return functions if isinstance(functions, str) else _lacks(block)
 
     @property
     def _functions(self) -> _FlashFunctions:
@@ -195,7 +195,7 @@ class InPacks:
         _round(grads)
 
 
-def _why_not(block: Block) -> str:
+def _lacks(block: Block) -> str:
     """Return why aten has no kernel for a block; "" if it may have one."""
     q, v = block.q, block.v
     if block.dropout is not None:

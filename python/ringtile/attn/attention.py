@@ -69,7 +69,7 @@ def ring_attention(
         scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
         if not through_op:
             made = sequence or ShardedSequence.of(*parts)
-            call = AttentionCall(made, scale, softcap, attention_kernel, sinks, dropout, return_lse).checked(q, k, v)
+            call = AttentionCall(made, scale, softcap, attention_kernel, sinks, dropout, return_lse).fitted(q, k, v)
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, sequence, layout, group)

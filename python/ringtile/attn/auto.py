@@ -22,16 +22,29 @@ from ringtile.transport.messages import all_gather_object
 
 def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
     """Return a checked call with a scheme that names itself, alike on every rank. A collective, first of a kind."""
-    sequence = call.sequence
+    sequence, drops = call.sequence, call.dropout is not None
     if sequence.is_resolved:
         return call
-    transport, about = sequence.transport, (q.device.type, call.attention_kernel, call.dropout is not None)
-    if sequence.scheme == "auto" and transport.world_size > 1:
-        with transport.propagate_errors("ring_attention forward"):
-            kind = _kind(sequence, Shape.of(q, k, v), *about)
-        if kind not in transport.fastest:
-            transport.fastest[kind] = _measured(call, q, k, v)
-    return call._replace(sequence=sequence.with_scheme(known_scheme(sequence, Shape.of(q, k, v), *about)))
+    transport = sequence.transport
+    with transport.propagate_errors("ring_attention forward"):
+        kind = _kind(sequence, Shape.of(q, k, v), q.device.type, call.attention_kernel, drops)
+    if kind not in transport.fastest:
+        transport.fastest[kind] = _found(call, q, k, v)
+    return call._replace(sequence=sequence.with_scheme(transport.fastest[kind]))
+
+
+def known_scheme(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> str:
+    """Return the scheme that such calls were resolved to. Raise KeyError where there was none."""
+    if sequence.is_resolved:
+        return sequence.scheme
+    return sequence.transport.fastest[_kind(sequence, shape, device_type, kernel, drops)]
+
+
+def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> object:
+    """Return what calls of which the same scheme is fastest have in common; the same on every rank."""
+    if sequence.scheme == "usp" or sequence.world_size == 1:
+        return sequence.scheme
+    return shape, device_type, kernel, drops, sequence.size_class
 
 
 def candidates(hosts: tuple[int, ...]) -> list[str]:
@@ -50,26 +63,16 @@ def usp_of_hosts(hosts: tuple[int, ...]) -> str:
     return f"usp:{within[-1]}"
 
 
-def known_scheme(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> str:
-    """Return the scheme that such calls were resolved to; KeyError: there was none."""
-    if sequence.is_resolved:
-        return sequence.scheme
-    if sequence.world_size == 1:
+def _found(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
+    sequence, transport = call.sequence, call.sequence.transport
+    if transport.world_size == 1:
         return "ring"
+    hosts = hosts_of(transport)
     if sequence.scheme == "usp":
-        return usp_of_hosts(hosts_of(sequence.transport))
-    return sequence.transport.fastest[_kind(sequence, shape, device_type, kernel, drops)]
-
-
-def _kind(sequence: ShardedSequence, shape: Shape, device_type: str, kernel: str, drops: bool) -> object:
-    """Return what calls of which the same scheme is fastest have in common; the same on every rank."""
-    return shape, device_type, kernel, drops, sequence.size_class
-
-
-def _measured(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
-    transport = call.sequence.transport
-    calls = [call._replace(sequence=call.sequence.with_scheme(name)) for name in candidates(hosts_of(transport))]
-    able = all_gather_object([_is_able(each, q, k, v) for each in calls], transport, "agree on candidates")
+        return usp_of_hosts(hosts)
+    calls = [call._replace(sequence=sequence.with_scheme(name)) for name in candidates(hosts)]
+    able_here = [_is_able(each, q, k, v) for each in calls]
+    able = all_gather_object(able_here, transport, "agree on candidates")
     # The ring is among them in any case: where it is refused, the call is.
     calls = [each for i, each in enumerate(calls) if i == 0 or all(of_rank[i] for of_rank in able)]
     seconds = measure([functools.partial(_forward_and_backward, each, q, k, v) for each in calls], transport, q.device)

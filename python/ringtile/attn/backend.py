@@ -127,7 +127,7 @@ class Backend(Protocol):
     def head_dim_step(self) -> int:
         """Head dims that are the same when rounded up to a multiple of it run the same code."""
 
-    def why_not(self, block: Block) -> str:
+    def lacks(self, block: Block) -> str:
         """Return why it does not compute such a block; "" if it does."""
 
     def forward(self, block: Block, state: Running) -> None:
@@ -143,7 +143,7 @@ class Ringtile:
     name = "ringtile's attention"
     head_dim_step = 16
 
-    def why_not(self, block: Block) -> str:
+    def lacks(self, block: Block) -> str:
         reason = ops.why_no_kernels(block.q.device)
         return f"is not in use here: {reason}" if reason else ""
 

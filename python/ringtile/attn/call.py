@@ -36,7 +36,7 @@ class AttentionDropout:
     step: int = 0
     stream: int = 0
 
-    def checked(self, q: Tensor) -> AttentionDropout | None:
+    def in_numbers(self, q: Tensor) -> AttentionDropout | None:
         """Return it in plain numbers; None where nothing is dropped. InputError: malformed, or not for q."""
         probability = arguments.check_number("the probability of dropout", self.probability)
         if not 0 <= probability <= 1:
@@ -61,7 +61,7 @@ class AttentionDropout:
 
 
 class AttentionCall(NamedTuple):
-    """What a call is about, besides q, k and v. `checked` has what its fields hold in a call that runs."""
+    """What a call is about, besides q, k and v. `fitted` gives one that can run."""
 
     sequence: ShardedSequence
     scale: float
@@ -71,13 +71,13 @@ class AttentionCall(NamedTuple):
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
 
-    def checked(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+    def fitted(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         """Return the call as the kernels take it.
 
         Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
         sequence.
         """
-        check_tensors(q, k, v, self.scale, self.softcap)
+        check_tensors(q, k, v, self.scale, self.softcap, self.sinks)
         sequence = self.sequence
         if q.is_meta and sequence.world_size > 1:
             raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
@@ -95,9 +95,8 @@ class AttentionCall(NamedTuple):
             )
         call = self
         if self.sinks is not None:
-            check_sinks(self.sinks, q)
             call = call._replace(sinks=self.sinks.detach().to(ops.state_dtype(q.dtype)))
-        return call if self.dropout is None else call._replace(dropout=self.dropout.checked(q))
+        return call if self.dropout is None else call._replace(dropout=self.dropout.in_numbers(q))
 
     def of_heads(self, heads: range) -> AttentionCall:
         """Return the call for some of the query heads."""
@@ -129,12 +128,12 @@ def check_options(
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None = None) -> None:
     """Raise InputError for tensors and numbers that the kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of ops.FLOAT_DTYPES, one device, unit stride in
     the last dim, head dims in 1..512, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0
-    or a normal number.
+    or a normal number. sinks (H), where q is, of any float dtype.
     """
     ops.check_device("q", q)
     dtype, device = q.dtype, q.device
@@ -171,10 +170,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float)
             "expected the query heads to be a positive multiple of the kv heads"
         )
     arguments.check_scale_and_softcap(dtype, scale, softcap)
-
-
-def check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raise InputError unless sinks hold one number of a float dtype for each head of q (B, N, H, D), where q is."""
+    if sinks is None:
+        return
     if sinks.shape != q.shape[2:3]:
         raise InputError(
             f"sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[2:3])}, one number for each head of q"

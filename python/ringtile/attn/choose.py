@@ -127,7 +127,7 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}
     if call.attention_kernel != "aten":
-        if reason := RINGTILE.why_not(block):
+        if reason := RINGTILE.lacks(block):
             unable[RINGTILE.name] = reason
         elif reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None):
             wrong[RINGTILE.name] = reason
@@ -136,7 +136,7 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
             if _is_ringtiles(call, q):
                 return able
     for backend in ATEN[q.device.type] if call.attention_kernel != "ringtile" else ():
-        if reason := backend.why_not(block) or (_NO_DLSE if takes_dlse else ""):
+        if reason := backend.lacks(block) or (_NO_DLSE if takes_dlse else ""):
             unable[backend.name] = reason
         elif reason := why_wrong(backend, q, k, v):
             wrong[backend.name] = reason

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives
 from ringtile.attn import ring, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.call import AttentionCall, AttentionDropout, check_sinks, check_tensors
+from ringtile.attn.call import AttentionCall, AttentionDropout, check_tensors
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -119,15 +119,13 @@ def _call(direction: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Atten
         dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
         for name, x in (("q", q), ("k", k), ("v", v)):
             arguments.check_storage(name, x)
-        return AttentionCall(sequence, scale, softcap, kernel, sinks, dropout).checked(q, k, v)
+        return AttentionCall(sequence, scale, softcap, kernel, sinks, dropout).fitted(q, k, v)
 
 
 @_ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    sinks, numbers = given[3], given[5]
-    check_tensors(q, k, v, *numbers[:2])
-    if sinks is not None:
-        check_sinks(sinks, q)
+    sinks, (scale, softcap, _) = given[3], given[5]
+    check_tensors(q, k, v, scale, softcap, sinks)
     return ring.empty_outputs(q, v, q.dtype)
 
 

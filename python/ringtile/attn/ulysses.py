@@ -77,13 +77,6 @@ def forward(
     return out, lse, stages
 
 
-class Grads(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None  # by the queries and heads that this rank works on
-
-
 def backward(
     call: AttentionCall,
     stages: Sequence[Stage] | Stage,
@@ -92,11 +85,12 @@ def backward(
     dlse: Tensor | None,
     sinks: Tensor | None = None,
     forward_call: int = 0,
-) -> Grads:
-    """Return the gradients of the inputs, from those of what `forward` gave: None where nothing depends on it.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return dq, dk, dv and dsinks from the gradients of what `forward` gave: None where nothing depends on it.
 
     stages: from `forward`; or one of the local tokens and all heads, where what the ranks share was not kept. shape: of
-    the local tokens and all heads. sinks: if their gradient is wanted. forward_call: the number of the forward's call
+    the local tokens and all heads. sinks: if their gradient is wanted, which is that by the queries and heads that this
+    rank works on. forward_call: the number of the forward's call
     on the group, which must be the same on all ranks; 0: not known.
     """
     first = stages if isinstance(stages, Stage) else stages[0]
@@ -105,7 +99,7 @@ def backward(
         if heads is None:
             final = Final.of(dout, dlse, first.out, first.lse)
             gradients = ring.backward(call, final, *first[:3])
-            return Grads(*gradients, None if sinks is None else ring.sink_gradient(sinks, final))
+            return *gradients, None if sinks is None else ring.sink_gradient(sinks, final)
         shares = call.sequence.shares(shape.num_heads, shape.num_kv_heads)
         if isinstance(stages, Stage):
             stages = _shared_again(call, heads, shares, stages)
@@ -121,8 +115,7 @@ def backward(
         adds = sum(len(share.kv_heads) for of_stage in shares for share in of_stage) > num_kv_heads
         dtype = ops.state_dtype(shape.dtype) if adds else shape.dtype
         dk, dv = zeros(num_kv_heads, dim, dtype=dtype), zeros(num_kv_heads, v_dim, dtype=dtype)
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
-        grads = Grads(zeros(num_heads, dim, dtype=shape.dtype), dk, dv, dsinks)
+        dq, dsinks = zeros(num_heads, dim, dtype=shape.dtype), None if sinks is None else torch.zeros_like(sinks)
         finish: Callable[[], None] | None = None
         for stage, of_stage, (share, of_upstream) in zip(
             stages, shares, _to_heads(call, heads, shares, of_queries), strict=True
@@ -132,17 +125,17 @@ def backward(
                 of_dlse = of_upstream[1].mT if call.returns_lse else None
                 final, of_heads = Final.of(of_upstream[0], of_dlse, stage.out, stage.lse), call.of_heads(share.heads)
                 keys = _repeated(share, stage.k, stage.v)
-                dq, *dkeys = ring.backward(of_heads, final, stage.q, *keys, rounds_keys=not adds)
-                back = [dq, *_summed(share, *dkeys)]
+                of_q, *of_keys = ring.backward(of_heads, final, stage.q, *keys, rounds_keys=not adds)
+                back = [of_q, *_summed(share, *of_keys)]
                 if sinks is not None and dsinks is not None:
                     own = slice(share.heads.start, share.heads.stop)
                     dsinks[own] = ring.sink_gradient(sinks[own], final)
             if finish is not None:
                 finish()
-            finish = _to_tokens(call, heads, of_stage, back, grads[:3], adds=adds)
+            finish = _to_tokens(call, heads, of_stage, back, (dq, dk, dv), adds=adds)
         assert finish is not None
         finish()
-    return grads._replace(k=dk.to(shape.dtype), v=dv.to(shape.dtype))
+    return dq, dk.to(shape.dtype), dv.to(shape.dtype), dsinks
 
 
 # ---- between tokens and heads -------------------------------------------------------------------

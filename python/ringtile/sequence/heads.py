@@ -95,14 +95,13 @@ class HeadGroup:
         """
         sends, receives, arriving = {}, {}, []
         for place, rank in enumerate(self.ranks):
-            message = Message.empty(tensors[0], [(_resized(x, self._lens[place]), x.dtype) for x in tensors])
-            for part, x in zip(message.parts, tensors, strict=True):
+            leaving = Message.empty(tensors[0], [(_resized(x, self._lens[place]), x.dtype) for x in tensors])
+            kinds = [(tuple(shape), x.dtype) for shape, x in zip(shapes[place], tensors, strict=True)]
+            message = leaving if place == self.place else Message.empty(tensors[0], kinds)
+            for part, x in zip(leaving.parts, tensors, strict=True):
                 ops.shard_seq_(x, self._rows[place], 1, part)
             if place != self.place:
-                sends[rank] = message.flat
-                kinds = [(tuple(shape), x.dtype) for shape, x in zip(shapes[place], tensors, strict=True)]
-                message = Message.empty(tensors[0], kinds)
-                receives[rank] = message.flat
+                sends[rank], receives[rank] = leaving.flat, message.flat
             arriving.append(message.parts)
         exchange = transport.exchange(sends, receives, what)
 
