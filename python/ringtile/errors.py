@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+# What pip installs for an extra of pyproject.toml, wherever ringtile itself came from.
+EXTRAS = {"hf": "'transformers>=5.17' 'accelerate>=1.15'"}
+EXTRAS["train"] = f"{EXTRAS['hf']} 'datasets>=4' 'matplotlib>=3.8'"
 # Of an object without a repr of its own. The same on every rank without it; and no reader has a use for it.
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
@@ -83,7 +86,7 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
             version = getattr(sys.modules.get(package), "__version__", "the installed one")
             problem = f"needs another {package} than {version} ({error}); expected the versions"
         raise MissingPackageError(
-            f"{what} {problem} of the extra {extra}: pip install 'ringtile[{extra}]'",
+            f"{what} {problem} of the extra {extra}: pip install {EXTRAS[extra]}",
             name=error.name,
         ) from error
 

@@ -190,10 +190,23 @@ def test_unknown_mask_is_one_line_and_status_2(mask: str, capsys: pytest.Capture
         ["--recurrent", "ssd:4,3,3,5"],
         ["--recurrent", "ssd:4,4,3,x"],
         ["--recurrent", "gru:4"],
+        ["--layout", "zigzack"],
+        ["--windows", "3"],
         ["--recurrent", "conv:4,9"],
         ["--json", "/dev/null/plan.json"],
     ],
 )
 def test_impossible_numbers_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *options]) == 2
-    assert "expected" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "expected" in error
+    assert error.count("\n") == 1
+
+
+def test_layouts_that_are_made_for_a_mask_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = ["plan", "--seq-len", "64", "--world-size", "2", "--num-heads", "2", "--head-dim", "8"]
+    documents += ["--mask", "documents:40,8,16"]
+    for layout in ("zigzag", "balanced", "per_document"):
+        assert main([*documents, "--layout", layout]) == 0
+        balance = float(capsys.readouterr().out.split("busiest rank ")[1].split()[0])
+        assert (balance < 1.1) is (layout != "zigzag"), layout

@@ -185,11 +185,11 @@ MODELS = [
     ),
     of_model("num_items_in_batch", lambda: NoLossArguments(tiny_model().config)),
     of_model(
-        "mixes neighbouring tokens in model.layers.0.extra (Conv1d)", lambda: convolving(tiny_model()), config=UNPROVED
+        "mixes neighboring tokens in model.layers.0.extra (Conv1d)", lambda: convolving(tiny_model()), config=UNPROVED
     ),
     Refusal(
         "a convolution beside known ones",
-        "mixes neighbouring tokens in model.layers.0.extra (Conv1d)",
+        "mixes neighboring tokens in model.layers.0.extra (Conv1d)",
         made=lambda: {"model": convolving(hybrid("lfm2"))},
         config=UNPROVED,
     ),
@@ -207,7 +207,7 @@ MODELS = [
         "BertForSequenceClassification has a loss of its own for whole",
         lambda: AutoModelForSequenceClassification.from_config(BertConfig(**SIZES)),
     ),
-    of_model("(MobileBertEmbeddings) joins the embeddings of neighbouring tokens", lambda: masked_lm("mobilebert")),
+    of_model("(MobileBertEmbeddings) joins the embeddings of neighboring tokens", lambda: masked_lm("mobilebert")),
     of_model(
         "(EsmEmbeddings) scales embeddings by how many tokens of the row", lambda: masked_lm("esm", token_dropout=True)
     ),

@@ -73,21 +73,21 @@ def _metrics(config):
     if config is not None:
         ringtile.enable(trainer, config)
     evaluated, predicted = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
-    unlabelled = trainer.predict([{"input_ids": row["input_ids"]} for row in trainer.eval_dataset]).predictions
+    unlabeled = trainer.predict([{"input_ids": row["input_ids"]} for row in trainer.eval_dataset]).predictions
     if config is not None:
         ringtile.restore(trainer)
-    return evaluated, predicted.metrics, unlabelled
+    return evaluated, predicted.metrics, unlabeled
 
 
 def test_metrics_see_global_sequences():
     expected = _metrics(None)
-    for evaluated, predicted, unlabelled in run_ranks(2, _metrics, CONFIG):
+    for evaluated, predicted, unlabeled in run_ranks(2, _metrics, CONFIG):
         for metrics, wanted, prefix in ((evaluated, expected[0], "eval"), (predicted, expected[1], "test")):
             assert metrics[f"{prefix}_accuracy"] == wanted[f"{prefix}_accuracy"]
             assert metrics[f"{prefix}_targets"] == wanted[f"{prefix}_targets"]
             assert metrics[f"{prefix}_loss"] == pytest.approx(wanted[f"{prefix}_loss"], rel=TOLERANCE)
-        assert unlabelled.shape == expected[2].shape
-        assert numpy.abs(unlabelled - expected[2]).max() <= TOLERANCE
+        assert unlabeled.shape == expected[2].shape
+        assert numpy.abs(unlabeled - expected[2]).max() <= TOLERANCE
 
 
 EARLY = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 12}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import pytest
 import ringtile
 from pool import run_program
+from ringtile.errors import EXTRAS
 from setuptools._distutils.filelist import FileList
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
@@ -374,4 +376,12 @@ def test_what_runs_without_other_packages_and_what_names_them() -> None:
     assert old == "torch 2.10.1+cpu is too old; expected torch >= 2.11: pip install 'torch>=2.11' False"
     assert [line.split(" needs ")[0] for line in missing] == ["ringtile.enable", "ringtile.auto", "ringtile.tile_mlps"]
     assert all("transformers, which is not installed" in line for line in missing)
-    assert all("pip install 'ringtile[hf]'" in line for line in missing)
+    assert all("pip install 'transformers>=5.17' 'accelerate>=1.15'" in line for line in missing)
+
+
+def test_what_messages_say_of_extras_is_what_pyproject_has() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    packages = {name: re.findall(r'"([^"]+)"', line) for name, line in re.findall(r"^(\w+) = \[(.*)\]$", text, re.M)}
+    hf, train = packages["hf"], packages["train"]
+    assert train[0] == "ringtile[hf]"
+    assert EXTRAS == {"hf": shlex.join(hf), "train": shlex.join(hf + train[1:])}

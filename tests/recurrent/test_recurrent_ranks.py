@@ -390,7 +390,7 @@ def rank_refuses() -> list[str]:
 
 def test_ranks_that_disagree_are_named() -> None:
     for rank, (striped, scale, mask, refused, order) in enumerate(run_ranks(2, rank_refuses)):
-        assert "holds every 2th token; expected runs of neighbouring tokens" in striped
+        assert "holds every 2th token; expected runs of neighboring tokens" in striped
         assert f"disagree on scale in call 2 (gated_delta_rule forward): rank {rank} has {1.0 + rank}" in scale
         assert "disagree on mask digest" in mask
         assert "beta is (3,); expected (1, 24, 4)" in refused

@@ -461,7 +461,7 @@ def test_what_is_refused_and_how() -> None:
         layout = Layout.striped(12, 2)
         sequence = ShardedSequence(mask_of([tree], 12), layout, group)
         local = {n: sequence.shard(x, 1) for n, x in tensors.items()}
-        with pytest.raises(RefusedError, match="holds every 2th token; expected runs of neighbouring tokens"):
+        with pytest.raises(RefusedError, match="holds every 2th token; expected runs of neighboring tokens"):
             ringtile.gated_delta_rule(**local, sequence=sequence, scheme="states")
 
     def rank_of_another_tree(group: Any) -> None:

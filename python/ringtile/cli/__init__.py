@@ -20,7 +20,7 @@ from ringtile import __version__
 from ringtile.cli import environment, world
 from ringtile.cli.output import check_output, write_json
 from ringtile.ending import end
-from ringtile.errors import PeerLostError, RingMismatchError, RingtileError
+from ringtile.errors import EXTRAS, ConfigError, PeerLostError, RingMismatchError, RingtileError
 
 REFUSED = 2  # the exit status
 MAX_LINE = 1000  # characters of an error
@@ -52,10 +52,16 @@ def command() -> NoReturn:
     sys.exit(status)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as every other error, instead of argparse's usage and exit."""
+        raise ConfigError(f"{message}; expected what `{self.prog} -h` lists")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="ringtile", description="Exact context-parallel training.")
+    parser = _Parser(prog="ringtile", description="Exact context-parallel training.")
     parser.add_argument("--version", action="version", version=f"ringtile {__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # DeepSpeed's launcher adds what LOCAL_RANK says
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(VERBS) + "}")
@@ -74,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("ringtile"):
             raise
-        return refuse(f"{error.name} is not installed; install it: pip install 'ringtile[train]'")
+        package = error.name.partition(".")[0]
+        packages = EXTRAS["train"] if package in EXTRAS["train"] else package
+        return refuse(f"{package} is not installed; install it: pip install {packages}")
     except PeerLostError as error:
         return refuse(f"rank {environment.rank()}: {error}", every_rank=True)
     except RingMismatchError as error:

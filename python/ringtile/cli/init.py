@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from ringtile.cli import Outcome
 from ringtile.cli.output import check_output_folder
 from ringtile.config import nearest_key
-from ringtile.errors import ConfigError
+from ringtile.errors import EXTRAS, ConfigError
 
 LAUNCH = {name: (name,) for name in ("launch/torchrun_two_nodes.sh", "launch/slurm.sbatch")}
-ON_GPUS = "On a CPU, accelerate does not start this engine: use `ringtile init trainer` there."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +84,12 @@ PROJECTS = {
         "Hugging Face Trainer under DeepSpeed ZeRO-3",
         script("train_trainer.py", "training.yaml", "training_zero3.yaml"),
         packages={"deepspeed": "deepspeed"},
-        note=f"`training.yaml` has the Trainer's and DeepSpeed's. {ON_GPUS}",
+        note="`training.yaml` has the Trainer's and DeepSpeed's. On a CPU, DeepSpeed compiles for a minute first.",
     ),
     "fsdp2": Project(
         "Hugging Face Trainer under FSDP2",
         script("train_trainer.py", "training.yaml", "training_fsdp2.yaml"),
-        note=f"`training.yaml` has the Trainer's and FSDP's. {ON_GPUS}",
+        note="`training.yaml` has the Trainer's and FSDP's. On a CPU accelerate does not start FSDP2.",
     ),
 }
 
@@ -131,7 +130,7 @@ def filled(kind: str, name: str) -> str:
     project, texts = PROJECTS[kind], importlib.resources.files("ringtile.cli") / "projects"
     values = dataclasses.asdict(dataclasses.replace(project, packages={}, files={})) | {
         "kind": kind,
-        "packages": " ".join(["'ringtile[train]'", *project.packages.values()]),
+        "packages": " ".join([*([EXTRAS["train"]] * (kind != "axolotl")), *project.packages.values()]),
     }
     sources = ({**project.files, **LAUNCH}).get(name, (name,))
     text = "".join(texts.joinpath(source).read_text(encoding="ascii") for source in sources)

@@ -12,13 +12,14 @@ import importlib
 import operator
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from ringtile.attn.auto import usp_of_hosts
 from ringtile.cli import Outcome, plan_model
 from ringtile.cli.output import check_output, write_output
+from ringtile.config import Config
 from ringtile.errors import ConfigError, RingtileError
 from ringtile.planner.advice import layer_seconds
 from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
@@ -31,7 +32,7 @@ from ringtile.sequence.plan import Plan, plan_of
 from ringtile.sequence.plan import plan as make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = get_args(Config.model_fields["layout"].annotation)
 
 # --mask NAME or NAME:NUMBERS -> a mask of seq_len tokens.
 MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also a recurrent layer, in each of its schemes: gated_delta, kda or ssd:HEADS,HEADS OF Q AND K (B AND "
         "C),KEY DIM,VALUE DIM, selective:CHANNELS,STATE DIM, or conv:CHANNELS,WIDTH; given again: another one",
     )
-    parser.add_argument("--ranks-per-host", type=int, metavar="COUNT", help="neighbouring ranks that share a host (W)")
+    parser.add_argument("--ranks-per-host", type=int, metavar="COUNT", help="neighboring ranks that share a host (W)")
     parser.add_argument(
         "--rates",
         metavar="FLOPS,WITHIN[,BETWEEN]",
@@ -95,7 +96,10 @@ def run(args: argparse.Namespace) -> Outcome:
     _check_layer(args)
     args.seq_len, args.dtype = parse_tokens(args.seq_len), args.dtype or "bfloat16"
     masks = [parse_mask(text, args.seq_len) for text in args.mask or ["causal"]]
-    mask, layout = functools.reduce(operator.and_, masks), Layout.named(args.layout, args.seq_len, args.world_size)
+    mask = functools.reduce(operator.and_, masks)
+    if mask.seq_len != args.seq_len:
+        raise ConfigError(f"--mask is of {mask.seq_len} tokens and --seq-len is {args.seq_len}; expected as many")
+    layout = Layout.of_mask(args.layout, mask, args.world_size)
     if args.plot:
         check_output(args.plot, "--plot")
     layers = [parse_layer(text) for text in args.recurrent]
@@ -118,7 +122,7 @@ def run(args: argparse.Namespace) -> Outcome:
         scheme=scheme,
     )
     shape = plan.shape
-    print(f"One attention layer, of no model (a whole training: --model):\n\n{plan}")
+    print(f"One attention layer (for a whole model: --model, or the file of a run):\n\n{plan}")
     print("\nThis layer, forward and backward, by scheme:")
     names = dict.fromkeys([*_candidates(args.world_size, args.num_heads), scheme])
     schemes = [_facts(plan_of(mask, layout, shape, name), hosts, rates) for name in names]

@@ -229,7 +229,7 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
     ]
     if convolutions and not proved:
         raise RefusedError(
-            f"{name} mixes neighbouring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
+            f"{name} mixes neighboring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
     _refuse_modules(model, WHOLE_SEQUENCES)
     check_balancing_loss(model)

@@ -79,7 +79,7 @@ TEXT_ROWS = {
 WHOLE_SEQUENCES = {
     "DogeAttention": ("", "picks the keys of each query (keep_window_size) by the values of all keys of the sequence"),
     "EsmEmbeddings": ("token_dropout", "scales embeddings by how many tokens of the row are masked (token_dropout)"),
-    "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighbouring tokens (trigram_input)"),
+    "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighboring tokens (trigram_input)"),
 }
 SAMPLING = {
     "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -172,6 +173,9 @@ def _summary(trainer: Trainer, config: Config) -> str:
     """What was enabled, on one line."""
     args, size = trainer.args, config.context_parallel_size
     on = [key for key in ("tiled_mlp", "tiled_loss", "activation_offload") if getattr(config, key)]
+    forward = model.base_model(trainer.model).forward
+    if config.tiled_loss and "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
+        on[on.index("tiled_loss")] = "tiled_loss without effect, since TRL's own head runs in tiles"
     if deepspeed_shards_sequences(trainer.accelerator):
         return "; ".join([f"ringtile: {args.world_size} ranks, DeepSpeed shards the sequences", *on])
     sharing = f"{size} ranks share a sequence ({config.layout})" if size > 1 else "no sequence is sharded"

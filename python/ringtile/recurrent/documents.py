@@ -28,7 +28,7 @@ _BRANCHES, _TOKENS = 32, 4096  # that one call computes, at most: it copies the 
 
 
 class StatePass(NamedTuple):
-    """A cut between neighbouring pieces that some path crosses: source holds the token before it, target the next.
+    """A cut between neighboring pieces that some path crosses: source holds the token before it, target the next.
 
     A message where the two are different ranks: of the states that tokens after the cut go on from in the forward, of
     their gradients, the other way, in the backward.
@@ -190,7 +190,7 @@ def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
         if stride != 1 and length > 1:
             raise RefusedError(
                 f"a recurrent layer over a layout where rank {rank} holds every {stride}th token; expected runs of "
-                "neighbouring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads, "
+                "neighboring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads, "
                 "which a convolution does not have"
             )
         if pieces and pieces[-1][0] == rank and pieces[-1][2] + pieces[-1][3] == local_begin:

@@ -46,7 +46,7 @@ def tiled_log_probs(
     hidden (..., E), weight (V, E), bias (V), labels int64 (...), logit_scale, softcap, ignore_index, tile_tokens and
     group are those of `tiled_linear_cross_entropy`; x is its logits, scaled and capped. Returns log_probs (...) in
     float32 (float64 for float64 hidden). With return_entropy, returns (log_probs, entropy): the entropy (...) of
-    softmax(x / temperature), in nats. Tokens labelled ignore_index have log-probability, entropy and gradient 0, and
+    softmax(x / temperature), in nats. Tokens labeled ignore_index have log-probability, entropy and gradient 0, and
     their logits are not computed. Differentiable once, with respect to hidden, weight and bias, by both results.
 
     log_probs are the same bits with gradients and without, and with entropies and without. So exp(new - old) is exactly

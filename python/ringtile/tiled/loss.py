@@ -74,7 +74,7 @@ def tiled_linear_cross_entropy(
 
         (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2
 
-    Tokens labelled ignore_index have loss 0 and gradient 0, and their logits are not computed. reduction: "none"
+    Tokens labeled ignore_index have loss 0 and gradient 0, and their logits are not computed. reduction: "none"
     returns one loss per token, shaped like labels; "sum" their sum; "mean" the sum divided by num_items, or by the
     number of tokens that are not ignored. Pass num_items, the number of labels over all ranks and accumulated batches,
     and a shard without labels returns exactly 0, with a graph; without num_items the mean of nothing is nan, as in
