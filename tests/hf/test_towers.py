@@ -9,9 +9,12 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
+import ringtile
 import torch
+from hf_training import TOLERANCE, make_trainer
 from peft import LoraConfig, get_peft_model
-from ringtile.cli.tiny_models import tiny_config
+from pool import run_ranks
+from ringtile.cli import tiny_images
 from ringtile.errors import PeerLostError, RefusedError, RingMismatchError
 from ringtile.hf import images, towers
 from ringtile.hf.patches import Patches
@@ -19,15 +22,11 @@ from ringtile.transport.loopback import LoopbackWorld
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import AutoModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
 
 GRID = torch.tensor([[1, 4, 4], [1, 2, 6], [1, 8, 4], [1, 2, 2], [1, 6, 6]])  # patches: 16, 12, 32, 4, 36
 PATCH = 2 * 3 * 8 * 8
-SETTINGS: dict[str, dict[str, Any]] = {  # what of a tiny configuration does not fit images
-    "qwen2_5_vl": {"vision_config": {"window_size": 32, "fullatt_block_indexes": [1]}},
-    "gemma3": {"mm_tokens_per_image": 4},
-}
 
 
 def _pixels(*shape: int) -> Tensor:
@@ -68,20 +67,10 @@ TOWERS: dict[str, tuple[str, Callable[[], dict[str, Any]], bool]] = {
 }
 
 
-def _model(model_type: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A tiny model in training. No parameter is at zero or one, where errors hide."""
-    config = tiny_config(model_type)
-    for name, value in SETTINGS.get(model_type, {}).items():
-        part = getattr(config, name)
-        for key, inner in value.items() if isinstance(value, dict) else ():
-            setattr(part, key, inner)
-        if not isinstance(value, dict):
-            setattr(config, name, value)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="eager").train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+def _model(model_type: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A tiny model in training, whose parameters are all other than 0 and 1."""
+    model = tiny_images.image_model(model_type).to(dtype)
+    model.set_attn_implementation("eager")
     return model
 
 
@@ -511,3 +500,111 @@ def test_rank_whose_tower_fails_is_named():
                 models[0].model.get_image_features(**_packed())
 
     LoopbackWorld(2).run(run)
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+def _average_gradients(grid, engine):
+    """This rank's gradients of a tower after an engine has averaged them over the ranks, whose losses are W times the
+    part of each."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, world_size, patches = dist.get_rank(), dist.get_world_size(), Patches()
+    tower = _model("qwen3_vl").model.visual
+    names = [name for name, _ in tower.named_parameters()]
+    towers.split(tower, "tower", dist.group.WORLD, patches)
+    wrapped: Any = tower
+    if engine == "FSDP2":
+        for block in tower.blocks:
+            fully_shard(block)
+        fully_shard(tower)
+    else:
+        wrapped = DistributedDataParallel(_OfFeatures(tower))
+    for _ in range(2):
+        wrapped.zero_grad()
+        arguments = _packed(grid)
+        output = wrapped(arguments["pixel_values"], arguments["image_grid_thw"])
+        features = _features(output) if engine == "FSDP2" else output
+        weights = torch.randn(features.shape, generator=torch.Generator().manual_seed(3), dtype=features.dtype)
+        (world_size * (features * weights)[rank::world_size]).sum().backward()
+    patches.restore()
+    return {
+        name: (x.grad.full_tensor() if engine == "FSDP2" else x.grad)
+        for name, x in zip(names, tower.parameters(), strict=True)
+    }
+
+
+class _OfFeatures(nn.Module):
+    def __init__(self, tower):
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, pixel_values, grid):
+        return _features(self.tower(pixel_values, grid_thw=grid))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_engine_averages_gradients_of_a_rank_without_image(engine):
+    """Two images on three ranks: the last one gathers the parameters that the others do, and has no gradient."""
+    expected = run_ranks(1, _average_gradients, GRID[:2], "DDP")[0]
+    for gradients in run_ranks(3, _average_gradients, GRID[:2], engine):
+        for name, gradient in gradients.items():
+            # Softmax is computed in float32.
+            assert (gradient - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max(), name
+
+
+# ---- in a training ------------------------------------------------------------------------------
+
+
+class _EqualImages:
+    """A data collator of rows with words and images of one size."""
+
+    def __init__(self, model: Any) -> None:
+        self._images = tiny_images.Images(model)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return self._images.batch([(row["words"], row["images"]) for row in rows])
+
+
+def _trained(split: bool | None) -> tuple[dict[str, Tensor], int]:
+    """The weights after a step on four images, and the flops of this rank in the forward of the tower's blocks.
+
+    split: whether the tower is split over the ranks; None: one process without ringtile.
+    """
+    model, flops = tiny_images.image_model("qwen3_vl"), _Flops()
+
+    def enter(block: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():  # no proof
+            flops.__enter__()
+
+    def leave(block: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            flops.__exit__(None, None, None)
+
+    for block in model.model.visual.blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+    rows = [{"words": [3, 4 + i, 5, 6, 7 + i], "images": [8 * i, 8 * i + 4]} for i in range(2)]
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1, "remove_unused_columns": False}
+    data = {"train_dataset": rows, "eval_dataset": None, "data_collator": _EqualImages(model)}
+    trainer = make_trainer(model=model, trainer_arguments=data, **settings)
+    if split is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            if not split:
+                patch.setattr(towers, "install", lambda *args: None)
+            ringtile.enable(trainer, {"context_parallel_size": 2, "first_batch_check": False})
+    trainer.train()
+    return {name: x.detach().clone() for name, x in model.named_parameters()}, flops.flops
+
+
+def test_training_with_a_split_tower_equals_one_process_and_costs_half():
+    expected, whole = _trained(None)
+    for split, ranks in ((True, 2), (False, 1)):
+        for weights, flops in run_ranks(2, _trained, split):
+            assert flops * ranks == whole
+            for name, weight in weights.items():
+                assert (weight - expected[name]).abs().max() <= TOLERANCE * expected[name].abs().max(), name

@@ -37,13 +37,13 @@ def base_model(model: nn.Module | None) -> PreTrainedModel:
 
 def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The modules that run for text, with their paths: without the towers of a model that takes images or sound too."""
-    roots = [f"{path}." for path in _towers(model)]
+    roots = [f"{path}." for path in towers(model)]
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
 
 
 def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
     """Raises RefusedError in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
-    for path, tower in _towers(model).items():
+    for path, tower in towers(model).items():
 
         def refuse(module: nn.Module, args: Any, path: str = path) -> None:
             if active_batch() is not None:
@@ -52,7 +52,7 @@ def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
         patches.on_restore(tower.register_forward_pre_hook(refuse).remove)
 
 
-def _towers(model: PreTrainedModel) -> dict[str, nn.Module]:
+def towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The parts of a model that turn images or sound into embeddings, by path."""
     configs = {type(getattr(model.config, name)) for name in _tower_configs(model)}
     configs -= {type(model.config.get_text_config())}

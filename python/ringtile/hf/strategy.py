@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.first_batch.trace import Call, Trace
-from ringtile.hf import adapters, checks, data, model, recurrent
+from ringtile.hf import adapters, checks, data, model, recurrent, towers
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
@@ -111,6 +111,7 @@ class Strategy(abc.ABC):
         model.switch_attention(wrapped, self.patches)
         model.pin_rope_length(base, self.patches)
         model.refuse_towers(base, self.patches)
+        towers.install(base, self.group.process_group, self.patches)
         self.of_model |= Seam(base, self._entered, self.patches).keys
         recurrent.install(base, self.patches)
         install_balancing_loss(wrapped, base, self.patches)
@@ -136,7 +137,7 @@ class Strategy(abc.ABC):
         positions = None if is_tree else self.positions.of_batch(on_host)
         if is_tree:
             given, rows = unfold(given, given.get("position_ids"))
-        elif self.config.shared_prefix and not self.proves_whole:
+        elif self.config.shared_prefix and self.trace is None:  # the first batch proves what is sharded, row by row
             given, rows = share(given, given.get("position_ids", positions))
             positions = None
         local, batch = shard_batch(
@@ -164,8 +165,7 @@ class Strategy(abc.ABC):
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
-        places = None if batch.rows is None else batch.rows.places
-        self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs), places), at_seam=batch.waits)
+        self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs)), at_seam=batch.waits)
         return local, batch
 
     # ---- the first batch ------------------------------------------------------------------------

@@ -34,9 +34,12 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ringtile.errors import InputError, RefusedError
+from ringtile.hf.batch import waiting_batch
 from ringtile.hf.dropout import drops_attention
 from ringtile.hf.images import Images, Rows, deal, has_videos, layout_of, read
+from ringtile.hf.model import towers
 from ringtile.hf.patches import Patches
+from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group, transport_of
 from ringtile.transport.messages import all_gather
@@ -46,8 +49,21 @@ logger = logging.getLogger("ringtile")
 _OF_ALL_LAYERS = ("hidden_states", "attentions")  # outputs of which a model reads one or two
 
 
+def install(model: PreTrainedModel, group: Group | None, patches: Patches) -> None:
+    """Splits the towers of a model, in the forward passes of batches that are sharded behind them (hf/seam.py)."""
+    found = towers(model)
+    for path, tower in found.items():
+        if not any(path.startswith(f"{outer}.") for outer in found):
+            split(tower, path, group, patches, _in_step)
+
+
+def _in_step() -> bool:
+    batch = waiting_batch()
+    return batch is not None and batch.sequence.world_size > 1
+
+
 def split(
-    tower: PreTrainedModel, name: str, group: Group | None, patches: Patches, when: Callable[[], bool] = lambda: True
+    tower: nn.Module, name: str, group: Group | None, patches: Patches, when: Callable[[], bool] = lambda: True
 ) -> None:
     """Splits the images of each call of a tower over a group. when: whether all ranks make the call that begins now.
 
@@ -60,7 +76,7 @@ def split(
 class _SplitTower:
     """What stands in for the forward of one tower."""
 
-    def __init__(self, tower: PreTrainedModel, name: str, group: Group | None, when: Callable[[], bool]) -> None:
+    def __init__(self, tower: Any, name: str, group: Group | None, when: Callable[[], bool]) -> None:
         self._tower, self._name, self._group, self._when = tower, name, group, when
         self._transport = transport_of(group)
         self._proved: dict[object, dict[str, Rows] | None] = {}  # by kind of call: where outputs hold images
@@ -123,10 +139,12 @@ class _SplitTower:
                 return None
         halves = range(0, len(images.patches), 2), range(1, len(images.patches), 2)
         own = deal(images.costs, self._transport.world_size)[self._transport.rank]
+        states = all_random_states()
         with torch.no_grad():
             whole = dict(_tensors(original(**images.arguments)))
             others_changed = [dict(_tensors(original(**images.with_others_changed(half)))) for half in halves]
             alone = dict(_tensors(original(**images.take(own or [0]))))
+        set_random_states(states)
         rows = {path: images.rows(x) for path, x in whole.items()}
         strange = [f"{path} {tuple(whole[path].shape)}" for path, place in rows.items() if place is None]
         known = {path: place for path, place in rows.items() if place is not None}
