@@ -30,9 +30,9 @@ try:
     from ringtile.attn.attention import attention, ring_attention
     from ringtile.attn.call import AttentionDropout
     from ringtile.recurrent import kernels as _recurrent_kernels  # noqa: F401  registers its ops on fake tensors
+    from ringtile.sequence.cost import Plan, plan
     from ringtile.sequence.layout import Layout, Run
     from ringtile.sequence.mask import IntervalMask
-    from ringtile.sequence.plan import Plan, plan
     from ringtile.sequence.sharded import ShardedSequence
     from ringtile.sequence.tree import tree_position_ids
     from ringtile.transport.loopback import LoopbackWorld

@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: bytes of the values forgotten",
-        "python/ringtile/sequence/plan.py",
+        "python/ringtile/sequence/cost.py",
         "key, value = shape.batch * shape.head_dim, shape.batch * shape.v_head_dim",
         "key, value = shape.batch * shape.head_dim, shape.batch * shape.head_dim",
         "tests/sequence/test_plan.py",

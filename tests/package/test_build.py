@@ -384,4 +384,4 @@ def test_what_messages_say_of_extras_is_what_pyproject_has() -> None:
     packages = {name: re.findall(r'"([^"]+)"', line) for name, line in re.findall(r"^(\w+) = \[(.*)\]$", text, re.M)}
     hf, train = packages["hf"], packages["train"]
     assert train[0] == "ringtile[hf]"
-    assert EXTRAS == {"hf": shlex.join(hf), "train": shlex.join(hf + train[1:])}
+    assert {"hf": shlex.join(hf), "train": shlex.join(hf + train[1:])} == EXTRAS

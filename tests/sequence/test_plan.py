@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError
+from ringtile.sequence.cost import Plan, plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Plan, plan, rank_plan
+from ringtile.sequence.plan import rank_plan
 from strategies import any_masks, dense, layouts
 from torch import Tensor
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from ringtile.attn.call import check_tensors
 from ringtile.bench.rows import DTYPES, Cost, forward_backward
 from ringtile.errors import ConfigError
+from ringtile.sequence.cost import Plan, plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Plan, plan
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, S, H, D), k, v (B, S, G, D) -> out (B, S, H, D)
 

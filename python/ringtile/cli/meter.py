@@ -13,7 +13,8 @@ from ringtile.attn.auto import known_scheme
 from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
-from ringtile.sequence.plan import Plan, Shape, plan_of
+from ringtile.sequence.cost import Plan, plan_of
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # whose memory counts

@@ -26,10 +26,10 @@ from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
 from ringtile.recurrent.plan import KINDS, scheme_costs
 from ringtile.recurrent.plan import table as recurrent_table
 from ringtile.scheme import EXPECTED
+from ringtile.sequence.cost import Plan, plan_of
+from ringtile.sequence.cost import plan as make_plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Plan, plan_of
-from ringtile.sequence.plan import plan as make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = get_args(Config.model_fields["layout"].annotation)

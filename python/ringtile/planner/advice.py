@@ -11,8 +11,8 @@ import torch
 from ringtile.errors import RingtileError
 from ringtile.planner.sizes import Rates
 from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from ringtile.sequence.cost import Plan, plan_of
 from ringtile.sequence.layout import Layout
-from ringtile.sequence.plan import Plan, plan_of
 
 _MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
