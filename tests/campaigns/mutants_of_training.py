@@ -191,6 +191,20 @@ MUTANTS = [
         "tests/recurrent/test_recurrent_trees.py -k let_go",
     ),
     Mutant(
+        "recurrences of trees: leaves of one call begin without their fork's state",
+        "python/ringtile/recurrent/recurrence.py",
+        "torch.cat(len(call.numbers) * [state])",
+        "torch.cat(len(call.numbers) * [0 * state])",
+        "tests/recurrent/test_recurrent_trees.py -k states_compute",
+    ),
+    Mutant(
+        "first batch: gradients that reach a token of several rows are not added",
+        "python/ringtile/first_batch/trace.py",
+        "found[event] = of_tree.index_add_(0, rows.flatten(), gradient.flatten(0, 1))[rows]",
+        "found[event] = gradient",
+        "tests/hf/test_shared_prefix.py -k first_batch_proves_the_tree",
+    ),
+    Mutant(
         "recurrences: a block's mask is not narrowed to its causal part",
         "python/ringtile/torch_context_parallel/recurrences.py",
         "return scope.sequence.causal",

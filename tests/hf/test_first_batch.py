@@ -316,6 +316,17 @@ def test_cut_shows_the_first_targets_of_each_row():
     assert (cut["labels"] == 5).any(1).all()
 
 
+def test_cut_at_targets_shows_where_rows_of_a_prompt_part():
+    labels, mask = torch.full((2, 4000), -100), torch.ones(2, 4000, dtype=torch.int64)
+    labels[:, 1000:] = 5
+    mask[0, 3000:], mask[1, 2000:] = 0, 0  # edges behind the targets
+    batch = {"input_ids": torch.arange(4000).expand(2, -1), "labels": labels, "attention_mask": mask}
+    cut = cut_batch(batch, 32, at_targets=True)
+    assert torch.equal(cut["input_ids"][0], cut["input_ids"][1])
+    assert (cut["labels"] == -100).any(1).all()
+    assert cut_batch(batch, 32)["input_ids"][:, 0].tolist() == [3000 - 128, 2000 - 128]
+
+
 def test_cut_leaves_short_batches_and_other_tensors():
     batch = {"input_ids": torch.ones(2, 40), "weights": torch.ones(2), "names": ["a", "b"]}
     assert cut_batch(batch, 32) == batch

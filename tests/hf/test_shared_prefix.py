@@ -14,10 +14,13 @@ from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
+from ringtile.first_batch.run import TIMES
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shared_rows import share, unfold
+from ringtile.hf.trainer import first_batch_of
 from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
+from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 ALONE = {"context_parallel_size": 1, "shared_prefix": True}
@@ -209,8 +212,81 @@ def test_a_shared_token_is_computed_once() -> None:
 def test_refuses_trainers_and_models_that_it_does_not_fit() -> None:
     with pytest.raises(ringtile.ConfigError, match="shared_prefix: SFTTrainer may use more of its rows"):
         ringtile.enable(make_trainer(trainer_class="trl.SFTTrainer"), ALONE)
+    with pytest.raises(ringtile.ConfigError, match="shared_prefix: ORPOTrainer logs a mean over the logits of padding"):
+        ringtile.enable(make_trainer(trainer_class="trl.experimental.orpo.ORPOTrainer"), ALONE)
     with pytest.raises(ringtile.RefusedError, match="shared_prefix: the model drops"):
         ringtile.enable(make_rollouts(model_dropout=0.1), ALONE)
+
+
+# ---- the first batch ----------------------------------------------------------------------------
+
+
+class Averaging(nn.Module):
+    """An MLP and the mean over all tokens of its row."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + x.mean(1, keepdim=True)
+
+
+def _prove(config: dict[str, Any], family: str, averages: bool = False) -> tuple[str, Any, list[int]]:
+    """What ends a training, or what its first batch proves; and how many tokens the embedding got, call by call."""
+    trainer: Any = make_rollouts(family=family, max_steps=1, **ROWS)
+    model, tokens = trainer.model, list[int]()
+    if averages:
+        model.model.layers[1].mlp = Averaging(model.model.layers[1].mlp)
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: tokens.append(output[..., 0].numel()))
+    ringtile.enable(trainer, config | {"first_batch_check": True})
+    try:
+        trainer.train()
+    except ringtile.RefusedError as error:
+        return str(error), trainer.state.global_step, tokens
+    proof = first_batch_of(trainer)
+    ringtile.restore(trainer)
+    return "", proof, tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("qwen3-moe", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.long) for name in ("llama", "qwen3-moe", "qwen3_next")),
+    ],
+)
+def test_the_first_batch_proves_the_tree(family: str, size: int) -> None:
+    config = ALONE | {"context_parallel_size": size}
+    for said, proof, tokens in [_prove(config, family)] if size == 1 else run_ranks(size, _prove, config, family):
+        assert said == ""
+        assert proof.num_modules > 20
+        assert 0.0 < proof.largest < TIMES
+        whole, rounded, sharded = tokens[-4:-1]  # before the step itself
+        assert whole == rounded > size * sharded
+
+
+def test_the_first_batch_names_what_mixes_tokens_of_a_tree() -> None:
+    said, step, _ = _prove(ALONE, "llama", averages=True)
+    assert "a tree of rows that share what they begin with does not compute what the rows compute" in said
+    assert "model.layers.1.mlp (Averaging)" in said
+    assert step == 0
+
+
+@pytest.mark.parametrize("wrong", ["positions", "branches"])
+def test_the_first_batch_proves_how_rows_are_shared(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def share_wrongly(inputs: Any, position_ids: Any) -> Any:
+        tree, rows = share(inputs, position_ids)
+        if wrong == "positions":
+            tree["position_ids"] = torch.arange(rows.num_tokens)[None]
+        else:
+            rows.parents = [*range(-1, len(rows.parents) - 1)]
+        return tree, rows
+
+    monkeypatch.setattr("ringtile.hf.strategy.share", share_wrongly)
+    said, step, _ = _prove(ALONE, "llama")
+    assert ("rotary_emb" if wrong == "positions" else "model.layers.0.self_attn") in said
+    assert step == 0
 
 
 # ---- trees that the batch says ------------------------------------------------------------------

@@ -51,6 +51,7 @@ def compare(
         measure = _Measure(one)
         values, disturbed, theirs = (call.joined(call.values, one.values) for call in (one, other, shard))
         slopes, others, theirs_back = (call.joined(call.gradients, one.gradients) for call in (one, other, shard))
+        summed, others_summed = (shard.summed(x) for x in (slopes, others))
         found.num_modules += len({event.path for event in values if event in theirs})
         for event in (event for event in values if event in theirs and event in disturbed):
             ratio, words, noise = measure.compared(event, values[event], disturbed[event], theirs[event])
@@ -61,7 +62,7 @@ def compare(
                 effect = measure.effect(event, values[event], disturbed[event], slopes[event])
                 noise_of_loss = max(noise_of_loss, effect / scale)
         backward += [
-            (measure, event, slopes[event], others[event], theirs_back[event] / gradient_scale)
+            (measure, event, summed[event], others_summed[event], theirs_back[event] / gradient_scale)
             for event in reversed(slopes)
             if event in others and event in theirs_back
         ]

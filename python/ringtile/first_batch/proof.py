@@ -23,10 +23,11 @@ logger = logging.getLogger("ringtile")
 _STEEP_UNITS, _STEEP = 4096.0, 0.25
 
 
-def prove(run: Callable[..., Run], group: Group, *, averages: bool, num_tokens: int) -> Comparison:
+def prove(run: Callable[..., Run], group: Group | None, *, averages: bool, num_tokens: int) -> Comparison:
     """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
 
-    run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded. averages: whether the loss is the
+    run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded; a group of one rank proves a tree
+    of rows. averages: whether the loss is the
     mean of the ranks' losses; else it is their sum. num_tokens: of all rows together.
     Raises RefusedError, on every rank, if rounding does not explain the difference, or where two whole runs differ.
     """
@@ -46,10 +47,11 @@ def prove(run: Callable[..., Run], group: Group, *, averages: bool, num_tokens: 
     if _of_all_ranks(torch.tensor(is_steep, device=whole.trace.device), group).any():
         _check_repeats(whole, rounded, run(True), found, group)
     if not dist.is_initialized() or dist.get_rank() == 0:
+        what = f"{size} ranks compute what one process does" if size > 1 else "a tree of rows computes what rows do"
         logger.info(
-            "ringtile: on the first batch %d ranks compute what one process does: %d modules%s; the largest difference "
-            "is %.1f times that of rounding (%d tokens, %.1f s)",
-            size,
+            "ringtile: on the first batch %s: %d modules%s; the largest difference is %.1f times that of rounding (%d "
+            "tokens, %.1f s)",
+            what,
             found.num_modules,
             ", loss and gradients" if found.backward else "",
             found.largest,
@@ -59,7 +61,7 @@ def prove(run: Callable[..., Run], group: Group, *, averages: bool, num_tokens: 
     return found
 
 
-def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group) -> None:
+def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group | None) -> None:
     """Raises RefusedError if one process computes something else in a second run."""
     repeated = compare(whole, rounded, again, loss=again.loss, gradient_scale=1.0, times=1 / TIMES)
     if repeated.difference:
@@ -72,12 +74,18 @@ def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, grou
     )
 
 
-def _check(found: Comparison, group: Group, device: torch.device) -> None:
+def _check(found: Comparison, group: Group | None, device: torch.device) -> None:
     """Raises RefusedError on every rank if one of them found a difference."""
     differs = _of_all_ranks(torch.tensor(bool(found.difference), device=device), group)
     if not differs.any():
         return
     what = found.difference or f"rank {int(differs.argmax())} of the group found a difference, which its error names"
+    if len(differs) == 1:
+        raise RefusedError(
+            f"a tree of rows that share what they begin with does not compute what the rows compute, on a cut of the "
+            f"first batch: {what}; expected the same numbers. Code that mixes tokens, counts them, averages over them "
+            f"or draws random numbers sees a shared token once. Set shared_prefix: false"
+        )
     raise RefusedError(
         f"{len(differs)} ranks do not compute what one process computes, on a cut of the first batch: {what}; expected "
         f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
@@ -86,7 +94,7 @@ def _check(found: Comparison, group: Group, device: torch.device) -> None:
     )
 
 
-def _of_all_ranks(value: Tensor, group: Group) -> Tensor:
+def _of_all_ranks(value: Tensor, group: Group | None) -> Tensor:
     """A number () of each rank, on the device of the group -> float64 (ranks,)."""
     size = transport_of(group).world_size
     return Layout.contiguous(size, size).unshard(value.double()[None], 0, group)

@@ -45,6 +45,7 @@ class Call:
     sequence: ShardedSequence | None  # None: not sharded
     seq_len: int  # tokens of the whole sequence, without the layout's padding
     counted: Tensor | None = None  # bool (B, N): tokens that are no padding; None: all
+    rows: Tensor | None = None  # int64 (B, S): which token each of a row is in the tree inside; padding: seq_len
     values: dict[Event, Tensor] = field(default_factory=dict)  # float64 (B, N, NUM_SIGNS)
     widths: dict[Event, int] = field(default_factory=dict)  # F
     units: dict[Event, float] = field(default_factory=dict)  # in the last place of 1, in the dtype of the tensor
@@ -53,7 +54,7 @@ class Call:
     def joined(self, sketches: Mapping[Event, Tensor], of: Mapping[Event, Tensor]) -> dict[Event, Tensor]:
         """Those of the events `of`, which are the same on every rank, of all ranks' tokens; without what a rank lacks.
 
-        A collective where the call is sharded.
+        Of a tree, (B, S, NUM_SIGNS) of its rows. A collective where the call is sharded.
         """
         if self.sequence is None or not of:
             return {event: sketches[event] for event in of if event in sketches}
@@ -61,7 +62,20 @@ class Call:
         missing = torch.full((*self.shape, NUM_SIGNS), _MISSING, dtype=torch.float64, device=device)
         local = torch.stack([sketches.get(event, missing) for event in of], dim=2)  # (B, N, events, NUM_SIGNS)
         whole = self.sequence.unshard(local, dim=1)[:, : self.seq_len]
+        if self.rows is not None:
+            whole = torch.cat([whole[0], torch.zeros_like(whole[0, :1])])[self.rows.to(device)]
         return {event: part for event, part in zip(of, whole.unbind(2), strict=True) if not (part == _MISSING).any()}
+
+    def summed(self, gradients: Mapping[Event, Tensor]) -> Mapping[Event, Tensor]:
+        """Gradients (B, S, NUM_SIGNS) of rows: where the call is of a tree, the sum of those of one token of it."""
+        if self.rows is None:
+            return gradients
+        found = {}
+        for event, gradient in gradients.items():
+            rows = self.rows.to(gradient.device)
+            of_tree = gradient.new_zeros(self.seq_len + 1, NUM_SIGNS)
+            found[event] = of_tree.index_add_(0, rows.flatten(), gradient.flatten(0, 1))[rows]
+        return found
 
 
 class Trace:
@@ -270,6 +284,13 @@ class Choices(TorchFunctionMode):
             return scores, chosen
         places = call.sequence.layout.positions(call.sequence.rank).to(scores.device).clamp(max=call.seq_len - 1)
         rows = call.shape[0]
+        if call.rows is not None:  # a token of the rows, of which the whole run may have padded each, that each is
+            batch, seq_len = call.rows.shape
+            width = scores.size(0) // batch
+            tokens = torch.arange(batch, device=places.device)[:, None] * width + torch.arange(seq_len).to(places)
+            found = places.new_zeros(call.seq_len + 1)
+            found[call.rows.to(places)] = tokens
+            return scores[found[places]], chosen[found[places]]
         scores, chosen = (x.view(rows, -1, *x.shape[1:])[:, places].flatten(0, 1) for x in (scores, chosen))
         return scores, chosen
 
@@ -309,6 +330,8 @@ def _signs(begin: int, count: int, device: torch.device) -> Tensor:
 
 
 def _epsilon(x: Tensor) -> float:
-    """The unit in the last place of 1 in x, or in the matrix products that made it, which may be coarser."""
+    """The unit in the last place of 1 in x, or in what made it, which may be coarser: matrix products of float32, and
+    the norms of a model in float64, which transformers computes in float32."""
     coarse = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}[torch.get_float32_matmul_precision()]
-    return max(torch.finfo(x.dtype).eps, coarse if x.dtype == torch.float32 else 0.0)
+    made_of = {torch.float32: coarse, torch.float64: torch.finfo(torch.float32).eps}
+    return max(torch.finfo(x.dtype).eps, made_of.get(x.dtype, 0.0))

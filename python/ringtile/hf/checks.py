@@ -62,7 +62,7 @@ _ACCELERATOR_METHODS = {
     "_prepare_cp": ("args",),
 }
 # Modules whose compute_loss sums over tokens wherever they are. Any other compute_loss gets full sequences.
-_SFT = "trl.trainer.sft_trainer"
+_SFT, _ORPO = "trl.trainer.sft_trainer", "trl.experimental.orpo.orpo_trainer"
 _SUM_OVER_TOKENS = ("transformers.trainer", _SFT, "axolotl.core.trainers.base")
 # Modules whose versions of the other methods work on shards. axolotl's were read, the others tested.
 _WORK_ON_SHARDS = (
@@ -73,7 +73,7 @@ _WORK_ON_SHARDS = (
     "trl.trainer.grpo_trainer",
     "trl.trainer.rloo_trainer",
     "trl.trainer.distillation_trainer",
-    "trl.experimental.orpo.orpo_trainer",
+    _ORPO,
     "axolotl.core.trainers.mixins.activation_checkpointing",
     "axolotl.core.trainers.mixins.layer_offloading",
 )
@@ -239,8 +239,11 @@ def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
     """Raises ConfigError or RefusedError where rows that share tokens would not be those of the Trainer."""
     home = _home(trainer, "compute_loss").__module__
     if home not in _SHARE_ROWS:
+        reason = "may use more of its rows than log-probabilities of tokens"
+        if home == _ORPO:
+            reason = "logs a mean over the logits of padding, of which a tree has none"
         raise ConfigError(
-            f"shared_prefix: {type(trainer).__name__} may use more of its rows than log-probabilities of tokens; "
+            f"shared_prefix: {type(trainer).__name__} {reason}; "
             f"expected TRL's GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
         )
     if not attends_causally(model) or not shifts_labels(model):

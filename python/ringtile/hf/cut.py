@@ -18,8 +18,10 @@ _BY_TOKEN = "position_ids_by_token"  # (B, S, 3 or 4)
 _TARGETS = ("labels", "completion_mask")  # in the names of the keys that say which tokens have targets
 
 
-def cut_batch(inputs: Mapping[str, Any], row_tokens: int) -> dict[str, Any]:
+def cut_batch(inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = False) -> dict[str, Any]:
     """The batch with at most `row_tokens` tokens of each row, but at least TOKENS in all rows and _ROW in each.
+
+    at_targets: around the first target, even where there is an edge: rows of one prompt begin alike there.
 
     Tensors (B, S, ...) lose tokens, the same ones where their S is the same. Lengths of packed documents are counted
     anew. All else stays.
@@ -27,7 +29,7 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int) -> dict[str, Any]:
     positions = inputs.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:  # (3 or 4, B, S), of M-RoPE
         rows = {name: value for name, value in inputs.items() if name != "position_ids"}
-        cut = cut_batch(rows | {_BY_TOKEN: positions.permute(1, 2, 0)}, row_tokens)
+        cut = cut_batch(rows | {_BY_TOKEN: positions.permute(1, 2, 0)}, row_tokens, at_targets=at_targets)
         return cut | {"position_ids": cut.pop(_BY_TOKEN).permute(2, 0, 1).contiguous()}
     cut = dict(inputs)
     sizes: dict[int, list[str]] = {}
@@ -39,7 +41,7 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int) -> dict[str, Any]:
         length = max(row_tokens, _ROW, TOKENS // rows)
         if seq_len <= length:
             continue
-        begins = _begins({name: inputs[name] for name in names}, _documents(inputs, seq_len), rows, length)
+        begins = _begins({name: inputs[name] for name in names}, _documents(inputs, seq_len), rows, length, at_targets)
         for name in names:
             value = inputs[name]
             taken = begins[: value.size(0), None] + torch.arange(length, device=begins.device)
@@ -49,7 +51,9 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int) -> dict[str, Any]:
     return cut
 
 
-def _begins(tensors: Mapping[str, Tensor], documents: Tensor | None, rows: int, length: int) -> Tensor:
+def _begins(
+    tensors: Mapping[str, Tensor], documents: Tensor | None, rows: int, length: int, at_targets: bool
+) -> Tensor:
     """int64 (B,): where each row is cut: around its first edge with a target near, else around its first target."""
     seq_len = next(iter(tensors.values())).size(1)
     targets = [
@@ -77,6 +81,7 @@ def _begins(tensors: Mapping[str, Tensor], documents: Tensor | None, rows: int, 
         starts = (places - length // 2).clamp(0, seq_len - length)
         held = starts[counts[starts + length] > counts[starts]]
         fallback = wanted.nonzero().flatten()[:1].sub(_MARGIN).clamp(0, seq_len - length)
+        held = held[:0] if at_targets and has_target is not None else held
         begins.append(int(next(iter([*held, *fallback, 0]))))
     return torch.tensor(begins[:1] * rows if shared else begins)
 

@@ -131,7 +131,8 @@ class FirstBatch:
                 f"{_WITH_IMAGES} a cut is proved, without the images"
             )
             inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
-        cut = inputs if images else cut_batch(inputs, self._row_tokens())
+        at_targets = strategy.config.shared_prefix
+        cut = inputs if images else cut_batch(inputs, self._row_tokens(), at_targets=at_targets)
         num_tokens = _num_tokens(cut, images)
         transport = transport_of(strategy.group.process_group)
         counted = transport.bytes_sent, transport.wait_seconds
@@ -156,7 +157,6 @@ class FirstBatch:
             unchanged = Unchanged(model, strategy.trainer)
             try:
                 group = strategy.group.process_group
-                assert group is not None  # of several ranks
                 self.comparison = prove(run, group, averages=True, num_tokens=num_tokens)
             finally:
                 unchanged.restore()

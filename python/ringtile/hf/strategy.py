@@ -137,7 +137,7 @@ class Strategy(abc.ABC):
         positions = None if is_tree else self.positions.of_batch(on_host)
         if is_tree:
             given, rows = unfold(given, given.get("position_ids"))
-        elif self.config.shared_prefix and self.trace is None:  # the first batch proves what is sharded, row by row
+        elif self.config.shared_prefix and not self.proves_whole:
             given, rows = share(given, given.get("position_ids", positions))
             positions = None
         local, batch = shard_batch(
@@ -165,7 +165,8 @@ class Strategy(abc.ABC):
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
-        self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs)), at_seam=batch.waits)
+        places = None if batch.rows is None else batch.rows.places
+        self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs), places), at_seam=batch.waits)
         return local, batch
 
     # ---- the first batch ------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         trainer.accelerator
     ):
         strategy = _shard(trainer, base, config, patches)
-        if config.first_batch_check and config.context_parallel_size > 1:
+        if config.first_batch_check:
             first_batch = FirstBatch(strategy)
             first_batch.install()
         group = strategy.group

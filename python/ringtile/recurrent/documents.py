@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ringtile.errors import RefusedError
 from ringtile.sequence.layout import Layout
@@ -23,6 +24,7 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
 _FIRST, _PADDING = -1, -2  # instead of a parent
+_BRANCHES, _TOKENS = 32, 4096  # that one call computes, at most: it copies the tokens, and a state for each branch
 
 
 class StatePass(NamedTuple):
@@ -46,14 +48,22 @@ class Segment(NamedTuple):
     state: int | None  # the number of the state that it begins with; None: 0
 
 
+class Call(NamedTuple):
+    """Segments that one call computes: one, or several as rows of a batch, which begin with the same state."""
+
+    numbers: tuple[int, ...]  # of the segments; of several, nothing goes on from the final states
+    seq_idx: Tensor  # int32 CPU (Bm or 1, length), or (segments, length of the longest), padded
+
+
 class Walk(NamedTuple):
-    """The segments of one row, or of all rows, in the order of the sequence.
+    """The segments of one row, or of all rows, in the order of the sequence, and the calls that compute them.
 
     The states that come into the piece are numbered from 0 on, and after those the final states of the segments.
     """
 
     segments: tuple[Segment, ...]
     passed_on: tuple[int, ...]  # the numbers of the states that go out of the piece
+    calls: tuple[Call, ...]
 
 
 class Piece(NamedTuple):
@@ -74,7 +84,7 @@ class Piece(NamedTuple):
     @property
     def only(self) -> Segment | None:
         """The segment that is the whole piece, if there is one, and its state alone goes out: as in documents."""
-        (segments, passed_on), *others = self.walks
+        (segments, passed_on, _), *others = self.walks
         alone = not others and len(segments) == 1 and passed_on in ((), (self.num_received,))
         return segments[0] if alone else None
 
@@ -246,11 +256,12 @@ class Forest:
                 segments.append(Segment(after - first, seq_idx, numbers.get(int(self.parents[row, first]))))
                 numbers[after - 1] = num_received + len(segments) - 1
             passed_on = tuple(numbers[token] for token in sent[row])
-            walks.append(Walk(tuple(segments), passed_on))
+            walks.append(Walk(tuple(segments), passed_on, _calls(segments, num_received, passed_on)))
         if all(len(walk.segments) == 1 and walk.passed_on in ((), (num_received,)) for walk in walks):
             seq_idx = torch.cat([walk.segments[0].seq_idx for walk in walks])
             every = Segment(piece.length, seq_idx, 0 if num_received else None)
-            walks = [Walk((every,), (num_received,) if num_sent else ())]
+            passed_on = (num_received,) if num_sent else ()
+            walks = [Walk((every,), passed_on, _calls([every], num_received, passed_on))]
         return piece._replace(num_received=num_received, num_sent=num_sent, walks=tuple(walks))
 
     def windows(self, begin: int, piece: Piece, before: int) -> Tensor:
@@ -268,6 +279,36 @@ class Forest:
                     places += range(last - 1, last - 1 - (before - len(places)), -1)
                 windows[row, i, before - len(places) :] = torch.tensor(places[::-1], dtype=torch.int64)
         return windows
+
+
+def _calls(segments: list[Segment], num_received: int, passed_on: tuple[int, ...]) -> tuple[Call, ...]:
+    """Return the calls that compute segments: leaves of one fork together, where the first of them is."""
+    used = {*passed_on, *(segment.state for segment in segments)}
+    leaves: dict[int, list[int]] = {}  # by state
+    calls: list[list[int]] = []
+    for i, segment in enumerate(segments):
+        if segment.state is None or num_received + i in used:
+            calls.append([i])
+        else:
+            leaves.setdefault(segment.state, []).append(i)
+    for of_fork in leaves.values():
+        call: list[int] = []
+        for i in sorted(of_fork, key=lambda i: segments[i].length):
+            length = segments[i].length
+            fits = len(call) < _BRANCHES and (len(call) + 1) * length <= _TOKENS
+            if call and fits and length <= 2 * segments[call[0]].length:
+                call.append(i)
+            else:
+                call = [i]
+                calls.append(call)
+    return tuple(Call(tuple(call), _seq_idx([segments[i] for i in call])) for call in sorted(calls, key=min))
+
+
+def _seq_idx(segments: list[Segment]) -> Tensor:
+    longest = max(segment.length for segment in segments)
+    if len(segments) == 1:
+        return segments[0].seq_idx
+    return torch.cat([functional.pad(each.seq_idx, (0, longest - each.length), value=-1) for each in segments])
 
 
 def _parents_of(mask: IntervalMask) -> Tensor:

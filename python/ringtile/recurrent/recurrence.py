@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ringtile import ops
 from ringtile.recurrent.choose import function_for
@@ -126,21 +127,37 @@ def walk(
 
     of_rows = [by_row(x, tokens) for x, tokens in given]
     received = len(walks) * [()] if states is None else [x.unbind(1) for x in by_row(states)]
-    for (segments, passed_on), known, *of_row in zip(walks, received, *of_rows, strict=True):
-        lengths, parts = [segment.length for segment in segments], []
-        of_segments = [
+    for (segments, passed_on, calls), known, *of_row in zip(walks, received, *of_rows, strict=True):
+        lengths = [segment.length for segment in segments]
+        parts = dict[int, Tensor]()
+        of_operands = [
             torch.split(x, lengths, dim=1) if tokens else len(lengths) * [x]
             for x, tokens in zip(of_row, has_tokens, strict=True)
         ]
         numbered = dict(enumerate(known))
-        last_use = {segment.state: i for i, segment in enumerate(segments)} | dict.fromkeys(passed_on, len(segments))
-        for i, (segment, *of_segment) in enumerate(zip(segments, *of_segments, strict=True)):
-            state = None if segment.state is None else numbered[segment.state]
-            out, final = compute(of_segment, segment.seq_idx, state)
-            parts.append(out)
-            numbered[piece.num_received + i] = final
+        first = [segments[call.numbers[0]].state for call in calls]
+        last_use = {number: i for i, number in enumerate(first)} | dict.fromkeys(passed_on, len(calls))
+        for i, (call, begins_with) in enumerate(zip(calls, first, strict=True)):
+            state = None if begins_with is None else numbered[begins_with]
+            if len(call.numbers) == 1:
+                (number,) = call.numbers
+                parts[number], final = compute([x[number] for x in of_operands], call.seq_idx, state)
+                numbered[piece.num_received + number] = final
+            else:
+                of_call = [
+                    _rows_of([x[number] for number in call.numbers], call.seq_idx.size(1)) if tokens else x[0]
+                    for x, tokens in zip(of_operands, has_tokens, strict=True)
+                ]
+                batch = of_row[0].size(0)
+                seq_idx = call.seq_idx.repeat_interleave(batch, 0) if batch > 1 else call.seq_idx
+                out, final = compute(
+                    of_call, seq_idx, None if state is None else torch.cat(len(call.numbers) * [state])
+                )
+                final = final[:batch]
+                for number, part in zip(call.numbers, torch.split(out, batch), strict=True):
+                    parts[number] = part[:, : lengths[number]]
             numbered = {number: x for number, x in numbered.items() if last_use.get(number, -1) > i}
-        outs.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        outs.append(parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(len(segments))], dim=1))
         if piece.num_sent:
             of_paths = [numbered[number] for number in passed_on]
             of_paths += (piece.num_sent - len(of_paths)) * [torch.zeros_like(final)]  # other rows have more
@@ -149,6 +166,12 @@ def walk(
     if not sent:
         return out, None
     return out, sent[0] if len(sent) == 1 else torch.cat(sent)
+
+
+def _rows_of(parts: list[Tensor], length: int) -> Tensor:
+    """(B, n, ...) of several branches -> (branches B, length, ...), padded."""
+    widths = ((0, 0) * (parts[0].dim() - 2) + (0, length - part.size(1)) for part in parts)
+    return torch.cat([functional.pad(part, width) for part, width in zip(parts, widths, strict=True)])
 
 
 @contextlib.contextmanager
