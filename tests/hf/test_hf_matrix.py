@@ -1,7 +1,7 @@
-"""Trainers x engines x meshes x weights x ways to train: every cell has the losses and weights of one process.
+"""Trainers x engines x meshes x weights x MLPs x ways to train: every cell has the losses and weights of one process.
 
 pytest tests/hf/test_hf_matrix.py                       8 cells, in which every pair of choices occurs
-pytest tests/hf/test_hf_matrix.py -m "long or not long" all 256
+pytest tests/hf/test_hf_matrix.py -m "long or not long" all 512
 """
 
 import itertools
@@ -18,9 +18,10 @@ CHOICES = {
     "activations": ("kept", "checkpointing"),
     "batches": ("one", "accumulation"),
     "rows": ("padded", "packing"),
+    "MLPs": ("whole", "tiled"),
 }
 WORLDS = {"cp2": 2, "dp2 x cp2": 4}
-ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111)  # none is another's complement
+ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111, 0b0100)  # none is another's complement
 
 
 def _options(trainer: str, weights: str, activations: str, batches: str, rows: str) -> dict:
@@ -53,10 +54,11 @@ def test_cells_of_every_run_hold_every_pair():
 def _cells():
     """Each with one process, on the batches of all data-parallel groups at once."""
     for cell in itertools.product(*map(enumerate, CHOICES.values())):
-        numbers, (engine, trainer, world, *ways) = zip(*cell, strict=True)
+        numbers, (engine, trainer, world, *ways, mlps) = zip(*cell, strict=True)
         yield Cell(
-            "-".join((engine, trainer, world, *ways)),
+            "-".join((engine, trainer, world, *ways, mlps)),
             _options(trainer, *ways),
+            {"tiled_mlp": True, "tile_tokens": 7} if mlps == "tiled" else {},
             ranks={"engine": engine},
             alone={"per_device_train_batch_size": WORLDS[world]},
             world=WORLDS[world],

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hf_engines import full_weights, needs_deepspeed
 from hf_models import SIZES, tiny_model
-from hf_training import Run, assert_equal_training, train
+from hf_training import train
 from pool import run_ranks
 from ringtile import RefusedError, tile_mlps
 from ringtile.tiled.glu import find_glu
@@ -157,35 +157,9 @@ def test_fsdp2_inside_an_mlp_is_refused() -> None:
         assert "tiled MLP: gate_proj is sharded by FSDP2 on its own" in message
 
 
-# ---- under the Trainer --------------------------------------------------------------------------
+# ---- under the Trainer, where test_hf_matrix.py has the numbers ----------------------------------
 
 TRAINING = {"max_steps": STEPS, "num_rows": 48, "gradient_accumulation_steps": 1, "evaluate": False}
-
-
-@functools.cache
-def trained_in_one_process(family: str, lora: bool) -> Run:
-    return train(None, family=family, lora=lora, per_device_train_batch_size=4, **TRAINING)
-
-
-ENGINES = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-
-
-def _cells():
-    """Of 20 cells one for each engine, in which every choice occurs; the others are in the matrix."""
-    for cell in itertools.product(ENGINES, ("llama", "mixtral"), (False, True)):
-        engine, family, use_original_mlp = cell
-        number = ENGINES.index(engine)
-        of_every_run = (family == "mixtral", use_original_mlp) == (number % 2 == 1, number % 4 > 1)
-        yield pytest.param(*cell, marks=() if of_every_run else (pytest.mark.long,))
-
-
-@pytest.mark.parametrize(("engine", "family", "use_original_mlp"), _cells())
-def test_trainer_has_the_weights_of_one_process(engine, family, use_original_mlp) -> None:
-    if engine.startswith("ZeRO"):
-        needs_deepspeed()
-    config = {"tiled_mlp": True, "tile_tokens": 7, "tiled_mlp_use_original_mlp": use_original_mlp}
-    for run in run_ranks(2, train, config, engine=engine, family=family, **TRAINING):
-        assert_equal_training(run, trained_in_one_process(family, False))
 
 
 def zero3_collectives(config: dict[str, object]) -> Counter[str]:
@@ -213,7 +187,7 @@ def test_zero3_leaves_the_glu_kernels_in_use() -> None:
     assert run_ranks(2, glus_found_under_zero3) == [{True}, {True}]
 
 
-@pytest.mark.long  # test_trainer_has_the_weights_of_one_process tiles under ZeRO-3 in every run
+@pytest.mark.long  # test_hf_matrix.py tiles under ZeRO-3 in every run
 def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
     """DeepSpeed's hooks on an MLP's submodules would gather once per tile; a leaf gathers its parameters together."""
     needs_deepspeed()
@@ -221,13 +195,3 @@ def test_zero3_gathers_once_whatever_the_number_of_tiles() -> None:
     assert one == other
     assert one["c10d::_allgather_base_"] > 0
     assert run_ranks(2, zero3_collectives, {"tiled_mlp": True, "tile_tokens": 7}) == [one, other]
-
-
-@pytest.mark.parametrize("engine", ["FSDP2", *(pytest.param(e, marks=pytest.mark.long) for e in ("DDP", "ZeRO-3"))])
-def test_adapters_have_the_weights_of_one_process(engine) -> None:
-    pytest.importorskip("peft")
-    if engine.startswith("ZeRO"):
-        needs_deepspeed()
-    config = {"tiled_mlp": True, "tile_tokens": 7}
-    for run in run_ranks(2, train, config, engine=engine, lora=True, **TRAINING):
-        assert_equal_training(run, trained_in_one_process("llama", True))
