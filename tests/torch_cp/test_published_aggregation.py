@@ -1,26 +1,23 @@
-"""Numbers that other libraries hard-code in their tests of loss aggregation and whitening, under context parallelism.
+"""Numbers that other libraries hard-code in their tests of loss aggregation, under context parallelism.
 
 Each is recomputed from `sequence_log_probs` on rows that 1, 2 or 3 ranks share, by a loop that knows nothing of ranks.
 A loss of a token that a source gives enters as its advantage, negated: at the first step the ratio is 1, so the loss of
-the token is that number. Log-probabilities that a source gives are those of a bigram model made for them. The numbers
-are exact in float64 up to a few roundings.
+the token is that number. The log-probabilities are those of a bigram model. The numbers are exact in float64 up to a
+few roundings.
 
 Sources, as they were in November 2026:
-- slime: THUDM/slime, tests/test_cp_utils.py, tests/test_distributed_masked_whiten.py; pull request 2235, which whitened
-  each shard by itself, and radixark/miles 3229, which also waited for ever where a shard had no token;
+- slime: THUDM/slime, tests/test_cp_utils.py;
 - verl: verl-project/verl, test_sequence_token_counts_reconstruct_global_sequence_mean; issues 5993 and 6609, where the
   mean was divided by the number of ranks, and gradients grew with it;
 - ROLL: alibaba/ROLL, pull request 444; WorldFoundry: test_all_packed_token_aggregations_match_direct_formulas;
 - NeMo-RL: NVIDIA-NeMo/RL, tests/unit/algorithms/test_loss_functions.py;
-- Megatron-LM: NVIDIA/Megatron-LM, pull request 7513: with one valid token, the gradient was halved on 2 ranks;
-- TRL: huggingface/trl, tests/test_core.py.
+- Megatron-LM: NVIDIA/Megatron-LM, pull request 7513: with one valid token, the gradient was halved on 2 ranks.
 
 Shape letters: B rows, T tokens of a response, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -162,72 +159,3 @@ def losses_are_published() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_of_tokens_are_aggregated_to_the_published_numbers(world_size: int) -> None:
     run_ranks(world_size, losses_are_published)
-
-
-def policy_losses_are_published() -> None:
-    """NeMo-RL's, from log-probabilities: clipped at 0.8 and 1.2, and REINFORCE."""
-    advantages = torch.tensor([[1.0, -1.0, 2.0]], dtype=torch.float64)
-
-    def log_probs(*values: float) -> Tensor:
-        model = Bigram(torch.tensor([values], dtype=torch.float64))
-        found = sequence_log_probs(model, model.input_ids, dist.group.WORLD)[:, PROMPT - 1 :]
-        exact(found, [values])
-        return found
-
-    new, old = log_probs(math.log(0.5) - 1, -1.0, math.log(1.5) - 1), log_probs(-1.0, -1.0, -1.0)
-    ratio = (new - old).exp()
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    exact(losses, [[-0.5, 1.0, -2.4]])
-    exact(losses.mean(), -1.9 / 3)
-    exact((-advantages * log_probs(-0.5, -1.0, -1.5)).mean(), 2.5 / 3)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_policy_losses_are_the_published_numbers(world_size: int) -> None:
-    run_ranks(world_size, policy_losses_are_published)
-
-
-# ---- whitening ----------------------------------------------------------------------------------
-
-
-def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """Over all tokens of a mask, with Bessel's correction."""
-    picked = values[mask.bool()]
-    return (values - picked.mean()) / picked.std()
-
-
-# Values and masks of slime and TRL, with what whitening makes of the values under the mask: mean 1.8 and variance 3.7,
-# mean 2.5 and variance 0.5.
-WHITENED = [
-    (
-        [[1.0, 2.0, 3.0, 4.0, 10.0, -1.0]],
-        [[1, 1, 1, 1, 0, 1]],
-        [x / math.sqrt(3.7) for x in (-0.8, 0.2, 1.2, 2.2, -2.8)],
-    ),
-    ([[1.0, 2.0, 3.0, 4.0]], [[0, 1, 1, 0]], [-math.sqrt(0.5), math.sqrt(0.5)]),
-]
-
-
-def advantages_are_published() -> None:
-    for values, mask, expected in WHITENED:
-        losses, of_mask = torch.tensor(values, dtype=torch.float64), torch.tensor(mask)
-        model = Bigram(-1 - torch.arange(losses.numel()).view(losses.shape) / 7)
-        completion_mask = functional.pad(of_mask, (PROMPT, 0))
-        new = sequence_log_probs(model, model.input_ids, dist.group.WORLD, completion_mask=completion_mask)
-        # Rewards of tokens less what they have diverged, as in REINFORCE++; here by nothing.
-        rewards = losses - 0.1 * (new - new.detach())[:, PROMPT - 1 :]
-        exact(whitened(rewards, of_mask)[of_mask.bool()], expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_advantages_are_whitened_to_the_published_numbers(world_size: int) -> None:
-    run_ranks(world_size, advantages_are_published)
-
-
-def test_whitening_each_shard_would_be_seen() -> None:
-    """What slime did: shards of the same row with a mean and a deviation of their own."""
-    values, mask, expected = WHITENED[0]
-    whole, of_mask = torch.tensor(values, dtype=torch.float64), torch.tensor(mask)
-    shards = [whitened(whole[:, places], of_mask[:, places]) for places in ([0, 5], [1, 2, 3, 4])]
-    found = torch.cat([shards[0][:, :1], shards[1][:, :3], shards[0][:, 1:]], dim=1)[0]
-    assert (found - torch.tensor(expected)).abs().max() > 0.1

@@ -221,18 +221,16 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def differences(
-    family: str, packed: bool, use_cache: bool, mask: IntervalMask | None = None, layout: str = "zigzag"
+def differences_in_block(
+    model: Any, tensors: list[Tensor], single: Tensor, mask: IntervalMask | None, layout: str
 ) -> list[float]:
-    """Of loss and gradients of the page's loop, from one process; relative to the largest."""
-    model: Any = tiny_model(family).double().train()
-    model.config.use_cache = use_cache
-    input_ids, labels, position_ids = batch(packed)
-    single = loss_of(model(input_ids, position_ids=position_ids).logits, labels)
+    """Of the loss of input_ids, labels and position_ids and its gradients in the page's loop from `single`, that of one
+    process; relative to the largest."""
     wanted = [single.detach(), *torch.autograd.grad(single, list(model.parameters()))]
+    input_ids, labels, position_ids = tensors
     with context_parallel(
         dist.group.WORLD,
-        buffers=[input_ids, labels, position_ids],
+        buffers=tensors,
         buffer_seq_dims=[1, 1, 1],
         no_restore_buffers={input_ids, labels},
         mask=mask,
@@ -245,6 +243,16 @@ def differences(
         dist.all_reduce(got)
         found.append(((got - exact).abs().max() / exact.abs().max().clamp(min=1)).item())
     return found
+
+
+def differences(
+    family: str, packed: bool, use_cache: bool, mask: IntervalMask | None = None, layout: str = "zigzag"
+) -> list[float]:
+    model: Any = tiny_model(family).double().train()
+    model.config.use_cache = use_cache
+    input_ids, labels, position_ids = tensors = batch(packed)
+    single = loss_of(model(input_ids, position_ids=position_ids).logits, labels)
+    return differences_in_block(model, tensors, single, mask, layout)
 
 
 PACKED = IntervalMask.documents(LENGTHS)
@@ -281,22 +289,8 @@ def differences_on_a_tree() -> list[float]:
         targets = labels[:, way].masked_fill(counted[way], -100)
         single = single + loss_of(model(input_ids[:, way]).logits, targets)
         counted[way] = True
-    wanted = [single.detach(), *torch.autograd.grad(single, list(model.parameters()))]
-    position_ids = tree_position_ids(*TREE)
-    with context_parallel(
-        dist.group.WORLD,
-        buffers=[input_ids, labels, position_ids],
-        buffer_seq_dims=[1, 1, 1],
-        mask=IntervalMask.tree(*TREE),
-        layout="zigzag",
-    ):
-        loss = loss_of(model(input_ids, position_ids=position_ids).logits, labels)
-        loss.backward()
-    found = []
-    for got, exact in zip([loss.detach(), *(p.grad for p in model.parameters())], wanted, strict=True):
-        dist.all_reduce(got)
-        found.append(((got - exact).abs().max() / exact.abs().max().clamp(min=1)).item())
-    return found
+    tensors = [input_ids, labels, tree_position_ids(*TREE)]
+    return differences_in_block(model, tensors, single, IntervalMask.tree(*TREE), "zigzag")
 
 
 def test_a_transformers_model_on_a_tree() -> None:
