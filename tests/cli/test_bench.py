@@ -370,10 +370,18 @@ def test_unknown_case_is_refused(case: str) -> None:
         *([] if torch.cuda.is_available() else [[subject, "--device", "cuda"] for subject in bench_command.SUBJECTS]),
         ["ring", "--seq-len", "2"],  # zigzag over 2 ranks has 4 chunks
         ["attention", "--plot", "/dev/null/roofline.png"],
+        ["mlp", "--backend", "torch"],
+        ["mlp", "--case", "full"],
+        ["mlp", "--head-dim", "8"],
+        ["mlp", "--num-tiles", "0"],
+        ["loss", "--intermediate-size", "8"],
+        ["loss", "--vocab-size", "-1"],
+        ["loss", "--case", "causal"],
+        ["mlp", "--case", "checkpointed", "--backend", "checkpoint", "--seq-len", "4", "--hidden-size", "4"],
     ],
 )
 def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *options]) == 2
+    assert main(["bench", options[0], "--repeats", "1", *options[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("ringtile: error: ")
     assert error.count("\n") == 1

@@ -179,27 +179,6 @@ def test_quick_has_workloads_that_can_be_measured(subject: str) -> None:
         module.check(dataclasses.replace(comparison.workload, device="cpu"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["mlp", "--backend", "torch"],
-        ["mlp", "--case", "full"],
-        ["mlp", "--head-dim", "8"],
-        ["mlp", "--num-tiles", "0"],
-        ["loss", "--intermediate-size", "8"],
-        ["loss", "--vocab-size", "-1"],
-        ["loss", "--case", "causal"],
-        ["mlp", "--case", "checkpointed", "--backend", "checkpoint", "--seq-len", "4", "--hidden-size", "4"],
-    ],
-)
-def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *options, "--repeats", "1"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("ringtile: error: ")
-    assert error.count("\n") == 1
-    assert "expected" in error
-
-
 def test_a_provider_without_backward_has_one_pass() -> None:
     out = torch.ones(3)
     assert [list(found) for found in errors(results(Candidate(lambda: out, None)), (out.double(), out.double()))] == [

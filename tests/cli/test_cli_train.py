@@ -25,7 +25,6 @@ from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
 from ringtile.cli.report import compare, max_rel_diff
 from ringtile.cli.training import LossBar
 from ringtile.config import Config
-from ringtile.errors import ConfigError
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
@@ -265,56 +264,6 @@ def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -
 
 
 # ---- refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_paralel_size": 2}, "unknown key context_paralel_size: did you mean context_parallel_size?"),
-        ({"modell": "x"}, "unknown key modell: did you mean model?"),
-        ({"layout": "zigzak"}, "layout is 'zigzak'"),
-        ({"model": None}, "model is None; expected a folder, a hub name, or keys"),
-        ({"model": {"hidden_size": 4}}, "expected a folder, a hub name, or keys"),
-        ({"model": MODEL | {"model_type": "lama"}}, "unknown model.model_type lama: did you mean llama?"),
-        ({"model": MODEL | {"hiden_size": 4}}, "unknown key model.hiden_size: did you mean hidden_size?"),
-        ({"model": MODEL | {"hidden_size": "wide"}}, "model.hidden_size: .*expected int, got str"),
-        ({"model": MODEL | {"vocab_size": 100}}, "model.vocab_size is 100; expected at least 257"),
-        ({"model": MODEL | {"max_position_embeddings": 8}}, "model.max_position_embeddings is 8; expected at least 64"),
-        ({"model": "/no/such/model"}, "model '/no/such/model' cannot be loaded"),
-        ({"data": None}, "data is None; expected keys"),
-        ({"data": {"files": "text.txt"}}, "data.seq_len is missing"),
-        ({"data": {"files": "text.txt", "seq_len": 64, "file": "x"}}, "unknown key data.file: did you mean files?"),
-        ({"data": {"files": "text.txt", "seq_len": "long"}}, "data.seq_len is 'long'"),
-        ({"data": {"files": [], "seq_len": 64}}, "data.files is"),
-        ({"data": {"files": "missing.txt", "seq_len": 64}}, "data.files: .*missing.txt names no file"),
-        ({"data": {"files": "empty.txt", "seq_len": 64}}, "data.files: no text in empty.txt"),
-        ({"data": {"files": "text.txt", "seq_len": 4096}}, "data.files: got .* tokens, expected at least"),
-        ({"training": ["x"]}, "training is .*; expected keys"),
-        ({"training": {"lerning_rate": 1}}, "unknown key training.lerning_rate: did you mean learning_rate?"),
-        ({"training": TRAINING | {"learning_rate": "fast"}}, "training.learning_rate is 'fast'"),
-        ({"training": TRAINING | {"optim": "sgdd"}}, "training.optim is 'sgdd': did you mean sgd?"),
-        ({"context_parallel_size": 2}, "context_parallel_size is 2 but there is 1 rank;"),
-    ],
-)
-def test_bad_configuration_is_one_line_and_status_2(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    assert main(["train", str(write_config(tmp_path, **changes))]) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ringtile: error: ")]
-    assert len(lines) == 1
-    assert re.search(message.replace("?", r"\?"), lines[0]), lines[0]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "No such file"), ("a: [1", "not YAML"), ("- 1", "holds list"), ("", "holds NoneType")],
-)
-def test_file_that_is_no_configuration_is_refused(tmp_path: pathlib.Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "run.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=f"run.yaml: {message}"):
-        Recipe.load(tmp_path / "run.yaml")
 
 
 def test_ranks_refuse_alike_and_one_says_it(tmp_path: pathlib.Path) -> None:

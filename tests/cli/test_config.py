@@ -31,15 +31,29 @@ def test_defaults_change_nothing():
         ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
         ({"timeout_seconds": float("inf")}, ["timeout_seconds", "finite"]),
         ({"tiled_mlp_num_shards": 4}, ["tiled_mlp_num_shards", "4", "set tiled_mlp: true"]),
-        ({"layout": "zag", "tile_tokens": "x"}, ["layout", "tile_tokens"]),
+        ({"layout": "zag", "tile_tokens": "x"}, ["layout is 'zag'", "; tile_tokens is 'x'"]),
+        ({"context_parallel_size": 10**5000}, ["context_parallel_size is an int of more than 4000 digits"]),
+        # Settings without effect.
+        ({"tiled_mlp_use_original_mlp": False}, ["tiled_mlp_use_original_mlp is False but tiled_mlp is false"]),
+        ({"tile_tokens": 5}, ["tile_tokens is 5 but nothing is tiled"]),
+        ({"loss_tile_tokens": 5, "tiled_mlp": True}, ["loss_tile_tokens is 5 but tiled_loss is false"]),
+        (
+            {"tile_tokens": 5, "tiled_mlp": True, "tiled_mlp_num_shards": 2},
+            ["tile_tokens is 5 but tiled_mlp_num_shards, 2, sets the tiles"],
+        ),
     ],
 )
 def test_bad_key_or_value_is_named(values, words):
     for construct in (lambda: Config(**values), lambda: Config.load(values)):
         with pytest.raises(ringtile.ConfigError) as error:
             construct()
+        assert "\n" not in str(error.value)
         for word in words:
             assert word in str(error.value)
+
+
+def test_tile_tokens_of_the_loss_go_with_shards_of_the_mlp():
+    assert Config(tiled_mlp=True, tiled_mlp_num_shards=2, tiled_loss=True, tile_tokens=5).tile_tokens == 5
 
 
 def test_config_is_frozen_and_compares_by_content():
@@ -73,13 +87,6 @@ def test_bad_yaml_file_is_named(tmp_path, text, words):
     with pytest.raises(ringtile.ConfigError, match=r"ringtile\.yaml") as error:
         Config.load(path)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "per_document", "balanced"])
-def test_every_layout_is_read_from_yaml(tmp_path, layout):
-    path = tmp_path / "run.yaml"
-    path.write_text(f"context_parallel_size: 2\nlayout: {layout}\n")
-    assert Config.load(path).layout == layout
 
 
 def test_a_mapping_holds_the_keys_of_context_parallelism():

@@ -21,7 +21,6 @@ from ringtile.cli import MAX_LINE, main, world
 from ringtile.cli.environment import rank
 from ringtile.cli.output import check_output, check_output_folder, write_json, write_output
 from ringtile.cli.recipe import Recipe
-from ringtile.config import Config
 from ringtile.errors import ConfigError, needs_extra
 from ringtile.yaml_file import read_yaml
 from test_cli_train import MODEL, TRAINING, write_config
@@ -84,30 +83,6 @@ def test_plain_yaml_is_read_as_before(tmp_path: pathlib.Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"tiled_mlp_use_original_mlp": False}, "tiled_mlp_use_original_mlp is False but tiled_mlp is false"),
-        ({"tile_tokens": 5}, "tile_tokens is 5 but nothing is tiled"),
-        ({"loss_tile_tokens": 5, "tiled_mlp": True}, "loss_tile_tokens is 5 but tiled_loss is false"),
-        (
-            {"tile_tokens": 5, "tiled_mlp": True, "tiled_mlp_num_shards": 2},
-            "tile_tokens is 5 but tiled_mlp_num_shards, 2, sets the tiles",
-        ),
-        ({"layout": "zag", "tile_tokens": "x"}, "layout is 'zag'; .*; tile_tokens is 'x'"),
-        ({"context_parallel_size": 10**5000}, "context_parallel_size is an int of more than 4000 digits"),
-    ],
-)
-def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        Config.load(values)
-    assert "\n" not in str(error.value)
-
-
-def test_tile_tokens_of_the_loss_go_with_shards_of_the_mlp() -> None:
-    assert Config(tiled_mlp=True, tiled_mlp_num_shards=2, tiled_loss=True, tile_tokens=5).tile_tokens == 5
-
-
 # ---- values -------------------------------------------------------------------------------------
 
 
@@ -126,58 +101,78 @@ def refusal(path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        *((key, float("nan"), f"training.{key} is NaN") for key in ("learning_rate", "max_grad_norm")),
-        ("num_train_epochs", float("inf"), "training.num_train_epochs is inf; expected 1e-06 to 2147483647"),
-        *(("max_steps", steps, f"training.max_steps is {steps}; expected 1 to") for steps in (0, -2, 10**15)),
-        ("max_steps", True, "training.max_steps is True; expected a number"),
-        ("save_steps", 0, "training.save_steps is 0.*; expected 1e-06 to 2147483647"),
-        *(("per_device_train_batch_size", size, f"is {size}; expected 1 to 2147483647") for size in (0, -1)),
-        *(("gradient_accumulation_steps", steps, f"is {steps}; expected 1 to 2147483647") for steps in (0, -1)),
-        *(("seed", seed, "training.seed is .*; expected 0 to 4294967295") for seed in (-1, 2**32)),
-        ("dataloader_num_workers", 10**6, "training.dataloader_num_workers is 1000000; expected 0 to 1024"),
-        ("adam_beta1", 1.0, "training.adam_beta1 is 1.0; expected 0 or more, and less than 1"),
-        ("save_strategy", False, "training.save_strategy is False; expected: .*without quotes"),
-        ("lr_scheduler_type", "kosine", "training.lr_scheduler_type is 'kosine': did you mean cosine?"),
-        ("deepspeed", {}, "training.deepspeed is empty"),
-        ("optim", "adamw_bnb_8bit", "training: .*bitsandbytes"),
-        ("eval_strategy", "steps", "training.eval_strategy is steps but there is no data to evaluate"),
-        ("eval_on_start", True, "training.eval_on_start is true but there is no data to evaluate"),
-        ("load_best_model_at_end", True, "training.load_best_model_at_end is true but nothing is evaluated"),
-        ("output_dir", "/dev/null/out", "training.output_dir: cannot write to /dev/null/out .Not a directory"),
-        ("hub_token", [7], "training.hub_token is '<hub_token>'; expected: Input should be a valid string"),
-        ("run_name", "\x1b[2J\n" * 300, None),
+        ("modell", "x", "unknown key modell: did you mean model?"),
+        ("model", None, "model is None; expected a folder, a hub name, or keys"),
+        ("model", {"hidden_size": 4}, "expected a folder, a hub name, or keys"),
+        ("model.model_type", "lama", "unknown model.model_type lama: did you mean llama?"),
+        ("model.hiden_size", 4, "unknown key model.hiden_size: did you mean hidden_size?"),
+        ("model.vocab_size", 100, "model.vocab_size is 100; expected at least 257"),
+        ("model.max_position_embeddings", 8, "model.max_position_embeddings is 8; expected at least 64"),
+        ("model", "/no/such/model", "model '/no/such/model' cannot be loaded"),
+        ("data", None, "data is None; expected keys"),
+        ("data", {"files": "text.txt"}, "data.seq_len is missing"),
+        ("data", {"files": "text.txt", "seq_len": 64, "file": "x"}, "unknown key data.file: did you mean files?"),
+        ("data", {"files": "text.txt", "seq_len": "long"}, "data.seq_len is 'long'"),
+        ("data", {"files": [], "seq_len": 64}, "data.files is"),
+        ("data", {"files": "missing.txt", "seq_len": 64}, "data.files: .*missing.txt names no file"),
+        ("data", {"files": "empty.txt", "seq_len": 64}, "data.files: no text in empty.txt"),
+        ("data", {"files": "text.txt", "seq_len": 4096}, "data.files: got .* tokens, expected at least"),
+        ("training", ["x"], "training is .*; expected keys"),
+        ("training", {"lerning_rate": 1}, "unknown key training.lerning_rate: did you mean learning_rate?"),
+        ("training.learning_rate", "fast", "training.learning_rate is 'fast'"),
+        ("training.optim", "sgdd", "training.optim is 'sgdd': did you mean sgd?"),
+        ("context_parallel_size", 2, "context_parallel_size is 2 but there is 1 rank;"),
+        *(
+            ("model.num_hidden_layers", layers, f"model.num_hidden_layers is {layers}; expected 1 to")
+            for layers in (0, -1)
+        ),
+        ("model.hidden_size", 0, "model.hidden_size is 0; expected 1 to"),
+        ("model.vocab_size", -5, "model.vocab_size is -5; expected 1 to"),
+        ("model.hidden_size", "wide", "model.hidden_size: .*'hidden_size' expected int, got str"),
+        ("model.hidden_act", "silo", "model.hidden_act is 'silo'; expected an activation of transformers: .*silu"),
+        ("model.attention_dropout", 2.0, "model.attention_dropout is 2.0; expected a probability, 0 to 1"),
+        ("model.num_key_value_heads", 3, "model.num_key_value_heads is 3; expected a divisor of .* 4"),
+        ("model.num_hidden_layers", 10**9, "model: 1000000000 layers of hidden_size 32 need at least .* GiB"),
+        ("model.model_type", "zzzz", "unknown model.model_type zzzz: the closest are [^,]+, [^,]+, [^,]+$"),
+        ("model", {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 0}, "model.n_layer is 0; expected 1 to"),
+        *((f"training.{key}", float("nan"), f"training.{key} is NaN") for key in ("learning_rate", "max_grad_norm")),
+        ("training.num_train_epochs", float("inf"), "training.num_train_epochs is inf; expected 1e-06 to 2147483647"),
+        *(("training.max_steps", steps, f"training.max_steps is {steps}; expected 1 to") for steps in (0, -2, 10**15)),
+        ("training.max_steps", True, "training.max_steps is True; expected a number"),
+        ("training.save_steps", 0, "training.save_steps is 0.*; expected 1e-06 to 2147483647"),
+        *(("training.per_device_train_batch_size", size, f"is {size}; expected 1 to 2147483647") for size in (0, -1)),
+        *(
+            ("training.gradient_accumulation_steps", steps, f"is {steps}; expected 1 to 2147483647")
+            for steps in (0, -1)
+        ),
+        *(("training.seed", seed, "training.seed is .*; expected 0 to 4294967295") for seed in (-1, 2**32)),
+        ("training.dataloader_num_workers", 10**6, "training.dataloader_num_workers is 1000000; expected 0 to 1024"),
+        ("training.adam_beta1", 1.0, "training.adam_beta1 is 1.0; expected 0 or more, and less than 1"),
+        ("training.save_strategy", False, "training.save_strategy is False; expected: .*without quotes"),
+        ("training.lr_scheduler_type", "kosine", "training.lr_scheduler_type is 'kosine': did you mean cosine?"),
+        ("training.deepspeed", {}, "training.deepspeed is empty"),
+        ("training.optim", "adamw_bnb_8bit", "training: .*bitsandbytes"),
+        ("training.eval_strategy", "steps", "training.eval_strategy is steps but there is no data to evaluate"),
+        ("training.eval_on_start", True, "training.eval_on_start is true but there is no data to evaluate"),
+        ("training.load_best_model_at_end", True, "training.load_best_model_at_end is true but nothing is evaluated"),
+        ("training.output_dir", "/dev/null/out", "training.output_dir: cannot write to /dev/null/out .Not a directory"),
+        ("training.hub_token", [7], "training.hub_token is '<hub_token>'; expected: Input should be a valid string"),
     ],
 )
-def test_bad_training_value_is_one_line(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], key: str, value: Any, message: str | None
+def test_bad_value_is_one_line(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], key: str, value: Any, message: str
 ) -> None:
-    path = write_config(tmp_path, training=TRAINING | {"output_dir": str(tmp_path / "out"), key: value})
-    if message is None:
-        assert Recipe.load(path).training[key] == value
-    else:
-        assert re.search(message.replace("?", r"\?"), line := refusal(path, capfd)), line
+    """key: of a section, which is otherwise right, or a section."""
+    (tmp_path / "empty.txt").write_text("")
+    sections = {"model": MODEL, "training": TRAINING | {"output_dir": str(tmp_path / "out")}}
+    section, _, name = key.partition(".")
+    path = write_config(tmp_path, **(sections | {section: sections[section] | {name: value} if name else value}))
+    assert re.search(message.replace("?", r"\?"), line := refusal(path, capfd)), line
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(({"num_hidden_layers": layers}, f"model.num_hidden_layers is {layers}; expected 1 to") for layers in (0, -1)),
-        ({"hidden_size": 0}, "model.hidden_size is 0; expected 1 to"),
-        ({"vocab_size": -5}, "model.vocab_size is -5; expected 1 to"),
-        ({"hidden_size": "wide"}, "model.hidden_size: .*'hidden_size' expected int, got str"),
-        ({"hidden_act": "silo"}, "model.hidden_act is 'silo'; expected an activation of transformers: .*silu"),
-        ({"attention_dropout": 2.0}, "model.attention_dropout is 2.0; expected a probability, 0 to 1"),
-        ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3; expected a divisor of .* 4"),
-        ({"num_hidden_layers": 10**9}, "model: 1000000000 layers of hidden_size 32 need at least .* GiB"),
-        ({"model_type": "zzzz"}, "unknown model.model_type zzzz: the closest are [^,]+, [^,]+, [^,]+$"),
-        ({"model_type": "gpt2", "n_layer": 0}, "model.n_layer is 0; expected 1 to"),
-    ],
-)
-def test_bad_model_value_is_one_line(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    model = {"model_type": "gpt2", "n_embd": 8, "n_head": 2} if "n_layer" in changes else MODEL
-    assert re.search(message, line := refusal(write_config(tmp_path, model=model | changes), capfd)), line
+def test_any_text_is_the_name_of_a_run(tmp_path: pathlib.Path) -> None:
+    name = "\x1b[2J\n" * 300
+    assert Recipe.load(write_config(tmp_path, training=TRAINING | {"run_name": name})).training["run_name"] == name
 
 
 def test_error_of_any_text_is_one_short_line(
