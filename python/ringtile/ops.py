@@ -53,7 +53,7 @@ GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 @functools.cache
 def why_no_cuda() -> str:
-    """Why this process does not use the CUDA kernels; "" if it does. The first call loads them."""
+    """Return why this process does not use the CUDA kernels; "" if it does. The first call loads them."""
     if importlib.util.find_spec("ringtile._cuda") is None:
         return (
             "not built: ringtile was installed without its CUDA kernels; on a machine with nvcc, run "
@@ -72,7 +72,7 @@ def why_no_cuda() -> str:
 
 @functools.cache
 def why_not_on(device_index: int) -> str:
-    """Why a CUDA device cannot run the CUDA kernels; "" if it can. Says so if it is the device's fault."""
+    """Return why a CUDA device cannot run the CUDA kernels; "" if it can. Warn if it is the device's fault."""
     if reason := why_no_cuda():
         return reason
     capability = torch.cuda.get_device_capability(device_index)
@@ -87,12 +87,12 @@ def why_not_on(device_index: int) -> str:
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Why there are no kernels for the tensors of a device; "" if there are."""
+    """Return why there are no kernels for the tensors of a device; "" if there are."""
     return why_not_on(device.index or 0) if device.type == "cuda" else ""
 
 
 def check_device(name: str, x: Tensor) -> None:
-    """Raises InputError for a tensor on a device that ringtile does not know."""
+    """Raise InputError for a tensor on a device that ringtile does not know."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
     if x.device.type not in ("cpu", "cuda", "meta"):
@@ -100,7 +100,7 @@ def check_device(name: str, x: Tensor) -> None:
 
 
 def warn_of_missing_kernels() -> None:
-    """Says so where there is a GPU, and an installation without kernels for it."""
+    """Say so where there is a GPU, and an installation without kernels for it."""
     if torch.cuda.is_available() and (reason := why_no_cuda()):
         _warn_of(reason)
 
@@ -117,7 +117,7 @@ warn_of_missing_kernels()
 
 
 def cpu_isa() -> str:
-    """The instruction set of the CPU kernels. BuildError if RINGTILE_CPU_ISA names none, or one that this CPU lacks."""
+    """Return the instruction set of the CPU kernels. BuildError: RINGTILE_CPU_ISA names another."""
     try:
         return ISA_NAMES[_ops.cpu_isa()]
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def cpu_isa() -> str:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of running outputs, log-sum-exps and gradients: float64 for float64 inputs, else float32."""
+    """Return the dtype of running outputs, log-sum-exps and gradients: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -141,13 +141,13 @@ KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wr
 
 
 def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
+    """Return what is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
     question, test = Question.of(name, dtype), lambda: KERNELS[name](device, dtype)
     return self_test.why_not((name, device, dtype), lambda: self_test.of_own_kernel(device, question, test))
 
 
 def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch operations stand in for one of KERNELS, which is missing, or wrong: then it says so once."""
+    """Return whether torch operations stand in for one of KERNELS, which is missing, or wrong: then it says so once."""
     if why_no_kernels(device):
         return True
     if self_test.failures.get((name, device, dtype)) == "":  # every call asks
@@ -166,7 +166,7 @@ setattr(_in_torch, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _for(name: str, x: Tensor) -> Any:
-    """Where the functions are that compute calls on x: the kernels' ops, or torch_ops."""
+    """Return the module whose functions compute calls on x: the kernels' ops, or torch_ops."""
     return torch_ops if _in_torch(name, x.device, x.dtype) else _ops
 
 
@@ -174,7 +174,7 @@ def _for(name: str, x: Tensor) -> Any:
 
 
 def _register_fake(name: str, host: int = -1) -> None:
-    """For an op that only writes into its arguments: it returns nothing, and so needs no shapes.
+    """Register the fake of an op that only writes into its arguments: it returns nothing, and so needs no shapes.
 
     A call with one tensor on meta comes here too, and would do nothing to the others: InputError. host: the index of an
     argument that is on the CPU wherever the others are, or with them on meta.
@@ -241,7 +241,7 @@ def attn_bwd_(*given: Any, **named: Any) -> None:
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    """The delta of attn_bwd_, (B, H, N) of state_dtype: the sum over Dv of dout * out, minus dlse.
+    """Return the delta of attn_bwd_, (B, H, N) of state_dtype: the sum over Dv of dout * out, minus dlse.
 
     dout, out (B, N, H, Dv): one dtype, unit stride in the last dim; dlse, the gradient of lse, (B, H, N) float64,
     contiguous. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
@@ -260,7 +260,7 @@ def _(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
 
 
 def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
-    """Runs (global_begin, stride, local_begin, length) as an argument of the ops: int64 (R, 4) on the CPU."""
+    """Make runs (global_begin, stride, local_begin, length) an argument of the ops: int64 (R, 4) on the CPU."""
     return torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
 
@@ -290,7 +290,7 @@ def _shard_seq_fake(x: Tensor, runs: list[int], dim: int) -> Tensor:
 
 @torch.library.custom_op("ringtile::unshard_seq", mutates_args=())
 def _unshard_seq(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
-    """The adjoint of shard_seq: positions in no run are 0."""
+    """Scatter, the adjoint of shard_seq: positions in no run are 0."""
     y = x.new_zeros([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
     unshard_seq_(x, runs_tensor([runs]), dim, y)
     return y
@@ -324,7 +324,7 @@ _unshard_seq.register_autograd(_unshard_seq_backward, setup_context=_unshard_seq
 
 
 def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
-    """The tokens in one rank's runs, along dim of a global tensor of any dtype; differentiable."""
+    """Return the tokens in one rank's runs, along dim of a global tensor of any dtype; differentiable."""
     dim = arguments.check_dim("x", x, dim)
     derivatives.check_once("shard", x)
     result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim)
@@ -332,13 +332,13 @@ def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
 
 
 def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
-    """Raises RuntimeError unless the rows (rank, run) of layout (R, 5) hold each of 0..seq_len-1 exactly once."""
+    """Raise RuntimeError unless the rows (rank, run) of layout (R, 5) hold each of 0..seq_len-1 exactly once."""
     arguments.check_on_cpu("layout", layout)
     _ops.layout_check(layout, seq_len, world_size)
 
 
 def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Tensor, Tensor]:
-    """The keys that each rank needs from every other, for an interval mask over a layout.
+    """Return the keys that each rank needs from every other, for an interval mask over a layout.
 
     begin, end int32 (B or 1, S), or (2, B or 1, S), those of queries, then those of keys; layout int64 (R, 5), all on
     the CPU. Returns needed int64 (M, 6), sorted rows of query
@@ -354,7 +354,7 @@ def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Te
 def mask_hulls(
     begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor, last: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many keys each query of a mask attends, int64 (B, S); the first, and the last plus 1, int32 (B, S).
+    """Return how many keys each query of a mask attends, int64 (B, S); the first, and the last plus 1, int32 (B, S).
 
     All int32 (B, S) on the CPU: query q attends key k if begin[q] <= k < end[q] and key_begin[k] <= q < key_end[k].
     last: of its keys, only the last so many; 0: all. With the two sides exchanged: the queries of each key. O(S log S).
@@ -366,7 +366,7 @@ def mask_hulls(
 
 
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
-    """64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
+    """Return 64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
     _check_on_cpu(begin, end, layout)
     return int(_ops.digest(begin, end, layout).item())
 

@@ -230,7 +230,7 @@ def _round(grads: Gradients) -> None:
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """out -= sigmoid(lse_part - lse) * (out - out_part), lse = log(exp lse + exp lse_part) (arXiv:2310.01889).
+    """Merge: out -= sigmoid(lse_part - lse) * (out - out_part), lse = log(exp lse + exp lse_part) (arXiv:2310.01889).
 
     out, part (..., H, D); lse, part_lse (..., H).
     """
@@ -244,27 +244,27 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _places(rows: slice, square: Square) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
-    """Where a square has its queries in (B, N, ...), and its keys in (B, K, ...)."""
+    """Return where a square has its queries in (B, N, ...), and its keys in (B, K, ...)."""
     return (rows, slice(square.q_begin, square.q_end)), (rows, slice(square.k_begin, square.k_end))
 
 
 def _heads_first(x: Tensor, square: Square) -> Tensor:
-    """(B, M, H, D) to (B, H, M, D), the last token first where the square is flipped: then it is causal."""
+    """Transpose (B, M, H, D) to (B, H, M, D), the last token first where the square is flipped: then it is causal."""
     return (x.flip(1) if square.flipped else x).transpose(1, 2)
 
 
 def _tokens_first(x: Tensor, square: Square) -> Tensor:
-    """(B, H, M, D) back to (B, M, H, D)."""
+    """Transpose (B, H, M, D) back to (B, M, H, D)."""
     return (x.flip(2) if square.flipped else x).transpose(1, 2)
 
 
 def _take(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Those rows of (B, M, ...), or all, as one sequence."""
+    """Return those rows of (B, M, ...), or all, as one sequence."""
     return x.flatten(0, 1) if rows is None else x.flatten(0, 1).index_select(0, rows)
 
 
 def _sequences(pack: Pack) -> tuple[Any, ...]:
-    """Where the sequences begin, the longest of them, no dropout, and whether each is causal, as aten takes them."""
+    """Return where the sequences begin, the longest, no dropout, and whether each is causal, as aten takes them."""
     causal = pack.left < 0 and pack.right == 0
     return pack.q_offsets, pack.k_offsets, pack.max_queries, pack.max_keys, 0.0, causal
 

@@ -48,7 +48,7 @@ class BlockMask:
         return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
 
     def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
-        """The pieces in packs, for q (B, N, ...) and k (B, K, ...), on their device. RefusedError as by `mask_on`."""
+        """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `bounds_on`."""
         key = (q.device, q.size(0))
         if key not in self._packs:
             found = packs(self.pieces or (), q.size(0), q.size(1), k.size(1))

@@ -92,12 +92,10 @@ def _block(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor) -> Bloc
         masks = _masks[plan] = tuple(
             BlockMask(plan.begin, plan.end, round.k_runs, round.key_bounds, positions) for round in plan.rounds
         )
-    sequence = call.sequence
-    block = Block(q, k, v, masks[i], *sequence.mask_on(q.device), call.scale, call.softcap, call.dropout)
-    if call.dropout is None and not masks[i].key_bounds:
-        return block
-    key_bounds, positions = sequence.key_bounds_on(q.device, i), sequence.positions_on(q.device)
-    return block._replace(key_bounds=key_bounds, positions=positions)
+    begin, end, *key_bounds = call.sequence.bounds_on(q.device, i)
+    of_queries = call.sequence.positions_on(q.device) if key_bounds or call.dropout is not None else None
+    about = call.scale, call.softcap, call.dropout, tuple(key_bounds), of_queries
+    return Block(q, k, v, masks[i], begin, end, *about)
 
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:

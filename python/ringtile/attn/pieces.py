@@ -58,7 +58,7 @@ class Square(NamedTuple):
 def find_pieces(
     begin: Tensor, end: Tensor, k_runs: Tensor, key_bounds: Sequence[Tensor] = (), at: Tensor | None = None
 ) -> tuple[tuple[Piece, ...], ...] | None:
-    """The pieces of each row of a mask, which together hold each (query, key) that it lets attend once.
+    """Return the pieces of each row of a mask, which together hold each (query, key) that it lets attend once.
 
     begin, end: int32 CPU (Bm, N); k_runs: int64 CPU (R, 4); with two sides, key_bounds: two int32 CPU (Bm, K), and at:
     int64 CPU (N), the positions of the queries. None where it takes more than MAX_PIECES, or MAX_STRETCHES, or the rows
@@ -93,14 +93,14 @@ def find_pieces(
 
 
 def _of_stretch(low: Tensor, high: Tensor, first_row: int, begin: int, end: int, meets: Tensor) -> Iterator[Piece]:
-    """Those of the keys [begin, end) alone, for queries (N) that meet them."""
+    """Return the pieces of the keys [begin, end) alone, for queries (N) that meet them."""
     low, high = low.clamp(min=begin), high.clamp(max=end)
     some = meets & (low < high)
     return _pieces(low.where(some, 0), high.where(some, 0), first_row)
 
 
 def _pieces(low: Tensor, high: Tensor, first_row: int) -> Iterator[Piece]:
-    """The pieces where query q attends rows [low[q], high[q]) of the keys, counted from first_row."""
+    """Return the pieces where query q attends rows [low[q], high[q]) of the keys, counted from first_row."""
     # From one query to the next: 1 if it drops a key, 2 if it gains one, 3 if both, 0 if neither, -1 for all else.
     drops, gains = low.diff(), high.diff()
     steps = torch.where((drops | gains) >> 1 == 0, drops + 2 * gains, -1)
@@ -119,7 +119,7 @@ def _pieces(low: Tensor, high: Tensor, first_row: int) -> Iterator[Piece]:
 
 
 def squares(pieces: Sequence[Piece]) -> Iterator[Square]:
-    """The same, for kernels that know nothing but full and causal blocks, from the first query on."""
+    """Cut pieces into squares, for kernels that know only full and causal blocks; from the first query on."""
     for piece in pieces:
         yield from _squares(piece)
 
@@ -168,7 +168,7 @@ class Pack(NamedTuple):
 
 
 def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_keys: int) -> tuple[Pack, ...]:
-    """All pieces of a block of (batch, num_keys) keys; no row is twice in one pack."""
+    """Pack all pieces of a block of (batch, num_keys) keys; no row is twice in one pack."""
     groups: dict[tuple[int, int], list[list[tuple[range, range]]]] = {}
     for row in range(batch):
         for piece in pieces[row if len(pieces) > 1 else 0]:

@@ -95,7 +95,7 @@ def run_case(
     drops: bool = False,
     sizes: Sizes = SMALL,
 ) -> str:
-    """What is wrong with a backend; "" if nothing is."""
+    """Return what is wrong with a backend; "" if nothing is."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(heads: int, dim: int) -> Tensor:
@@ -199,7 +199,7 @@ def _dropped(q: Tensor) -> tuple[AttentionDropout, tuple[()], Tensor]:
 
 
 def _factors(num_tokens: int, num_heads: int, device: torch.device) -> Tensor:
-    """What dropout multiplies each weight by, (H, N, N)."""
+    """Return what dropout multiplies each weight by, (H, N, N)."""
     p, seed, step, stream = _DROPS
     positions, heads = torch.arange(num_tokens, device="cpu"), torch.arange(num_heads, device="cpu")
     counters = torch.arange(-(-num_tokens // 4), device="cpu")

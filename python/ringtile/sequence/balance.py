@@ -22,7 +22,7 @@ _MAX_TRADES = 400
 
 
 def deal(mask: IntervalMask, world_size: int, chunk: int) -> Tensor:
-    """int64 (C,): the rank of each chunk of `chunk` tokens (the last may be shorter), for C >= W."""
+    """Return int64 (C,): the rank of each chunk of `chunk` tokens (the last may be shorter), for C >= W."""
     work, first, last = _needs(mask, chunk)
     index = torch.arange(work.numel(), device="cpu")
     contiguous = index * world_size // work.numel()
@@ -35,7 +35,7 @@ def deal(mask: IntervalMask, world_size: int, chunk: int) -> Tensor:
 
 
 def _needs(mask: IntervalMask, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each chunk, all int64 (C,): its unmasked pairs, and the key chunks first .. last - 1 that it needs.
+    """Return for each chunk, all int64 (C,): its unmasked pairs, and the key chunks first .. last - 1 that it needs.
 
     With two sides it may need fewer of them: the pairs are exact, what travels is an estimate.
     """
@@ -69,7 +69,7 @@ class _Table:
         self.needs = ((first[:, None] <= self.index) & (self.index < last[:, None])).float()
 
     def loads(self, owner: Tensor) -> Tensor:
-        """int64 (W,): the work of each rank."""
+        """Return int64 (W,): the work of each rank."""
         return torch.zeros(self.world_size, dtype=torch.int64, device="cpu").index_add_(0, owner, self.work)
 
     def imbalance(self, owner: Tensor) -> float:
@@ -77,17 +77,17 @@ class _Table:
         return int(loads.max()) * self.world_size / max(int(loads.sum()), 1)
 
     def users(self, owner: Tensor) -> tuple[Tensor, Tensor]:
-        """(W, C) each: how many chunks of a rank need the keys of chunk k; whether the rank holds chunk k."""
+        """Return (W, C) each: how many chunks of a rank need the keys of chunk k; whether the rank holds chunk k."""
         held = owner == torch.arange(self.world_size, device="cpu")[:, None]
         return held.float() @ self.needs, held
 
     def num_travelling(self, owner: Tensor) -> int:
-        """Chunks of keys that ranks need of other ranks."""
+        """Return how many chunks of keys ranks need of other ranks."""
         users, held = self.users(owner)
         return int(((users > 0) & ~held).sum())
 
     def trade(self, owner: Tensor) -> Tensor:
-        """Trades chunks of the busiest rank for those of others until the work is even or no trade helps."""
+        """Trade chunks of the busiest rank for those of others until the work is even or no trade helps."""
         owner = owner.clone()
         loads = self.loads(owner)
         users, held = self.users(owner)
@@ -115,7 +115,7 @@ class _Table:
         return owner
 
     def travel_of_moving(self, owner: Tensor, users: Tensor, held: Tensor) -> Tensor:
-        """(W, C): by how many chunks travel grows when chunk c moves to rank w. Of a trade it is an estimate."""
+        """Return (W, C): by how many chunks travel grows when chunk c moves to rank w. Of a trade it is an estimate."""
         own = users[owner, self.index]  # (C,) users of chunk c on its own rank, itself maybe among them
         itself = self.needs.diagonal()
         # The old rank no longer receives what only c needed, but may now have to receive c.

@@ -9,7 +9,7 @@ from ringtile.errors import RefusedError
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on a device. For a copy to a GPU from memory that is not pinned, the host would wait.
+    """Copy a CPU tensor to a device. For a copy to a GPU from memory that is not pinned, the host would wait.
 
     torch uses pinned memory again only when the copy was made. On the current stream: another one has to wait for it.
     """
@@ -40,7 +40,7 @@ class DeviceMask:
             self._streams, self._copied = {stream}, stream.record_event()  # those that the allocator knows of
 
     def read(self) -> tuple[Tensor, ...]:
-        """The tensors, for kernels that the caller launches on the current stream."""
+        """Return the tensors, for kernels that the caller launches on the current stream."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             captures = torch.cuda.is_current_stream_capturing()

@@ -157,7 +157,7 @@ class Layout:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Layout:
-        """The inverse of `Layout.tensor`: int64 (R, 5) rows of rank, global_begin, stride, local_begin, length."""
+        """Make the layout of `Layout.tensor`: int64 (R, 5), rank, global_begin, stride, local_begin, length."""
         arguments.check_on_cpu("layout", tensor)
         if tensor.dim() != 2 or tensor.size(1) != 5 or tensor.size(0) == 0 or tensor.dtype != torch.int64:
             raise InputError(f"layout is {tensor.dtype} {tuple(tensor.shape)}; expected int64 (R, 5), not empty")
@@ -168,14 +168,14 @@ class Layout:
 
     @classmethod
     def named(cls, name: str, seq_len: int, world_size: int) -> Layout:
-        """The layout a configuration names: "contiguous", "zigzag" or "striped"."""
+        """Return the layout a configuration names: "contiguous", "zigzag" or "striped"."""
         cls.multiple(name, world_size)
         layout: Layout = getattr(cls, name)(seq_len, world_size)
         return layout
 
     @classmethod
     def of_mask(cls, name: str, mask: IntervalMask, world_size: int) -> Layout:
-        """The layout a configuration names, for this mask: those of `named`, "per_document" or "balanced".
+        """Return the layout a configuration names, for this mask: those of `named`, "per_document" or "balanced".
 
         Documents are those of the mask's first row. Chunks are smaller than `balanced` makes them where the sequence is
         short, so that every rank gets several.
@@ -191,7 +191,7 @@ class Layout:
 
     @staticmethod
     def multiple(name: str, world_size: int) -> int:
-        """What S should be padded to a multiple of, so that all ranks hold equally many tokens."""
+        """Return what S should be padded to a multiple of, so that all ranks hold equally many tokens."""
         chunks_per_rank = {"contiguous": 1, "zigzag": 2, "striped": 1}
         if name not in chunks_per_rank:
             raise LayoutError(f"layout is {shown(name)}; expected one of {', '.join(chunks_per_rank)}")
@@ -200,17 +200,17 @@ class Layout:
     # ---- one rank of it -------------------------------------------------------------------------
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The runs of a rank. Raises LayoutError when there is no such rank."""
+        """Return the runs of a rank. Raise LayoutError when there is no such rank."""
         if not 0 <= arguments.check_int("rank", rank) < self.world_size:
             raise LayoutError(f"rank is {rank}; expected 0..{self.world_size - 1}")
         return self._runs[rank]
 
     def local_len(self, rank: int) -> int:
-        """N, the number of tokens a rank holds."""
+        """Return N, the number of tokens a rank holds."""
         return sum(run.length for run in self.runs(rank))
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """int64 (N,): the global position of each local token."""
+        """Return int64 (N,): the global position of each local token."""
         positions = torch.empty(self.local_len(rank), dtype=torch.int64, device=device)
         for run in self.runs(rank):
             positions[run.local_begin : run.local_begin + run.length] = _positions(run, device)
@@ -225,7 +225,7 @@ class Layout:
     # ---- tensors --------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """The tokens of `rank`: any dtype, any shape with size S in `dim` -> the same with size N. Differentiable.
+        """Return the tokens of `rank`: any dtype, any shape with size S in `dim` -> with size N. Differentiable.
 
         x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
         raises RingMismatchError. Raises InputError when x has not S tokens in `dim`.
@@ -239,7 +239,7 @@ class Layout:
         return local
 
     def unshard(self, local: Tensor, dim: int, group: Group | None = None) -> Tensor:
-        """The pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.
+        """Return the pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.
 
         Every rank of the group calls it, and the backward of it. A rank's gradient is the sum of what all ranks
         have for its tokens, added in rank order. Any dtype, any dim; group None is one rank.
@@ -249,7 +249,7 @@ class Layout:
 
 
 def check_types(mask: object, *layout: object) -> None:
-    """InputError, with what to write instead, unless mask is an IntervalMask and layout, if given, a Layout."""
+    """Raise InputError, with what to write instead, unless mask is an IntervalMask and layout, if given, a Layout."""
     if not isinstance(mask, IntervalMask):
         boolean = isinstance(mask, Tensor) and mask.dtype == torch.bool
         raise InputError(
@@ -262,7 +262,7 @@ def check_types(mask: object, *layout: object) -> None:
 
 
 def _chunk_bounds(name: str, seq_len: int, world_size: int, chunks_per_rank: int) -> list[int]:
-    """Bounds of W chunks_per_rank chunks of 0..S-1 whose sizes differ by at most one."""
+    """Return bounds of W chunks_per_rank chunks of 0..S-1 whose sizes differ by at most one."""
     if arguments.check_int("world_size", world_size) < 1:
         raise LayoutError(f"world_size is {world_size}; expected at least 1")
     seq_len = arguments.check_int("seq_len", seq_len)
@@ -300,7 +300,7 @@ def _positions(run: Run, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
-    """What `ops.layout_check` refused, in words."""
+    """Return what `ops.layout_check` refused, in words."""
     for rank, of_rank in enumerate(runs):
         filled = 0
         for run in sorted(of_rank, key=lambda run: run.local_begin):

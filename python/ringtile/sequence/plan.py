@@ -49,7 +49,7 @@ class Transfer:
 
     @classmethod
     def of(cls, rank: int, rows: Tensor, packed: Tensor) -> Transfer:
-        """rows, packed: the runs (R, 4) of the keys in the rows of the block, or of k, and in those of the message."""
+        """Make it from the runs (R, 4) of the keys in the rows of the block, or of k, and in those of the message."""
         runs = torch.stack((rows[:, 2], torch.ones_like(rows[:, 2]), packed[:, 2], packed[:, 3]), dim=1)
         return cls(rank, runs, int(packed[:, 3].sum()), torch.equal(rows[:, 2], packed[:, 2]))
 
@@ -94,7 +94,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
     positions = layout.positions(rank)
 
     def keys(query_rank: int, key_rank: int) -> Tensor:
-        """Return, int64 (R, 4), the runs of key_rank's tokens that query_rank attends."""
+        """Return the runs, int64 (R, 4), of key_rank's tokens that query_rank attends."""
         return needed[(needed[:, 0] == query_rank) & (needed[:, 1] == key_rank), 2:]
 
     rounds = []
@@ -122,7 +122,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
 
 
 def _positions(block: Tensor) -> Tensor:
-    """int64: of the keys in each row of a block, whose runs are given in any order."""
+    """Return int64: the position of the key in each row of a block, whose runs are given in any order."""
     runs = block[block[:, 2].argsort()].tolist()
     return torch.cat(
         [torch.arange(begin, begin + stride * length, stride, device="cpu") for begin, stride, _, length in runs]

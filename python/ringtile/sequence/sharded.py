@@ -88,8 +88,8 @@ class ShardedSequence:
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
-        self._watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
-        self._versions = tuple(map(_version, self._watched))
+        watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
+        self._versions = [(x, _version(x)) for x in watched]
         self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
         _living[id(self)] = self
 
@@ -114,7 +114,7 @@ class ShardedSequence:
             raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
 
     def _is_unchanged(self) -> bool:
-        return self._versions == tuple(map(_version, self._watched))
+        return all(_version(x) == version for x, version in self._versions)
 
     @property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +123,7 @@ class ShardedSequence:
     # ---- tensors --------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`.
+        """Return this rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`.
 
         The first tensor, such as the token ids, tells this batch from others of equal shape: attention raises
         RingMismatchError where ranks work on different ones.
@@ -134,24 +134,24 @@ class ShardedSequence:
         return local
 
     def unshard(self, local: Tensor, dim: int) -> Tensor:
-        """The global tensor, on every rank: size N in `dim` -> size S. A collective; see `Layout.unshard`."""
+        """Return the global tensor, on every rank: size N in `dim` -> size S. A collective; see `Layout.unshard`."""
         return self.layout.unshard(local, dim, self.group_name)
 
     # ---- the same tokens under another mask or scheme -------------------------------------------
 
     def __and__(self, mask: IntervalMask) -> ShardedSequence:
-        """The same sequence, where a query attends what both masks let it attend. The last ones are remembered."""
+        """Return the same tokens, where a query attends what both masks let it attend. The last ones are remembered."""
         check_types(mask)
         if mask not in self._derived:
             self._derive(mask, self.mask & mask, self.scheme)
         return self._derived[mask]
 
     def with_mask(self, mask: IntervalMask) -> ShardedSequence:
-        """The same tokens under another mask, which need not be narrower."""
+        """Return the same tokens under another mask, which need not be narrower."""
         return self._like(mask, self.scheme)
 
     def with_window(self, window: int | None, causal: bool = True) -> ShardedSequence:
-        """`self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self.
+        """Return `self & IntervalMask.sliding_window(seq_len, window, causal)`; None: self.
 
         With two sides the window is along each way of a tree, as where ways are rows (IntervalMask.last_keys).
         RefusedError: such a window that is not causal.
@@ -225,32 +225,25 @@ class ShardedSequence:
         return tokens, num_pairs, num_keys
 
     def data_of(self, *locals_: Tensor) -> int:
-        """What is known of the data that these local tensors come from; the same on every rank, 0 if it is nothing."""
+        """Return what is known of the data of these local tensors, the same on every rank; 0: nothing."""
         return zlib.crc32(repr((self._data, found_on(*locals_))).encode())
 
-    def mask_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """begin and end of the queries that this rank works on, int32 (B or 1, their number), copied to a GPU once.
+    def bounds_on(self, device: torch.device, i: int) -> tuple[Tensor, ...]:
+        """Return begin and end of this rank's queries, int32 (B or 1, their number), copied to a GPU once.
 
-        RefusedError: the current stream captures a CUDA graph, and the mask is not on the GPU yet.
+        With two sides, key_begin and key_end of the keys of round i too. Raise RefusedError where the current stream
+        captures a CUDA graph, and the mask is not on the GPU yet.
         """
-        tensors = self._tensors_on(device)
-        return tensors[0], tensors[1]
-
-    def key_bounds_on(self, device: torch.device, i: int) -> tuple[Tensor, ...]:
-        """key_begin and key_end of the keys of round i; none with one side."""
-        return () if self.mask.key_begin is None else self._tensors_on(device)[2 * i + 2 : 2 * i + 4]
-
-    def _tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """begin and end of the queries, then of the keys of each round."""
         if device not in self._on_device:
             plan = self.ring.plan
             of_keys = [bound for round in plan.rounds for bound in round.key_bounds]
             self._on_device[device] = DeviceMask(device, plan.begin, plan.end, *of_keys)
-        return self._on_device[device].read()
+        tensors = self._on_device[device].read()
+        return tensors[:2] + tensors[2 * i + 2 : 2 * i + 4]
 
     def positions_on(self, device: torch.device) -> Tensor:
-        """int64: the global positions of those queries, in the same order; on a GPU made anew, for which no stream
-        waits."""
+        """Return int64: the global positions of those queries, in the same order; on a GPU made anew, for which no
+        stream waits."""
         return self._positions if device.type == "cpu" else self.ring.layout.positions(self.ring.plan.rank, device)
 
     @functools.cached_property
@@ -263,7 +256,7 @@ class ShardedSequence:
     def of(
         cls, mask: IntervalMask, layout: Layout, group: Group | None = None, *, scheme: str = "ring"
     ) -> ShardedSequence:
-        """The sequence of these; the same object for equal ones, of which the last are remembered."""
+        """Return the sequence of these: the same object for equal ones, of which the last are remembered."""
         check_types(mask, layout)
         transport = transport_of(group)
         with _lock:
@@ -308,7 +301,7 @@ class ShardedSequence:
 
 
 def _num_bytes(sequence: ShardedSequence) -> int:
-    """Of the mask and of the plan, which holds about as much."""
+    """Return how many bytes its mask and its plan take, which are about as large."""
     return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
 
 

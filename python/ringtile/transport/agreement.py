@@ -70,7 +70,7 @@ class Terms:
         self._checksum = zlib.crc32(text)
 
     def header(self, call: int, forward_call: int = 0, data: int = 0, step: int = 0) -> bytes:
-        """The terms and what tells this call from others of its kind, as JSON padded with spaces.
+        """Return the terms and what tells this call from others of its kind, as JSON padded with spaces.
 
         call: its number on the group. forward_call: in a backward, the number of the forward's call; 0: not known.
         data: a fingerprint of the data that the call is about; 0: not known. step: from which dropout is drawn.
@@ -78,7 +78,7 @@ class Terms:
         return (self._template % (call, forward_call, step, data)).ljust(_TEXT_BYTES)
 
     def payload_tag(self, call: int) -> int:
-        """The tag of the payloads of a call. Different calls, or different terms, do not receive each other's."""
+        """Return the tag of a call's payloads. Different calls, or different terms, do not receive each other's."""
         return FIRST_PAYLOAD_TAG + zlib.crc32(call.to_bytes(8, "little"), self._checksum) % _NUM_PAYLOAD_TAGS
 
 
@@ -234,7 +234,7 @@ class Headers:
 def describe_difference(
     rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], call: int, op: str
 ) -> str:
-    """The first field in which two headers differ, with both values."""
+    """Return the first field in which two headers differ, with both values."""
     names = [each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each)]
     name = names[0] if names else "header"
     return (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group: Group | None) -> Tensor:
-    """The shards of all ranks in global order: size N in `dim` -> size S. Any dtype; differentiable.
+    """Return the shards of all ranks in global order: size N in `dim` -> size S. Any dtype; differentiable.
 
     The gradient of a rank's shard is the sum over all ranks, added in rank order in at least float32.
     The last ranks may hold none. InputError: local has not N tokens in `dim`, or the layout is for more ranks.
@@ -42,7 +42,7 @@ def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group:
 
 
 def _runs_of_ranks(op: str, layout: Tensor, seq_len: int, transport: Transport) -> list[Tensor]:
-    """By rank, its runs (R, 4). The last ranks may have none."""
+    """Return the runs (R, 4) of each rank. The last ranks may have none."""
     with transport.propagate_errors(op):
         world_size = int(layout[:, 0].max()) + 1 if layout.numel() else 0
         if not 0 < world_size <= transport.world_size:
@@ -56,7 +56,7 @@ def _runs_of_ranks(op: str, layout: Tensor, seq_len: int, transport: Transport) 
 def _call(
     op: str, x: Tensor, dim: int, size: int, layout: Tensor, transport: Transport
 ) -> contextlib.AbstractContextManager[None]:
-    """Checks x on this rank, then that every other rank makes the same call."""
+    """Check x on this rank, then that every other rank makes the same call."""
     with transport.propagate_errors(op):
         ops.check_device("the tensor", x)
         arguments.check_storage("the tensor", x)
@@ -74,13 +74,13 @@ def _call(
 
 
 def _exchange(op: str, transport: Transport, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-    """Sends and receives contiguous tensors, as bytes: gloo does not know every dtype."""
+    """Send and receive contiguous tensors, as bytes: gloo does not know every dtype."""
     as_bytes = [{peer: x.view(torch.uint8) for peer, x in messages.items()} for messages in (sends, receives)]
     transport.exchange(as_bytes[0], as_bytes[1], op).wait()
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
-    """An uninitialized tensor like x, of another size in dim."""
+    """Return an uninitialized tensor like x, of another size in dim."""
     return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
@@ -108,7 +108,7 @@ def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group
 
 @torch.library.custom_op("ringtile::reduce_scatter_seq", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
 def _reduce_scatter_seq(x: Tensor, layout: Tensor, dim: int, local_len: int, group_name: str) -> Tensor:
-    """This rank's shard, summed over all ranks in rank order, in at least float32."""
+    """Return this rank's shard, summed over all ranks in rank order, in at least float32."""
     transport = transport_of(group_name)
     seq_len = int(layout[:, 4].sum())
     runs = _runs_of_ranks("gradient of unshard", layout, seq_len, transport)

@@ -109,7 +109,7 @@ class FailureDetector(abc.ABC):
             self._send(notice)
 
     def hear_end(self, peer: int, reason: str) -> None:
-        """A neighbour's connection has ended."""
+        """Take in that a neighbour's connection has ended."""
         notice = Notice(self.rank, _FOR_EVER, peer, reason)
         with self._changed:
             self._ended[peer] = reason
@@ -120,7 +120,7 @@ class FailureDetector(abc.ABC):
             self._send(notice)
 
     def _is_new(self, notice: Notice) -> bool:
-        """Whether to pass it on: the first of its period."""
+        """Return whether to pass it on: the first of its period."""
         if notice.period in self._notices:
             return False
         self._notices[notice.period] = notice

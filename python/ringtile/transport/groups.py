@@ -30,14 +30,14 @@ _transports_lock = threading.Lock()
 
 
 def group_name(group: Group | None) -> str:
-    """The name by which an op, whose arguments are tensors, numbers and strings, refers to a group; "" for None."""
+    """Return the name by which an op, which takes no objects, refers to a group; "" for None."""
     if group is None:
         return ""
     return group if isinstance(group, str) else str(group.group_name)
 
 
 def transport_of(group: Group | None) -> Transport:
-    """This rank's end of a group, or of the group with that name; of a world of one rank for None and "".
+    """Return this rank's end of a group, or of the group with that name; of a world of one rank for None and "".
 
     Raises InputError when no group of that name is alive.
     """
@@ -61,17 +61,17 @@ def transport_of(group: Group | None) -> Transport:
 
 
 def propagate_errors(group: Group | None, op: str, x: object) -> contextlib.AbstractContextManager[None]:
-    """`Transport.propagate_errors` of a group for a call of op on x; nothing while the call is only traced."""
+    """Do `Transport.propagate_errors` of a group for a call of op on x; nothing while the call is only traced."""
     return contextlib.nullcontext() if is_traced(x) else transport_of(group).propagate_errors(op)
 
 
 def is_traced(x: object) -> bool:
-    """Whether x stands for a tensor of a later run: a compiler's fake one."""
+    """Return whether x stands for a tensor of a later run: a compiler's fake one."""
     return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter))
 
 
 def only_group_of(world_size: int) -> dist.ProcessGroup | None:
-    """The group that a call over so many ranks must mean when it names none; None: there is none, or a choice."""
+    """Return the group that a call over so many ranks must mean when it names none; None: none, or a choice."""
     if world_size == 1 or not dist.is_initialized():
         return None
     found = [group for group in dist.distributed_c10d._world.pg_map if dist.get_world_size(group) == world_size]

@@ -46,7 +46,7 @@ class _Mailbox:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The sender hangs up; what it sent before still arrives."""
+        """Hang up, as the sender; what it sent before still arrives."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -157,7 +157,7 @@ class LoopbackTransport(Transport):
                 mailbox.close()
 
     def leave(self) -> None:
-        """Ends this rank's part, whether it has made a call or not."""
+        """End this rank's part, whether it has made a call or not."""
         for end in self._connect()[::-1]:
             end.close()
         self._end_messages()
@@ -185,7 +185,7 @@ class LoopbackWorld:
         self.groups = [LoopbackGroup(LoopbackTransport(rank, world_size, hall)) for rank in range(world_size)]
 
     def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
-        """Calls function(group) on every rank, once per world, and returns the results by rank.
+        """Call function(group) on every rank, once per world, and return the results by rank.
 
         A rank that returns or raises leaves the ring: peers that still wait get PeerLostError. When ranks raised, the
         cause is raised here rather than the PeerLostError it made elsewhere.

@@ -28,7 +28,7 @@ def measure(candidates: Sequence[Callable[[], None]], transport: Transport, devi
     sent = transport.bytes_sent
 
     def of_all_ranks(own: list[list[float]]) -> Tensor:
-        """(rounds, candidates)"""
+        """Return (rounds, candidates): the slowest rank's."""
         with transport.agree("measure", {"candidates": len(candidates)}, device):
             numbers = torch.tensor(own, dtype=torch.float32, device=device)
             return all_gather(numbers, transport, "the seconds").amax(0).cpu()

@@ -52,12 +52,12 @@ class ProcessGroupTransport(Transport):
         return group
 
     def _shares(self, tensor: Tensor, peer: int) -> SharedMemory | None:
-        """What carries the tensor to or from that peer; None: the process group."""
+        """Return what carries the tensor to or from that peer; None: the process group."""
         shared = self._shared
         return shared if shared is not None and peer in shared.peers and tensor.device.type == "cpu" else None
 
     def _ordered(self, tag: int) -> int:
-        """The tag in shared memory, where messages of a later call have larger ones."""
+        """Return the tag in shared memory, where messages of a later call have larger ones."""
         return self.num_calls << 32 | tag
 
     def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
@@ -120,7 +120,7 @@ class ProcessGroupTransport(Transport):
         return self._post_batch(sends, receives, what)
 
     def _post_batch(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
-        """All messages as one: NCCL would run each to its end before the next, and two ranks that both send first wait.
+        """Post all messages as one: NCCL would run each to its end, and two ranks that both send first would wait.
 
         NCCL tells messages between two ranks apart by their order alone.
         """
@@ -150,7 +150,7 @@ class ProcessGroupTransport(Transport):
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
-    """The name of what carries a group's tensors of that device type; None: nothing does."""
+    """Return the name of what carries a group's tensors of that device type; None: nothing does."""
     try:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
@@ -158,7 +158,7 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
 
 
 def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, made by them alone, which torch.distributed has no list of.
+    """Make a gloo group of the same ranks, by them alone, which torch.distributed has no list of.
 
     They meet under the group's own name. dist.new_group(use_local_synchronization=True) would let them meet under the
     number of groups that each is in, and ranks that are in different numbers of groups would wait for ever.

@@ -69,16 +69,16 @@ class SharedMemory:
         to_close_in_child.add(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> _SharedMessage:
-        """Starts a message to or from a peer. The tensor is contiguous and not empty."""
+        """Start a message to or from a peer. The tensor is contiguous and not empty."""
         handle = _C.shm_post(self._end, peer, outgoing, tag, tensor.data_ptr(), tensor.nbytes, tensor)
         return _SharedMessage(handle, peer, self._timeout_seconds)
 
     def drop(self) -> None:
-        """Forgets all messages under way."""
+        """Forget all messages under way."""
         _C.shm_drop(self._end)
 
     def close(self) -> None:
-        """Ends all messages, for the peers too."""
+        """End all messages, for the peers too."""
         self._close()
 
 
@@ -100,11 +100,11 @@ class Segment:
         self.listener: socket.socket | None = None
 
     def offer(self) -> bytes:
-        """What peers must know to ask for it."""
+        """Return what peers must know to ask for it."""
         return json.dumps({"segment": self.name, "token": self.token.hex()}).encode("ascii").ljust(HEADER_BYTES)
 
     def open(self, world_size: int) -> None:
-        """Raises OSError, and AttributeError on a system without sealed memory files or abstract sockets."""
+        """Make it. Raise OSError, and AttributeError on a system without sealed memory files or abstract sockets."""
         self.file = os.memfd_create("ringtile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.file, _C.shm_segment_bytes(world_size))
         # Whoever shrinks a mapped file makes others crash.
@@ -125,7 +125,7 @@ class Segment:
 
 
 def share(rank: int, world_size: int, timeout_seconds: float, exchange: Exchange) -> SharedMemory | None:
-    """Shares memory with the peers on this host. All ranks call this at the same time; None: with nobody.
+    """Share memory with the peers on this host. All ranks call this at the same time; None: with nobody.
 
     exchange: as in `sockets.connect`.
     """
@@ -174,7 +174,7 @@ def _share(rank: int, own: Segment, deadline: float, timeout_seconds: float, exc
 
 
 def _exchange_sets(rank: int, mine: Collection[int], exchange: Exchange) -> dict[int, set[int]]:
-    """By rank, the set of ranks that it names."""
+    """Return for each rank the set of ranks that it names."""
     bits = f"{sum(1 << peer for peer in mine):x}"
     texts = exchange(json.dumps({"ranks": bits}).encode("ascii").ljust(HEADER_BYTES))
     numbers = {peer: int(str(decode(text).get("ranks", 0)), 16) for peer, text in texts.items()}
@@ -183,7 +183,7 @@ def _exchange_sets(rank: int, mine: Collection[int], exchange: Exchange) -> dict
 
 
 def _connect(name: str, introduction: bytes, file: int, deadline: float) -> socket.socket:
-    """A connection to the rank that listens there, which has this rank's segment now."""
+    """Connect to the rank that listens there, and send it this rank's segment."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         link.settimeout(max(0.1, deadline - time.monotonic()))
@@ -197,7 +197,7 @@ def _connect(name: str, introduction: bytes, file: int, deadline: float) -> sock
 
 
 def _accept(own: Segment, expected: set[int], links: dict[int, socket.socket], deadline: float) -> dict[int, int]:
-    """The segments of the peers that have connected, each of which gets this rank's. Adds their connections to links.
+    """Return the segments of the peers that have connected, and add their connections to links. Each gets this rank's.
 
     Whoever does not know the token, or is slow to say it, is no peer.
     """
@@ -241,7 +241,7 @@ def _receive_file(link: socket.socket, num_bytes: int, deadline: float) -> tuple
 def _map(
     rank: int, own: Segment, files: Mapping[int, int], links: Mapping[int, socket.socket], tokens: Mapping[int, bytes]
 ) -> Any:
-    """This rank's end of the segments, None on failure."""
+    """Return this rank's end of the segments, None on failure."""
     num_ranks = len(tokens) + 1
     with contextlib.suppress(OSError):
         if own.file is None or not files:

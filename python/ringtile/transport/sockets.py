@@ -212,7 +212,7 @@ def _listen(backlog: int) -> socket.socket:
 
 
 def _own_hosts() -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of this host that peers may reach, by the rule by which gloo chooses one."""
+    """Return the addresses of this host that peers may reach, by the rule by which gloo chooses one."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return [(socket.AF_INET, _address_of(interface))]
@@ -224,7 +224,7 @@ def _own_hosts() -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface, such as eth0."""
+    """Return the IPv4 address of a network interface, such as eth0."""
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         reply = fcntl.ioctl(any_socket, get_address, struct.pack("256s", interface.encode()[:15]))
@@ -245,8 +245,10 @@ def _connect(rank: int, peer: int, address: _Address, deadline: float) -> socket
 
 
 def _accept(listener: socket.socket, token: str, missing: set[int], deadline: float) -> dict[int, socket.socket]:
-    """The connections of these peers. Whoever does not know the token, or is slow to say it, is no peer; nobody waits
-    for another."""
+    """Return the connections of these peers.
+
+    Whoever does not know the token, or is slow to say it, is no peer; nobody waits for another.
+    """
     accepted: dict[int, socket.socket] = {}
     said: dict[socket.socket, bytes] = {}  # by whom it is not known yet, in the order in which they came
     until: dict[socket.socket, float] = {}
@@ -296,7 +298,7 @@ def _accept(listener: socket.socket, token: str, missing: set[int], deadline: fl
 
 
 def _introduced(said: bytes, token: str) -> int:
-    """The rank that says so; -1: it does not know the token."""
+    """Return the rank that says so; -1: it does not know the token."""
     if len(said) < _INTRODUCTION.size:
         return -1
     peer, theirs = _INTRODUCTION.unpack(said)

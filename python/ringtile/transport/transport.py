@@ -63,7 +63,7 @@ class Exchange:
     what: str  # "round 2 of call 3 (ring_attention forward)"
 
     def wait(self) -> None:
-        """Returns when all have arrived. Raises PeerLostError, RingMismatchError. A profiler sees "ringtile::wait"."""
+        """Return when all have arrived. Raise PeerLostError or RingMismatchError. A profiler sees "ringtile::wait"."""
         with _span("ringtile::wait"):
             self.transport.compare_headers()
             began = time.perf_counter()
@@ -72,14 +72,14 @@ class Exchange:
         self.transport.arrived(self)
 
     def wait_for_messages(self) -> None:
-        """`wait`, without a look at headers."""
+        """Wait without a look at headers."""
         for peers, work in self.works:
             with self.transport.naming(peers, self.what):
                 work.wait()
 
 
 def _span(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range in a profile; costs nothing where nobody profiles."""
+    """Mark a range in a profile; costs nothing where nobody profiles."""
     return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
 
 
@@ -129,7 +129,7 @@ class Transport(abc.ABC):
         data: int = 0,
         step: int = 0,
     ) -> Iterator[None]:
-        """One operation that all ranks take part in: agree on op and fields, then exchange payloads in the body.
+        """Make one call, in which all ranks take part: agree on op and fields, then exchange payloads in the body.
 
         device: where the payloads are. forward_call, data, step: as in `Terms.header`. See agreement.py for who waits
         for whom.
@@ -153,7 +153,7 @@ class Transport(abc.ABC):
 
     @contextlib.contextmanager
     def _numbered(self, op: str) -> Iterator[None]:
-        """The next call of this group. Any error in it but RingMismatchError breaks the group."""
+        """Number the next call of this group. Any error in it but RingMismatchError breaks the group."""
         with self._lock:
             self._raise_failure(op)
             self.num_calls += 1
@@ -173,7 +173,7 @@ class Transport(abc.ABC):
                     self._under_way.clear()
 
     def _check_process_and_thread(self, op: str) -> None:
-        """InputError where calls would come in an order that the other ranks do not see.
+        """Raise InputError where calls would come in an order that the other ranks do not see.
 
         A backward may come from threads of autograd's own; its order follows from that of the forwards.
         """
@@ -222,7 +222,7 @@ class Transport(abc.ABC):
             self.compare_headers(wait=False)
 
     def _send_header(self, op: str, header: bytes, **options: bool) -> None:
-        """options: as of `Headers.send`."""
+        """Send it to the neighbours. options: as of `Headers.send`."""
         with self.naming((), self._place("the header")):
             if self._headers is None:
                 channel, self._detector = self._connect()
@@ -251,21 +251,21 @@ class Transport(abc.ABC):
         raise error
 
     def give_up(self, error: BaseException) -> None:
-        """Tells the others why, and ends this rank's messages: none of them waits for it any longer."""
+        """Tell the others why, and end this rank's messages: none of them waits for it any longer."""
         if self._detector is not None and not self._told:
             self._told = True
             self._detector.fail(with_kind(error), self.rank)
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Ends this rank's messages for good: a peer that waits for one gets PeerLostError."""
+        """End this rank's messages for good: a peer that waits for one gets PeerLostError."""
         if self._headers is not None and self._detector is not None:
             self._detector.close()
             self._headers.close()
         self._end_messages()
 
     def fail(self, op: str, reason: Exception) -> None:
-        """Tells the others, in place of the header of a call, why this rank does not make it, and waits for none.
+        """Tell the others, in place of the header of a call, why this rank does not make it, and wait for none.
 
         Those that make a call raise RingMismatchError with the reason; without it they would wait until this rank ends.
         Ranks that refuse together go on together. An error is told once.
@@ -279,7 +279,7 @@ class Transport(abc.ABC):
 
     @contextlib.contextmanager
     def propagate_errors(self, op: str) -> Iterator[None]:
-        """Around what a call of op does before its first message: any error there is told to the others."""
+        """Tell the others of any error in the body, which is what a call of op does before its first message."""
         try:
             yield
         except (RingMismatchError, PeerLostError):  # which the others have too
@@ -289,7 +289,7 @@ class Transport(abc.ABC):
             raise
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
-        """Posts contiguous payloads to and from peers (by rank) and returns at once. Raises PeerLostError.
+        """Post contiguous payloads to and from peers (by rank), and return at once. Raise PeerLostError.
 
         Both sides must post messages between them in the same order. An empty tensor does not travel. `what` says
         in errors where this is, as in "round 2".
@@ -300,7 +300,7 @@ class Transport(abc.ABC):
         return exchange
 
     def arrived(self, exchange: Exchange) -> None:
-        """Lets go of its tensors."""
+        """Let go of its tensors."""
         self._under_way.discard(exchange)
 
     def _place(self, what: str) -> str:
@@ -316,7 +316,7 @@ class Transport(abc.ABC):
         return Exchange(works, [*sends.values(), *receives.values()], self, what)
 
     def check_device(self, device: torch.device) -> None:
-        """InputError: this group cannot carry tensors of that device. RefusedError: a CUDA graph would.
+        """Raise InputError where this group cannot carry tensors of that device, RefusedError where a CUDA graph would.
 
         Ranks agree on the host, and a replay has no host: a rank that replays another graph than its peers, or calls
         while they replay, would take their payloads for its own.
@@ -331,18 +331,18 @@ class Transport(abc.ABC):
             )
 
     def _drop_messages(self) -> None:  # noqa: B027
-        """Forgets messages that nobody will wait for: their tensors may be freed, and others take their places."""
+        """Forget messages that nobody will wait for: their tensors may be freed, and others take their places."""
 
     def _host_runs_ahead(self, device: torch.device) -> bool:
-        """Whether the host goes on before kernels and messages are done, so that it must not wait for headers."""
+        """Return whether the host goes on before kernels and messages are done, and so must not wait for headers."""
         return device.type != "cpu"
 
     def _open(self, device: torch.device) -> None:  # noqa: B027
-        """What all ranks must do together before any two of them exchange payloads on that device."""
+        """Do what all ranks must do together before any two of them exchange payloads on that device."""
 
     @contextlib.contextmanager
     def naming(self, peers: tuple[int, ...], what: str) -> Iterator[None]:
-        """Turns the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
+        """Turn the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
 
         peers: whose messages a RuntimeError in the body concerns; PeerGoneError says it itself.
         """
@@ -356,7 +356,7 @@ class Transport(abc.ABC):
             raise self._lost([PeerGoneError(peer, reason_of(error)) for peer in peers], what) from error
 
     def _lost(self, gone: list[PeerGoneError], what: str) -> PeerLostError:
-        """The error for peers that are gone, which blames the rank that was lost first."""
+        """Return the error for peers that are gone, which blames the rank that was lost first."""
         suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
         if self._detector is not None and not self._told:
@@ -376,21 +376,21 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def _connect(self) -> tuple[SocketChannel, FailureDetector]:
-        """The way of the headers to the neighbours in the tree, and of the news who is lost; in the first call of all.
+        """Connect, in the first call, the channel of headers to the neighbours in the tree, and that of who is lost.
 
         Raises PeerGoneError, RingMismatchError.
         """
 
     @abc.abstractmethod
     def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
-        """Starts a message to or from a peer. The tensor is contiguous and not empty. Raises RuntimeError."""
+        """Start a message to or from a peer. The tensor is contiguous and not empty. Raise RuntimeError."""
 
     @abc.abstractmethod
     def _end_messages(self) -> None:
-        """Makes the peers' waits for messages of this rank fail, from now on."""
+        """Make the peers' waits for messages of this rank fail, from now on."""
 
 
 def reason_of(error: object) -> str:
-    """The reason in an error of gloo, which says: [file:line] reason. Advice."""
+    """Return the reason in an error of gloo, which says: [file:line] reason. Advice."""
     reason = str(error).split("] ", 1)[-1].split(". ", 1)[0]
     return reason.splitlines()[0] if reason else "no reason"
