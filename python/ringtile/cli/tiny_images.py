@@ -50,7 +50,7 @@ class Images:
         features = inspect.signature(self._base.get_image_features).parameters
         self._needs_sizes = "image_sizes" in features and features["image_sizes"].default is inspect.Parameter.empty
         self._of_features = set(features)
-        self._sizes: dict[int, int] = {}
+        self._sizes = [self._count(number) for number in range(len(_SIZES))]
 
     def pixels(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """The tensors of the images of each row, by number; {} without images."""
@@ -69,15 +69,15 @@ class Images:
 
     def num_tokens(self, number: int) -> int:
         """Of an image."""
-        size = number % len(_SIZES)
-        if size not in self._sizes:
-            pixels = {name: x for name, x in self.pixels([[number]]).items() if name in self._of_features}
-            with torch.no_grad():
-                features: Any = self._base.get_image_features(**pixels, return_dict=True)
-            features = getattr(features, "pooler_output", features)
-            of_image = features if isinstance(features, Tensor) else torch.cat([x.flatten(0, -2) for x in features])
-            self._sizes[size] = of_image.numel() // of_image.size(-1)
-        return self._sizes[size]
+        return self._sizes[number % len(_SIZES)]
+
+    def _count(self, number: int) -> int:
+        pixels = {name: x for name, x in self.pixels([[number]]).items() if name in self._of_features}
+        with torch.no_grad():
+            features: Any = self._base.get_image_features(**pixels, return_dict=True)
+        features = getattr(features, "pooler_output", features)
+        of_image = features if isinstance(features, Tensor) else torch.cat([x.flatten(0, -2) for x in features])
+        return of_image.numel() // of_image.size(-1)
 
     def row(self, words: Sequence[int], images: Sequence[int]) -> tuple[list[int], list[int]]:
         """Words with images between them -> tokens, and their types: 1 for those of an image."""

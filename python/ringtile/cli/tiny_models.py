@@ -155,6 +155,7 @@ _BESIDES: dict[str, dict[str, Any]] = {
     # Of the towers of images: windows of whole patches, features of layers that there are.
     "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
     **{name: {"deepstack_visual_indexes": [0, 1]} for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision")},
+    "siglip_vision_model": {"vision_use_head": False},  # as in every checkpoint with a language model
     "gemma3": {"mm_tokens_per_image": 4},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": _HEAD_DIM},

@@ -98,15 +98,22 @@ class Trace:
         self._numbers: Counter[str] = Counter()
         self._handles: list[Any] = []
         self._generator: dict[torch.device, torch.Generator] = {}
+        self._waits = False  # for the next call
 
     def begin(self, call: Call) -> None:
         """What enters the model from here on are the tokens of this call."""
+        self._waits = False
         self.calls.append(call)
         self._numbers.clear()
         self.choices.begin(call, len(self.calls) - 1)
 
-    def source(self, x: Tensor) -> Tensor:
-        """x, as one of the tensors at which the graph begins."""
+    def wait(self) -> None:
+        """Keep nothing until the next call begins, but round alike: what runs has no vector for each token."""
+        self._waits = True
+
+    def source(self, path: str, x: Tensor) -> Tensor:
+        """x, which enters a module, as one of the tensors at which the graph begins."""
+        self._keep(Event(path, 0, "input"), x)
         if torch.is_grad_enabled():
             x = x.detach().requires_grad_()
             self.sources.append(x)
@@ -147,6 +154,8 @@ class Trace:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         path = self._paths.get(module)
+        if self._waits:
+            return None
         if path is None or not self.calls or _is_recomputing():
             return None
         event = Event(path, self._numbers[path], "input")
@@ -159,6 +168,9 @@ class Trace:
         return None if x is args[0] else (x, *args[1:])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._waits:
+            rounds = module in self._paths and isinstance(output, Tensor) and self._disturbs(module, output)
+            return self._disturbed(output) if rounds else None
         if not self._inside or self._inside[-1].path != self._paths.get(module) or _is_recomputing():
             return None
         event = self._inside.pop()._replace(kind="output")

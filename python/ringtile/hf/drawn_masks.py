@@ -42,17 +42,12 @@ class _Row(NamedTuple):
 def intervals_of(mask_function: Callable[..., Any], seq_len: int, attention_mask: Tensor | None) -> IntervalMask:
     """The mask that a composed function draws, on the host. attention_mask: bool (B, S); what it masks may be attended.
 
-    Raises RefusedError for a function that is not known, and for keys that are not one interval.
+    Raises RefusedError for a function that is not known, and for a block of tokens that is not in one piece.
     """
     is_token = None if attention_mask is None else attention_mask[:, :seq_len].to("cpu", torch.bool)
     begin, end = _read(mask_function, _Row(seq_len, is_token))
-    return IntervalMask(*(bound.clamp(0, seq_len).int() for bound in _alike(begin, end)))
-
-
-def _alike(*bounds: Tensor) -> list[Tensor]:
-    """(B or 1, S) -> all with as many rows."""
-    rows = max(bound.size(0) for bound in bounds)
-    return [bound.expand(rows, -1) for bound in bounds]
+    rows = max(begin.size(0), end.size(0))
+    return IntervalMask(*(bound.clamp(0, seq_len).int().expand(rows, -1) for bound in (begin, end)))
 
 
 def _read(function: Callable[..., Any], row: _Row) -> _Bounds:
@@ -67,30 +62,21 @@ def _read(function: Callable[..., Any], row: _Row) -> _Bounds:
 
 
 def _and(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> _Bounds:
-    found = [_read(function, row) for function in mask_functions]
-    bounds = found[0]
-    for other in found[1:]:
-        bounds = _Bounds(torch.maximum(bounds.begin, other.begin), torch.minimum(bounds.end, other.end))
+    bounds = _full(row)
+    for begin, end in (_read(function, row) for function in mask_functions):
+        bounds = _Bounds(torch.maximum(bounds.begin, begin), torch.minimum(bounds.end, end))
     return bounds
 
 
 def _or(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> _Bounds:
-    found = [_read(function, row) for function in mask_functions]
-    bounds = found[0]
-    for other in found[1:]:
-        begin, end, other_begin, other_end = _alike(*bounds, *other)
-        none, other_none = end <= begin, other_end <= other_begin
-        apart = ~none & ~other_none & (torch.maximum(begin, other_begin) > torch.minimum(end, other_end))
-        if apart.any():
-            batch_row, query = apart.nonzero()[0].tolist()
-            raise RefusedError(
-                f"the model draws a mask in which query {query} of row {batch_row} attends keys "
-                f"{int(begin[batch_row, query])}..{int(end[batch_row, query])} and "
-                f"{int(other_begin[batch_row, query])}..{int(other_end[batch_row, query])}; expected one interval"
-            )
-        begin, other_begin = begin.masked_fill(none, row.seq_len), other_begin.masked_fill(other_none, row.seq_len)
-        end, other_end = end.masked_fill(none, 0), other_end.masked_fill(other_none, 0)
-        bounds = _Bounds(torch.minimum(begin, other_begin), torch.maximum(end, other_end))
+    """One interval: of all that is known here, each is empty or holds the query itself."""
+    bounds = _Bounds(torch.full_like(row.places, row.seq_len), torch.zeros_like(row.places))
+    for begin, end in (_read(function, row) for function in mask_functions):
+        is_empty = end <= begin
+        bounds = _Bounds(
+            torch.minimum(bounds.begin, begin.masked_fill(is_empty, row.seq_len)),
+            torch.maximum(bounds.end, end.masked_fill(is_empty, 0)),
+        )
     return bounds
 
 

@@ -192,9 +192,12 @@ class LossOnShards(Strategy):
         return loss, recursively_apply(functools.partial(self._unshard, batch), logits), labels
 
     def _unshard(self, batch: ShardedBatch, output: Tensor) -> Tensor:
-        if output.dim() < 2 or output.size(1) != batch.sequence.layout.local_len(self.group.rank):
+        assert batch.token_weights is not None
+        if output.shape[:2] == batch.token_weights.shape:
+            return batch.unshard(output)
+        if not self.of_model:  # else it is of images, which are whole
             raise RefusedError(
                 f"{type(self.base).__name__} returns a tensor {tuple(output.shape)}; expected the tokens in its second "
                 f"dimension: name its key in ignore_keys"
             )
-        return batch.unshard(output)
+        return output

@@ -52,12 +52,16 @@ def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
         patches.on_restore(tower.register_forward_pre_hook(refuse).remove)
 
 
-def towers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The parts of a model that turn images or sound into embeddings, by path."""
+def towers(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The parts of a model that turn images or sound into embeddings, by path; not those inside another."""
     configs = {type(getattr(model.config, name)) for name in _tower_configs(model)}
     configs -= {type(model.config.get_text_config())}
-    modules = model.named_modules()
-    return {path: m for path, m in modules if isinstance(m, PreTrainedModel) and path and type(m.config) in configs}
+    found: dict[str, PreTrainedModel] = {}
+    for path, module in model.named_modules():
+        is_tower = isinstance(module, PreTrainedModel) and type(module.config) in configs
+        if path and is_tower and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    return found
 
 
 def _tower_configs(model: PreTrainedModel) -> set[str]:

@@ -35,18 +35,19 @@ _LOCAL = frozenset({"labels", "shift_labels", "num_items_in_batch"})  # sharded 
 
 
 class Seam:
-    """The seam of one model, if it has one. entered: sees the embeddings that enter a language model, and returns them.
+    """The seam of one model, if it has one. entered(path, embeddings): sees what enters a language model; returns it.
 
     keys: what the model takes besides text, in whatever comes before its language model; none without a seam.
     """
 
-    def __init__(self, base: PreTrainedModel, entered: Callable[[Tensor], Tensor], patches: Patches) -> None:
+    def __init__(self, base: PreTrainedModel, entered: Callable[[str, Tensor], Tensor], patches: Patches) -> None:
         self._name, self._entered = type(base).__name__, entered
         self.keys: frozenset[str] = frozenset()
         found = language_model(base)
         if found is None:
             return
         path, module = found
+        self._path = path
         around = [base, *(base.get_submodule(".".join(path.split(".")[:i])) for i in range(1, path.count(".") + 1))]
         taken = {name for outer in around for name in inspect.signature(type(outer).forward).parameters}
         self.keys = frozenset(taken - _OF_TEXT)
@@ -62,7 +63,7 @@ class Seam:
         elif (active := active_batch()) is not None and active.documents is not None:
             raise RefusedError(f"{self._name} runs its language model twice in a forward pass; expected once")
         if isinstance(given.get("inputs_embeds"), Tensor):
-            given["inputs_embeds"] = self._entered(given["inputs_embeds"])
+            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"])
         return (), given
 
     def _sharded(self, given: Mapping[str, Any], batch: ShardedBatch) -> dict[str, Any]:

@@ -183,16 +183,18 @@ class Strategy(abc.ABC):
     def _begin_call(self, call: Call, at_seam: bool) -> None:
         """Tells the trace, if there is one, which tokens enter the model now, or at the seam, its language model."""
         self.call_at_seam = call if at_seam else None
-        if self.trace is not None and not at_seam:
+        if self.trace is not None and at_seam:
+            self.trace.wait()
+        elif self.trace is not None:
             self.trace.begin(call)
 
-    def _entered(self, embeddings: Tensor) -> Tensor:
+    def _entered(self, path: str, embeddings: Tensor) -> Tensor:
         """The embeddings that enter a language model: from there on, the first batch is compared."""
         call, self.call_at_seam = self.call_at_seam, None
         if self.trace is None or call is None:
             return embeddings
         self.trace.begin(call)
-        return self.trace.source(embeddings)
+        return self.trace.source(path, embeddings)
 
     def of_cut(self, model: nn.Module, cut: dict[str, Any]) -> dict[str, Any]:
         """A cut of a batch, with what was computed from the whole rows computed from the cut."""

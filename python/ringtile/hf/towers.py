@@ -51,10 +51,8 @@ _OF_ALL_LAYERS = ("hidden_states", "attentions")  # outputs of which a model rea
 
 def install(model: PreTrainedModel, group: Group | None, patches: Patches) -> None:
     """Splits the towers of a model, in the forward passes of batches that are sharded behind them (hf/seam.py)."""
-    found = towers(model)
-    for path, tower in found.items():
-        if not any(path.startswith(f"{outer}.") for outer in found):
-            split(tower, path, group, patches, _in_step)
+    for path, tower in towers(model).items():
+        split(tower, path, group, patches, _in_step)
 
 
 def _in_step() -> bool:

@@ -24,6 +24,7 @@ from ringtile.hf.random_draws import RandomDraws, Watch
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
 _PER_TOKEN = {"logits", "last_hidden_state", "hidden_states"}
 _PER_TARGET = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
+_OF_IMAGES = {"image_hidden_states", "rope_deltas"}  # of whole sequences, before the language model
 _FUSED = "fused_lm_head"  # the argument that asks for the fused head
 # Keys of TRL's batches that models receive and ignore.
 _IGNORED = {"margin"}
@@ -142,6 +143,8 @@ def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
         assert batch.token_weights is not None
         rows = batch.token_weights.size(0)
         return tuple(batch.unshard(layer.unflatten(0, (rows, -1))).flatten(0, 1) for layer in value)
+    if name in _OF_IMAGES:
+        return value
     if name in _PER_TARGET and isinstance(value, Tensor):
         return batch.unshard(value)[:, :-1]  # the last token predicts nothing
     raise RefusedError(

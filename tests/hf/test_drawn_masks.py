@@ -1,0 +1,107 @@
+"""Masks that transformers' functions compose are the intervals that are read off them, or refused."""
+
+import pytest
+import ringtile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ringtile.hf.drawn_masks import intervals_of
+from transformers import masking_utils as masks
+
+SEQ_LEN = 13
+CAUSAL = masks.causal_mask_function
+
+
+def drawn(function, padding: torch.Tensor) -> torch.Tensor:
+    """bool (B, S, S), as transformers draws it."""
+    whole = masks.sdpa_mask(
+        batch_size=2,
+        q_length=SEQ_LEN,
+        kv_length=SEQ_LEN,
+        mask_function=function,
+        attention_mask=padding,
+        allow_is_causal_skip=False,
+        device=torch.device("cpu"),
+    )
+    return whole[:, 0]
+
+
+def read(function, padding: torch.Tensor) -> torch.Tensor:
+    mask = intervals_of(function, SEQ_LEN, padding)
+    keys = torch.arange(SEQ_LEN)
+    return (mask.begin[..., None] <= keys) & (keys < mask.end[..., None]) & padding[:, None]
+
+
+def runs(draw, first: int) -> torch.Tensor:
+    """int64 (2, S): numbers of runs of tokens, from `first` up."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=2 * SEQ_LEN, max_size=2 * SEQ_LEN))
+    rows = [
+        [number for number, length in enumerate(half, first) for _ in range(length)][:SEQ_LEN]
+        for half in (lengths[::2], lengths[1::2])
+    ]
+    return torch.tensor(rows)
+
+
+@st.composite
+def composed(draw):
+    """A mask of a model of images: blocks of images, a window around or inside, packed documents; and padding."""
+    blocks = runs(draw, 0)
+    is_image = torch.tensor(draw(st.lists(st.booleans(), min_size=2 * SEQ_LEN, max_size=2 * SEQ_LEN)))
+    blocks = torch.where(is_image[blocks], blocks, -1)
+    function = CAUSAL
+    if draw(st.booleans()):
+        function = masks.and_masks(function, masks.packed_sequence_mask_function(runs(draw, 0)))
+    function = masks.or_masks(function, masks.blockwise_overlay(blocks))
+    if draw(st.booleans()):
+        function = masks.and_masks(function, masks.sliding_window_overlay(draw(st.integers(1, SEQ_LEN + 1))))
+    lengths = draw(st.tuples(st.integers(1, SEQ_LEN), st.integers(1, SEQ_LEN)))
+    padding = torch.arange(SEQ_LEN) < torch.tensor(lengths)[:, None]
+    return function, padding.flip(1) if draw(st.booleans()) else padding
+
+
+@given(composed())
+def test_composed_masks_are_intervals(case):
+    """A token of padding may attend anything: no token attends it."""
+    function, padding = case
+    assert torch.equal(read(function, padding)[padding], drawn(function, padding)[padding])
+
+
+FUNCTIONS = {
+    "causal": CAUSAL,
+    "full": masks.bidirectional_mask_function,
+    "window": masks.sliding_window_causal_mask_function(4),
+    "window both ways": masks.sliding_window_bidirectional_mask_function(3),
+    "chunks": masks.chunked_causal_mask_function(4, torch.tensor([0, 2])),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_each_function_is_known(function):
+    padding = torch.ones(2, SEQ_LEN, dtype=torch.bool)
+    assert torch.equal(read(function, padding), drawn(function, padding))
+
+
+def test_tokens_of_a_prefix_may_be_parted_by_padding():
+    """PaliGemma's types of tokens are 0 for its prefix, and for padding."""
+    padding = torch.arange(SEQ_LEN).expand(2, -1) < 9
+    blocks = torch.where((torch.arange(SEQ_LEN) < 4) | ~padding, 0, -1)
+    function = masks.or_masks(CAUSAL, masks.blockwise_overlay(blocks))
+    assert torch.equal(read(function, padding)[padding], drawn(function, padding)[padding])
+
+
+def test_a_block_in_two_pieces_is_refused():
+    blocks = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
+    blocks[1, 5] = -1
+    function = masks.or_masks(CAUSAL, masks.blockwise_overlay(blocks))
+    words = "the block of tokens 0 of row 1 has 12 tokens between 0 and 12; expected them one after another"
+    with pytest.raises(ringtile.RefusedError, match=words):
+        intervals_of(function, SEQ_LEN, None)
+
+
+def test_an_unknown_function_is_refused():
+    def own(batch_idx, head_idx, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+    words = "the model draws a mask with test_drawn_masks.test_an_unknown_function_is_refused, which ringtile does not"
+    with pytest.raises(ringtile.RefusedError, match=words):
+        intervals_of(masks.or_masks(CAUSAL, own), SEQ_LEN, None)
