@@ -60,7 +60,7 @@ def cells() -> list[tuple[str, str, str, tuple[int, int], int]]:
     return [
         cell
         for cell in itertools.product(SCHEMES, MASKS, LAYOUTS, HEADS, WORLD_SIZES)
-        if not (cell[0] == "usp:2" and cell[4] == 3)  # refused: see below
+        if cell[4] % (Scheme.parse(cell[0]).group_size or 1) == 0  # else refused: see below
     ]
 
 

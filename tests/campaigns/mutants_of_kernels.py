@@ -422,8 +422,8 @@ MUTANTS = [
     Mutant(
         "two sides: intervals of round 0 in every round",
         "python/ringtile/sequence/sharded.py",
-        "self._tensors_on(device)[2 * i + 2 : 2 * i + 4]",
-        "self._tensors_on(device)[2:4]",
+        "tensors[:2] + tensors[2 * i + 2 : 2 * i + 4]",
+        "tensors[:4]",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(
