@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from hf_engines import engine
 from hf_models import tiny_model, tiny_tokenizer
 from hf_training import Padded, enter_world, make_rows
+from ringtile.cli.projects.tiny_model import tiny_tokenizer as byte_tokenizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -172,8 +176,63 @@ def _run_trl(code: str, folder: str) -> Names:
     return names
 
 
-def _is_trained(names: Names) -> None:
-    assert names["trainer"].state.global_step == 1
+def _tiny_qwen3(folder: pathlib.Path) -> None:
+    """What the page of Qwen3-8B has before its scripts run: the model, texts, chats, an adapter."""
+    import peft
+    import trl
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    templates = pathlib.Path(trl.__file__).parent / "chat_templates"
+    tokenizer.chat_template = (templates / "qwen3.jinja").read_text()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "vocab_size": len(tokenizer)}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    for what in (model, tokenizer):
+        what.save_pretrained(folder / "Qwen3-8B")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")).save_pretrained(folder / "out")
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (folder / "data").mkdir()
+    (folder / "data" / "texts.jsonl").write_text(json.dumps({"text": "a text " * 40}) + "\n")
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+
+
+def _run_story(code: str, folder: str) -> Names:
+    """A script of the page of Qwen3-8B as it is, but for lengths, ranks and engine, on a Qwen3 of two tiny layers."""
+    import transformers
+    import trl
+
+    enter_world()
+    home = pathlib.Path(folder)
+    if dist.get_rank() == 0:
+        _tiny_qwen3(home)
+    dist.barrier()
+    here = {
+        "use_cpu": True,
+        "max_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "fsdp": False,
+    }
+    here |= {"bf16": False, "gradient_accumulation_steps": 1, "fsdp_config": None}
+    names: Names = {}
+    with contextlib.ExitStack() as stack:
+        for module, name in ((transformers, "TrainingArguments"), (trl, "SFTConfig")):
+            made = functools.partial(_with_others, getattr(module, name), here)
+            stack.enter_context(mock.patch.object(module, name, made))
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(home)
+        for real, tiny in (("131072", "512"), ("32768", "128"), ('parallel_size": 8', 'parallel_size": 2')):
+            code = code.replace(real, tiny)
+        exec(code, names)
+    assert names["config"].rope_parameters["rope_type"] == "yarn"
+    return names
+
+
+def _with_others(made: Any, others: Names, **given: Any) -> Any:
+    return made(**given | others)
 
 
 def _has_output(names: Names) -> None:
@@ -220,6 +279,7 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
 }
 _RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer}
+_RUNNERS |= {f"docs/guide/qwen3_8b_128k.md {n}": _run_story for n in range(3)}
 _RUNNERS |= {"docs/guide/trl.md 0": _run_trl, "docs/guide/trl.md 1": _run_trl}
 EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
 
@@ -227,7 +287,11 @@ EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
 def run_example(name: str, code: str, folder: str) -> None:
     """Runs a snippet on a rank of the pool, and checks its result."""
     if name in _RUNNERS:
-        _is_trained(_RUNNERS[name](code, folder))
+        names = _RUNNERS[name](code, folder)
+        if "trainer" in names:
+            assert names["trainer"].state.global_step == 1
+        else:
+            assert (pathlib.Path(folder) / "merged" / "model.safetensors").is_file()
         return
     surroundings, check = _PLAIN[name]
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import importlib
 import pathlib
 import re
 import shlex
+import textwrap
 from unittest import mock
 
 import pytest
@@ -39,12 +40,14 @@ def read(page: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE)
+    """Code in a language, also indented, as in a tab."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```", read(page), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for _, code in found]
 
 
 def prose(page: str) -> str:
     """A page without its code blocks."""
-    return re.sub(r"^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^( *)```.*?^\1```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def code_spans(page: str) -> list[str]:
@@ -64,7 +67,7 @@ def test_every_snippet_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_snippet_runs_on_two_ranks(name: str, tmp_path: pathlib.Path) -> None:
-    if name.startswith("docs/guide/trl.md"):
+    if name.startswith(("docs/guide/trl.md", "docs/guide/qwen3")):
         pytest.importorskip("trl")
     run_ranks(2, run_example, name, SNIPPETS[name], str(tmp_path))
 

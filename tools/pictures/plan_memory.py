@@ -1,0 +1,77 @@
+"""The planner's figures of memory.svg and of the guide: Qwen3-8B by length and key, into memory.json. Half an hour.
+
+python tools/pictures/plan_memory.py
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import torch
+from ringtile.config import Config
+from ringtile.planner.step import Setup, TrainingStep
+from transformers import Qwen3Config
+
+FIGURES = pathlib.Path(__file__).with_name("memory.json")
+LENGTHS = [2**power for power in range(15, 21)]  # 32K to 1M
+TILES = {"tiled_loss": True, "tiled_mlp": True}
+# A name: what it turns on beside the line before it, and its Setup.
+EIGHT: dict[str, dict[str, Any]] = {
+    "checkpointing alone": {},
+    "tiled_loss": {"tiled_loss": True},
+    "tiled_mlp": TILES,
+    "context_parallel_size: 8": TILES | {"context_parallel_size": 8},
+    "activation_offload": TILES | {"context_parallel_size": 8, "activation_offload": True},
+}
+ONE: dict[str, dict[str, Any]] = {
+    "checkpointing alone": {},
+    "tiled_loss": {"tiled_loss": True},
+    "tiled_mlp": TILES,
+    "activation_offload": TILES | {"activation_offload": True},
+}
+
+
+def qwen3_8b() -> Qwen3Config:
+    """Its published configuration, with rotary embeddings scaled for 1M tokens."""
+    return Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=2**20,
+        tie_word_embeddings=False,
+    )
+
+
+def setup_of(keys: dict[str, Any], devices: int) -> Setup:
+    return Setup(
+        qwen3_8b(),
+        devices=devices,
+        engine="fsdp2" if devices > 1 else "zero3",
+        ringtile=Config(**keys),
+        gradient_checkpointing=True,
+        dtype=torch.bfloat16,
+        bf16=True,
+        on_gpu=True,
+    )
+
+
+def parts_of(keys: dict[str, Any], devices: int, lengths: list[int]) -> dict[str, dict[str, int]]:
+    """Bytes of a rank by part, for each length."""
+    with TrainingStep(setup_of(keys, devices)) as step:
+        found = {length: step.run(length) for length in lengths}
+    return {str(length): one.parts | {"host": one.host_bytes} for length, one in found.items()}
+
+
+if __name__ == "__main__":
+    figures: dict[str, dict[str, dict[str, dict[str, int]]]] = {"eight": {}, "one": {}}
+    for devices, variants in ((8, EIGHT), (1, ONE)):
+        for name, keys in variants.items():
+            figures["eight" if devices == 8 else "one"][name] = parts_of(keys, devices, LENGTHS)
+            print(devices, name, flush=True)
+    FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="ascii")
