@@ -1,21 +1,22 @@
 """Kills a random rank at a random file operation of its saves, then resumes.
 
-Every trial has a place of its own: an operation of libc below the output folder (file_operations.c), or the middle of
-a write. The resumed training must begin at the last whole checkpoint, name the damaged one, and end bitwise where an
-undisturbed one ends.
+Every trial has a place of its own: what Python opens to write, renames, makes or removes below the output folder. The
+resumed training must begin at the last whole checkpoint, name the damaged one, and end bitwise where an undisturbed one
+ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import itertools
 import json
 import logging
 import os
 import random
 import re
 import shutil
-import subprocess
+import signal
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,28 +32,30 @@ from ringtile.hf.checkpoints import MANIFEST
 from faults.counts import Counts
 
 CELLS = (("DDP", 1), ("DDP", 2), ("FSDP2", 2))  # (engine, ranks)
-SOURCE = Path(__file__).with_name("file_operations.c")
-LIBRARY = SOURCE.parents[3] / "build/faults/file_operations.so"
+OPERATIONS = {
+    "open": "open",
+    "os.rename": "rename",
+    "os.mkdir": "mkdir",
+    "os.remove": "remove",
+    "os.rmdir": "remove",
+}  # audit events
 SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 6, "num_rows": 24}
 LIMIT_SECONDS = 300.0  # of a training; it takes a few, but machines are busy
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
 
 
 class Place(NamedTuple):
-    """Where a rank is killed. operation: in the words of file_operations.c; half: in the middle of the write."""
+    """Where a rank is killed: before its operation of that number."""
 
     engine: str
     world_size: int
     victim: int
     number: int
     operation: str
-    half: bool
 
     def __str__(self) -> str:
-        when = "in the middle of" if self.half else "before"
-        return (
-            f"{self.engine}, rank {self.victim} of {self.world_size} killed {when} {self.operation} (no. {self.number})"
-        )
+        who = f"{self.engine}, rank {self.victim} of {self.world_size}"
+        return f"{who} killed before {self.operation} (no. {self.number})"
 
 
 class Outcome(NamedTuple):
@@ -65,9 +68,6 @@ class Outcome(NamedTuple):
 
 
 def campaign(trials: int | None, seed: int) -> Counts:
-    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["cc", "-std=c17", "-shared", "-fPIC", "-O1", "-o", LIBRARY, SOURCE, "-ldl"], check=True)
-    os.environ["LD_PRELOAD"] = str(LIBRARY)  # of the server from which ranks are forked
     start_server()
     counts, chance = Counts(), random.Random(seed)
     pools = {world_size: Pool(world_size, LIMIT_SECONDS) for world_size in (1, 2)}
@@ -77,7 +77,7 @@ def campaign(trials: int | None, seed: int) -> Counts:
         for cell in CELLS:
             arguments = (cell[0], f"{folder}/whole{cell}", f"{folder}/log")
             expected[cell] = pools[cell[1]].run(_train, *arguments, timeout=LIMIT_SECONDS)[0]
-            places += _places(cell, folder, chance)
+            places += _places(cell, folder)
         chance.shuffle(places)
         for number, place in enumerate(_spread(places, trials or 15)):
             before, pool = counts.bugs, pools[place.world_size]
@@ -92,17 +92,17 @@ def campaign(trials: int | None, seed: int) -> Counts:
     return counts
 
 
-def _places(cell: tuple[str, int], folder: str, chance: random.Random) -> list[Place]:
+def _places(cell: tuple[str, int], folder: str) -> list[Place]:
     """Every operation of an undisturbed training, by rank."""
     return [
-        Place(*cell, rank, number, operation, operation.startswith("write") and chance.random() < 0.5)
+        Place(*cell, rank, number, operation)
         for rank in range(cell[1])
         for number, operation in enumerate(Path(f"{folder}/log{rank}").read_text().splitlines())
     ]
 
 
 def _spread(places: list[Place], number: int) -> list[Place]:
-    """So many of the places, of as many kinds as there are: the kinds take turns, the many writes of a file too."""
+    """So many of the places, of as many kinds as there are, which take turns."""
     kinds: dict[tuple[Any, ...], list[Place]] = {}
     for place in places:
         kinds.setdefault((*place[:3], re.sub(r"\.tmp\w+", ".tmp", place.operation)), []).append(place)
@@ -115,7 +115,7 @@ def _try(place: Place, pool: Pool, expected: Outcome, folder: str, counts: Count
     doomed = Pool(place.world_size, LIMIT_SECONDS)
     try:
         outcomes = doomed.outcomes(
-            *(_train, place.engine, folder, log, place.victim, place.number, place.half), timeout=LIMIT_SECONDS
+            *(_train, place.engine, folder, log, place.victim, place.number), timeout=LIMIT_SECONDS
         )
     finally:
         doomed.close()
@@ -174,9 +174,24 @@ def _complete(run: Path) -> tuple[list[int], list[int]]:
     return sorted(whole), sorted(damaged)
 
 
-def _train(
-    engine: str, folder: str, log: str, victim: int = -1, number: int = -1, half: bool = False, resume: bool = False
-) -> Outcome:
+def _watch(folder: str, number: int, log: str) -> None:
+    """Writes the file operations of this process below a folder to a log, and kills it before that one."""
+    counted, logged = itertools.count(), open(log, "w")  # noqa: SIM115
+
+    def before(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in OPERATIONS or not str(arguments[0]).startswith(folder):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        if next(counted) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        logged.write(f"{OPERATIONS[event]} {os.path.relpath(str(arguments[0]), folder)}\n")
+        logged.flush()
+
+    sys.addaudithook(before)  # for ever; no other training of this process has that folder
+
+
+def _train(engine: str, folder: str, log: str, victim: int = -1, number: int = -1, resume: bool = False) -> Outcome:
     """On each rank. The victim is killed at that operation."""
     import ringtile
     from hf_engines import engine as engine_arguments
@@ -193,7 +208,6 @@ def _train(
     said = _Said()
     rank = dist.get_rank()
     logging.getLogger("ringtile").addHandler(said)
-    watch = ctypes.CDLL(None).watch_file_operations
     config = {"context_parallel_size": dist.get_world_size(), "tiled_mlp": True}
     try:
         with engine_arguments(engine) as arguments:
@@ -202,7 +216,7 @@ def _train(
             )
             ringtile.enable(trainer, config)
             try:
-                watch(folder.encode(), number if rank == victim else -1, half, f"{log}{rank}".encode())
+                _watch(folder, number if rank == victim else -1, f"{log}{rank}")
                 trainer.train(resume_from_checkpoint=resume or None)
                 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
                 weights = _digest(full_weights(trainer.model))
