@@ -1,6 +1,7 @@
 """A gated MLP of the usual structure, and inputs for it."""
 
 import torch
+from counting import assert_near
 from ringtile.tiled.glu import Glu, find_glu
 from torch import Tensor, nn
 from torch.nn import functional
@@ -53,6 +54,14 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool 
 
 def gradients(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, leaves, dout)
+
+
+def assert_gradients_near(
+    out: Tensor, oracle: Tensor, dout: Tensor, leaves: tuple[Tensor, ...], num_terms: int
+) -> None:
+    """Both outputs have the same gradients, as far as sums of num_terms products can."""
+    for ours, theirs in zip(gradients(out, dout, *leaves), gradients(oracle, dout, *leaves), strict=True):
+        assert_near(ours, theirs, num_terms)
 
 
 def glu_of(module: nn.Module) -> Glu | None:

@@ -242,28 +242,17 @@ def _call_hook(parallelism):
         Trainer._prepare_context_parallel_inputs = class_hook
 
 
-def test_hook_leaves_inputs_alone():
-    for result in run_ranks(2, _call_hook, None):
+@pytest.mark.parametrize("parallelism", [None, DEEPSPEED], ids=["ringtile shards", "DeepSpeed shards"])
+def test_hook_leaves_inputs_alone_or_stands_back_for_deepspeed(parallelism):
+    ours = parallelism is None
+    for result in run_ranks(2, _call_hook, parallelism):
         assert result == {
-            "no-op": True,
-            "original": False,
-            "arguments": False,
+            "no-op": ours,
+            "original": not ours,
+            "arguments": not ours,
             "prepared": True,
-            "context": "nullcontext",
-            "context set": True,
-            "hooks": 0,
-        }
-
-
-def test_hook_stands_back_for_deepspeed():
-    for result in run_ranks(2, _call_hook, DEEPSPEED):
-        assert result == {
-            "no-op": False,
-            "original": True,
-            "arguments": True,
-            "prepared": True,
-            "context": None,
-            "context set": False,
+            "context": "nullcontext" if ours else None,
+            "context set": ours,
             "hooks": 0,
         }
 

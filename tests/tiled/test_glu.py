@@ -3,7 +3,7 @@
 import pytest
 import torch
 from counting import assert_near
-from gated_mlp import HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
+from gated_mlp import HIDDEN, INTERMEDIATE, Fused, Gated, assert_gradients_near, glu_of, inputs
 from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.nn import functional
@@ -62,21 +62,14 @@ def test_a_module_that_only_resembles_a_glu_runs_its_own_forward(kind) -> None:
     assert glu_of(module) is None
     x, dout = inputs(9)
     tile = 9 if kind is Branching else 4
-    for ours, oracle in zip(
-        gradients(tiled_mlp(module, x, tile), dout, x, *module.parameters()),
-        gradients(module(x), dout, x, *module.parameters()),
-        strict=True,
-    ):
-        assert_near(ours, oracle, num_terms=INTERMEDIATE)
+    assert_gradients_near(tiled_mlp(module, x, tile), module(x), dout, (x, *module.parameters()), INTERMEDIATE)
 
 
 def test_a_glu_in_another_order_is_found() -> None:
     module = OtherOrder().double()
     assert glu_of(module) is not None
     x, dout = inputs(9)
-    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
-    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
-        assert_near(one, other, num_terms=INTERMEDIATE)
+    assert_gradients_near(tiled_mlp(module, x, 4), module(x), dout, (x, *module.parameters()), INTERMEDIATE)
 
 
 @pytest.mark.parametrize("gate_half", [0, 1])
@@ -84,9 +77,7 @@ def test_fused_gate_and_up_are_found(gate_half) -> None:
     module = Fused(bias=True, gate_half=gate_half).double()
     assert glu_of(module) is not None
     x, dout = inputs(9)
-    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
-    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
-        assert_near(one, other, num_terms=2 * INTERMEDIATE)
+    assert_gradients_near(tiled_mlp(module, x, 4), module(x), dout, (x, *module.parameters()), 2 * INTERMEDIATE)
 
 
 def test_hooks_of_a_projection_are_not_bypassed() -> None:
@@ -104,6 +95,4 @@ def test_weight_norm_trains_through_the_glu_kernels() -> None:
     nn.utils.parametrizations.weight_norm(module.up_proj)
     assert glu_of(module) is not None
     x, dout = inputs(9)
-    ours = gradients(tiled_mlp(module, x, 4), dout, x, *module.parameters())
-    for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
-        assert_near(one, other, num_terms=INTERMEDIATE)
+    assert_gradients_near(tiled_mlp(module, x, 4), module(x), dout, (x, *module.parameters()), INTERMEDIATE)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from counting import Alive, Counting, assert_near, relative_error
-from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, glu_of, gradients, inputs
+from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, assert_gradients_near, glu_of, gradients, inputs
 from ringtile import RefusedError
 from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
@@ -46,10 +46,7 @@ def test_output_and_gradients_equal_the_untiled_module(kind, activation, bias, u
     out = tiled_mlp(module, x, tile_tokens=5, use_original_mlp=use_original_mlp)
     oracle = module(x)
     assert_near(out, oracle, num_terms=INTERMEDIATE)
-    for ours, theirs in zip(
-        gradients(out, dout, x, *module.parameters()), gradients(oracle, dout, x, *module.parameters()), strict=True
-    ):
-        assert_near(ours, theirs, num_terms=22)
+    assert_gradients_near(out, oracle, dout, (x, *module.parameters()), 22)
 
 
 @pytest.mark.parametrize("counts", [(1, 3, 16, 17, 31), pytest.param(range(1, 65), marks=pytest.mark.long)], ids=str)
@@ -75,12 +72,7 @@ def test_shapes(shape, use_original_mlp) -> None:
     x, dout = inputs(*shape)
     out = tiled_mlp(module, x, 4, use_original_mlp)
     assert out.shape == x.shape
-    for ours, theirs in zip(
-        gradients(out, dout, x, *module.parameters()),
-        gradients(module(x), dout, x, *module.parameters()),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
+    assert_gradients_near(out, module(x), dout, (x, *module.parameters()), INTERMEDIATE)
 
 
 def test_strided_input_and_gradient() -> None:
@@ -91,9 +83,8 @@ def test_strided_input_and_gradient() -> None:
         torch.randn(6, 5, HIDDEN).double().transpose(0, 1),
     ):
         for use_original_mlp in (False, True):
-            ours = gradients(tiled_mlp(module, x, 4, use_original_mlp), dout, x, *module.parameters())
-            for one, other in zip(ours, gradients(module(x), dout, x, *module.parameters()), strict=True):
-                torch.testing.assert_close(one, other)
+            out = tiled_mlp(module, x, 4, use_original_mlp)
+            assert_gradients_near(out, module(x), dout, (x, *module.parameters()), 30)
 
 
 @pytest.mark.in_torch_too
@@ -282,10 +273,7 @@ def test_input_without_gradient_still_trains_the_weights(use_original_mlp) -> No
     module = Gated().double()
     x, dout = inputs(2, 9, requires_grad=False)
     out = tiled_mlp(module, x, 4, use_original_mlp)
-    for ours, oracle in zip(
-        gradients(out, dout, *module.parameters()), gradients(module(x), dout, *module.parameters()), strict=True
-    ):
-        assert_near(ours, oracle, num_terms=18)
+    assert_gradients_near(out, module(x), dout, tuple(module.parameters()), 18)
 
 
 def test_dropout_is_the_same_when_recomputed() -> None:
@@ -366,9 +354,7 @@ def test_checkpoint_inside_the_module(checkpointed, use_original_mlp) -> None:
         return tiled_mlp(module, x, 4, use_original_mlp)
 
     out = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
-    oracle = gradients(module(x), dout, x, *module.parameters())
-    for ours, theirs in zip(gradients(out, dout, x, *module.parameters()), oracle, strict=True):
-        assert_near(ours, theirs, num_terms=18)
+    assert_gradients_near(out, module(x), dout, (x, *module.parameters()), 18)
 
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
@@ -406,9 +392,7 @@ def test_inside_a_compiled_function() -> None:
     module = Gated().double()
     x, dout = inputs(2, 9)
     compiled = torch.compile(lambda x: torch.sin(tiled_mlp(module, torch.cos(x), 4)), backend="eager")
-    ours = gradients(compiled(x), dout, x, *module.parameters())
-    for one, other in zip(ours, gradients(torch.sin(module(torch.cos(x))), dout, x, *module.parameters()), strict=True):
-        assert_near(one, other, num_terms=18)
+    assert_gradients_near(compiled(x), torch.sin(module(torch.cos(x))), dout, (x, *module.parameters()), 18)
 
 
 # ---- refusals -----------------------------------------------------------------------------------
