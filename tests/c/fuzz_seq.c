@@ -329,32 +329,18 @@ static void try_plan(uint64_t *state) {
             if (random_int(state, 0, 3) == 0) below[i] = (int32_t)hostile(state, below[i]);
         // attended has room for S + 1 numbers: below may not promise more keys.
         const int32_t *places = random_int(state, 0, 1) && counted && p.seq_len <= S ? below : NULL;
-        const bool right = judge("rt_plan_attended", expected, rt_plan_attended(given, query_rank, places, attended));
+        judge("rt_plan_attended", expected, rt_plan_attended(given, query_rank, places, attended));
         for (size_t i = 0; lie_attended && i < most; i++)
             if (random_int(state, 0, 3) == 0) attended[i] = hostile(state, attended[i]);
         const rt_status status =
             rt_plan_needed(given, key_rank, places, attended, needed, capacity, &num_needed, &num_pairs);
-        const bool enough = status != RT_CAPACITY;
-        const bool compared = judge("rt_plan_needed", enough ? expected : UNKNOWN, status) && right && !lie_below &&
-                              !lie_attended && valid;
-        int64_t want_pairs = 0;
-        const int64_t of_queries = compared ? query_rank : 0;
-        for (int64_t r = l.run_offsets[of_queries]; compared && r < l.run_offsets[of_queries + 1]; r++)
-            for (int64_t j = 0; j < runs[r].length; j++)
-                for (int64_t b = 0; b < rows; b++)
-                    for (int64_t s = l.run_offsets[key_rank]; s < l.run_offsets[key_rank + 1]; s++)
-                        for (int64_t k = 0; k < runs[s].length; k++) {
-                            const int64_t query = b * S + runs[r].global_begin + j * runs[r].stride,
-                                          key = runs[s].global_begin + k * runs[s].stride;
-                            want_pairs += begin[query] <= key && key < end[query];
-                        }
-        if (compared && num_pairs != want_pairs) wrong("rt_plan_needed", "counted other pairs");
+        judge("rt_plan_needed", status == RT_CAPACITY ? UNKNOWN : expected, status);
         free(below), free(attended), free(needed);
     }
     free(begin), free(end), free(runs), free(offsets);
 }
 
-// Meetings: positions and their numbers are spoiled, and judged; test_plan.c counts pairs.
+// Meetings: positions and their numbers are spoiled, and judged. test_plan.c counts the pairs of both.
 static void try_meetings(uint64_t *state) {
     const int64_t S = random_int(state, 0, 40);
     int32_t *bounds[4], *at[2] = {NULL, NULL};

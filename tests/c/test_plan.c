@@ -6,7 +6,7 @@ typedef struct mask {
     int32_t *begin, *end; // (batch, S)
 } mask;
 
-// Causal, documents, windows, noise (with bounds outside 0..S too), or empty.
+// Causal, documents, windows, noise (with bounds outside 0..S too, up to the ends of int32), or empty.
 static mask random_mask(uint64_t *state, int64_t seq_len) {
     mask m = {.batch = random_int(state, 1, 3), .seq_len = seq_len};
     const size_t num_bytes = (size_t)(m.batch * seq_len) * sizeof(int32_t);
@@ -24,6 +24,8 @@ static mask random_mask(uint64_t *state, int64_t seq_len) {
             if (kind == 3) {
                 *begin = (int32_t)random_int(state, -5, seq_len + 5);
                 *end = (int32_t)random_int(state, -5, seq_len + 5);
+                if (random_int(state, 0, 9) == 0) *begin = INT32_MIN;
+                if (random_int(state, 0, 9) == 0) *end = random_int(state, 0, 1) ? INT32_MIN : INT32_MAX;
             }
             if (kind == 4) *end = *begin;
         }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pathlib
 import time
 from typing import Any
 from unittest import mock
@@ -138,34 +136,3 @@ def test_metrics_are_off_by_default_and_change_no_number() -> None:
     assert measured.metrics[0].keys() >= KEYS
     assert measured.losses == plain.losses
     assert measured.grad_norms == plain.grad_norms
-
-
-def reported(folder: str, to: str, **variables: str) -> None:
-    with mock.patch.dict("os.environ", variables):
-        trainer = make_trainer(folder=folder, report_to=[to])
-        ringtile.enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
-        trainer.train()
-        ringtile.restore(trainer)
-        if to == "wandb":
-            importlib.import_module("wandb").finish()  # a rank of a test ends too abruptly
-
-
-@pytest.mark.long
-def test_tensorboard_gets_them(tmp_path: pathlib.Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run_ranks(2, reported, str(tmp_path), "tensorboard", TENSORBOARD_LOGGING_DIR=str(tmp_path / "events"))
-    events = accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    for key in KEYS:
-        assert len(events.Scalars(f"train/{key}")) == 4, key
-
-
-@pytest.mark.long
-def test_wandb_gets_them_offline(tmp_path: pathlib.Path) -> None:
-    """Rank 0 writes a run, which holds the names as they are."""
-    pytest.importorskip("wandb")
-    run_ranks(2, reported, str(tmp_path), "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
-    (run,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    content = run.read_bytes()
-    for key in KEYS:
-        assert content.count(f"train/{key}".encode()) >= 4, key
