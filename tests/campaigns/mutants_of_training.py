@@ -350,16 +350,23 @@ MUTANTS = [
     Mutant(
         "towers: images that mix are split",
         "python/ringtile/hf/towers.py",
-        "        kept = all(\n",
-        "        kept = True or all(\n",
+        " and changed == 0 and moved <= 1\n",
+        " and moved <= 1\n",
         "tests/hf/test_towers.py -k mixes",
     ),
     Mutant(
         "towers: images that are counted are split",
         "python/ringtile/hf/towers.py",
-        "largest[0] > 0 or largest[1] > 1 else",
-        "largest[0] > 0 else",
+        " and changed == 0 and moved <= 1\n",
+        " and changed == 0\n",
         "tests/hf/test_towers.py -k mixes",
+    ),
+    Mutant(
+        "towers: frames that mix are split",
+        "python/ringtile/hf/towers.py",
+        "images.are_frames and not proved.splits_videos",
+        "False",
+        "tests/hf/test_towers.py -k frames_that_mix",
     ),
     Mutant(
         "images: dealt in turn, whatever they cost",
@@ -371,8 +378,8 @@ MUTANTS = [
     Mutant(
         "images: a frame has the grid of its video",
         "python/ringtile/hf/images.py",
-        "            if self.single_frames:\n",
-        "            if False:\n",
-        "tests/hf/test_towers.py -k frames",
+        "taken[self.grid] = _with_frames(taken[self.grid], 1)",
+        "pass",
+        "tests/hf/test_towers.py -k frames_of_a_video",
     ),
 ]

@@ -257,6 +257,26 @@ def test_frames_of_a_video_are_dealt():
     assert all(rank.forward_bytes > 0 for rank in ranks)
 
 
+def test_frames_that_mix_are_computed_whole(caplog):
+    """Images still are split."""
+    model = _model("qwen3_vl")
+    tower = model.model.visual
+
+    @functools.wraps(type(tower).forward)
+    def mixing(self, hidden_states, grid_thw, **kwargs):
+        output = type(self).forward(self, hidden_states, grid_thw, **kwargs)
+        frames = grid_thw[:, 0].repeat_interleave(grid_thw.prod(1) // 4).sqrt()[:, None]
+        return type(output)(**{**output, "pooler_output": output.pooler_output * frames})
+
+    tower.forward = MethodType(mixing, tower)
+    for arguments, is_split in ((_packed(), True), (_packed(torch.tensor([[2, 4, 4], [1, 4, 4]])), False)):
+        call = lambda model, given=arguments: _features(model.model.get_image_features(**given))  # noqa: E731
+        with caplog.at_level(logging.WARNING, logger="ringtile"):
+            ranks = _Case(model, lambda model: model.model.visual, call).check(2, 1e-6)
+        assert all((rank.forward_bytes > 0) == is_split for rank in ranks)
+    assert caplog.text.count("the features of a frame depend on other frames") == 1
+
+
 def _frozen(model):
     model.model.visual.requires_grad_(False)
     return model
@@ -344,8 +364,8 @@ def _replaced(forward):
 
 
 def _mixing(output):
-    """A small part of each feature is of the images before."""
-    mixed = output.last_hidden_state + 1e-6 * output.last_hidden_state.cumsum(0)
+    """A part of each feature, too small to tell from rounding, is of the images before."""
+    mixed = output.last_hidden_state + 1e-9 * output.last_hidden_state.cumsum(0)
     return type(output)(last_hidden_state=mixed, hidden_states=tuple(mixed for _ in output.hidden_states))
 
 
@@ -406,7 +426,7 @@ def test_output_that_is_not_understood_makes_every_rank_compute_all(caplog):
     )
     with caplog.at_level(logging.WARNING, logger="ringtile"):
         assert all(rank.bytes == 0 for rank in case.check(2, 1e-6))
-    assert "it is not known which rows of its outputs output.hidden_states.0 (17, 5, 32)" in caplog.text
+    assert "it is not known which rows of its output.hidden_states.0 (17, 2, 32) are of which of two" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -431,6 +451,26 @@ def test_one_image_is_computed_by_every_rank():
     """Nobody would wait less if one rank computed it."""
     ranks = _case("llava", arguments=_tiles(1)).check(2, 1e-6)
     assert all(rank.bytes == 0 for rank in ranks)
+
+
+def test_call_with_other_arguments_than_the_first_is_computed_by_every_rank(caplog):
+    """It cannot be proved any more: another group of the world may not make that call now."""
+    models = [_model("idefics3") for _ in range(2)]
+    masked = _masked_tiles()
+
+    def run(group):
+        model, patches = models[group.transport.rank], Patches()
+        tower = model.model.vision_model
+        towers.split(tower, "tower", group, patches)
+        tower(masked["pixel_values"][0])
+        sent = group.transport.bytes_sent
+        model.model.get_image_features(**masked)  # with patch_attention_mask
+        patches.restore()
+        return group.transport.bytes_sent - sent
+
+    with caplog.at_level(logging.WARNING, logger="ringtile"):
+        assert LoopbackWorld(2).run(run) == [0, 0]
+    assert caplog.text.count("its first call had other arguments") == 1
 
 
 def test_calls_of_one_rank_alone_are_left_alone():
@@ -505,31 +545,33 @@ def test_rank_whose_tower_fails_is_named():
 # ---- engines ------------------------------------------------------------------------------------
 
 
-def _average_gradients(grid, engine):
+def _average_gradients(steps, engine):
     """This rank's gradients of a tower after an engine has averaged them over the ranks, whose losses are W times the
-    part of each."""
+    part of each. steps: the grids of each group; the gradients are those of the last."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    rank, world_size, patches = dist.get_rank(), dist.get_world_size(), Patches()
+    rank, world_size, num_groups, patches = dist.get_rank(), dist.get_world_size(), len(steps[0]), Patches()
+    size = max(1, world_size // num_groups)
+    groups = [dist.new_group([*range(i, i + size)]) for i in range(0, world_size, size)]
     tower = _model("qwen3_vl").model.visual
     names = [name for name, _ in tower.named_parameters()]
-    towers.split(tower, "tower", dist.group.WORLD, patches)
+    towers.split(tower, "tower", groups[rank // size], patches)
     wrapped: Any = tower
     if engine == "FSDP2":
         for block in tower.blocks:
             fully_shard(block)
         fully_shard(tower)
-    else:
+    elif engine == "DDP":
         wrapped = DistributedDataParallel(_OfFeatures(tower))
-    for _ in range(2):
+    for grids in steps:
         wrapped.zero_grad()
-        arguments = _packed(grid)
-        output = wrapped(arguments["pixel_values"], arguments["image_grid_thw"])
-        features = _features(output) if engine == "FSDP2" else output
-        weights = torch.randn(features.shape, generator=torch.Generator().manual_seed(3), dtype=features.dtype)
-        (world_size * (features * weights)[rank::world_size]).sum().backward()
+        for grid in grids if world_size == 1 else [grids[rank // size]]:
+            output = wrapped(_packed(grid)["pixel_values"], grid)
+            features = output if engine == "DDP" else _features(output)
+            weights = torch.randn(features.shape, generator=torch.Generator().manual_seed(3), dtype=features.dtype)
+            (world_size * (features * weights)[rank % size :: size]).sum().backward()
     patches.restore()
     return {
         name: (x.grad.full_tensor() if engine == "FSDP2" else x.grad)
@@ -547,11 +589,19 @@ class _OfFeatures(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
-def test_engine_averages_gradients_of_a_rank_without_image(engine):
-    """Two images on three ranks: the last one gathers the parameters that the others do, and has no gradient."""
-    expected = run_ranks(1, _average_gradients, GRID[:2], "DDP")[0]
-    for gradients in run_ranks(3, _average_gradients, GRID[:2], engine):
+@pytest.mark.parametrize(
+    ("world_size", "steps", "engine"),
+    [
+        (3, [[GRID[:2]]] * 2, "DDP"),
+        (3, [[GRID[:2]]] * 2, "FSDP2"),
+        (4, [[GRID[:3], GRID[3:4]], [GRID[2:4], GRID]], "FSDP2"),
+    ],
+)
+def test_engine_averages_gradients_of_ranks_with_few_images(world_size, steps, engine):
+    """Two images on three ranks: the last one gathers the parameters that the others do, and has no gradient. Two
+    groups, of which one begins with a single image: they make as many forward passes of the tower."""
+    expected = run_ranks(1, _average_gradients, steps, "")[0]
+    for gradients in run_ranks(world_size, _average_gradients, steps, engine):
         for name, gradient in gradients.items():
             # Softmax is computed in float32.
             assert (gradient - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max(), name

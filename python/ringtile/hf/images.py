@@ -11,7 +11,7 @@ Shape letters: I images, P patches of all images, V images and videos, F feature
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,34 +38,38 @@ class Images:
     costs: tuple[int, ...]
     per_entry: frozenset[str]  # the arguments with V entries
     main: str  # the argument that holds the pixels
-    grid: str | None  # the argument (V, 3); then main is (P, F)
-    single_frames: bool  # whether an image is a frame of an entry
+    grid: str | None  # the argument (V, 3); then main is (P, F), and each frame of an entry is an image
+
+    @property
+    def are_frames(self) -> bool:
+        """Whether some are frames of one video."""
+        return len({*self.entries}) < len(self.entries)
 
     def take(self, images: Sequence[int]) -> dict[str, Any]:
-        """The arguments of a call with some of the images, which are in order."""
+        """The arguments of a call with some of the images; a frame is an image there."""
         taken = dict(self.arguments)
         for name in self.per_entry:
             taken[name] = _select(taken[name], [self.entries[image] for image in images])
         if self.grid is not None:
             taken[self.main] = _rows_of(taken[self.main], 0, self.patches, images)
-            if self.single_frames:
-                taken[self.grid] = torch.cat([torch.ones_like(taken[self.grid][:, :1]), taken[self.grid][:, 1:]], dim=1)
+            taken[self.grid] = _with_frames(taken[self.grid], 1)
         return taken
 
-    def with_others_changed(self, kept: Iterable[int]) -> dict[str, Any]:
-        """The arguments of a call with the same images, all but some of which show something else."""
+    def as_video(self) -> dict[str, Any]:
+        """The arguments of a call with the images, of one size, as frames of one video."""
+        assert self.grid is not None
+        taken = {**self.arguments, **{name: _select(self.arguments[name], [0]) for name in self.per_entry}}
+        return {**taken, self.grid: _with_frames(taken[self.grid], len(self.patches))}
+
+    def with_changed(self, changed: Iterable[int]) -> Images:
+        """The same images, some of which show something else."""
         main = self.arguments[self.main]
-        bounds = self.patches if self.grid is not None else [1] * len(self.patches)
-        others = [image for image in range(len(self.patches)) if image not in {*kept}]
-        if not isinstance(main, Tensor):
-            return {
-                **self.arguments,
-                self.main: type(main)(_other(x) if i in others else x for i, x in enumerate(main)),
-            }
-        changed = main.clone()
-        index = _index(bounds, others, main.device)
-        changed[index] = _other(main[index])
-        return {**self.arguments, self.main: changed}
+        if isinstance(main, Tensor):
+            index = _index(self.patches if self.grid is not None else [1] * len(self.patches), changed, main.device)
+            shown: Any = main.index_copy(0, index, _other(main[index]))
+        else:
+            shown = type(main)(_other(x) if image in changed else x for image, x in enumerate(main))
+        return replace(self, arguments={**self.arguments, self.main: shown})
 
     def rows(self, x: Tensor) -> Rows | None:
         """Where an output of a call with all images holds them; None: it is not understood."""
@@ -88,11 +92,8 @@ class Images:
         return _rows_of(x, rows.dim, self.counts(rows), images)
 
 
-def read(arguments: Mapping[str, Any], config: Any, *, single_frames: bool = False) -> Images | str:
-    """The images of a call, or why it is not known which are there.
-
-    config: of the tower. single_frames: the frames of a video are images.
-    """
+def read(arguments: Mapping[str, Any], config: Any) -> Images | str:
+    """The images of a call, or why it is not known which are there. config: of the tower."""
     main = next((name for name, value in arguments.items() if _holds_pixels(value)), None)
     if main is None:
         return f"its arguments {sorted(arguments)} hold no pixels"
@@ -109,25 +110,14 @@ def read(arguments: Mapping[str, Any], config: Any, *, single_frames: bool = Fal
             kind = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             return f"its argument {name} {kind} has no entry for each of {num_entries} images"
     entries = [*range(num_entries)]
-    if grid is not None:
-        sizes = arguments[grid].tolist()
-        if single_frames:
-            entries = [entry for entry, (frames, _, _) in enumerate(sizes) for _ in range(frames)]
-            patches = [sizes[entry][1] * sizes[entry][2] for entry in entries]
-        else:
-            patches = [frames * height * width for frames, height, width in sizes]
-    else:
+    if grid is None:
         patches = _patches(arguments, num_entries, config)
+    else:
+        sizes = arguments[grid].tolist()
+        entries = [entry for entry, (frames, _, _) in enumerate(sizes) for _ in range(frames)]
+        patches = [sizes[entry][1] * sizes[entry][2] for entry in entries]
     costs = _costs(pixels, patches if grid is not None or "image_sizes" in arguments else None, config)
-    return Images(
-        arguments, tuple(entries), tuple(patches), tuple(costs), frozenset(per_entry), main, grid, single_frames
-    )
-
-
-def has_videos(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call holds an entry of several frames."""
-    pixels = next((value for value in arguments.values() if _holds_pixels(value)), None)
-    return any(_is_grid(x, pixels) and bool((x[:, 0] > 1).any()) for x in arguments.values())
+    return Images(arguments, tuple(entries), tuple(patches), tuple(costs), frozenset(per_entry), main, grid)
 
 
 def deal(costs: Sequence[int], world_size: int) -> list[list[int]]:
@@ -218,6 +208,11 @@ def _costs(pixels: Any, patches: Sequence[int] | None, config: Any) -> list[int]
 def _number(config: Any, default: int, *names: str) -> int:
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), default)
+
+
+def _with_frames(grid: Tensor, frames: int) -> Tensor:
+    """The grid (V, 3) with so many frames in each entry."""
+    return torch.cat([torch.full_like(grid[:, :1], frames), grid[:, 1:]], dim=1)
 
 
 def _other(x: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ anything. So the owner's backward yields the share of image i in dL/dw for each 
 these over the ranks is that of one process. It is the sum that a weight of the text model has, whose share on rank r
 is dL_r/dw; so what an engine does to gradients, and a Trainer to the scale of L_r, is right for the tower too.
 
-An image's features must not depend on the images that share its call. Before a tower is split for the first time in a
-kind of call, each rank computes the call whole, then twice with every second image changed, where the others must keep
-every bit, and then its own images alone, whose features must be those of the whole call. If they are not, or if it is
-not known which images a call holds, every rank computes all of them, which is exact too, and the log says so once.
+An image's features must not depend on the images that share its call. In the first call, of training and of evaluation,
+each rank computes two of its images: together; with the one changed and with the other, where the other must keep every
+bit; and each alone, which must have the features that it has in the call. The same shows that frames of a video are
+images. If not, or if it is not known which images a call holds, every rank computes all of them, which is exact too,
+and the log says so once. All groups of a world make the same number of forward passes then, whatever their images, and
+one for each later call: under FSDP2 and ZeRO-3 each is a collective of the world.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ from transformers.utils.generic import ModelOutput
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import waiting_batch
 from ringtile.hf.dropout import drops_attention
-from ringtile.hf.images import Images, Rows, deal, has_videos, layout_of, read
+from ringtile.hf.images import Images, Rows, deal, layout_of, read
 from ringtile.hf.model import towers
 from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
@@ -71,13 +73,21 @@ def split(
         patches.wrap(tower, "forward", _SplitTower(tower, name, group, when))
 
 
+class _Proved(NamedTuple):
+    """What a first call has shown. kind: of its arguments. rows: where outputs hold images; None: images mix."""
+
+    kind: object
+    rows: dict[str, Rows] | None
+    splits_videos: bool = False
+
+
 class _SplitTower:
     """What stands in for the forward of one tower."""
 
     def __init__(self, tower: Any, name: str, group: Group | None, when: Callable[[], bool]) -> None:
         self._tower, self._name, self._group, self._when = tower, name, group, when
         self._transport = transport_of(group)
-        self._proved: dict[object, dict[str, Rows] | None] = {}  # by kind of call: where outputs hold images
+        self._proved: dict[bool, _Proved] = {}  # by whether the tower trains
         self._said: set[str] = set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -85,84 +95,104 @@ class _SplitTower:
         if not self._when():
             return original(*args, **kwargs)
         with self._transport.propagate_errors(self._name):
-            found = self._images(original, _by_name(original, args, kwargs))
+            found = self._images(original, args, kwargs)
             if found is None:
                 return original(*args, **kwargs)
             images, rows = found
             owned = deal(images.costs, self._transport.world_size)
             own = owned[self._transport.rank]
-            ran = own or [min(range(len(images.costs)), key=images.costs.__getitem__)]
+            ran = own or [_cheapest(images)[0]]
             local = original(**images.take(ran))
         return _whole(local, _Gather(self._name, self._group, images, rows, owned, own, ran))
 
     def _images(
-        self, original: Callable[..., Any], arguments: Mapping[str, Any] | None
+        self, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Images, dict[str, Rows]] | None:
         """The images of a call, and where its outputs hold them; None: every rank computes all."""
-        if arguments is None:
-            self._say("its forward is called with arguments that have no name")
+        arguments = _by_name(original, args, kwargs)
+        images = "an argument has no name" if arguments is None else read(arguments, self._tower.config)
+        if isinstance(images, str):
+            self._say(images)
             return None
-        videos = has_videos(arguments)
-        for single_frames in (True, False) if videos else (False,):
-            images = read(arguments, self._tower.config, single_frames=single_frames)
-            if isinstance(images, str):
-                self._say(images)
-                return None
-            if len(images.patches) < 2:
-                continue
-            kind = (videos, single_frames, self._tower.training, *((name, _kind(x)) for name, x in arguments.items()))
-            if kind not in self._proved:
-                self._proved[kind] = self._prove(original, images)
-            if (rows := self._proved[kind]) is not None:
-                return images, rows
-        return None
+        proved = self._proved.get(self._tower.training)
+        if proved is None:
+            proved = self._proved[self._tower.training] = self._prove(original, images)
+        if proved.rows is None or len(images.patches) < 2:
+            return None
+        if proved.kind != _kind(images.arguments):
+            self._say("its first call had other arguments")
+            return None
+        if images.are_frames and not proved.splits_videos:
+            self._say("the features of a frame depend on other frames")
+            return None
+        return images, proved.rows
 
     def _say(self, reason: str) -> None:
         if reason not in self._said and self._transport.rank == 0:
             logger.warning("ringtile: every rank computes all images of %s: %s", self._name, reason)
         self._said.add(reason)
 
-    # ---- the first call of a kind ---------------------------------------------------------------
+    # ---- the first call -------------------------------------------------------------------------
 
-    def _prove(self, original: Callable[..., Any], images: Images) -> dict[str, Rows] | None:
-        """Where the outputs of a call hold its images; None if the features of an image may depend on others.
-
-        A collective.
-        """
-        tower = self._tower
+    def _prove(self, original: Callable[..., Any], images: Images) -> _Proved:
+        """A collective."""
+        tower, kind = self._tower, _kind(images.arguments)
         if tower.training:
             self._refuse_dropout()
             if any(isinstance(module, _BatchNorm) and module.training for module in tower.modules()):
                 self._say("it has a batch norm, which mixes them")
-                return None
-        halves = range(0, len(images.patches), 2), range(1, len(images.patches), 2)
-        own = deal(images.costs, self._transport.world_size)[self._transport.rank]
+                return _Proved(kind, None)
+        two = _cheapest(images)
         states = all_random_states()
         with torch.no_grad():
-            whole = dict(_tensors(original(**images.arguments)))
-            others_changed = [dict(_tensors(original(**images.with_others_changed(half)))) for half in halves]
-            alone = dict(_tensors(original(**images.take(own or [0]))))
+            rows, apart = self._compare(original, images, two)
+            frames: list[float] = []
+            if images.grid is not None:
+                try:
+                    _, frames = self._compare(original, images, [two[0]] * 2, as_video=True)
+                except (IndexError, RuntimeError, ValueError):  # a tower that is given frames as images (GLM-4V)
+                    frames = [1.0, 0.0]
         set_random_states(states)
-        rows = {path: images.rows(x) for path, x in whole.items()}
-        strange = [f"{path} {tuple(whole[path].shape)}" for path, place in rows.items() if place is None]
-        known = {path: place for path, place in rows.items() if place is not None}
-        kept = all(
-            _equal(*(images.select(x[path], place, half) for x in (whole, changed)))
-            for half, changed in zip(halves, others_changed, strict=True)
-            for path, place in known.items()
-        )
-        differences = [
-            _difference(images.select(whole[path], place, own or [0]), alone[path], self._rounding(whole[path]))
-            for path, place in known.items()
-        ]
-        largest = self._largest([float(not kept), max(differences, default=0.0)], next(iter(whole.values())).device)
-        if strange:
-            self._say(f"it is not known which rows of its outputs {', '.join(strange)} are of which image")
-        elif largest[0] > 0:
+        device = next((x.device for _, x in rows.values()), torch.device("cpu"))
+        changed, moved, *of_frames = self._largest([*apart, *frames], device)
+        strange = [f"{path} {tuple(x.shape)}" for path, (place, x) in rows.items() if place is None]
+        if strange or not rows:
+            self._say(f"it is not known which rows of its {(*strange, 'output')[0]} are of which of two images")
+        elif changed > 0:
             self._say("the features of an image change with the other images of the call")
-        elif largest[1] > 1:
+        elif moved > 1:
             self._say("the features of an image are others when it is alone")
-        return None if strange or largest[0] > 0 or largest[1] > 1 else known
+        known = {path: place for path, (place, _) in rows.items() if place is not None}
+        splits = len(known) == len(rows) > 0 and changed == 0 and moved <= 1
+        splits_videos = bool(of_frames) and of_frames[0] == 0 and of_frames[1] <= 1
+        return _Proved(kind, known if splits else None, splits_videos)
+
+    def _compare(
+        self, original: Callable[..., Any], images: Images, two: Sequence[int], as_video: bool = False
+    ) -> tuple[dict[str, tuple[Rows | None, Tensor]], list[float]]:
+        """Two images together: where outputs hold them; 1 if one of them changes the features of the other, and how
+        much their features differ when alone, over what rounding explains."""
+        pair = read(images.take(two), self._tower.config)
+        assert isinstance(pair, Images)
+        pair = pair.with_changed([1]) if as_video else pair
+
+        def run(some: Images) -> dict[str, Tensor]:
+            return dict(_tensors(original(**(some.as_video() if as_video else some.arguments))))
+
+        whole = run(pair)
+        rows = {path: (pair.rows(x), x) for path, x in whole.items()}
+        changes, difference = 0.0, 0.0
+        for image in (0, 1):
+            changed = run(pair.with_changed([1 - image]))
+            alone = dict(_tensors(original(**pair.take([image]))))
+            for path, (place, x) in rows.items():
+                if place is None or path not in alone or path not in changed or changed[path].shape != x.shape:
+                    changes = 1.0
+                    continue
+                mine = pair.select(x, place, [image])
+                changes = max(changes, float(not _equal(mine, pair.select(changed[path], place, [image]))))
+                difference = max(difference, _difference(mine, alone[path], self._rounding(x)))
+        return rows, [changes, difference]
 
     def _refuse_dropout(self) -> None:
         for path, module in self._tower.named_modules():
@@ -202,11 +232,21 @@ def _by_name(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return None if len(args) > len(names) else {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _kind(value: Any) -> object:
+def _cheapest(images: Images) -> list[int]:
+    """Two of the images, or the only one twice."""
+    cheapest = sorted(range(len(images.costs)), key=lambda image: (images.costs[image], image))
+    return [cheapest[0], cheapest[min(1, len(cheapest) - 1)]]
+
+
+def _kind(arguments: Mapping[str, Any]) -> object:
     """What calls of one kind have alike."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.dim()
-    return value if value is None or isinstance(value, bool) else type(value)
+
+    def of(value: Any) -> object:
+        if isinstance(value, Tensor):
+            return value.dtype, value.dim()
+        return value if isinstance(value, bool) else type(value)
+
+    return {name: of(value) for name, value in arguments.items() if value is not None and name != "return_dict"}
 
 
 def _tensors(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
