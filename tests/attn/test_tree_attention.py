@@ -159,6 +159,23 @@ def test_wide_and_deep_trees_equal_their_ways(num_leaves: int, depth: int) -> No
         assert_close(got, expected, FLOAT64_TOLERANCE)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_forest_of_1000_leaves_equals_its_ways(world_size: int) -> None:
+    """Uneven trees, 64 nodes deep, and padding, in every layout; schemes in turn."""
+    rng = random.Random(world_size)
+    deep = [-1, *(3 * (node // 3) for node in range(3 * 63))]  # two leaves, and the node that goes on
+    wide = random_tree(rng, 2500, 3)
+    parents = [*deep, *(parent + len(deep) * (parent >= 0) for parent in wide[0])]
+    mask, trees = padded_rows(rng, (parents, [*(rng.randint(1, 4) for _ in deep), *wide[1]]))
+    assert len(ways_of(trees[0])) >= 1000
+    p = problem(1, mask.seq_len, 4, 2, 8, 12, seed=world_size)
+    expected = by_ways(p, trees)
+    for layout in named_layouts(mask, world_size).values():
+        for scheme in ("ring", rng.choice(["all_gather", "ulysses", "staged:2"])):
+            assert_close(run_scheme(p, mask, layout, scheme)[0], expected, FLOAT64_TOLERANCE)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_trees_are_not_less_exact_than_torch(dtype: torch.dtype) -> None:
     """max |ours - float64| <= max |torch's attention in the same dtype - float64|, for out, dq, dk, dv; float32 of the

@@ -237,6 +237,27 @@ def test_deep_and_wide_trees(name: str, tree: str, layout: str, world_size: int)
     compare(CASES[name], [of_row], layout_of(layout, world_size, seq_len), by_kernels(name), decay=0.05)
 
 
+def forest() -> Tree:
+    """Several uneven trees: 64 nodes deep, 1,000 leaves and more."""
+    deep, wide = comb(64), random_tree(4, 2500, 3)
+    parents = [parent + len(deep.parents) * (parent >= 0) for parent in wide.parents]
+    return Tree(deep.parents + parents, deep.lengths + wide.lengths)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced", "per_document", "many"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_forest_of_1000_leaves_on_any_number_of_ranks(name: str, layout: str) -> None:
+    tree = forest()
+    assert len(tree.paths()) >= 1000
+    seq_len = sum(tree.lengths) + 7
+    for world_size in (1, 2, 3, 4):
+        padded_to = -(-seq_len // (2 * world_size)) * 2 * world_size
+        named = layout in ("balanced", "per_document")
+        split = Layout.of_mask(layout, mask_of([tree], padded_to), world_size) if named else None
+        compare(CASES[name], [tree], split or layout_of(layout, world_size, padded_to), by_kernels(name), decay=0.05)
+
+
 @pytest.mark.parametrize(
     ("dtype", "layout", "world_size"),
     [(torch.float32, "zigzag", 3), (torch.bfloat16, "contiguous", 1), (torch.float16, "contiguous", 1)],
@@ -412,6 +433,16 @@ def test_what_goes_on_from_what_is_read_off_the_mask(
     position = data.draw(st.integers(0, length + 2))
     found = {parents[t] for t in range(position, length) if 0 <= parents[t] < position}
     assert forest.open_at(position) == [sorted(found)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_empty_batch_follows_a_tree(name: str) -> None:
+    tensors = {n: x.requires_grad_() for n, x in problem(CASES[name], 0, 12).items()}
+    mask = mask_of([Tree([-1, 0, 0, 0], [3, 3, 3, 3])], 12)
+    out = CASES[name].ours(tensors, ShardedSequence(mask, Layout.contiguous(12, 1)))
+    out.sum().backward()
+    assert out.shape == (0, 12, *of_out(CASES[name]))
+    assert all(x.grad.shape == x.shape for x in tensors.values())
 
 
 def test_states_that_nothing_goes_on_from_are_let_go() -> None:

@@ -411,6 +411,10 @@ REFUSALS = {
         lambda: IntervalMask.from_flashmask(torch.arange(2, dtype=torch.int32).view(1, 2, 1, 1), causal=True),
         "in 0..1 and maybe not those of one mask for all heads",
     ),
+    "columns, meta": (
+        lambda: IntervalMask.from_flashmask(ROW.view(1, 1, 4, 1).to("meta"), causal=True),
+        "startend_row_indices is on meta, which holds no data",
+    ),
     "columns, too far": (
         lambda: IntervalMask.from_flashmask(ROW.view(1, 1, 4, 1) + 5, causal=True),
         r"in 5\.\.5 .*expected queries, 0\.\.4",

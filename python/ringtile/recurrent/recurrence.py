@@ -149,12 +149,12 @@ def walk(
                     for x, tokens in zip(of_operands, has_tokens, strict=True)
                 ]
                 batch = of_row[0].size(0)
-                seq_idx = call.seq_idx.repeat_interleave(batch, 0) if batch > 1 else call.seq_idx
+                seq_idx = call.seq_idx if batch == 1 else call.seq_idx.repeat_interleave(batch, 0)
                 out, final = compute(
                     of_call, seq_idx, None if state is None else torch.cat(len(call.numbers) * [state])
                 )
                 final = final[:batch]
-                for number, part in zip(call.numbers, torch.split(out, batch), strict=True):
+                for number, part in zip(call.numbers, out.view(len(call.numbers), batch, *out.shape[1:]), strict=True):
                     parts[number] = part[:, : lengths[number]]
             numbered = {number: x for number, x in numbered.items() if last_use.get(number, -1) > i}
         outs.append(parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(len(segments))], dim=1))

@@ -33,6 +33,8 @@ class Columns(NamedTuple):
                 f"startend_row_indices is {indices.dtype} {tuple(indices.shape)}; expected int32 (B, heads or 1, S, "
                 f"{forms[0]} or {forms[1]}) with causal={causal}, not empty"
             )
+        if indices.device.type == "meta":
+            raise InputError("startend_row_indices is on meta, which holds no data; expected a real device")
         indices, seq_len = indices.cpu(), indices.size(2)
         if int(indices.min()) < 0 or int(indices.max()) > seq_len or not torch.equal(*indices.aminmax(dim=1)):
             raise InputError(

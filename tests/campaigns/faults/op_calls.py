@@ -133,6 +133,8 @@ def raw_ops(draw: Draw) -> str:
     seq_len = draw.size(1, 20)
     layout = draw.of(Layout.contiguous(seq_len, 1).tensor, draw.tensor((2, 5), torch.int64))
     bounds = [draw.tensor((1, seq_len), torch.int32, seq_len) for _ in range(2)]
+    two_bounds = [draw.tensor((1, seq_len), torch.int32, seq_len) for _ in range(2)]
+    key_side = dict(zip(("key_begin", "key_end"), two_bounds, strict=True), positions=draw.of(torch.arange(seq_len)))
     runs = draw.of(ops.runs_tensor([(0, 1, 0, seq_len)]), draw.tensor((2, 4), torch.int64))
     x, y = (draw.tensor((2, seq_len, 3), torch.float32) for _ in range(2))
     gate, up, down = (draw.tensor((seq_len, 5), torch.float32) for _ in range(3))
@@ -145,6 +147,7 @@ def raw_ops(draw: Draw) -> str:
     whole = {"mask": IntervalMask.causal(seq_len), "dropout": AttentionDropout(draw.of(0.3), rows, draw.of(1))}
     calls: list[Callable[[], Any]] = [
         lambda: ops.digest(*bounds, layout),
+        lambda: ops.mask_hulls(*bounds, *two_bounds, draw.of(draw.size(0, 3))),
         lambda: ops.plan(*bounds, layout, draw.of(-1)),
         lambda: ops.layout_check(layout, draw.of(seq_len), draw.of(1)),
         lambda: ops.shard_seq_(x, runs, draw.of(1), y),
@@ -154,6 +157,8 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.cross_entropy_fwd_bwd_(gate, labels, loss, lse, draw.of(-100), 0.0, draw.of(0.0), 0.0, True),
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, draw.of(0.0), draw.chance(0.5)),
         lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, 0.0, draw.chance(0.5), *drops),
+        lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, state, 0.5, 0.0, draw.chance(0.5), **key_side),
+        lambda: ops.attn_bwd_(q, k, k, *bounds, runs, q, state, state, dq, dk, dv, 0.5, 0.0, **key_side),
         lambda: ringtile.attention(q, k, k, **whole),
         lambda: ops.attn_bwd_(q, k, k, *bounds, runs, q, state, state, dq, dk, dv, 0.5, 0.0),
         lambda: ops.attn_delta(q, out, state),

@@ -17,6 +17,7 @@ import scan_oracle
 import torch
 from ringtile import Layout, LoopbackWorld, ShardedSequence
 from ringtile.sequence.mask import IntervalMask
+from strategies import dense
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,8 +55,39 @@ def mask_of(draw: Draw, batch: int, seq_len: int) -> Any:
         return draw.mask(max(batch, 1), seq_len)
     padding = draw.size(0, seq_len - 1) if draw.chance(0.3) else 0
     rows = [lengths_of(draw, seq_len - padding) for _ in range(draw.random.choice([1, max(batch, 1)]))]
-    mask = IntervalMask.documents(rows)
+    if seq_len <= 30 and draw.chance(0.5):  # the definition takes every token's path
+        mask = IntervalMask.tree([parents_of(draw, len(row)) for row in rows], rows)
+    else:
+        mask = IntervalMask.documents(rows)
     return mask.padded(padding) if padding else mask
+
+
+def parents_of(draw: Draw, num_nodes: int) -> list[int]:
+    """Of the nodes of trees, in depth-first order."""
+    parents, path = list[int](), list[int]()
+    for node in range(num_nodes):
+        del path[draw.random.randint(0, len(path)) :]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    return parents
+
+
+def of_paths(
+    compute: Callable[..., Tensor], tensors: Tensors, parameters: tuple[str, ...], mask: IntervalMask
+) -> Tensor:
+    """compute(tensors, seq_idx) -> out, where a token is the last one of a row of its own: of what it attends."""
+    batch, seq_len = next(x for n, x in tensors.items() if n not in parameters).shape[:2]
+    attends = dense(mask).expand(batch, -1, -1)
+    held = [(row, q) for row in range(batch) for q in range(seq_len) if attends[row, q, q]]
+    paths = [row * seq_len + attends[row, q].nonzero().flatten() for row, q in held]
+    longest = max((len(path) for path in paths), default=0)
+    places = torch.stack(
+        [functional.pad(path, (longest - len(path), 0), value=-1) for path in paths] or [torch.zeros(0)]
+    )
+    rows = {n: x if n in parameters else x.flatten(0, 1)[places.clamp(min=0).long()] for n, x in tensors.items()}
+    out = compute(rows, torch.where(places < 0, -1, 0))[:, -1]
+    whole = out.new_zeros(batch * seq_len, *out.shape[1:])
+    return whole.index_copy(0, torch.tensor([row * seq_len + q for row, q in held]), out).unflatten(0, (batch, seq_len))
 
 
 def seq_idx_of(mask: IntervalMask) -> Tensor:
@@ -124,7 +156,13 @@ def run(
     exact = {n: x.detach().to(torch.float64, copy=True).requires_grad_() for n, x in given.items()}
     oracle: Callable[..., tuple[Tensor, Tensor]] = getattr(scan_oracle, name)
     absent = {n: None for n, x in tensors.items() if x is None}
-    expected, _ = oracle(**exact, **absent, **options, seq_idx=seq_idx_of(mask), initial_state=None)
+
+    def compute(tensors: Tensors, seq_idx: Tensor) -> Tensor:
+        return oracle(**tensors, **absent, **options, seq_idx=seq_idx, initial_state=None)[0]
+
+    expected = (
+        of_paths(compute, exact, parameters, mask) if mask.key_begin is not None else compute(exact, seq_idx_of(mask))
+    )
     dtype = next(iter(given.values())).dtype
     if problem := differ("out", out, expected.to(dtype), dtype):  # which may hold no number so large
         return problem
