@@ -7,7 +7,6 @@ otherwise the error must be ringtile's.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from ringtile import (
     Layout,
     LoopbackWorld,
     PeerLostError,
-    RingtileError,
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
@@ -33,9 +31,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
+from faults import calls
 from faults.counts import Counts
 
-TRIALS = 1500
+DEFAULT_TRIALS = 1500
 TIMEOUT_SECONDS = 10.0
 TOLERANCE = 1e-11  # sums of at most 100 products of float64 numbers of size 1, and what a backward makes of them
 
@@ -59,55 +58,42 @@ class Draw(random.Random):
 JUNK = (None, 3, "x", 0.5, [], torch.zeros(3), torch.zeros(3, 3, dtype=torch.bool), object())
 
 
-def campaign(trials: int | None, seed: int) -> Counts:
-    counts = Counts()
-    torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # type: ignore[attr-defined]  # dynamo serves one thread
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    for number in range(trials or TRIALS):
-        draw = Draw(f"{seed} {number}")
-        torch.manual_seed(number)
-        trial = draw.choice((attention, attention, flex, style, resharded, besides))(draw)
-        _run(trial, number, counts)
-    return counts
+def judged(kind: Callable[[Draw], Trial]) -> calls.Trial:
+    """What is wrong with the results of a trial of that kind, or ""."""
+
+    def trial(given: calls.Draw) -> str:
+        drawn = kind(Draw(given.random.random()))
+        try:
+            ranks = LoopbackWorld(2, TIMEOUT_SECONDS).run(drawn.on_rank)
+        except PeerLostError as error:
+            if "nothing came" in str(error):
+                raise TimeoutError(f"{drawn.text}: hung: {error}") from None
+            raise
+        finally:
+            assert torch._C._len_torch_function_stack() == 0
+        return compared(drawn, ranks)
+
+    return trial
 
 
-def _run(trial: Trial, number: int, counts: Counts) -> None:
-    note = f"trial {number}, {trial.text}: "
-    try:
-        ranks = LoopbackWorld(2, TIMEOUT_SECONDS).run(trial.on_rank)
-    except PeerLostError as error:
-        if "nothing came" in str(error):
-            counts.hangs += 1
-            counts.notes.append(f"{note}hung: {error}")
-        else:
-            counts.named += 1
-    except RingtileError:
-        counts.named += 1
-    except Exception as error:
-        counts.unnamed += 1
-        counts.notes.append(f"{note}{type(error).__name__}: {str(error)[:200]}")
-    else:
-        _compare(trial, ranks, note, counts)
-    assert torch._C._len_torch_function_stack() == 0
-
-
-def _compare(trial: Trial, ranks: list[list[Tensor]], note: str, counts: Counts) -> None:
+def compared(trial: Trial, ranks: list[list[Tensor]]) -> str:
     order = torch.cat([trial.layout.positions(rank) for rank in range(2)]).argsort()
     try:
         wanted = trial.alone()
     except Exception as error:
-        counts.silent += 1
-        counts.notes.append(f"{note}one process raises {type(error).__name__}: {str(error)[:200]}")
-        return
+        return f"{trial.text}: one process raises {type(error).__name__}: {str(error)[:200]}"
     for shards, exact in zip(zip(*ranks, strict=True), wanted, strict=True):
         got = torch.cat(shards, 2).index_select(2, order)
         if got.shape != exact.shape or not (got - exact).abs().max() <= TOLERANCE * max(1.0, exact.abs().max()):
-            counts.silent += 1
             error = (got - exact).abs().max() if got.shape == exact.shape else f"{got.shape} for {exact.shape}"
-            counts.notes.append(f"{note}off by {error}")
-            return
-    counts.right += 1
+            return f"{trial.text}: off by {error}"
+    return ""
+
+
+def campaign(trials: int | None, seed: int) -> Counts:
+    torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # type: ignore[attr-defined]  # dynamo serves one thread
+    kinds = [judged(kind) for kind in (attention, attention, flex, style, resharded, besides)]
+    return calls.campaign_of(kinds, DEFAULT_TRIALS if trials is None else trials, seed)
 
 
 # ---- what is drawn ------------------------------------------------------------------------------
