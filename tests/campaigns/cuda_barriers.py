@@ -130,7 +130,7 @@ def write(path: Path, text: str) -> None:
 
 
 def first_line(test: str, site: int) -> str:
-    """What a test says first without a site: of a green one its count, else the first failure."""
+    """Return what a test says first without a site: of a green one its count, else the first failure."""
     command = ["stdbuf", "-oL", f"{TREE}/build/emulator/{test}"]
     environment = {**os.environ, "RINGTILE_DROPPED": str(site)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
@@ -141,7 +141,7 @@ def first_line(test: str, site: int) -> str:
 
 
 def objection(site: Site) -> str:
-    """What the site's tests say without it; empty if all stay green."""
+    """Return what the site's tests say without it; empty if all stay green."""
     for test in TESTS[site.file]:
         said = first_line(test, site.number)
         if not re.fullmatch(r"\d+ passed, 0 failed", said):

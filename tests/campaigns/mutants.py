@@ -30,7 +30,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
 
 
 def passes(test: str) -> tuple[bool, str]:
-    """Whether a test passes in the worktree, and the end of what it printed."""
+    """Return whether a test passes in the worktree, and the end of what it printed."""
     kind, _, program = test.partition(" ")
     if kind in ("c", "emulator"):
         out = TREE / "build" / {"c": "ctest/tests/c", "emulator": "emulator"}[kind] / program

@@ -91,7 +91,7 @@ _ENGINES = {"single": "DDP", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", 
 
 
 def name_of(case: tuple[Any, ...]) -> str:
-    """Of a run, without spaces."""
+    """Name a run, without spaces."""
     engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
     on = [name for name in ("tiled_mlp", "tiled_loss") if name in keys]
     on += ["checkpointing"] if checkpointing else []

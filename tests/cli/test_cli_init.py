@@ -145,7 +145,7 @@ def test_axolotl_itself_reads_its_file() -> None:
 
 
 def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False, key: str = "loss") -> list[float]:
-    """What a project's train.py logs, run in this process, which may be a rank. alone: without ringtile."""
+    """Return what a project's train.py logs, run in this process, which may be a rank. alone: without ringtile."""
     enter_world()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
@@ -163,7 +163,7 @@ def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False, key
 
 
 def groups_and_threads_at_the_end(folder: pathlib.Path) -> tuple[bool, int]:
-    """Whether a project's train.py, run on this rank, leaves a group alive, and how many threads of gloo it leaves."""
+    """Return whether a project's train.py, run on this rank, leaves a group alive, and how many threads of gloo."""
     enter_world()
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         before = list(map(weakref.ref, dist.distributed_c10d._world.pg_map))

@@ -25,7 +25,7 @@ from test_cli_train import TRAINING, write_config
 
 
 def _rank_1_fails_in(name: str, error: Exception | None) -> None:
-    """In a function of cli/training.py. None: it is killed."""
+    """Fail in a function of cli/training.py. None: it is killed."""
     original = getattr(training, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def test_failure_of_one_rank_ends_all_with_its_reason(name: str, tmp_path: pathl
 
 @pytest.fixture
 def as_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a world of two that has met; afterwards nothing of it is left."""
+    """Make this process rank 1 of a world of two that has met, of which nothing is left afterwards."""
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "_store", dist.HashStore())

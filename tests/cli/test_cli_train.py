@@ -224,7 +224,7 @@ def test_peak_memory_starts_anew() -> None:
 
 
 def test_progress_bar_shows_loss_and_speed() -> None:
-    """Of all ranks: their metrics, or this process's own where it is alone; else none."""
+    """Return the metrics of all ranks, or this process's own where it is alone; else none."""
     bar = LossBar(SimpleNamespace(tokens_per_s=lambda: 7.0))  # type: ignore[arg-type]
     bar.training_bar = mock.Mock()
     for world_size, more in ((2, {"tokens_per_s": 123.4}), (1, {}), (2, {})):

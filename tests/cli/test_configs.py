@@ -41,7 +41,7 @@ def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shrunk(path: pathlib.Path, folder: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """The same run on a tiny model and 2 ranks; every key that is no size stays."""
+    """Write the same run on a tiny model and 2 ranks; every key that is no size stays."""
     config = yaml.safe_load(path.read_text())
     (folder / "text.txt").write_text(TEXT * 2)
     transformers.set_seed(0)

@@ -100,7 +100,7 @@ def test_refusal_reads_no_tensor() -> None:
     "error", [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RingtileError)]
 )
 def test_every_error_drops_addresses_and_is_pickled(error: type[RingtileError]) -> None:
-    """Of texts that others wrote, too."""
+    """Addresses go from texts that others wrote, too."""
     raised = error(f"torch: {object()!r} of {own_loss!r}")
     assert str(raised) == "torch: <object object> of <function own_loss>"
     assert pickle.loads(pickle.dumps(raised)).args == raised.args

@@ -19,7 +19,7 @@ BIN = pathlib.Path(sys.executable).parent
 
 
 def commands(port: str) -> dict[str, list[str]]:
-    """What starts two ranks of `ringtile`, or of its verb `train`, by the module it needs."""
+    """Return what starts two ranks of `ringtile`, or of its verb `train`, by the module it needs."""
     deepspeed = ["--num_gpus", "2", "--master_port", port, "--module", "ringtile", "train"]
     accelerate = ["--multi_gpu", "--num_processes", "2", "--main_process_port", port, "-m", "ringtile", "train"]
     return {

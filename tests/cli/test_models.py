@@ -21,7 +21,7 @@ FEW = ("gpt_oss", "llava", "roberta", "mamba", "rwkv", "bart")
 
 
 def _in_world(function, *arguments):
-    """As in a process of its own: what `function` does to warnings and logging is undone."""
+    """Run `function` and undo what it does to warnings and logging."""
     enter_world()
     logger = logging.getLogger("ringtile")
     level = logger.level
@@ -33,7 +33,7 @@ def _in_world(function, *arguments):
 
 
 def _as_told(error):
-    """As by the processes of `ringtile models`."""
+    """Do what the processes of `ringtile models` do."""
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 

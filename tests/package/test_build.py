@@ -252,7 +252,7 @@ double use(double x, pthread_t *thread) {
 
 
 def test_wheel_binds_to_the_symbols_of_an_old_glibc(tmp_path: pathlib.Path) -> None:
-    """As a linker with glibc 2.28 would: threads in libpthread, and no pow of 2.29."""
+    """It does as a linker with glibc 2.28 would: threads in libpthread, and no pow of 2.29."""
     (tmp_path / "old.c").write_text(OLD_SYMBOLS)
     script = [sys.executable, ROOT / "tools" / "wheel" / "older_glibc.py", tmp_path / "glibc", "2.28"]
     flags = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split()

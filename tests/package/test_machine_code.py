@@ -57,14 +57,14 @@ class Instruction(NamedTuple):
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Of a kernel that nvdisasm has disassembled."""
+    """Read those of a kernel that nvdisasm has disassembled."""
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9_.x]+) ?(.*?) ?;", text, re.MULTILINE)
     return [Instruction(opcode, rest.split(", ")) for opcode, rest in found]
 
 
 @functools.cache
 def machine_code(cubins: str = ".sm_90a", kernel: re.Pattern[str] = KERNEL) -> dict[str, list[Instruction]]:
-    """Of the kernels whose names match, in the binary's cubins whose names contain a text."""
+    """Read the code of the kernels whose names match, in the binary's cubins whose names contain a text."""
     CACHE.mkdir(parents=True, exist_ok=True)
     kernels = {}
     folder = CACHE / f"cubins.{os.getpid()}"

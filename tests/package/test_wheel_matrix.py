@@ -56,7 +56,7 @@ FAILURE = "==== 1 failed, 122 passed, 115 deselected in 9.10s ===="
     ],
 )
 def test_verdict_of_a_row(row, text, status, verdict, tmp_path):
-    """As if the row's Python had printed `text` and ended with `status`."""
+    """The row's Python prints `text` and ends with `status`."""
     (tmp_path / "text").write_text(text)
     python = tmp_path / "python"
     end = f"kill {status} $$" if status < 0 else f"exit {status}"

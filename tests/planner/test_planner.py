@@ -86,7 +86,7 @@ def test_parameters_and_state_are_those_of_the_real_model(model_type: str) -> No
 
 @pytest.mark.parametrize("model_type", _TYPES)
 def test_activations_are_what_autograd_really_saves(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lives between the passes, to the byte: the storages that a real forward saves, each once, and the loss."""
+    """Between the passes, to the byte, live the storages that a real forward saves, each once, and the loss."""
     config, seq_len = config_of(model_type, num_hidden_layers=1), 48
     real = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
     ids = torch.randint(V, (1, seq_len))

@@ -269,7 +269,7 @@ def test_a_model_offloads_one_tensor_a_layer(family: str, reentrant: bool, tiled
 
 
 def sharded_gradients(kind: str) -> tuple[bool, int]:
-    """Whether offload leaves an FSDP2 model's gradients bitwise unchanged, and how many tensors it offloaded."""
+    """Return whether offload leaves an FSDP2 model's gradients bitwise unchanged, and how many tensors it offloaded."""
     results, transfer = [], LateTransfer()
     for offloads in (False, True):
         model = tiny_model("llama", num_hidden_layers=3).train()

@@ -51,7 +51,7 @@ class Products(TorchDispatchMode):
 def test_weight_gradients_are_sums_of_exact_products(
     dtype: torch.dtype, num_rows: int, cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the factors as they are, in float32, added to the sum a few rows at a time."""
+    """The factors are multiplied as they are, and added in float32 to the sum, a few rows at a time."""
     monkeypatch.setattr(weight_grad, "PRODUCT_BYTES", num_rows * 4 * 24)
     torch.manual_seed(0)
     dout, x, bias = torch.randn(50, 40).to(dtype), torch.randn(50, 24).to(dtype), torch.zeros(40)

@@ -114,7 +114,7 @@ def untiled(family: str, wrapped: str, checkpointed: bool):
 
 
 def _wrapped_cells():
-    """Of 12 cells two, in which every choice occurs; the others are in the matrix."""
+    """Mark all but two of 12 cells long, in which every choice occurs."""
     every_run = [("llama", "layer", False, True), ("mixtral", "mlp", True, False)]
     places = (("llama", "layer"), ("llama", "mlp"), ("mixtral", "mlp"))
     for place, use_original_mlp, checkpointed in itertools.product(places, (False, True), (False, True)):
@@ -169,7 +169,7 @@ def zero3_collectives(config: dict[str, object]) -> Counter[str]:
 
 
 def glus_found_under_zero3() -> set[bool]:
-    """Whether the MLPs of a Llama run on the GLU kernels; DeepSpeed has replaced torch.nn.functional.linear."""
+    """Return whether the MLPs of a Llama run on the GLU kernels; DeepSpeed has replaced torch.nn.functional.linear."""
     found: set[bool] = set()
 
     def find(*arguments: Any) -> Any:

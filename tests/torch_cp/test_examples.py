@@ -44,7 +44,7 @@ def train_3d(**arguments: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def single_process() -> list[float]:
-    """The same model in a plain loop: whole rows, a dense mask, PyTorch's attention."""
+    """Train the same model in a plain loop: whole rows, a dense mask, PyTorch's attention."""
     config = example("train_3d").Config(steps=STEPS)
     torch.manual_seed(0)
     model = example("train_3d").Llama(config)

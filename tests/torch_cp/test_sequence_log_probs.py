@@ -449,7 +449,7 @@ REFUSED: dict[str, tuple[type[RingtileError], Callable[[], Any]]] = {
 
 
 def messages() -> list[tuple[str, str]]:
-    """What each of them raises; the group goes on, and so does the model."""
+    """Return what each of them raises; the group goes on, and so does the model."""
     found = [message_of(raises) for _, raises in REFUSED.values()]
     call()
     return found

@@ -65,7 +65,7 @@ def in_context(
     scheme: str = "ring",
     **arguments: Any,
 ) -> list[Tensor]:
-    """The same as `expected` on one rank of a ring, for its own tokens."""
+    """Return the same as `expected` on one rank of a ring, for its own tokens."""
     tensors = [t.clone() for t in x]
     dims = [2, -2, 2, 2]
     with context_parallel(group, buffers=tensors, buffer_seq_dims=dims, layout=layout, mask=mask, scheme=scheme):
@@ -83,7 +83,7 @@ def run(
     mask: IntervalMask | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
-    """Every result of all ranks, in global order."""
+    """Return every result of all ranks, in global order."""
     sharded = Layout.named(layout, x.q.size(2), world_size) if isinstance(layout, str) else layout
     order = torch.cat([sharded.positions(rank) for rank in range(world_size)]).argsort()
     ranks = LoopbackWorld(world_size).run(lambda group: in_context(group, x, layout, mask, **arguments))
@@ -229,7 +229,7 @@ def test_buffers_come_back_with_their_memory_also_after_an_error() -> None:
 
 
 def test_buffers_may_become_leaves_inside() -> None:
-    """As PyTorch's own tests use the manager: q, k, v are buffers, and require grad within the block."""
+    """PyTorch's own tests use the manager so: q, k, v are buffers, and require grad within the block."""
     x = inputs()
 
     def gradients(group: LoopbackGroup) -> list[Tensor | None]:

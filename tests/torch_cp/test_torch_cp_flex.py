@@ -131,8 +131,8 @@ GATHERED = {  # name: mask_mod, score_mod
 
 
 def gathered_cases() -> dict[str, list[Tensor]]:
-    """By case, this rank's outputs of a direct call and of ContextParallel with arguments and with keywords; and of a
-    score_mod that the module sets itself."""
+    """Return by case this rank's outputs of a direct call and of ContextParallel with arguments and with keywords;
+    and of a score_mod that the module sets itself."""
     group, rank, names = dist.group.WORLD, dist.get_rank(), ("query", "key", "value")
     x = [t.float() for t in inputs(300)[:3]]
     results = {}
@@ -177,7 +177,7 @@ def test_other_masks_run_on_gathered_keys() -> None:
 
 
 def score_mods_of_the_module() -> list[str]:
-    """What PyTorch's own function is refused for, with the mask of a ring and with that of gathered keys."""
+    """Return what PyTorch's own function is refused for, with the mask of a ring and with that of gathered keys."""
     messages = []
     for mask_mod in (two_intervals, mask_mod_of(IntervalMask.causal(300))):
         local = context_parallel_shard(dist.group.WORLD, [t.float() for t in inputs(300)[:3]], [2] * 3, "zigzag")

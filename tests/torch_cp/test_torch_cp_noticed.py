@@ -85,7 +85,7 @@ def test_fused_kernels_by_their_own_names_are_refused() -> None:
 
 
 def test_other_softmaxes_are_not_attention() -> None:
-    """As many experts, classes and features as local tokens."""
+    """There are as many experts, classes and features as local tokens."""
     weight = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
 
     def route(qkv: list[Tensor]) -> None:
@@ -224,8 +224,8 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def differences_in_block(
     model: Any, tensors: list[Tensor], single: Tensor, mask: IntervalMask | None, layout: str
 ) -> list[float]:
-    """Of the loss of input_ids, labels and position_ids and its gradients in the page's loop from `single`, that of one
-    process; relative to the largest."""
+    """Return how far loss and gradients of input_ids, labels and position_ids in the page's loop are from `single`, the
+    loss of one process, and its gradients; relative to the largest."""
     wanted = [single.detach(), *torch.autograd.grad(single, list(model.parameters()))]
     input_ids, labels, position_ids = tensors
     with context_parallel(
@@ -279,7 +279,7 @@ WAYS = [[0, 1, 2], [0, 1, 3], [0, 4]]  # the nodes on the way to each leaf
 
 
 def differences_on_a_tree() -> list[float]:
-    """As `differences`, from each way as a row of its own, where the loss of a shared token counts in the first."""
+    """Compare with each way as a row of its own, where the loss of a shared token counts in the first."""
     model: Any = tiny_model("llama").double().train()
     generator = torch.Generator().manual_seed(0)
     input_ids, labels = (torch.randint(3, 90, (2, 32), generator=generator) for _ in range(2))
@@ -335,7 +335,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def refusals() -> list[str]:
-    """What each of them says; the group goes on."""
+    """Return what each of them says; the group goes on."""
     return [message_of(call) for call in REFUSED.values()]
 
 

@@ -63,7 +63,7 @@ def in_context(
     backward_inside: bool = True,
     **options: Any,
 ) -> list[Tensor]:
-    """The same in the block on every rank: gradients of parameters added, the others put together."""
+    """Compute the same in the block on every rank, add gradients of parameters and put the others together."""
 
     def rank(group: Any) -> list[Tensor]:
         x, weight, decays = inputs()
@@ -115,7 +115,7 @@ def test_checkpoints_recompute_over_the_same_sequence_after_the_block(world_size
 
 
 def compiled_on_a_rank(world_size: int) -> bool:
-    """In processes: torch.compile in one thread is seen in all."""
+    """Run in a process: torch.compile in one thread is seen in all."""
     x, weight, decays = inputs()
     layout = Layout.zigzag(S, world_size)
     group, rank = (dist.group.WORLD, dist.get_rank()) if world_size > 1 else (LoopbackWorld(1).groups[0], 0)

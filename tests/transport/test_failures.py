@@ -23,7 +23,7 @@ HOP_SECONDS = 0.05  # at most, from one rank's thread to another's: a busy host
 
 
 def hops(world_size: int, gone: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
-    """By rank, how far it is from the first one that is not gone; without those that cannot be reached."""
+    """Return by rank how far it is from the first one that is not gone, without those that cannot be reached."""
     first = min(set(range(world_size)) - gone)
     distance, ready = {first: 0}, deque([first])
     while ready:

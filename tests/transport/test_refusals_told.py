@@ -51,7 +51,7 @@ WRONG_OF_ONE_RANK: dict[str, dict[str, Any]] = {
 
 
 def one_rank_refuses() -> dict[str, tuple[str, float]]:
-    """By the name of a wrong call: what this rank is told, and when (seconds)."""
+    """Return by the name of a wrong call what this rank is told, and when (seconds)."""
     rank, told = dist.get_rank(), {}
     layout = Layout.zigzag(S, 2)
     q = layout.shard(tokens(), 1, rank)

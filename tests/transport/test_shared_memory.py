@@ -45,7 +45,7 @@ def opened(value: str = "1") -> tuple[dist.ProcessGroup, frozenset[int]]:
 
 
 def numbers_of(group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Of a ring, forward and backward, and of a long message to and from every rank."""
+    """Return the numbers of a ring, forward and backward, and of a long message to and from every rank."""
     out = USUAL.forward(group)
     (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -99,7 +99,7 @@ def no_files(segment: Segment, world_size: int) -> None:
 
 
 def another_token(segment: Segment, world_size: int) -> None:
-    """As if the file were another one than its owner told of."""
+    """Make the file another one than its owner told of."""
     _open(segment, world_size)
     assert segment.file is not None
     os.pwrite(segment.file, bytes(len(segment.token)), 0)
@@ -115,7 +115,7 @@ def too_small(segment: Segment, world_size: int) -> None:
 
 
 def cannot_be_reached(segment: Segment, world_size: int) -> None:
-    """As on another host."""
+    """Open a segment of another host."""
     _open(segment, world_size)
     segment.name += "-elsewhere"
 
@@ -129,7 +129,7 @@ def stranger(segment: Segment, world_size: int) -> None:
 
 
 def with_fault(odd: int) -> list[frozenset[int]]:
-    """By fault of one rank, who shares memory with this one; the group works in any case."""
+    """Return by fault of one rank who shares memory with this one; the group works in any case."""
     sharing = []
     for fault in (no_files, another_token, unsealed, too_small, cannot_be_reached, stranger):
         with mock.patch.object(Segment, "open", fault) if dist.get_rank() == odd else contextlib.nullcontext():

@@ -247,7 +247,7 @@ def test_more_kinds_of_calls_than_are_remembered(monkeypatch: pytest.MonkeyPatch
 
 
 def header_messages(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """By call and rank, the headers that are sent; the first call has new terms."""
+    """Count by call and rank the headers that are sent; the first call has new terms."""
     sent = [0] * world_size
     send = sockets.SocketChannel.send
 

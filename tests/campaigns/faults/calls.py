@@ -150,13 +150,13 @@ class Draw:
 
 
 def freed(x: Tensor) -> bool:
-    """Or expanded, or without a storage of strides."""
+    """Return whether it is freed, or expanded, or without a storage of strides."""
     odd = x.is_nested or x.is_quantized or x.layout != torch.strided
     return odd or x.untyped_storage().nbytes() < x.nbytes
 
 
 def differ(name: str, got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """What is wrong with a result; "" if nothing is. A result on meta has only a shape."""
+    """Return what is wrong with a result, "" if nothing is. A result on meta has only a shape."""
     if got.shape != expected.shape:
         return f"{name} has shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if got.device.type == "meta" or expected.device.type == "meta":

@@ -300,7 +300,7 @@ def of_gradient(f: Callable[[Tensor], Tensor], x: Tensor, wanted: str) -> Tensor
 
 
 def tangent(f: Callable[[Tensor], Tensor], x: Tensor, of_backward: bool) -> Tensor:
-    """What forward-mode AD makes of the op, or of its backward."""
+    """Return what forward-mode AD makes of the op, or of its backward."""
     with forward_ad.dual_level():
         if of_backward:
             x = x.clone().requires_grad_()

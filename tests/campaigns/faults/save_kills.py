@@ -93,7 +93,7 @@ def campaign(trials: int | None, seed: int) -> Counts:
 
 
 def _places(cell: tuple[str, int], folder: str) -> list[Place]:
-    """Every operation of an undisturbed training, by rank."""
+    """List every operation of an undisturbed training, by rank."""
     return [
         Place(*cell, rank, number, operation)
         for rank in range(cell[1])
@@ -102,7 +102,7 @@ def _places(cell: tuple[str, int], folder: str) -> list[Place]:
 
 
 def _spread(places: list[Place], number: int) -> list[Place]:
-    """So many of the places, of as many kinds as there are, which take turns."""
+    """Choose so many of the places, of as many kinds as there are, which take turns."""
     kinds: dict[tuple[Any, ...], list[Place]] = {}
     for place in places:
         kinds.setdefault((*place[:3], re.sub(r"\.tmp\w+", ".tmp", place.operation)), []).append(place)
@@ -161,7 +161,7 @@ def _try(place: Place, pool: Pool, expected: Outcome, folder: str, counts: Count
 
 
 def _complete(run: Path) -> tuple[list[int], list[int]]:
-    """The steps of the checkpoints that have a complete manifest and every file of it, and of the others."""
+    """List the steps of the checkpoints that have a complete manifest and every file of it, and of the others."""
     whole: list[int] = []
     damaged: list[int] = []
     for path in run.glob("checkpoint-*"):
@@ -192,7 +192,7 @@ def _watch(folder: str, number: int, log: str) -> None:
 
 
 def _train(engine: str, folder: str, log: str, victim: int = -1, number: int = -1, resume: bool = False) -> Outcome:
-    """On each rank. The victim is killed at that operation."""
+    """Train on each rank. The victim is killed at that operation."""
     import ringtile
     from hf_engines import engine as engine_arguments
     from hf_engines import full_weights

@@ -97,7 +97,7 @@ def seq_idx_of(mask: IntervalMask) -> Tensor:
 
 
 def is_usable(x: Any) -> bool:
-    """Whether torch itself computes with it: of a freed storage it reads what is not there."""
+    """Return whether torch itself computes with it: of a freed storage it reads what is not there."""
     return isinstance(x, Tensor) and x.is_floating_point() and not freed(x)
 
 

@@ -59,7 +59,7 @@ JUNK = (None, 3, "x", 0.5, [], torch.zeros(3), torch.zeros(3, 3, dtype=torch.boo
 
 
 def judged(kind: Callable[[Draw], Trial]) -> calls.Trial:
-    """What is wrong with the results of a trial of that kind, or ""."""
+    """Make a trial of that kind; it returns what is wrong with the results, or ""."""
 
     def trial(given: calls.Draw) -> str:
         drawn = kind(Draw(given.random.random()))

@@ -58,7 +58,7 @@ class Trial:
     scheme: str = "ring"
 
     def late(self, ends: list[float]) -> float:
-        """By how many seconds the last of these ranks ended too late; at most 0: none did. ends: from the kill."""
+        """Return how many seconds too late the last of these ranks ended; at most 0: none did. ends: from the kill."""
         return max(ends, default=0.0) - END_SECONDS - (self.timeout if self.stops else 0.0)
 
     @classmethod
