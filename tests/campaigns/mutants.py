@@ -14,13 +14,15 @@ import time
 from pathlib import Path
 
 import mutants_of_kernels
+import mutants_of_peers
 import mutants_of_training
+from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutants"
 PYTHON = ROOT / ".venv" / "bin" / "python"
 
-MUTANTS = [*mutants_of_kernels.MUTANTS, *mutants_of_training.MUTANTS]
+MUTANTS = [*mutants_of_kernels.MUTANTS, *mutants_of_training.MUTANTS, *mutants_of_peers.MUTANTS]
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +42,14 @@ def passes(test: str) -> tuple[bool, str]:
         done = run(out)
     else:
         done = run(PYTHON, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split(), PYTHONPATH="python")
+    return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
+
+
+def verified(mutant: Mutant) -> tuple[bool, str]:
+    """Whether `ringtile verify` finds nothing wrong with the mutant's case, and the end of what it printed."""
+    backend, _, case = mutant.case.rpartition(": ")
+    command = (PYTHON, "-m", "ringtile", "verify", "--backend", backend or "ringtile", "--case", case)
+    done = run(*command, PYTHONPATH="python")
     return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
 
 
@@ -66,6 +76,11 @@ def main() -> int:
         if not ok:
             print(f"red without a mutant: {test}\n{said}")
             return 2
+    for case, mutant in {mutant.case: mutant for mutant in chosen if mutant.case}.items():
+        ok, said = verified(mutant)
+        if not ok:
+            print(f"verify finds {case} wrong without a mutant\n{said}")
+            return 2
     num_red = 0
     for mutant in chosen:
         path = TREE / mutant.file
@@ -77,11 +92,12 @@ def main() -> int:
         path.write_text(text.replace(mutant.line, mutant.broken))
         try:
             ok, said = passes(mutant.test)
+            found = not mutant.case or not verified(mutant)[0]
         finally:
             path.write_text(text)
-        red = not ok and "DOES NOT COMPILE" not in said
+        red = not ok and found and "DOES NOT COMPILE" not in said
         num_red += red
-        colour = "red" if red else "GREEN" if ok else "BROKEN"
+        colour = "red" if red else "GREEN" if ok else "GREEN in verify" if not found else "BROKEN"
         print(f"{colour}  {mutant.name}: {mutant.test} ({time.monotonic() - began:.0f} s)")
         if not red:
             print(said)

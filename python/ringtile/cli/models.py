@@ -60,9 +60,7 @@ def run(args: argparse.Namespace) -> Outcome:
         ranks.close()
         alone.close()
     if args.markdown is not None:
-        before, after = split_page(args.markdown)
-        page = before + BEGIN + markdown(rows) + END + after
-        write_output(args.markdown, lambda path: _write(path, page))
+        replace_table(args.markdown, markdown(rows))
     failed = any(row["verdict"] in ("wrong", "failed") for row in rows)
     return Outcome(int(failed), {"types": rows, "seconds": time.monotonic() - began})
 
@@ -143,7 +141,7 @@ def reason_of(row: dict[str, Any]) -> str:
     return re.sub(r"[|<>]", " ", reason)[:200]
 
 
-def split_page(path: pathlib.Path) -> tuple[str, str]:
+def split_page(path: pathlib.Path, begin: str = BEGIN) -> tuple[str, str]:
     """What stands before and after the table of a page. Raises ConfigError for a page without its marks."""
     try:
         text = path.read_text()
@@ -151,11 +149,18 @@ def split_page(path: pathlib.Path) -> tuple[str, str]:
         raise ConfigError(
             f"--markdown: cannot read {path} ({error}); expected a page with a table to replace"
         ) from None
-    before, begin, rest = text.partition(BEGIN)
+    before, found, rest = text.partition(begin)
     _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"--markdown: {path} has no table; expected the lines {BEGIN.strip()} and {END.strip()}")
+    if not found or not end:
+        raise ConfigError(f"--markdown: {path} has no table; expected the lines {begin.strip()} and {END.strip()}")
     return before, after
+
+
+def replace_table(path: pathlib.Path, table: str, begin: str = BEGIN) -> None:
+    """Puts a table between the marks of a page."""
+    before, after = split_page(path, begin)
+    page = before + begin + table + END + after
+    write_output(path, lambda temporary: _write(temporary, page))
 
 
 def _names(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,122 @@
+"""Every case through every backend that was asked for: a line for each, and the page of docs/guide/gauntlet.md."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringtile.cli import Outcome
+from ringtile.cli.gauntlet import attention_cases, judge, training_cases
+from ringtile.cli.gauntlet.attention_cases import AttentionCase
+from ringtile.cli.gauntlet.backends import Backend, backend, backends
+from ringtile.cli.gauntlet.training_cases import TrainingCase
+from ringtile.cli.models import replace_table, split_page
+from ringtile.errors import ConfigError
+
+BEGIN = "<!-- begin: ringtile verify --backend all --markdown -->\n"
+FAILED = ("wrong", "hangs", "crashed")
+
+
+def run(names: list[str], cases: list[str], markdown: pathlib.Path | None) -> Outcome:
+    """Prints a line per cell. Status 1: a cell is wrong, hangs or crashes."""
+    if markdown is not None:
+        split_page(markdown, BEGIN)
+    known = [case.name for case in attention_cases.CASES] + [case.name for case in training_cases.CASES]
+    if unknown := [name for name in cases if name not in known]:
+        raise ConfigError(f"--case is {unknown[0]}; expected one of {', '.join(known)}")
+    rows = []
+    for one in backends().values() if "all" in names else [backend(name) for name in names]:
+        print(f"{one.name}: {one.package} {one.version() or 'is not installed: ' + one.install}", flush=True)
+        if one.version() is not None:
+            rows += _of(one, cases)
+    if markdown is not None:
+        replace_table(markdown, page(rows), BEGIN)
+    return Outcome(int(any(row["verdict"] in FAILED for row in rows)), {"rows": rows})
+
+
+def _of(one: Backend, cases: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    judges: list[tuple[Any, Sequence[AttentionCase | TrainingCase]]] = [(judge.Judge(one), attention_cases.CASES)]
+    if one.trains:
+        judges.append((judge.TrainingJudge(), training_cases.CASES))
+    for ranks, its_cases in judges:
+        try:
+            for case in its_cases:
+                if not cases or case.name in cases:
+                    row = {"backend": one.name, **ranks.judge(case)}
+                    rows.append(row)
+                    documented = f" ({row['documented']})" if row["documented"] and row["verdict"] in FAILED else ""
+                    print(f"  {case.name:26} {row['verdict']:11} {row['words'][:200]}{documented}", flush=True)
+        finally:
+            ranks.close()
+    return rows
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The tables of attention and of training, and what was said where a cell is not exact."""
+    names = [name for name in backends() if any(row["backend"] == name for row in rows)]
+    cells = {(row["backend"], row["case"]): row for row in rows}
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, gloo, {judge.RANKS} ranks, no GPU"
+    lines = [f"{today}, {machine}, Python {platform.python_version()}, torch {torch.__version__}.", ""]
+    lines += ["| backend | package | what is called |", "| --- | --- | --- |"]
+    lines += [
+        f"| `{name}` | {backend(name).package} {backend(name).version()} | {backend(name).setup} |" for name in names
+    ]
+    lines += ["", "| case | " + " | ".join(f"`{name}`" for name in names) + " |", "| --- |" + " --- |" * len(names)]
+    for case in attention_cases.CASES:
+        lines.append(f"| {case.name} | " + " | ".join(_cell(cells.get((name, case.name))) for name in names) + " |")
+    lines += ["", "| case | what it is | stands for |", "| --- | --- | --- |"]
+    lines += [f"| {case.name} | {case.what} | {_link(case.bug, case.source)} |" for case in attention_cases.CASES]
+    lines += ["", "Training, through transformers' Trainer on 2 ranks:", ""]
+    lines += ["| case | what it is | `ringtile` | stands for |", "| --- | --- | --- | --- |"]
+    for trained in training_cases.CASES:
+        cell = _cell(cells.get(("ringtile", trained.name)))
+        lines.append(f"| {trained.name} | {trained.what} | {cell} | {_link(trained.bug, trained.source)} |")
+    lines += [
+        "",
+        "Where a cell is neither exact nor `-`:",
+        "",
+        "| backend | cases | said, or found |",
+        "| --- | --- | --- |",
+    ]
+    for name in names:
+        of: dict[tuple[str, str], list[str]] = {}
+        for row in rows:
+            if row["backend"] == name and row["verdict"] not in ("exact", "not offered"):
+                words = f"{row['words']}; {row['documented']}" if row["documented"] else row["words"]
+                of.setdefault((row["verdict"], _plain(words)), []).append(row["case"])
+        lines += [f"| `{name}` | {', '.join(where)} | {kind}: {words} |" for (kind, words), where in of.items()]
+    return "\n".join([*lines, ""])
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["verdict"] == "not offered":
+        return "-"
+    if row["verdict"] not in FAILED:
+        return str(row["verdict"])
+    size = f" {row['difference']:.0e}" if row["verdict"] == "wrong" and "difference" in row else ""
+    return f"**{row['verdict']}**{size}" + (" (documented)" if row["documented"] else "")
+
+
+def _link(bug: str, source: str) -> str:
+    if not source:
+        return bug
+    owner_and_name, _, number = source.replace("/issues/", "#").replace("/pull/", "#").rpartition("#")
+    return f"{bug} ([{owner_and_name.rpartition('/')[2]}#{number}]({attention_cases.ISSUES}{source}))"
+
+
+def _plain(words: str) -> str:
+    """For a cell of a table."""
+    return " ".join(words.replace("|", " ").replace("<", " ").replace(">", " ").split())[:260]
