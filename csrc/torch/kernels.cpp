@@ -49,7 +49,7 @@ struct Place {
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream));
         return stream;
     }
-    static int64_t attn_fwd_bytes(const rt_attn_params *) { return 0; }
+    static int64_t attn_fwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_fwd_workspace_bytes(p); }
     static int64_t attn_bwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_bwd_workspace_bytes(p); }
 #else
     Place(const char *op, const Tensor &x) : device(Arg{op, "the first tensor", x}.x.device()) {}

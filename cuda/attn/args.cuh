@@ -15,16 +15,23 @@ RT_DEVICE int least(int a, int b) { return a < b ? a : b; }
 RT_DEVICE int most(int a, int b) { return a > b ? a : b; }
 RT_HOST_DEVICE int num_tiles(int n, int tile) { return n / tile + (n % tile != 0); }
 
-// Whether plain.cuh alone has a kernel for the head dims.
+// Whether plain.cuh alone has a kernel for the head dims; for what is asked, in every dtype.
 inline bool has_large_heads(const rt_attn_params &p) { return p.head_dim > 256 || p.v_head_dim > 256; }
-
-// Whether it has the only kernels for what is asked, in every dtype.
-inline bool is_plain_in_any_dtype(const rt_attn_params &p) { return p.dropout > 0 || p.key_begin != NULL; }
+inline bool is_plain_in_any_dtype(const rt_attn_params &p) { return has_large_heads(p) || p.dropout > 0; }
 
 // ---- arguments ---------------------------------------------------------------------------------
 
 // Runs per launch: with the params they stay below the 4096 bytes of arguments that every driver accepts.
 constexpr int MAX_RUNS = 64;
+
+// Arrays of a backward (query_walk.cuh).
+struct backward_workspace {
+    struct attended_keys *queries; // (rows of the mask, tiles of queries)
+    struct position_range *keys;   // (tiles of keys): their positions
+    int *semaphores;               // (batch, heads, tiles of queries)
+    int *next_ticket;
+    int *next_part; // (tiles of keys, batch, kv heads): the part that adds next, if there are several
+};
 
 // The argument of a kernel. A score in units of log 2 is scale_log2 * q.k, or scale_log2 * tanh(cap * q.k) with a
 // softcap. Both factors are positive: if scale is not, the kernel negates or clears one side of the product
@@ -35,6 +42,11 @@ struct attn_args {
     int num_runs;
     int section;   // kv heads, in a forward (key_walk.cuh)
     int num_parts; // of the query heads of a group, in a backward (query_walk.cuh)
+    backward_workspace workspace;
+    // With p.key_begin (mask_tiles.cuh):
+    struct position_range *query_tiles; // (tiles of queries)
+    struct key_intervals *key_tiles;    // (rows of the key mask, tiles of keys)
+    int num_key_tiles;                  // else 0
     float scale_log2, cap;
     float inverse_softcap; // 0: off
     rt_dropout_rule dropout;
@@ -52,7 +64,7 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
 // Calls start(args) for every max_runs runs of p until one fails; if p is fresh or rounds out at least once, even
 // without runs.
 template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
-    attn_args args;
+    attn_args args = {};
     args.p = p;
     args.section = args.num_parts = 1;
     const double scale = p.scale == 0 ? 1 : fabs(p.scale);

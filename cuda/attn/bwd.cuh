@@ -127,7 +127,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     load_rows(q_tile, q_of<T>(p), at);
     load_rows(dout_tile, dout_of<T>(p), at);
     cp_async_commit_group();
-    numbers.store(thread_index(), numbers.fetch(at, thread_index()));
+    numbers.store(at, thread_index(), numbers.fetch(at, thread_index()));
     walk.store_warp_positions();
     fix_sign<THREADS>(k_tile, p.scale);
 
@@ -181,23 +181,22 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
         cp_async_commit_group();
         const auto next_numbers = numbers.fetch(next, thread_index());
 
-        int next_to_add = 0;
         if constexpr (WITH_K) { // dq += dS k
             accumulator<1, D / 8 / shape::COLUMN_PARTS> dq;
             clear<1, D / 8 / shape::COLUMN_PARTS>(dq);
             multiply_dscores<T, shape>(dq, dscore_tile, k_tile);
-            if (thread_index() == 0) {
-                next_to_add = walk.next_to_add(at); // before the wait: other thread blocks wait until the release
-                walk.wait_for_dq(walk.dq_semaphore(at));
+            if (warp_index() == 0) {
+                const int previous = walk.previous_to_add(at);
+                if (lane_index() == 0) walk.wait_for_dq(at, previous);
             }
             syncthreads();
             add_query_rows<shape>(walk, at, dq);
         }
-        numbers.store(thread_index(), next_numbers);
+        numbers.store(next, thread_index(), next_numbers);
         cp_async_wait_group<0>();
         syncthreads(); // the next tile has arrived, and dq is added
         if constexpr (WITH_K)
-            if (thread_index() == 0) st_release(walk.dq_semaphore(at), next_to_add);
+            if (thread_index() == 0) walk.release_dq(at);
         at = next;
     }
     add_in_turn(
@@ -213,7 +212,7 @@ template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, vo
     using shape = backward_shape<D, DV>;
     if (p.num_queries == 0 && !p.fresh) return RT_OK;
     return for_runs(p, [&](const attn_args &of) {
-        const attn_args args = divide_heads<shape::KEYS>(of, shape::MOST_CTAS);
+        attn_args args = divide_heads<shape::KEYS>(of, shape::MOST_CTAS);
         const auto start = [&](auto kernel) {
             const rt_status status = fill_workspace<shape::QUERIES, shape::KEYS>(args, stream);
             if (status != RT_OK) return status;

@@ -9,15 +9,16 @@
 // lse is in units of log 2, and inf for a query that attends no key, which gives weights of 0. Both are read at
 // different times, hence two arrays.
 template <int TILE> struct query_storage {
-    tile_bounds intervals[TILE];
+    interval keys[TILE];
     alignas(16) float lse[TILE], delta[TILE];
+    int tile, is_held; // the tile of queries; whether the mask's second side leaves every pair
 };
 
 // The intervals and sums of a tile of queries in shared memory, of which a warp reads Shape::QUERIES from `first`
 // on. fetch and store are separate so that the loads are in flight while other warps still read the previous tile.
 template <class Shape> struct query_numbers {
     struct numbers {
-        tile_bounds interval;
+        interval keys;
         float lse, delta;
     };
     const typename Shape::walk &walk;
@@ -36,25 +37,28 @@ template <class Shape> struct query_numbers {
                 lse == -INFINITY ? INFINITY : lse,
                 ld_global((const float *)p.delta + row)};
     }
-    RT_DEVICE void store(int query, const numbers &of) const {
+    RT_DEVICE void store(typename Shape::walk::place place, int query, const numbers &of) const {
         if (query >= Shape::TILE) return;
-        st_shared(RT_SHARED(at, intervals)[query], of.interval);
+        st_shared(RT_SHARED(at, keys)[query], of.keys);
         st_shared(RT_SHARED(at, lse)[query], of.lse);
         st_shared(RT_SHARED(at, delta)[query], of.delta);
+        if (Shape::walk::SIDES == ONE_SIDE || query > 0) return;
+        st_shared(RT_SHARED(at, tile), place.tile);
+        st_shared(RT_SHARED(at, is_held), walk.ended(place) || walk.is_held_by_keys(place.tile) ? 1 : 0);
     }
-    RT_DEVICE tile_bounds interval(int query) const { return ld_shared(RT_SHARED(at, intervals)[first + query]); }
+    RT_DEVICE interval keys(int query) const { return ld_shared(RT_SHARED(at, keys)[first + query]); }
 
     // Whether any query attends any key of the warp; whether all attend all.
     struct attendance {
         bool any, all;
     };
     RT_DEVICE attendance attended() const {
-        const key_positions keys = walk.warp_positions();
-        attendance lane = {false, true};
+        const position_range keys_at = walk.warp_positions();
+        attendance lane = {false, is_held()};
         for (int query = lane_index(); query < Shape::QUERIES; query += 32) {
-            const tile_bounds of = interval(query);
-            lane.any |= of.begin <= keys.last && of.end > keys.first;
-            lane.all &= of.begin <= keys.first && of.end > keys.last;
+            const interval of = keys(query);
+            lane.any |= may_meet(of, keys_at);
+            lane.all &= holds(of, keys_at);
         }
         return {any_sync(lane.any), all_sync(lane.all)};
     }
@@ -74,13 +78,31 @@ template <class Shape> struct query_numbers {
         const int positions[2] = {walk.position_of(lane_row<1>(0)), walk.position_of(lane_row<1>(1))};
 #pragma unroll
         for (int i = 0; i < 4 * N; i++) {
-            const tile_bounds of = interval(i / 4 * 8 + lane_index() % 4 * 2 + i % 2);
-            const int position = positions[i / 2 % 2];
-            if (position < of.begin || position >= of.end) scores[0][i / 4][i % 4] = -INFINITY;
+            const interval of = keys(i / 4 * 8 + lane_index() % 4 * 2 + i % 2);
+            if (!contains(of, positions[i / 2 % 2])) scores[0][i / 4][i % 4] = -INFINITY;
         }
+        if (!is_held()) mask_scores_by_keys(scores);
+    }
+    // The same by the mask's second side.
+    template <int N> RT_DEVICE void mask_scores_by_keys(accumulator<1, N> &scores) const {
+        const rt_attn_params &p = walk.args.p;
+        const interval queries[2] = {walk.queries_of_row(lane_row<1>(0)), walk.queries_of_row(lane_row<1>(1))};
+        const int tile = ld_shared(RT_SHARED(at, tile)),
+                  first_token = tile * Shape::TILE + first + lane_index() % 4 * 2;
+        uint32_t attended[2] = {0, 0}; // a bit for each column: the loop needs few registers
+#pragma unroll 4
+        for (int i = 0; i < 2 * N; i++) {
+            const int token = first_token + i / 2 * 8 + i % 2;
+            const int position = token < p.num_queries ? position_of_query(p, token) : INT32_MAX;
+            for (int r = 0; r < 2; r++) attended[r] |= (uint32_t)contains(queries[r], position) << i;
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * N; i++)
+            if ((attended[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1) == 0) scores[0][i / 4][i % 4] = -INFINITY;
     }
 
   private:
+    RT_DEVICE bool is_held() const { return Shape::walk::SIDES == ONE_SIDE || ld_shared(RT_SHARED(at, is_held)) != 0; }
     RT_DEVICE int column(int n) const { return first + 8 * n + lane_index() % 4 * 2; }
 };
 

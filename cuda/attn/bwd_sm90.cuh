@@ -31,7 +31,7 @@ struct attn_bwd_sm90_args {
     tensor_map q, dout, dq, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90];
 };
 
-template <int D> struct backward_sm90_shape {
+template <int D, int SIDES> struct backward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
     static constexpr int COPIER = CONSUMERS, ADDER = CONSUMERS + 1,
                          NUMBERS = CONSUMERS + 2; // warps, NUMBERS 2
@@ -39,7 +39,7 @@ template <int D> struct backward_sm90_shape {
     static constexpr int KEY_PANEL = KEYS * 128, QUERY_PANEL = TILE * 128; // bytes
     static constexpr int BOXES = 4, BOX_ROWS = 64, BOX_COLS = 32;          // of dq, 128 bytes a row
     static constexpr int DQ_PLACES = D == 128 ? 2 : 1;
-    using walk = query_walk<KEYS, TILE>;
+    using walk = query_walk<KEYS, TILE, SIDES>;
     using dscore_tile = tile<KEYS, QUERIES>; // dS^T of a part
 
     struct stage {
@@ -67,8 +67,8 @@ template <int D> struct backward_sm90_shape {
 // parity.
 template <int PLACES = 2> RT_DEVICE int parity_of(int n) { return n / PLACES % 2; }
 
-template <int D> RT_DEVICE void init_mbarriers(typename backward_sm90_shape<D>::shared smem) {
-    using shape = backward_sm90_shape<D>;
+template <int D, int SIDES> RT_DEVICE void init_mbarriers(typename backward_sm90_shape<D, SIDES>::shared smem) {
+    using shape = backward_sm90_shape<D, SIDES>;
     mbarrier_init(RT_SHARED(smem, keys_full), 1);
     for (int place = 0; place < shape::DQ_PLACES; place++) {
         mbarrier_init(RT_SHARED(RT_SHARED(smem, dq_ring)[place], full), shape::CONSUMERS);
@@ -83,10 +83,10 @@ template <int D> RT_DEVICE void init_mbarriers(typename backward_sm90_shape<D>::
 
 // ---- the producers -------------------------------------------------------------------------------
 
-template <int D>
-RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm90_shape<D>::shared smem,
-                            const typename backward_sm90_shape<D>::walk &walk) {
-    using shape = backward_sm90_shape<D>;
+template <int D, int SIDES>
+RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm90_shape<D, SIDES>::shared smem,
+                            const typename backward_sm90_shape<D, SIDES>::walk &walk) {
+    using shape = backward_sm90_shape<D, SIDES>;
     constexpr int KEYS = shape::KEYS, TILE = shape::TILE;
     const bool copies = lane_index() == 0;
     if (copies) {
@@ -118,10 +118,10 @@ RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm
 
 // Two warps fetch the numbers of a tile, half each: the first of each lane while the stage is still in use. The place
 // behind the last tile tells the others to end.
-template <int D>
-RT_DEVICE void store_numbers(typename backward_sm90_shape<D>::shared smem,
-                             const typename backward_sm90_shape<D>::walk &walk) {
-    using shape = backward_sm90_shape<D>;
+template <int D, int SIDES>
+RT_DEVICE void store_numbers(typename backward_sm90_shape<D, SIDES>::shared smem,
+                             const typename backward_sm90_shape<D, SIDES>::walk &walk) {
+    using shape = backward_sm90_shape<D, SIDES>;
     constexpr int HALF = shape::TILE / 2;
     const int first = (warp_index() - shape::NUMBERS) * HALF + lane_index();
     auto at = walk.first();
@@ -130,9 +130,9 @@ RT_DEVICE void store_numbers(typename backward_sm90_shape<D>::shared smem,
         const query_numbers<shape> numbers{walk, RT_SHARED(stage, numbers)};
         const auto ahead = numbers.fetch(at, first);
         mbarrier_wait_parity(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty), parity_of(n) ^ 1);
-        numbers.store(first, ahead);
+        numbers.store(at, first, ahead);
 #pragma unroll
-        for (int i = 32; i < HALF; i += 32) numbers.store(first + i, numbers.fetch(at, first + i));
+        for (int i = 32; i < HALF; i += 32) numbers.store(at, first + i, numbers.fetch(at, first + i));
         if (first == 0) st_shared(RT_SHARED(stage, at), at);
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], full));
         if (walk.ended(at)) break;
@@ -142,17 +142,18 @@ RT_DEVICE void store_numbers(typename backward_sm90_shape<D>::shared smem,
 
 // ---- the adder -----------------------------------------------------------------------------------
 
-template <int D>
-RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_shape<D>::shared smem,
-                      const typename backward_sm90_shape<D>::walk &walk) {
-    using shape = backward_sm90_shape<D>;
+template <int D, int SIDES>
+RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_shape<D, SIDES>::shared smem,
+                      const typename backward_sm90_shape<D, SIDES>::walk &walk) {
+    using shape = backward_sm90_shape<D, SIDES>;
     for (int n = 0;; n++) {
         mbarrier_wait_parity(RT_SHARED(RT_SHARED(smem, ring)[n % 2], full), parity_of(n));
         const auto at = ld_shared(RT_SHARED(RT_SHARED(smem, stages)[n % 2], at));
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
         if (walk.ended(at)) break;
+        const int previous = walk.previous_to_add(at);
         if (lane_index() == 0) {
-            walk.wait_for_dq(walk.dq_semaphore(at)); // mostly over before dq is there
+            walk.wait_for_dq(at, previous); // mostly over before dq is there
             fence_proxy_async_global();
             const auto ring = RT_SHARED(smem, dq_ring)[n % shape::DQ_PLACES];
             mbarrier_wait_parity(RT_SHARED(ring, full), parity_of<shape::DQ_PLACES>(n));
@@ -165,10 +166,9 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
             cp_async_bulk_commit_group();
             cp_async_bulk_wait_group_read<0>();
             mbarrier_arrive(RT_SHARED(ring, empty));
-            const int next_to_add = walk.next_to_add(at); // found while the sums are on their way
             cp_async_bulk_wait_group<0>();
             fence_proxy_async_global();
-            st_release(walk.dq_semaphore(at), next_to_add);
+            walk.release_dq(at);
         }
         syncwarp(); // the other lanes wait here, not a tile ahead
     }
@@ -178,8 +178,8 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
 
 // Stores a group's 64 x 64 numbers of dq in its two boxes. Odd rows store fragment n ^ 2 when even ones store n: half a
 // warp stores at once, to four rows of 128 bytes, and two of them would be in the same banks.
-template <int D>
-RT_DEVICE void store_dq(shared_ref<chunk[backward_sm90_shape<D>::BOXES][64][8]> boxes, float factor,
+template <int D, int SIDES>
+RT_DEVICE void store_dq(shared_ref<chunk[backward_sm90_shape<D, SIDES>::BOXES][64][8]> boxes, float factor,
                         const accumulator<1, 8> &dq) {
     struct alignas(8) pair {
         float x, y;
@@ -200,10 +200,10 @@ RT_DEVICE void store_dq(shared_ref<chunk[backward_sm90_shape<D>::BOXES][64][8]> 
     }
 }
 
-template <class T, int D>
-RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_shape<D>::shared smem,
-                               const typename backward_sm90_shape<D>::walk &walk) {
-    using shape = backward_sm90_shape<D>;
+template <class T, int D, int SIDES>
+RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_shape<D, SIDES>::shared smem,
+                               const typename backward_sm90_shape<D, SIDES>::walk &walk) {
+    using shape = backward_sm90_shape<D, SIDES>;
     const rt_attn_params &p = args.p;
     const int group = shfl_sync(warp_index() / 4, 0); // shows the compiler that it is uniform in the warp
     accumulator<1, D / 8> dk, dv;
@@ -310,7 +310,7 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
         wgmma_wait_group<1>(dq[0]);
         const auto dq_ring = RT_SHARED(smem, dq_ring)[n % shape::DQ_PLACES];
         mbarrier_wait_parity(RT_SHARED(dq_ring, empty), parity_of<shape::DQ_PLACES>(n) ^ 1);
-        store_dq<D>(RT_SHARED(smem, dq)[n % shape::DQ_PLACES], (float)p.scale, dq);
+        store_dq<D, SIDES>(RT_SHARED(smem, dq)[n % shape::DQ_PLACES], (float)p.scale, dq);
         fence_proxy_async_shared();
         arrive_as_warp(RT_SHARED(dq_ring, full));
         wgmma_wait_group<0>(dk[0]);
@@ -329,14 +329,14 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
 
 // ---- the kernel ----------------------------------------------------------------------------------
 
-template <class T, int D>
-RT_KERNEL((backward_sm90_shape<D>::THREADS), 1)
+template <class T, int D, int SIDES>
+RT_KERNEL((backward_sm90_shape<D, SIDES>::THREADS), 1)
 attn_bwd_sm90_kernel(RT_PARAMS attn_bwd_sm90_args args) {
-    using shape = backward_sm90_shape<D>;
+    using shape = backward_sm90_shape<D, SIDES>;
     const typename shape::shared smem{shared_base()};
     const typename shape::walk walk{args.attn, RT_SHARED(smem, keys)};
     if (thread_index() == 0) {
-        init_mbarriers<D>(smem);
+        init_mbarriers<D, SIDES>(smem);
         walk.choose_keys_of_ticket(walk.take_ticket());
     }
     if (thread_index() == 32 * shape::COPIER) {
@@ -348,17 +348,19 @@ attn_bwd_sm90_kernel(RT_PARAMS attn_bwd_sm90_args args) {
     syncthreads();
     if (warp_index() >= shape::CONSUMERS) {
         setmaxnreg_dec<24>();
-        if (warp_index() == shape::COPIER) copy_queries<D>(args, smem, walk);
-        if (warp_index() == shape::ADDER) add_dq<D>(args, smem, walk);
-        if (warp_index() >= shape::NUMBERS) store_numbers<D>(smem, walk);
+        if (warp_index() == shape::COPIER) copy_queries<D, SIDES>(args, smem, walk);
+        if (warp_index() == shape::ADDER) add_dq<D, SIDES>(args, smem, walk);
+        if (warp_index() >= shape::NUMBERS) store_numbers<D, SIDES>(smem, walk);
     } else {
         setmaxnreg_inc<240>();
-        consume_queries<T, D>(args.attn, smem, walk);
+        consume_queries<T, D, SIDES>(args.attn, smem, walk);
     }
 }
 
 template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void *stream) {
-    using shape = backward_sm90_shape<D>;
+    using shape = backward_sm90_shape<D, ONE_SIDE>;
+    const auto kernel =
+        p.key_begin == NULL ? attn_bwd_sm90_kernel<T, D, ONE_SIDE> : attn_bwd_sm90_kernel<T, D, TWO_SIDES>;
     return for_runs(
         p,
         [&](const attn_args &attn) {
@@ -371,10 +373,9 @@ template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void 
                                 map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
             if (!mapped) return RT_CUDA;
             const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(args.attn, stream);
-            return status != RT_OK
-                       ? status
-                       : launch(attn_bwd_sm90_kernel<T, D>, num_key_units<shape::KEYS>(attn) * args.attn.num_parts,
-                                shape::THREADS, sizeof(typename shape::shared_memory), stream, args);
+            return status != RT_OK ? status
+                                   : launch(kernel, num_key_units<shape::KEYS>(attn) * args.attn.num_parts,
+                                            shape::THREADS, sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);
 }

@@ -21,9 +21,12 @@ static bool fits_int(const rt_attn_params &p) {
     return p.num_queries <= MOST && p.num_keys <= MOST && p.batch * p.num_heads <= MOST;
 }
 
-// Whether only the plain kernels compute it: f32, large heads, dropout, a mask with two sides.
-static bool runs_plain(const rt_attn_params &p) {
-    return p.dtype == RT_F32 || has_large_heads(p) || (is_plain_in_any_dtype(p) && p.dtype != RT_F64);
+// Whether only the plain kernels compute it: f32, large heads, dropout.
+static bool runs_plain(const rt_attn_params &p) { return p.dtype == RT_F32 || is_plain_in_any_dtype(p); }
+
+// Whether the call has the workspace that it needs.
+static bool has_workspace(const rt_attn_params &p, int64_t needed) {
+    return needed == 0 || (p.workspace != NULL && (uintptr_t)p.workspace % 64 == 0 && p.workspace_bytes >= needed);
 }
 
 // Whether a tensor map can describe the rows: they begin at multiples of 16 bytes, and no stride is 0 or huge.
@@ -84,10 +87,15 @@ template <class T, int D, int DV> static rt_status backward(const rt_attn_params
 
 extern "C" {
 
+int64_t rt_cuda_attn_fwd_workspace_bytes(const rt_attn_params *p) {
+    return rt_attn_check_fwd(p) == RT_OK && fits_int(*p) ? mask_tiles_bytes(*p) : 0;
+}
+
 rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_fwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
+    if (!has_workspace(*p, mask_tiles_bytes(*p))) return RT_WORKSPACE;
     if (runs_plain(*p)) return attn_fwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
@@ -102,9 +110,7 @@ rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_bwd(p);
     if (status != RT_OK) return status;
     if (!fits_int(*p)) return RT_BAD_SHAPE;
-    const int64_t needed = backward_workspace_bytes(*p);
-    if (needed > 0 && (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < needed))
-        return RT_WORKSPACE;
+    if (!has_workspace(*p, backward_workspace_bytes(*p))) return RT_WORKSPACE;
     if (runs_plain(*p)) return attn_bwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);
     if (p->dtype == RT_F16) return CHOOSE_DIMS(backward, f16, *p, stream);

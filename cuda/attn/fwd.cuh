@@ -110,6 +110,8 @@ template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, vo
     using shape = forward_shape<D, DV>;
     return for_runs(p, [&](attn_args args) {
         args.section = kv_heads_of_section(p);
+        const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args, p.workspace, stream);
+        if (status != RT_OK) return status;
         return launch(attn_fwd_kernel<T, D, DV>, query_grid<shape::ROWS>(args), shape::THREADS,
                       sizeof(typename shape::shared_memory), stream, args);
     });

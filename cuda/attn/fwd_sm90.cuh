@@ -27,13 +27,13 @@ struct attn_sm90_args {
     tensor_map q, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90], out; // out: of rounded_out, if there is one
 };
 
-template <int D, int DV> struct forward_sm90_shape {
+template <int D, int DV, int SIDES> struct forward_sm90_shape {
     static constexpr int CONSUMERS = 8, THREADS = 32 * CONSUMERS + 128; // consumer warps; threads
     static constexpr int ROWS = 16 * CONSUMERS, KEYS = DV <= 128 ? 128 : 64, STAGES = D == 64 ? 4 : 2;
     static constexpr int QUERY_PANEL = ROWS * 128, KEY_PANEL = KEYS * 128; // bytes
     static constexpr int OUT_ROWS = 16;                                    // of a warp
     static_assert(D >= DV);                                                // rounded out takes the place of q
-    using walk = key_walk<ROWS, KEYS>;
+    using walk = key_walk<ROWS, KEYS, SIDES>;
 
     struct shared_memory {
         panels<ROWS, D> q;
@@ -56,8 +56,9 @@ template <int STAGES> struct ring_place {
     }
 };
 
-template <int D, int DV> RT_DEVICE void init_mbarriers(typename forward_sm90_shape<D, DV>::shared smem) {
-    using shape = forward_sm90_shape<D, DV>;
+template <int D, int DV, int SIDES>
+RT_DEVICE void init_mbarriers(typename forward_sm90_shape<D, DV, SIDES>::shared smem) {
+    using shape = forward_sm90_shape<D, DV, SIDES>;
     mbarrier_init(RT_SHARED(smem, q_full), 1);
     for (int stage = 0; stage < shape::STAGES; stage++) {
         mbarrier_init(RT_SHARED(smem, k_full)[stage], 1);
@@ -69,11 +70,11 @@ template <int D, int DV> RT_DEVICE void init_mbarriers(typename forward_sm90_sha
 }
 
 // One thread of the producer group copies; its other warps take part in the walk.
-template <int D, int DV>
-RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D, DV>::shared smem,
-                       const typename forward_sm90_shape<D, DV>::walk &walk,
-                       typename forward_sm90_shape<D, DV>::walk::place at) {
-    using shape = forward_sm90_shape<D, DV>;
+template <int D, int DV, int SIDES>
+RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D, DV, SIDES>::shared smem,
+                       const typename forward_sm90_shape<D, DV, SIDES>::walk &walk,
+                       typename forward_sm90_shape<D, DV, SIDES>::walk::place at) {
+    using shape = forward_sm90_shape<D, DV, SIDES>;
     constexpr int ROWS = shape::ROWS, KEYS = shape::KEYS;
     const bool copies = thread_index() == 32 * shape::CONSUMERS;
     if (copies) {
@@ -100,10 +101,10 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
 }
 
 // Merges a warp's rows and rounds them into its rows of q, which nothing reads any more; bulk copies store them.
-template <class T, int D, int DV>
-RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_shape<D, DV>::shared smem,
+template <class T, int D, int DV, int SIDES>
+RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_shape<D, DV, SIDES>::shared smem,
                              const softmax_rows<1> &rows, const accumulator<1, DV / 8> &o) {
-    using shape = forward_sm90_shape<D, DV>;
+    using shape = forward_sm90_shape<D, DV, SIDES>;
     const rt_attn_params &p = args.attn.p;
     const query_tile at = query_tile_of_cta<shape::ROWS>(args.attn);
     const int lane_col = lane_index() % 4 * 2;
@@ -140,11 +141,11 @@ RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_s
     cp_async_bulk_wait_group_read<0>(); // the thread block's shared memory ends with it
 }
 
-template <class T, int D, int DV>
-RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D, DV>::shared smem,
-                       const typename forward_sm90_shape<D, DV>::walk &walk,
-                       typename forward_sm90_shape<D, DV>::walk::place at) {
-    using shape = forward_sm90_shape<D, DV>;
+template <class T, int D, int DV, int SIDES>
+RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D, DV, SIDES>::shared smem,
+                       const typename forward_sm90_shape<D, DV, SIDES>::walk &walk,
+                       typename forward_sm90_shape<D, DV, SIDES>::walk::place at) {
+    using shape = forward_sm90_shape<D, DV, SIDES>;
     const attn_args &args = all.attn;
     constexpr int KEYS = shape::KEYS, N = KEYS / 8, O_COLS = DV / 8;
     ring_place<shape::STAGES> k_at, v_at;
@@ -228,19 +229,19 @@ RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D,
     start_values();
     if (group == 0) release_other_group();
     wgmma_wait_group<0>(o[0]);
-    if (args.rounds_out) return store_rounded<T, D, DV>(all, smem, rows, o);
+    if (args.rounds_out) return store_rounded<T, D, DV, SIDES>(all, smem, rows, o);
     const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
     merge_rows(args, tile, rows,
                [&](int r, int token, bool read, auto combine) { update_out(args, tile, o, r, token, read, combine); });
 }
 
-template <class T, int D, int DV>
-RT_KERNEL((forward_sm90_shape<D, DV>::THREADS), 1)
+template <class T, int D, int DV, int SIDES>
+RT_KERNEL((forward_sm90_shape<D, DV, SIDES>::THREADS), 1)
 attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
-    using shape = forward_sm90_shape<D, DV>;
+    using shape = forward_sm90_shape<D, DV, SIDES>;
     const typename shape::shared smem{shared_base()};
     const typename shape::walk walk{args.attn, RT_SHARED(smem, ranges)};
-    if (thread_index() == 0) init_mbarriers<D, DV>(smem);
+    if (thread_index() == 0) init_mbarriers<D, DV, SIDES>(smem);
     if (thread_index() == 32 * shape::CONSUMERS) {
         prefetch_tensormap(args.q);
         prefetch_key_maps(args.k, args.v, args.attn.num_runs);
@@ -251,15 +252,17 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
     if (walk.ended(first)) return finish_without_keys<T, shape::ROWS>(args.attn);
     if (warp_index() >= shape::CONSUMERS) {
         setmaxnreg_dec<24>();
-        produce<D, DV>(args, smem, walk, first);
+        produce<D, DV, SIDES>(args, smem, walk, first);
     } else {
         setmaxnreg_inc<240>();
-        consume<T, D, DV>(args, smem, walk, first);
+        consume<T, D, DV, SIDES>(args, smem, walk, first);
     }
 }
 
 template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {
-    using shape = forward_sm90_shape<D, DV>;
+    using shape = forward_sm90_shape<D, DV, ONE_SIDE>;
+    const auto kernel =
+        p.key_begin == NULL ? attn_fwd_sm90_kernel<T, D, DV, ONE_SIDE> : attn_fwd_sm90_kernel<T, D, DV, TWO_SIDES>;
     return for_runs(
         p,
         [&](const attn_args &attn) {
@@ -274,7 +277,9 @@ template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &
                                 map_keys(args.v, attn, v_of<T>(p), shape::KEYS) &&
                                 (!attn.rounds_out || map_queries(args.out, p, out, shape::OUT_ROWS));
             if (!mapped) return RT_CUDA;
-            return launch(attn_fwd_sm90_kernel<T, D, DV>, query_grid<shape::ROWS>(args.attn), shape::THREADS,
+            const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args.attn, p.workspace, stream);
+            if (status != RT_OK) return status;
+            return launch(kernel, query_grid<shape::ROWS>(args.attn), shape::THREADS,
                           sizeof(typename shape::shared_memory), stream, args);
         },
         MAX_RUNS_SM90);

@@ -3,6 +3,7 @@
 #define RINGTILE_CUDA_ATTN_KEY_WALK_CUH
 
 #include "gemm.cuh"
+#include "mask_tiles.cuh"
 
 // ---- tiles -------------------------------------------------------------------------------------
 
@@ -35,10 +36,6 @@ inline int kv_heads_of_section(const rt_attn_params &p) {
     while (section > 1 && (p.num_kv_heads % section != 0 || section * bytes > MOST_BYTES)) section--;
     return section;
 }
-
-struct alignas(16) key_tile {
-    int run, first_key, kv_head, batch; // first_key counts from the begin of the run
-};
 
 // Starts to load the rows of the thread block's queries, of q or dout.
 template <int THREADS, int ROWS, int COLS, class T>
@@ -80,18 +77,10 @@ struct key_range {
     int lo, hi;
 };
 
-// First key of the run whose position is at least `bound`, in [0, length].
-RT_DEVICE int first_key_from(const rt_run &run, int bound) {
-    if (bound <= run.global_begin) return 0;
-    const int distance = bound - (int)run.global_begin;
-    const int key = run.stride >= distance ? 1 : (distance - 1) / (int)run.stride + 1;
-    return least(key, (int)run.length);
-}
-
 // Visits the tiles of KEYS keys, over all runs, that any of ROWS queries attends. Each warp finds its next tile by
 // itself, so no warp waits for another. Shared memory holds two sets of ranges, of the current run and of the next,
 // because the walk may be a tile ahead of the work.
-template <int ROWS, int KEYS> struct key_walk {
+template <int ROWS, int KEYS, int SIDES = ANY_SIDES> struct key_walk {
     using storage = key_range[2 * ROWS];
     const attn_args &args;
     shared_ref<storage> ranges;
@@ -99,10 +88,14 @@ template <int ROWS, int KEYS> struct key_walk {
     struct place {
         int run, tile, slot; // slot: which set of ranges is the run's
         int full_end;        // all queries attend all keys of the tiles [tile, full_end), which may be empty
+
+        // Whether the mask's second side leaves out a pair of the tile, or may.
+        RT_DEVICE bool is_cut_by_keys() const { return SIDES != ONE_SIDE && full_end < 0; }
     };
 
     RT_DEVICE bool ended(place at) const { return at.run >= args.num_runs; }
     RT_DEVICE key_range range(int slot, int row) const { return ld_shared(ranges[slot * ROWS + row]); }
+    RT_DEVICE query_tile queries() const { return query_tile_of_cta<ROWS>(args); }
     RT_DEVICE key_tile keys(place at) const { return {at.run, at.tile * KEYS, kv_head_of_cta(args), cta_index_z()}; }
 
     RT_DEVICE place first() const { return seek({-1, 0, 1, 0}); }
@@ -126,7 +119,7 @@ template <int ROWS, int KEYS> struct key_walk {
     }
     template <int M> RT_DEVICE bool all_of_warp(place at) const {
         if (at.full_end > at.tile) return true;
-        bool all = true;
+        bool all = !at.is_cut_by_keys();
 #pragma unroll
         for (int r = 0; r < 2 * M; r++) {
             const key_range keys = range(at.slot, lane_row<M>(r));
@@ -163,6 +156,39 @@ template <int ROWS, int KEYS> struct key_walk {
 
     // The first tile from `from` on that any query attends; INT32_MAX if there is none.
     RT_DEVICE place find(int run, int slot, int from) const {
+        for (;;) {
+            const place at = find_on_first_side(run, slot, from);
+            if (!has_two_sides<SIDES>(args) || at.tile == INT32_MAX) return at;
+            const seen_tiles of = look_at_keys(run, at.tile);
+            if (of.met > at.tile)
+                from = of.met;
+            else
+                return {run, at.tile, slot, of.held_end == at.tile ? -1 : least(at.full_end, of.held_end)};
+        }
+    }
+
+    // Of the tiles from one on, as far as a warp sees at once: the first that the mask's second side may leave a pair
+    // of, and the end of those that it leaves every pair of.
+    struct seen_tiles {
+        int met, held_end;
+    };
+    RT_DEVICE seen_tiles look_at_keys(int run, int first) const {
+        int before = 0; // tiles of earlier runs
+#pragma unroll 1
+        for (int i = 0; i < run; i++) before += num_tiles((int)args.runs[i].length, KEYS);
+        const query_tile queries = this->queries();
+        const position_range positions = positions_of_query_tile(args, queries.first_token / ROWS);
+        const int tile = first + lane_index();
+        bool met = false, held = false;
+        if (tile < num_tiles((int)args.runs[run].length, KEYS)) {
+            const key_intervals of = ld_global(intervals_of_key_tile(args, before + tile, queries.batch));
+            met = may_meet(of.hull, positions);
+            held = holds(of.intersection, positions);
+        }
+        return {reduce_min_sync(met ? tile : first + 32), reduce_min_sync(held ? first + 32 : tile)};
+    }
+
+    RT_DEVICE place find_on_first_side(int run, int slot, int from) const {
         int tile = INT32_MAX;
         key_range all = {0, INT32_MAX}; // the keys that every query attends
         for (int row = lane_index(); row < ROWS; row += 32) {

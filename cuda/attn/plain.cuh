@@ -1,8 +1,8 @@
 // Attention in f32, exact to the rounding of f32: every product is a multiply-add, for checks, for models trained in
-// f32, for head dims above 256 in any dtype, for dropout and for masks with two sides, which no other kernel has. The
-// structure is that of fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256),
-// eight lanes per row, and visits tiles of as many columns; a lane computes two weights of its row (one), and every
-// eighth number of its sums.
+// f32, for head dims above 256 in any dtype and for dropout, which no other kernel has. The structure is that of
+// fwd.cuh and bwd.cuh in small: a thread block has a tile of 16 rows (8 above a head dim of 256), eight lanes per row,
+// and visits tiles of as many columns; a lane computes two weights of its row (one), and every eighth number of its
+// sums.
 #ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
 #define RINGTILE_CUDA_ATTN_PLAIN_CUH
 
@@ -118,9 +118,7 @@ RT_DEVICE float plain_score(const attn_args &args, float product) {
 
 // Whether the mask's interval of a key, row `key` of k, holds a query.
 RT_DEVICE bool key_meets(const rt_attn_params &p, int64_t key, int token) {
-    if (p.key_begin == NULL) return true;
-    const int64_t at = cta_index_z() * p.key_mask_batch_stride + key, position = ld_global(p.q_positions + token);
-    return ld_global(p.key_begin + at) <= position && position < ld_global(p.key_end + at);
+    return p.key_begin == NULL || contains(queries_of_key(p, key, cta_index_z()), position_of_query(p, token));
 }
 
 // What dropout multiplies a weight by.
@@ -303,7 +301,7 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
     const plain_backward_memory<DIM> smem(shared_base(), p);
     const plain_query_walk<DIM> walk{args, {smem.walk()}};
-    if (thread_index() == 0) walk.choose_keys(key_tile_at<TILE>(args, cta_index_x(), cta_index_y(), cta_index_z()));
+    if (thread_index() == 0) walk.choose_keys(cta_index_x(), cta_index_y(), cta_index_z());
     syncthreads();
 
     const rt_run &run = walk.run();

@@ -14,6 +14,34 @@ template <int M> RT_DEVICE void clear(softmax_rows<M> &rows) {
     for (int r = 0; r < 2 * M; r++) rows.top[r] = -INFINITY, rows.sum[r] = 0;
 }
 
+// The same by the mask's second side.
+template <int M, int N, class Walk>
+RT_DEVICE void mask_scores_by_keys(accumulator<M, N> &scores, const Walk &walk, typename Walk::place at) {
+    const rt_attn_params &p = walk.args.p;
+    const rt_run &run = walk.args.runs[at.run];
+    const query_tile queries = walk.queries();
+    int positions[2 * M];
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++) {
+        const int token = queries.first_token + lane_row<M>(r);
+        positions[r] = token < p.num_queries ? position_of_query(p, token) : INT32_MAX;
+    }
+    const int first_key = at.tile * 8 * N + lane_index() % 4 * 2;
+    uint32_t attended[2 * M] = {}; // a bit for each column: the loop needs few registers
+    static_assert(2 * N <= 32);
+#pragma unroll 4
+    for (int i = 0; i < 2 * N; i++) {
+        const int key = first_key + i / 2 * 8 + i % 2;
+        const interval of = key < run.length ? queries_of_key(p, run.local_begin + key, queries.batch) : interval{0, 0};
+#pragma unroll
+        for (int r = 0; r < 2 * M; r++) attended[r] |= (uint32_t)contains(of, positions[r]) << i;
+    }
+#pragma unroll
+    for (int r = 0; r < 2 * M; r++)
+#pragma unroll
+        for (int i = 0; i < 2 * N; i++)
+            if ((attended[r] >> i & 1) == 0) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
+}
 // Sets scores to -inf where a query does not attend a key.
 template <int M, int N, class Walk>
 RT_DEVICE void mask_scores(accumulator<M, N> &scores, const Walk &walk, typename Walk::place at) {
@@ -27,6 +55,7 @@ RT_DEVICE void mask_scores(accumulator<M, N> &scores, const Walk &walk, typename
             if (key < keys.lo || key >= keys.hi) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = -INFINITY;
         }
     }
+    if (at.is_cut_by_keys()) mask_scores_by_keys(scores, walk, at);
 }
 
 // Updates the running max and sum; the caller multiplies O by `rescale`. Weights never exceed 1: larger ones, of a max

@@ -66,6 +66,6 @@ def why_wrong(device: torch.device, question: Question) -> str:
     if kernel in ops.KERNELS:
         return self_test.run(lambda: ops.KERNELS[kernel](device, dtype))
     heads = attn_self_test.num_heads_of(question.grouped)
-    case = question.head_dim, question.v_head_dim, *heads, question.drops
+    case = question.head_dim, question.v_head_dim, *heads, question.drops, question.two_sides
     sizes = attn_self_test.LARGE if device.type == "cuda" else attn_self_test.SMALL
     return self_test.run(lambda: attn_self_test.run_case(RINGTILE, device, dtype, *case, sizes))

@@ -23,7 +23,7 @@ from ringtile.attn import aten
 from ringtile.attn import choose as block
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
-from ringtile.attn.backend import Block, BlockMask, Final, Gradients
+from ringtile.attn.backend import Block, BlockMask, Final, Gradients, Ringtile
 from ringtile.attn.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
@@ -362,6 +362,24 @@ def test_a_wrong_kernel_is_found(fresh: None, name: str, dtype: torch.dtype) -> 
     functions, reason = WRONG[name]
     stand_in = dataclasses.replace(RIGHT, name=name, **functions)
     assert checks.run(lambda: attn_self_test.run_case(stand_in, CPU, dtype, 16, 16, 2, 2)).startswith(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("passes", [("forward",), ("backward",), ()])
+def test_a_kernel_that_forgets_the_second_side_is_found(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, passes: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    for name in passes:
+        right = getattr(Ringtile, name)
+        monkeypatch.setattr(
+            Ringtile,
+            name,
+            lambda self, block, *others, right=right: right(self, block._replace(key_bounds=()), *others),
+        )
+    case = Ringtile(), CPU, dtype, 16, 16, 2, 2
+    found = checks.run(lambda: attn_self_test.run_case(*case, two_sides=True))
+    assert found.startswith(f"gives another {'out' if 'forward' in passes else 'dv'} than") if passes else found == ""
+    assert checks.run(lambda: attn_self_test.run_case(*case)) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -391,8 +391,8 @@ def test_kernels_are_right_in_a_gpus_cases(monkeypatch: pytest.MonkeyPatch, name
 
 
 @pytest.mark.long  # seconds each
-@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_right_in_a_gpus_case(dtype: torch.dtype, drops: bool) -> None:
-    case = CPU, dtype, 64, 64, 2, 1, drops, attn_self_test.LARGE
+@pytest.mark.parametrize(("drops", "two_sides"), [(False, False), (True, False), (False, True), (True, True)])
+def test_attention_is_right_in_a_gpus_case(dtype: torch.dtype, drops: bool, two_sides: bool) -> None:
+    case = CPU, dtype, 64, 64, 2, 1, drops, two_sides, attn_self_test.LARGE
     assert self_test.run(lambda: attn_self_test.run_case(RINGTILE, *case)) == ""

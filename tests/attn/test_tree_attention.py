@@ -25,7 +25,6 @@ from ringtile import (
     plan,
     ring_attention,
 )
-from ringtile.attn.backend import Block, BlockMask, why_slow
 from ringtile.attn.pieces import MAX_STRETCHES, Piece, find_pieces
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
@@ -276,7 +275,8 @@ def test_one_side_makes_the_same_calls_as_ever(monkeypatch: pytest.MonkeyPatch) 
         attention(*leaves, mask=mask).sum().backward()
 
     tree = IntervalMask.shared_prefix(8, [8, 8])
-    forward_and_backward(tree)  # the self-test's calls, and those of a mask with two sides
+    forward_and_backward(IntervalMask.causal(24))  # the self-test's calls, of one side and of two
+    forward_and_backward(tree)
     assert calls[-2:] == [(20, True), (25, True)]
     calls.clear()
     monkeypatch.setattr(ops, "mask_hulls", None)
@@ -301,16 +301,6 @@ def test_a_tree_of_many_branches_is_refused_by_aten() -> None:
     found = find_pieces(of_rank.begin, of_rank.end, round.k_runs, round.key_bounds, torch.arange(48))
     prompt = Piece(0, 16, 0, 16, gains=True), Piece(16, 48, 0, 16)
     assert found == ((*prompt, Piece(16, 32, 16, 32, gains=True), Piece(32, 48, 32, 48, gains=True)),)
-
-
-def test_two_sides_are_slow_on_tensor_cores_and_say_so() -> None:
-    q = torch.randn(1, 48, 2, 64).bfloat16()
-    of_rank = rank_plan(IntervalMask.shared_prefix(16, [16, 16]), Layout.contiguous(48, 1), 0)
-    mask = BlockMask(of_rank.begin, of_rank.end, of_rank.rounds[0].k_runs)
-    block = Block(q, q, q, mask, of_rank.begin, of_rank.end, 1.0, 0.0)
-    assert why_slow(block, (8, 0), backward=False) == ""
-    of_two_sides = block._replace(key_bounds=of_rank.rounds[0].key_bounds)
-    assert "a mask with two sides" in why_slow(of_two_sides, (8, 0), backward=False)
 
 
 def test_ranks_with_other_trees_notice() -> None:

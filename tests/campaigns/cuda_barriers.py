@@ -24,7 +24,7 @@ CALL = re.compile(
     r"(?<![\w.])((?:walk\.)?(?:fence_\w+|mbarrier_(?:wait_parity|arrive|arrive_expect_tx)|arrive_as_warp|syncthreads"
     r"|syncwarp|named_barrier_(?:sync|arrive)|wait_for_other_group|release_other_group|wgmma_(?:fence|commit_group)"
     r"|wgmma_wait_group<\d>|cp_async_(?:bulk_)?commit_group|cp_async_(?:bulk_)?wait_group(?:_read)?<\d>|wait_eq"
-    r"|st_release|wait_for_dq|wait_for_keys|release_keys))\("
+    r"|st_release|wait_for_dq|release_dq|wait_for_keys|release_keys))\("
 )
 FORWARD, FORWARD_SM90 = "test_attn_fwd", "test_attn_fwd_sm90"
 BACKWARD, BACKWARD_SM90 = "test_attn_bwd", "test_attn_bwd_sm90"

@@ -12,6 +12,7 @@
 
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable);
 void emulator_take_back_all(void);
+int64_t emulator_reads(const void *begin); // of the last call: loads from a lent array
 void emulator_run_concurrently(int num_ctas, uint32_t seed);
 int64_t emulator_ctas(void);                          // that have started
 int64_t emulator_bank_conflicts(const char *prefix);  // of kernels that files of this name launch
@@ -101,7 +102,8 @@ static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_ca
         p.num_k_runs = last - first;
         p.fresh = c->p.fresh && call == 0;
         if (call + 1 < num_calls) p.rounded_out = NULL;
-        p.workspace_bytes = pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : 0;
+        p.workspace_bytes =
+            pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : rt_cuda_attn_fwd_workspace_bytes(&p);
         p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
         lend_case(c, 0, p.num_keys);
         emulator_lend(p.workspace, p.workspace_bytes, true);
@@ -334,8 +336,8 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
     if (random_int(state, 0, 1)) make_fresh(&c, shape.seq_len);
     if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(state));
     if (round % 8 == 3) c.p.scale *= (double)random_int(state, -1, 0);
-    // Both of which the plain kernels compute in every dtype.
-    if (round % 6 == 3 && !range->aligned) draw_key_mask(state, &c, shape.seq_len);
+    if (round % 3 == 0) draw_key_mask(state, &c, shape.seq_len);
+    // Which the plain kernels compute in every dtype.
     if ((round % 6 == 5 || round % 12 == 3) && !range->aligned) draw_dropout(state, &c);
     if (round % 5 == 2) { // f64 lse
         free(c.x[LSE].data);
@@ -345,6 +347,102 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
         bind(&c);
     }
     return c;
+}
+
+// Marks the nodes of a random tree in the positions [begin, end), depth first: of each position where its root and its
+// node begin, and where its node and its subtree end.
+typedef struct tree_place {
+    int64_t root, node, node_end, subtree_end;
+} tree_place;
+static inline void draw_subtree(uint64_t *state, int64_t begin, int64_t end, int64_t root, tree_place *of) {
+    int64_t at = begin + random_int(state, 1, end - begin > 100 ? (end - begin) / 2 : end - begin);
+    for (int64_t i = begin; i < at; i++) of[i] = (tree_place){root, begin, at, end};
+    for (int64_t child; at < end; at = child) {
+        child = at + random_int(state, 1, end - at);
+        draw_subtree(state, at, child, root, of);
+    }
+}
+// The mask of several trees, and of tokens that attend nothing: a query attends its ancestors, and of its own node what
+// comes before it (causal) or all of it. Queries are every stride-th token.
+static inline void draw_trees(uint64_t *state, attn_case *c, int64_t seq_len, bool causal) {
+    rt_attn_params *p = &c->p;
+    tree_place *of = must_alloc((size_t)seq_len * sizeof(*of));
+    const int64_t padding = random_int(state, 0, seq_len / 8);
+    for (int64_t begin = 0, end; begin < seq_len - padding; begin = end) {
+        end = begin + random_int(state, (seq_len - padding - begin + 1) / 2, seq_len - padding - begin);
+        draw_subtree(state, begin, end, begin, of);
+    }
+    for (int64_t i = seq_len - padding; i < seq_len; i++) of[i] = (tree_place){i, i, i, i};
+    draw_key_mask(state, c, seq_len);
+    p->mask_batch_stride = p->key_mask_batch_stride = 0;
+    const int64_t stride = random_int(state, 1, seq_len / p->num_queries), rest = seq_len - stride * p->num_queries;
+    const int64_t first = random_int(state, 0, rest);
+    for (int64_t i = 0; i < p->num_queries; i++) {
+        const int64_t x = c->q_positions[i] = first + i * stride;
+        c->begin[i] = (int32_t)of[x].root, c->end[i] = (int32_t)(of[x].node_end == x ? x
+                                                                 : causal            ? x + 1
+                                                                                     : of[x].node_end);
+    }
+    for (int64_t r = 0; r < p->num_k_runs; r++)
+        for (int64_t i = 0; i < c->runs[r].length; i++) {
+            const int64_t x = c->runs[r].global_begin + i * c->runs[r].stride, key = c->runs[r].local_begin + i;
+            c->key_begin[key] = x < seq_len ? (int32_t)(causal ? 0 : of[x].node) : 0;
+            c->key_end[key] = x < seq_len ? (int32_t)of[x].subtree_end : 0;
+        }
+    free(of);
+}
+
+// Trees over several tiles in every direction.
+static const head_dims dims_of_trees[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}};
+static inline void check_trees(pass pass, int num_dims, bool aligned) {
+    uint64_t state = 11;
+    for (int i = 0; i < 2 * num_dims; i++) {
+        const int64_t length = random_int(&state, 300, 600);
+        const attn_shape shape = {all_cuda_dtypes[i / 2 % 2],
+                                  1 + i % 3 / 2,
+                                  random_int(&state, 130, 300),
+                                  length,
+                                  1 + i % 3,
+                                  1,
+                                  dims_of_trees[i / 2].head_dim,
+                                  dims_of_trees[i / 2].v_head_dim,
+                                  i % 4 == 0};
+        attn_case c = new_case(&state, shape, MASK_FULL, 1);
+        while (aligned && !(rows_are_aligned(&c) && is_aligned(&c.x[DQ]))) {
+            free_case(&c);
+            c = new_case(&state, shape, MASK_FULL, 1);
+        }
+        draw_trees(&state, &c, length, i % 2 == 0);
+        if (i % 3 > 0) make_fresh(&c, length);
+        if (i % 5 == 3) c.p.softcap = 3;
+        if (pass == BACKWARD)
+            check_backward(&c, &state, 1 + i % 2);
+        else
+            check_forward(&c, &state, 1 + i % 2);
+        free_case(&c);
+    }
+}
+
+// The tables of a mask with two sides read each interval and each position once, and the kernels none where the second
+// side leaves every pair.
+static inline void check_that_full_tiles_are_not_compared(pass pass, rt_dtype dtype) {
+    uint64_t state = 12;
+    const attn_shape shape = {dtype, 1, 256, 512, 2, 1, 64, 64, true};
+    attn_case c = new_case(&state, shape, MASK_CAUSAL, 1);
+    while (!rows_are_aligned(&c) || !is_aligned(&c.x[DQ])) {
+        free_case(&c);
+        c = new_case(&state, shape, MASK_CAUSAL, 1);
+    }
+    draw_key_mask(&state, &c, 512);
+    c.p.key_mask_batch_stride = 0;
+    for (int64_t i = 0; i < 256; i++) c.q_positions[i] = 256 + i;
+    for (int64_t i = 0; i < 512; i++) c.key_begin[i] = 256, c.key_end[i] = 512;
+    fill(&c.x[LSE], pass == FORWARD ? -INFINITY : 5);
+    fill(&c.x[DELTA], 0);
+    run_on_emulator(pass, &c, 1);
+    CHECK_INT(emulator_reads(c.key_begin), 512);
+    CHECK_INT(emulator_reads(c.q_positions), 256);
+    free_case(&c);
 }
 
 // Results that a call rounds, with head dims of every kernel: fresh or merged, in one call or two, from parts of a
@@ -399,9 +497,9 @@ static inline bool any_pair(const attn_case *c) {
     return n > 0;
 }
 
-// 64 queries attend 192 of 1024 keys each. Of k and v only the tiles of 64 or 128 keys that hold attended keys may
-// be read.
-static inline void check_that_unattended_tiles_stay_unread(pass pass, rt_dtype dtype) {
+// 64 queries attend 192 of 1024 keys each, or with two sides of the mask up to 256. Of k and v only the tiles of 64 or
+// 128 keys that hold attended keys may be read.
+static inline void check_that_unattended_tiles_stay_unread_by(int num_sides, pass pass, rt_dtype dtype) {
     enum { KEYS = 1024, FIRST = 384, LAST = 640, DIM = 64 };
     uint64_t state = 5;
     attn_case c = new_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY, 1);
@@ -411,14 +509,28 @@ static inline void check_that_unattended_tiles_stay_unread(pass pass, rt_dtype d
     }
     c.p.mask_batch_stride = 0;
     for (int32_t i = 0; i < 64; i++) c.begin[i] = LAST - 255 + i, c.end[i] = LAST - 63 + i;
+    if (num_sides == 2) {
+        draw_key_mask(&state, &c, KEYS);
+        c.p.key_mask_batch_stride = 0;
+        for (int32_t i = 0; i < 64; i++) c.begin[i] = 0, c.end[i] = KEYS, c.q_positions[i] = 2000 + i;
+        for (int32_t i = 0; i < KEYS; i++) { // those of other tiles end with the first query, or begin after the last
+            const bool attended = i >= FIRST && i < LAST;
+            c.key_begin[i] = attended ? 2000 + i % 64 : i < FIRST ? 0 : 2064;
+            c.key_end[i] = attended ? 2064 : i < FIRST ? 2000 : 3000;
+        }
+    }
     fill(&c.x[LSE], pass == FORWARD ? -INFINITY : 5);
     fill(&c.x[DELTA], 0);
-    char workspace[64 * 16] __attribute__((aligned(64)));
+    char workspace[8192] __attribute__((aligned(64)));
     c.p.workspace = workspace, c.p.workspace_bytes = sizeof(workspace);
     lend_case(&c, FIRST, LAST);
     emulator_lend(workspace, sizeof(workspace), true);
     CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&c.p, NULL) : rt_cuda_attn_fwd(&c.p, NULL), RT_OK);
     free_case(&c);
+}
+static inline void check_that_unattended_tiles_stay_unread(pass pass, rt_dtype dtype) {
+    check_that_unattended_tiles_stay_unread_by(1, pass, dtype);
+    check_that_unattended_tiles_stay_unread_by(2, pass, dtype);
 }
 
 // Where a weight is 0, so is dS: a value that is infinite reaches dq of the only query that attends its key, and dk of

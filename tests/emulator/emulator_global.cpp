@@ -20,6 +20,7 @@ struct Region {
     bool writable;
     int cell_bytes;
     std::vector<GlobalCell> cells;
+    int64_t num_reads = 0;
 };
 
 std::vector<Region> regions;
@@ -89,10 +90,15 @@ void check_word(const int *word) {
 
 void lend(const void *begin, int64_t num_bytes, bool writable, int cell_bytes) {
     const char *const first = static_cast<const char *>(begin);
-    regions.push_back({first, first + num_bytes, writable, cell_bytes, {}});
+    regions.push_back({first, first + num_bytes, writable, cell_bytes, {}, 0});
 }
 
 void take_back_all() { regions.clear(); }
+
+int64_t num_reads(const void *begin) {
+    const Region *const region = region_of(static_cast<const char *>(begin), static_cast<const char *>(begin));
+    return region == nullptr ? 0 : region->num_reads;
+}
 
 void begin_launch_global() {
     words.clear();
@@ -108,6 +114,7 @@ bool is_lent(const void *begin, int64_t num_bytes) {
 
 void check_global(Access access, const void *address, int64_t num_bytes) {
     Region &region = region_at(address, num_bytes);
+    region.num_reads += access == Access::READ;
     if (region.writable)
         for_cells(region, address, num_bytes, [=](GlobalCell &cell) { touch_global_cell(access, cell); });
     else if (access == Access::WRITE)
@@ -171,4 +178,5 @@ void st_release(int *word, int value) {
 extern "C" {
 void emulator_lend(const void *begin, int64_t num_bytes, bool writable) { emulator::lend(begin, num_bytes, writable); }
 void emulator_take_back_all(void) { emulator::take_back_all(); }
+int64_t emulator_reads(const void *begin) { return emulator::num_reads(begin); }
 }

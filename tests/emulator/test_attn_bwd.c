@@ -24,6 +24,8 @@ int main(void) {
     check_fresh_outputs_of_nothing(BACKWARD);
     check_rounded_results(BACKWARD);
     check_that_unattended_tiles_stay_unread(BACKWARD, RT_BF16);
+    check_trees(BACKWARD, 5, false);
+    check_that_full_tiles_are_not_compared(BACKWARD, RT_BF16);
     check_that_unattended_tiles_stay_unread(BACKWARD, RT_F32);
     check_that_a_weight_of_0_silences(RT_BF16);
     CHECK_INT(emulator_bank_conflicts("bwd.cuh"), 0);

@@ -68,6 +68,8 @@ int main(void) {
     test_empty_problems_are_accepted();
     check_rounded_results(BACKWARD);
     check_that_unattended_tiles_stay_unread(BACKWARD, RT_BF16);
+    check_trees(BACKWARD, 3, true);
+    check_that_full_tiles_are_not_compared(BACKWARD, RT_BF16);
     check_that_a_weight_of_0_silences(RT_BF16);
     check_that_a_weight_of_0_silences(RT_F16);
     CHECK_INT(emulator_bank_conflicts("bwd"), 0); // of this kernel and the one for sm_80

@@ -41,6 +41,8 @@ int main(void) {
     check_fresh_outputs_of_nothing(FORWARD);
     check_rounded_results(FORWARD);
     check_that_unattended_tiles_stay_unread(FORWARD, RT_BF16);
+    check_trees(FORWARD, 5, false);
+    check_that_full_tiles_are_not_compared(FORWARD, RT_BF16);
     check_that_unattended_tiles_stay_unread(FORWARD, RT_F32);
     check_that_the_largest_weight_is_exact(RT_BF16);
     check_that_the_largest_weight_is_exact(RT_F16);

@@ -204,6 +204,7 @@ MASKS = {
     "documents": IntervalMask.documents([100, 1, 90, 65]),
     "window": IntervalMask.sliding_window(S, 70),
     "prefix": IntervalMask.prefix_lm(S, 33),
+    "tree": IntervalMask.tree([-1, 0, 1, 1, 0, -1], [70, 40, 20, 40, 66, 20]),
 }
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
@@ -224,13 +225,18 @@ def test_attention_with_few_kv_heads_obeys_it(dtype: torch.dtype, num_kv_heads: 
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:])
-@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("mask", ["causal", "window", "tree"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_over_many_tiles_obeys_it(dtype: torch.dtype, mask: str, head_dim: int) -> None:
     """More tiles of keys than any kernel has stages, and a partial last tile. On a CPU it is shorter."""
     seq_len = 1090 if DEVICE.type == "cuda" else 190
     p = problem(dtype, head_dim, head_dim, num_kv_heads=2, seq_len=seq_len)
-    masks = {"causal": IntervalMask.causal(seq_len), "window": IntervalMask.sliding_window(seq_len, 7 * seq_len // 11)}
+    branch = 2 * seq_len // 7  # a branch hides whole tiles from the next one
+    masks = {
+        "causal": IntervalMask.causal(seq_len),
+        "window": IntervalMask.sliding_window(seq_len, 7 * seq_len // 11),
+        "tree": IntervalMask.shared_prefix(seq_len - 3 * branch, [branch] * 3),
+    }
     assert_not_less_exact_than_torch(p, masks[mask], ours(p, masks[mask]))
 
 

@@ -26,7 +26,7 @@ import ringtile
 BINARY = pathlib.Path(ringtile.__file__).with_name("_cuda.abi3.so")
 CACHE = pathlib.Path(__file__).parents[2] / "build" / "machine_code"  # disassembled cubins, by their hash
 TOOLS = os.pathsep.join([f"{sysconfig.get_paths()['purelib']}/nvidia/cu13/bin", os.environ.get("PATH", "")])
-KERNEL = re.compile(r"attn_(fwd|bwd)_sm90_kernelI(?:4bf16|3f16)Li(\d+)E(?:Li(\d+)E)?")
+KERNEL = re.compile(r"attn_(fwd|bwd)_sm90_kernelI(?:4bf16|3f16)Li(\d+)E(?:Li(\d+)E)?Li([12])EE")  # sides of the mask
 DIMS = {"fwd": {(64, 64), (128, 128), (192, 128), (256, 256)}, "bwd": {(64, 64), (128, 128)}}  # D, Dv
 
 pytestmark = [
@@ -126,11 +126,11 @@ def count(code: list[Instruction], opcode: str) -> int:
 
 
 def kernels(*passes: str) -> list[tuple[str, tuple[int, int], list[Instruction]]]:
-    """Name, (D, Dv) and code of the kernels of the passes, in two dtypes each."""
+    """Name, (D, Dv) and code of the kernels of the passes: two dtypes each, for masks with one side and with two."""
     found = [(match, code) for name, code in machine_code().items() if (match := KERNEL.search(name))]
     for kind in passes:
         dims = Counter((int(match[2]), int(match[3] or match[2])) for match, _ in found if match[1] == kind)
-        assert dims == dict.fromkeys(DIMS[kind], 2)
+        assert dims == dict.fromkeys(DIMS[kind], 4)
     wanted = [(match, code) for match, code in found if match[1] in passes]
     return [(match.string, (int(match[2]), int(match[3] or match[2])), code) for match, code in wanted]
 
@@ -157,6 +157,19 @@ def test_products_and_waits_are_those_of_the_source(kind: str, source: Callable[
         assert sum(each.operands[-1] == "gsb0" for each in code if each.opcode.startswith("HGMMA")) == fences, name
         assert count(code, "WARPGROUP.ARRIVE") == fences, name
         assert Counter(int(i.operands[1], 16) for i in code if i.opcode == "WARPGROUP.DEPBAR.LE") == waits, name
+
+
+def test_a_mask_with_one_side_does_not_pay_for_the_second() -> None:
+    """Its kernels have nothing that reads it: fewer loads from memory, and fewer instructions."""
+    sizes: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, _, code in kernels("fwd", "bwd"):
+        match = KERNEL.search(name)
+        assert match
+        kernel = match[0].removesuffix(f"Li{match[4]}EE")
+        sizes.setdefault(kernel, {})[match[4]] = count(code, "LDG"), len(code)
+    for kernel, by_sides in sizes.items():
+        assert by_sides["1"][0] < by_sides["2"][0], kernel
+        assert by_sides["1"][1] < by_sides["2"][1], kernel
 
 
 def test_copies_and_additions_are_those_of_the_source() -> None:

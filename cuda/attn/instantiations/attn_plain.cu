@@ -4,7 +4,9 @@
 namespace {
 
 template <class T, int DIM> rt_status forward(const rt_attn_params &p, void *stream) {
-    return for_runs(p, [&](const attn_args &args) {
+    return for_runs(p, [&](attn_args args) {
+        const rt_status status = fill_mask_tiles<PLAIN_TILE<DIM>, PLAIN_TILE<DIM>>(args, p.workspace, stream);
+        if (status != RT_OK) return status;
         return launch(attn_fwd_plain_kernel<T, DIM>, query_grid<PLAIN_TILE<DIM>>(args), PLAIN_THREADS<DIM>,
                       plain_bytes<plain_forward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
     });
@@ -12,10 +14,11 @@ template <class T, int DIM> rt_status forward(const rt_attn_params &p, void *str
 
 template <class T, int DIM> rt_status backward(const rt_attn_params &p, void *stream) {
     constexpr int TILE = PLAIN_TILE<DIM>, THREADS = PLAIN_THREADS<DIM>;
-    return for_runs(p, [&](const attn_args &args) {
-        rt_status status = launch(attn_bwd_queries_plain_kernel<T, DIM>, query_grid<TILE>(args), THREADS,
-                                  plain_bytes<plain_backward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
-        if (status == RT_OK) status = fill_workspace<TILE, 0>(args, stream);
+    return for_runs(p, [&](attn_args args) {
+        rt_status status = fill_workspace<TILE, 0>(args, stream);
+        if (status == RT_OK)
+            status = launch(attn_bwd_queries_plain_kernel<T, DIM>, query_grid<TILE>(args), THREADS,
+                            plain_bytes<plain_backward_memory<DIM>, plain_key_walk<DIM>>(p), stream, args);
         if (status != RT_OK) return status;
         return launch(attn_bwd_keys_plain_kernel<T, DIM>,
                       {num_key_tiles<TILE>(args), args.p.num_kv_heads, args.p.batch}, THREADS,

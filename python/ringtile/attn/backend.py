@@ -177,8 +177,6 @@ def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> st
     head_dim = max(q.size(3), v.size(3))
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
-    if block.key_bounds:
-        return "a mask with two sides, as a tree's is, has no kernel for tensor cores; set attention_kernel to auto"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"
     if head_dim > 256:

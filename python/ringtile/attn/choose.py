@@ -69,10 +69,10 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, ta
     if ring.heads is not None:
         own = [stage[ring.heads.place] for stage in call.sequence.shares(shape.num_heads, shape.num_kv_heads)]
         sizes = {(len(share.heads), len(share.kv_of_heads or share.kv_heads)) for share in own if share.heads}
-    elif _is_ringtiles(call, q) and not (
-        ops.why_no_kernels(q.device) or why_wrong(RINGTILE, q, k, v, call.dropout is not None)
-    ):
-        return
+    elif _is_ringtiles(call, q) and not ops.why_no_kernels(q.device):
+        two_sides = any(round.key_bounds for round in ring.plan.rounds)
+        if not why_wrong(RINGTILE, q, k, v, call.dropout is not None, two_sides):
+            return
     for num_heads, num_kv_heads in sizes:  # where each query head has a kv head of its own, other kernels may run
         of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]
         for i in range(len(ring.plan.rounds)):
@@ -127,7 +127,7 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     if call.attention_kernel != "aten":
         if reason := RINGTILE.lacks(block):
             unable[RINGTILE.name] = reason
-        elif reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None):
+        elif reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None, bool(block.key_bounds)):
             wrong[RINGTILE.name] = reason
         else:
             able.append(RINGTILE)

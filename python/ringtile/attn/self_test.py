@@ -2,7 +2,7 @@
 
 A window over some keys more than a tile, in two blocks, has what a block can have: keys before a causal diagonal, keys
 that drop out one by one, a state to merge into, gradients to add to. ringtile's kernels for GPUs, which only a child
-process tests, get a window over several tiles.
+process tests, get a window over several tiles. A mask with two sides hides earlier branches of a tree in that window.
 
 The bounds follow one rounding after the other. u is half an eps of q's dtype, e an eps of the state.
 - A score is off by a rounding e of |q| |k| a term, the log of a sum of N by N e, and exponentials may be as good as
@@ -47,9 +47,9 @@ _DROPS = (0.25, 2**32 - 3, 12, 0xC0FFEE11)  # probability, seed, step, stream
 _ROW = 7
 
 
-def why_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
+def why_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, drops: bool = False, two_sides: bool = False) -> str:
     """Return why a backend is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
-    return failure(backend, q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] != k.shape[2], drops)
+    return failure(backend, q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] != k.shape[2], drops, two_sides)
 
 
 def failure(
@@ -60,22 +60,23 @@ def failure(
     v_head_dim: int,
     grouped: bool,
     drops: bool = False,
+    two_sides: bool = False,
 ) -> str:
     """Return the same. Tested once for each of these, head dims up to a multiple of the backend's step.
 
-    grouped: several query heads share a kv head. drops: with dropout.
+    grouped: several query heads share a kv head. drops: with dropout. two_sides: of the mask.
     """
     step = backend.head_dim_step
-    key = (backend.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops)
+    key = (backend.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), grouped, drops, two_sides)
     if self_test.failures.get(key) == "":  # every call asks
         return ""
 
     def test() -> str:
-        return run_case(backend, device, dtype, head_dim, v_head_dim, *num_heads_of(grouped), drops)
+        return run_case(backend, device, dtype, head_dim, v_head_dim, *num_heads_of(grouped), drops, two_sides)
 
     if not isinstance(backend, Ringtile):
         return self_test.why_not(key, test)
-    question = Question.of("attention", dtype, head_dim, v_head_dim, grouped, drops)
+    question = Question.of("attention", dtype, head_dim, v_head_dim, grouped, drops, two_sides)
     return self_test.why_not(key, lambda: self_test.of_own_kernel(device, question, test))
 
 
@@ -93,6 +94,7 @@ def run_case(
     num_heads: int,
     num_kv_heads: int,
     drops: bool = False,
+    two_sides: bool = False,
     sizes: Sizes = SMALL,
 ) -> str:
     """Return what is wrong with a backend; "" if nothing is."""
@@ -104,7 +106,7 @@ def run_case(
 
     q, dout = normal(num_heads, head_dim), normal(num_heads, v_head_dim)
     k, v = normal(num_kv_heads, head_dim), normal(num_kv_heads, v_head_dim)
-    for what, got, expected, bound in _compared(backend, q, k, v, dout, head_dim**-0.5, drops, sizes):
+    for what, got, expected, bound in _compared(backend, q, k, v, dout, drops, two_sides, sizes):
         difference = (got.double() - expected).abs()
         if not bool((difference <= bound).all()):  # nor a nan
             worst = (difference / bound).nan_to_num(torch.inf).argmax()
@@ -114,10 +116,10 @@ def run_case(
 
 
 def _compared(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, drops: bool, sizes: Sizes
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, drops: bool, two_sides: bool, sizes: Sizes
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Name, what the backend computes, what it should, and by how much it may be off."""
-    state = ops.state_dtype(q.dtype)
+    state, scale = ops.state_dtype(q.dtype), q.size(3) ** -0.5
     u, e = torch.finfo(q.dtype).eps / 2, torch.finfo(state).eps
     least = torch.finfo(q.dtype).tiny * 2 * u  # the least subnormal number
     # (1, N, H, D) to (H, N, D), kv heads repeated.
@@ -135,6 +137,9 @@ def _compared(
     num_tokens, window, cut = sizes
     at = torch.arange(num_tokens, device=q.device)
     attend = (at <= at[:, None]) & (at > at[:, None] - window)
+    if two_sides:
+        seen_until = _ends_of_branches(at)
+        attend &= at[:, None] < seen_until
     scores = (scale * q64 @ k64.mT).masked_fill(~attend, -torch.inf)
     lse64 = scores.logsumexp(-1)
     weights = (scores - lse64[..., None]).exp()
@@ -142,7 +147,7 @@ def _compared(
     lse_bound = float(2 * e * (q.size(3) * largest + num_tokens)) + u
     rounded = 2 * lse_bound + u
     of_weights = rounded * weights + least * attend
-    dropped = _dropped(q) if drops else (None, (), None)
+    dropped = _dropped(q) if drops else None
     z = _factors(num_tokens, q.size(2), q.device) if drops else 1.0
     out64, out_bound = (z * weights) @ v64, (z * (of_weights + 2 * (u + e) * weights)) @ v64.abs() + least
 
@@ -154,8 +159,9 @@ def _compared(
     blocks = []
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
-        mask = BlockMask(begin.cpu(), end.cpu(), k_runs)
-        blocks.append(Block(q, k[:, part], v[:, part], mask, begin, end, scale, 0.0, *dropped))
+        bounds = [x.to(torch.int32)[None, part] for x in ((0 * at, seen_until) if two_sides else ())]
+        mask = BlockMask(begin.cpu(), end.cpu(), k_runs, tuple(x.cpu() for x in bounds), at.cpu())
+        blocks.append(Block(q, k[:, part], v[:, part], mask, begin, end, scale, 0.0, dropped, tuple(bounds), at))
     rounded_out = torch.empty_like(out, dtype=q.dtype)
     first, second = blocks
     backend.forward(first, Running(out, lse, fresh=True))
@@ -191,11 +197,17 @@ def _compared(
         yield f"rounded {name}", got, x, bound + u * (x.abs() + bound) + least
 
 
-def _dropped(q: Tensor) -> tuple[AttentionDropout, tuple[()], Tensor]:
-    """Return the last fields of a block."""
+def _ends_of_branches(at: Tensor) -> Tensor:
+    """The position behind the last query that attends each key: of two branches, and of one more in the second."""
+    num_tokens = at.size(0)
+    first, second = num_tokens // 2, num_tokens * 4 // 5
+    in_first, in_second = ((num_tokens * i // 20 <= at) & (at < end) for i, end in ((5, first), (12, second)))
+    return torch.where(in_first, first, torch.where(in_second, second, num_tokens))
+
+
+def _dropped(q: Tensor) -> AttentionDropout:
     probability, *numbers = _DROPS
-    rows, positions = (torch.tensor(x, device=q.device) for x in ([_ROW], range(q.size(1))))
-    return AttentionDropout(probability, rows, *numbers), (), positions
+    return AttentionDropout(probability, torch.tensor([_ROW], device=q.device), *numbers)
 
 
 def _factors(num_tokens: int, num_heads: int, device: torch.device) -> Tensor:

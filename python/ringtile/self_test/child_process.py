@@ -51,6 +51,7 @@ class Question(NamedTuple):
     v_head_dim: int = 0
     grouped: bool = False  # several query heads share a kv head
     drops: bool = False
+    two_sides: bool = False  # of the mask
 
     @classmethod
     def of(cls, kernel: str, dtype: torch.dtype, *others: Any) -> Question:
