@@ -54,10 +54,10 @@ def test_a_round_makes_few_calls() -> None:
     forward, backward = ({name: (b[name] - a[name]) / 4 for name in b if b[name] != a[name]} for a, b in pairs)
     copies = [each.pop("aten::copy_") for each in (forward, backward)]
     assert copies == [each.pop("aten::clone") for each in (forward, backward)]  # `x[...] += y` would make one more
-    assert forward == {
-        "aten::new_empty": 2,  # messages: to send, to receive
-        "aten::unbind.int": 2,
-        "ringtile::shard_seq_": 2,  # k and v
-        "ringtile::attn_fwd_": 1,
+    assert forward == {"aten::new_empty": 1, "aten::unbind.int": 1, "ringtile::attn_fwd_": 1}  # the message to receive
+    assert backward == {
+        "aten::new_empty": 3,  # also for the block's gradients, and for those that return
+        "aten::unbind.int": 3,
+        "ringtile::attn_bwd_": 1,
+        "aten::_foreach_add_.List": 1,
     }
-    assert sum(backward.values()) <= 19

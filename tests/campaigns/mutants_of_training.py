@@ -9,8 +9,15 @@ MUTANTS = [
     Mutant(
         "ring: returned gradients replace instead of adding",
         "python/ringtile/attn/exchange.py",
-        "x[:, row : row + length].add_(part[:, packed : packed + length])",
-        "x[:, row : row + length].copy_(part[:, packed : packed + length])",
+        "torch._foreach_add_(sums, terms)",
+        "torch._foreach_copy_(sums, terms)",
+        "tests/attn/test_ring.py -k world_size",
+    ),
+    Mutant(
+        "ring: rows of another round sent again",
+        "python/ringtile/attn/exchange.py",
+        "self._sent.get(rows)",
+        "next(iter(self._sent.values()), None)",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(

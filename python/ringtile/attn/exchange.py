@@ -6,7 +6,7 @@ Shape letters: B batch, N local tokens, G kv heads, D head dim, Dv value head di
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from ringtile.transport.messages import Message
 from ringtile.transport.transport import Transport
 
 
-class Keys(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Keys:
     """One rank's keys and values, and the way to its peers."""
 
     k: Tensor  # (B, N, G, D)
     v: Tensor  # (B, N, G, Dv)
     ring: Ring
     transport: Transport
+    _sent: dict[object, Message] = field(default_factory=dict)  # the last one, by the rows that it holds
 
     def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each busy round i, and its block of keys k (B, n, G, D) and values v (B, n, G, Dv).
@@ -53,7 +55,10 @@ class Keys(NamedTuple):
             if transfer.rank == me and transfer.is_head:
                 mine = tuple(x[:, : transfer.num_keys] for x in own)
                 continue
-            message = self._packed(own, transfer)
+            rows = transfer.num_keys if transfer.is_head else tuple(transfer.runs.flatten().tolist())
+            if (message := self._sent.get(rows)) is None:  # most rounds send the same rows to another rank
+                self._sent.clear()
+                message = self._sent[rows] = self._packed(own, transfer)
             if transfer.rank == me:
                 mine = message.parts
             else:
@@ -105,9 +110,11 @@ class Keys(NamedTuple):
             exchange.wait()
             for transfer, parts in zip(round.outgoing, returned, strict=True):
                 runs = [(0, 1, 0, transfer.num_keys)] if transfer.is_head else transfer.runs.tolist()
+                sums, terms = [], []
                 for row, _, packed, length in runs:
-                    for x, part in zip((dk, dv), parts, strict=True):
-                        x[:, row : row + length].add_(part[:, packed : packed + length])  # += would copy onto itself
+                    sums += [_rows(x, row, length) for x in (dk, dv)]
+                    terms += [_rows(part, packed, length) for part in parts]
+                torch._foreach_add_(sums, terms)  # on a GPU one launch
 
         return add_to
 
@@ -121,3 +128,8 @@ class Keys(NamedTuple):
         for x, part in zip(tensors, message.parts, strict=True):
             ops.shard_seq_(x, transfer.runs, 1, part)
         return message
+
+
+def _rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Return rows of x (B, N, ...)."""
+    return x if count == x.size(1) else x.narrow(1, first, count)
