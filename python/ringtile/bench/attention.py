@@ -119,8 +119,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is
 
 def bool_mask(mask: IntervalMask) -> Tensor:
     """bool (B or 1, 1, S, S), [query, key], True = attend."""
-    keys = torch.arange(mask.seq_len)
-    return ((keys >= mask.begin[:, :, None]) & (keys < mask.end[:, :, None]))[:, None]
+    positions = torch.arange(mask.seq_len)
+    attend = (positions >= mask.begin[:, :, None]) & (positions < mask.end[:, :, None])
+    if mask.key_begin is not None and mask.key_end is not None:
+        queries = positions[:, None]
+        attend &= (queries >= mask.key_begin[:, None]) & (queries < mask.key_end[:, None])
+    return attend[:, None]
 
 
 class Backend(NamedTuple):

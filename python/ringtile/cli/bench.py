@@ -27,13 +27,14 @@ SUBJECTS = {
     "mlp": "a gated MLP, in one process",
     "loss": "output projection and cross entropy, in one process",
     "scan": "recurrences (gated delta rule, KDA, SSD, selective scan) and their convolution, in one process",
+    "tree": "a prompt, half of the tokens, and its completions, as a tree and as rows, in one process",
 }
 WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
     "case": (
         str,
         "attention, ring: full, causal, padding, window-TOKENS, documents-COUNT; mlp: mlp, checkpointed; "
-        "loss: full, half-ignored; scan: delta, kda, ssd, selective, convolution",
+        "loss: full, half-ignored; scan, tree: delta, kda, ssd, selective, convolution; tree: attention",
     ),
     "dtype": (str, "of tensors and weights"),
     "seq_len": (str, "tokens: 4096, 32K or 1M (binary: 1K is 1024)"),
@@ -47,6 +48,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "intermediate_size": (int, "mlp: width inside"),
     "vocab_size": (int, "loss: classes"),
     "num_tiles": (int, "mlp, loss: tiles of tokens"),
+    "num_completions": (int, "tree: that share the prompt"),
 }
 LETTERS = {
     "seq_len": "S",
@@ -57,6 +59,7 @@ LETTERS = {
     "intermediate_size": "F",
     "vocab_size": "V",
     "num_tiles": "tiles",
+    "num_completions": "n",
 }
 
 
