@@ -95,14 +95,14 @@ class HeadGroup:
         """
         sends, receives, arriving = {}, {}, []
         for place, rank in enumerate(self.ranks):
-            leaving = Message.empty(tensors[0], [(_resized(x, self._lens[place]), x.dtype) for x in tensors])
-            kinds = [(tuple(shape), x.dtype) for shape, x in zip(shapes[place], tensors, strict=True)]
-            message = leaving if place == self.place else Message.empty(tensors[0], kinds)
-            for part, x in zip(leaving.parts, tensors, strict=True):
-                ops.shard_seq_(x, self._rows[place], 1, part)
+            message = leaving = Message.empty(tensors[0], [(_resized(x, self._lens[place]), x.dtype) for x in tensors])
             if place != self.place:
+                kinds = [(tuple(shape), x.dtype) for shape, x in zip(shapes[place], tensors, strict=True)]
+                message = Message.empty(tensors[0], kinds)
                 sends[rank], receives[rank] = leaving.flat, message.flat
             arriving.append(message.parts)
+            for part, x in zip(leaving.parts, tensors, strict=True):
+                ops.shard_seq_(x, self._rows[place], 1, part)
         exchange = transport.exchange(sends, receives, what)
 
         def wait() -> list[tuple[Tensor, ...]]:

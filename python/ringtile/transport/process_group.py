@@ -38,11 +38,6 @@ class ProcessGroupTransport(Transport):
         self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
         self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether CPU tensors travel through shared memory to some peer; known after the first call."""
-        return self._shared is not None and bool(self._shared.peers)
-
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         if self._beside is not None and tensor.device.type == "cpu":
             return self._beside
