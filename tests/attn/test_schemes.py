@@ -356,7 +356,7 @@ def test_attention_dropout_is_that_of_one_rank_under_every_scheme(scheme: str) -
 def test_a_wrong_kernel_of_single_heads_is_refused_before_any_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 query heads share a kv head, but over 4 ranks each has a single one, for which another kernel runs."""
 
-    def of_single_heads(backend: Any, q: Tensor, k: Tensor, v: Tensor, drops: bool = False) -> str:
+    def of_single_heads(backend: Any, q: Tensor, k: Tensor, v: Tensor, *kind: bool) -> str:
         return "is wrong for single heads" if q.size(2) == k.size(2) else ""
 
     monkeypatch.setattr(choose, "why_wrong", of_single_heads)
