@@ -4,11 +4,13 @@ import argparse
 import ast
 import fnmatch
 import functools
-import importlib
+import importlib.util
+import json
 import pathlib
 import re
 import shlex
 import textwrap
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -191,7 +193,8 @@ def test_links_lead_somewhere(page: str) -> None:
         linked = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
         assert linked.is_file(), target
         name = str(linked.relative_to(ROOT))
-        assert not page.startswith("docs/") or name in SITE, f"{target} is not a page of the site"
+        is_site = name in SITE or name.startswith("docs/pictures/")
+        assert is_site or not page.startswith("docs/"), f"{target} is not a page of the site"
         assert not anchor or anchor in anchors(name), target
 
 
@@ -303,3 +306,48 @@ def imported(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ringtile.")}
     return names
+
+
+# ---- pictures and tables that are made -----------------------------------------------------------
+
+
+@functools.cache
+def module_of(path: str) -> ModuleType:
+    """A script of the tree that is no part of the package."""
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, ROOT / path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.stem)
+def test_picture_is_what_the_script_draws(path: pathlib.Path) -> None:
+    """Else: python tools/pictures/draw.py."""
+    assert module_of("tools/pictures/draw.py").PICTURES[path.stem]() == path.read_text()
+
+
+@pytest.mark.long  # 36 layers; tests/planner compares the planner with trainings
+def test_figures_of_memory_are_the_planners() -> None:
+    planned = module_of("tools/pictures/plan_memory.py")
+    figures = json.loads(planned.FIGURES.read_text())["eight"]["context_parallel_size: 8"]
+    assert planned.parts_of(planned.EIGHT["context_parallel_size: 8"], 8, [2**17]) == {"131072": figures["131072"]}
+
+
+def test_keys_of_the_page_of_train_are_those_of_the_configuration() -> None:
+    """Every key of Config with its default, in the order of the table."""
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| `?([^`|]*)`? \|", read("docs/guide/train.md"), re.MULTILINE))
+    for name, field in Config.model_fields.items():
+        default = "none" if field.default is None else yaml.safe_dump(field.default).split()[0]
+        assert float(rows[name]) == field.default if name == "timeout_seconds" else rows[name] == default, name
+
+
+def test_matrix_of_how_we_know_is_the_tests() -> None:
+    from test_hf_matrix import CHOICES
+
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \|$", read("docs/design/evidence.md").split("## The Trainer")[0], re.MULTILINE
+    )
+    said = {name: tuple(values.split(", ")) for name, values in rows[2:]}
+    assert said == {name: tuple(values) for name, values in CHOICES.items()}

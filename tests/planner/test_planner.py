@@ -156,7 +156,9 @@ def test_offload_leaves_two_hidden_states_on_the_device() -> None:
     seq_len = 256
     setup = Setup(config_of(vocab_size=4096), gradient_checkpointing=True)
     kept = planned(seq_len, setup)
-    offloaded = planned(seq_len, dataclasses.replace(setup, ringtile=Config(activation_offload=True)))
+    with TrainingStep(dataclasses.replace(setup, ringtile=Config(activation_offload=True))) as step:
+        step.run(2 * seq_len)
+        offloaded = step.run(seq_len)
     hidden = seq_len * E * 4
     assert offloaded.host_bytes == LAYERS * hidden
     assert kept.total - offloaded.total == (LAYERS - 2) * hidden

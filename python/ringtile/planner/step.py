@@ -193,6 +193,8 @@ class TrainingStep:
         """A step on sequences of seq_len tokens, after the first: the optimizer has its state."""
         setup, live = self.setup, self._live
         self._calls = []
+        if self._offload is not None:
+            self._offload.host_bytes = 0
         size = setup.ringtile.context_parallel_size
         layout = Layout.named(setup.ringtile.layout, -(-seq_len // _multiple(setup)) * _multiple(setup), size)
         mask = IntervalMask.causal(layout.seq_len)

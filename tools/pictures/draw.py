@@ -1,0 +1,330 @@
+"""Draws docs/pictures/*.svg: python tools/pictures/draw.py. A test compares them with what this draws.
+
+SVG as text, without a plotting library, so that every machine draws the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from xml.sax.saxutils import escape
+
+import torch
+from ringtile import IntervalMask, Layout
+from torch import Tensor
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "pictures"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")  # told apart by the color-blind
+GIB = 2**30
+
+
+class Picture:
+    """Shapes on white, which dark pages need too."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">'
+        self.lines = [head, f"<title>{escape(title)}</title>"]
+        self.rect(0, 0, width, height, "white")
+
+    def rect(self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "") -> None:
+        edge = f' stroke="{stroke}"' if stroke else ""
+        self.lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{edge}/>')
+
+    def text(self, x: float, y: float, text: str, anchor: str = "start", fill: str = "black", size: int = 13) -> None:
+        look = f' text-anchor="{anchor}"' * (anchor != "start") + f' fill="{fill}"' * (fill != "black")
+        look += f' font-size="{size}"' * (size != 13)
+        self.lines.append(f'<text x="{x:g}" y="{y:g}"{look}>{escape(text)}</text>')
+
+    def line(self, points: Sequence[tuple[float, float]], stroke: str, width: float = 1, dash: str = "") -> None:
+        path = " ".join(f"{x:.4g},{y:.4g}" for x, y in points)
+        look = f' stroke-dasharray="{dash}"' * bool(dash)
+        self.lines.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width:g}"{look}/>')
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        self.line([(x, y), (to_x, to_y)], "#555555", 1.5)
+        angle = math.atan2(to_y - y, to_x - x)
+        tips = [(to_x - 7 * math.cos(angle + turn), to_y - 7 * math.sin(angle + turn)) for turn in (0.4, -0.4)]
+        self.line([tips[0], (to_x, to_y), tips[1]], "#555555", 1.5)
+
+    def svg(self) -> str:
+        return "\n".join([*self.lines, "</svg>", ""])
+
+
+def squares(picture: Picture, x: float, y: float, cell: float, fills: Sequence[Sequence[str]]) -> None:
+    """Square (row, column) in its color; "" is white. Equal neighbors of a row are one rectangle."""
+    for i, row in enumerate(fills):
+        begin = 0
+        for j in range(1, len(row) + 1):
+            if j == len(row) or row[j] != row[begin]:
+                if row[begin]:
+                    picture.rect(
+                        round(x + begin * cell, 1),
+                        round(y + i * cell, 1),
+                        round((j - begin) * cell, 1),
+                        cell,
+                        row[begin],
+                    )
+                begin = j
+    size = cell * len(fills)
+    places = [round(i * cell, 1) for i in range(len(fills) + 1)]
+    path = "".join(f"M{x + at:g} {y:g}v{size:g}M{x:g} {y + at:g}h{size:g}" for at in places)
+    picture.lines.append(f'<path d="{path}" stroke="#cccccc" stroke-width="0.5"/>')
+
+
+def dense(mask: IntervalMask) -> Tensor:
+    """Of the first row, which query (row) attends which key (column)."""
+    begin, end, *of_keys = (x[0][:, None] for x in mask.tensors)
+    numbers = torch.arange(mask.seq_len)
+    attends = (begin <= numbers) & (numbers < end)
+    if of_keys:
+        key_begin, key_end = (x.T for x in of_keys)
+        attends &= (key_begin <= numbers[:, None]) & (numbers[:, None] < key_end)
+    return attends
+
+
+def masks() -> str:
+    """The masks of docs/guide/masks.md over eight tokens."""
+    shown = {
+        "causal": IntervalMask.causal(8),
+        "full": IntervalMask.full(8),
+        "documents [3, 5]": IntervalMask.documents([3, 5]),
+        "sliding_window 3": IntervalMask.sliding_window(8, 3),
+        "prefix_lm 3": IntervalMask.prefix_lm(8, 3),
+        "chunked 3": IntervalMask.chunked(8, 3),
+        "padding, 2 documents": IntervalMask.from_padding(torch.tensor([[0, 1, 1, 1, 2, 2, 2, 0]])),
+        "documents & window": IntervalMask.documents([3, 5]) & IntervalMask.sliding_window(8, 2),
+        "shared_prefix 3, [2, 3]": IntervalMask.shared_prefix(3, [2, 3]),
+        "block_diffusion 4, 2": IntervalMask.block_diffusion(4, 2),
+    }
+    picture = Picture(860, 400, "Masks: a row is a query, a column a key, and a filled square is attended")
+    for n, (name, mask) in enumerate(shown.items()):
+        x, y = 20 + n % 5 * 168, 34 + n // 5 * 186
+        picture.text(x, y - 8, name)
+        squares(picture, x, y, 17, [[COLORS[0] if one else "" for one in row] for row in dense(mask).tolist()])
+    picture.text(20, 393, "A row is a query, a column a key; filled: the query attends the key.", fill="#555555")
+    return picture.svg()
+
+
+def layouts() -> str:
+    """How layouts deal the rows of a causal mask, and of packed documents, to four ranks."""
+    size, ranks, lengths = 32, 4, [20, 4, 8]
+    causal, documents = IntervalMask.causal(size), IntervalMask.documents(lengths)
+    picture = Picture(900, 520, "Which rank computes which part of the attention")
+    for row, (mask, name) in enumerate(((causal, "causal"), (documents, f"documents {lengths}"))):
+        picture.text(20, 24 + row * 250, f"{name}: share of the work of each rank", fill="#555555")
+        for n, kind in enumerate(("contiguous", "zigzag", "striped", "balanced" if row else "")):
+            if not kind:
+                continue
+            layout = Layout.balanced(mask, ranks, chunk=1) if kind == "balanced" else Layout.named(kind, size, ranks)
+            owner = [0] * size
+            for rank in range(ranks):
+                for position in layout.positions(rank).tolist():
+                    owner[position] = rank
+            attends = dense(mask)
+            fills = [[COLORS[owner[i]] if one else "" for one in line] for i, line in enumerate(attends.tolist())]
+            x, y = 20 + n * 220, 54 + row * 250
+            picture.text(x, y - 8, kind)
+            squares(picture, x, y, 5.6, fills)
+            work = [int(attends[[i for i in range(size) if owner[i] == rank]].sum()) for rank in range(ranks)]
+            for rank in range(ranks):
+                share = f"{work[rank] / sum(work):.0%}"
+                picture.rect(x + rank * 45, y + 186, 8, 8, COLORS[rank])
+                picture.text(x + rank * 45 + 11, y + 194, share, size=11)
+    return picture.svg()
+
+
+def schemes() -> str:
+    """Who computes what, and what travels meanwhile, over four ranks, two on each host. Not to scale of any machine."""
+    picture = Picture(900, 430, "Schemes as timelines of one rank")
+    rows: list[tuple[str, list[tuple[float, float, int, str]], list[tuple[float, float, str]]]] = [
+        (
+            "ring",
+            [(0, 2, 0, "own keys"), (2, 4, 1, "keys of 3"), (4, 6, 2, "keys of 2"), (6, 8, 3, "keys of 1")],
+            [(0, 1.6, "keys of 3"), (2, 3.6, "keys of 2"), (4, 5.6, "keys of 1")],
+        ),
+        ("all_gather", [(2.2, 10.2, 0, "all keys, one kernel call")], [(0, 2.2, "all keys")]),
+        (
+            "ulysses",
+            [(1.8, 9.8, 0, "all tokens, a quarter of the heads")],
+            [(0, 1.8, "q, k, v to heads"), (9.8, 10.6, "out back")],
+        ),
+        (
+            "usp:2",
+            [(0.8, 4.8, 0, "half of the heads: keys of this host"), (4.8, 8.8, 2, "keys of the other host")],
+            [(0, 0.8, "to heads"), (0.8, 3.6, "keys of the other host"), (8.8, 9.2, "")],
+        ),
+        (
+            "staged:2",
+            [(0.9, 4.9, 0, "an eighth of the heads"), (4.9, 8.9, 1, "the next eighth")],
+            [(0, 0.9, "to heads"), (1, 1.9, "next"), (4.9, 5.4, ""), (8.9, 9.4, "")],
+        ),
+    ]
+    for n, (name, computes, sends) in enumerate(rows):
+        y = 30 + n * 78
+        picture.text(20, y + 20, name)
+        for begin, end, color, text in computes:
+            picture.rect(110 + begin * 72, y, (end - begin) * 72 - 1, 28, COLORS[color])
+            picture.text(116 + begin * 72, y + 19, text, fill="white" if color < 3 else "black", size=12)
+        for begin, end, text in sends:
+            picture.rect(110 + begin * 72, y + 32, (end - begin) * 72 - 1, 16, "#dddddd")
+            picture.text(113 + begin * 72, y + 44, text, size=10)
+    said = "Colored: a rank computes. Gray: messages. Time goes right; an illustration, to the scale of no machine."
+    picture.text(20, 422, said, fill="#555555")
+    return picture.svg()
+
+
+def mesh() -> str:
+    """16 ranks on two hosts, groups of 4."""
+    picture = Picture(760, 250, "Two hosts of 8 GPUs, context_parallel_size 4: four groups")
+    for host in range(2):
+        y = 20 + host * 105
+        picture.rect(15, y, 730, 92, "#f4f4f4", "#999999")
+        picture.text(25, y + 18, f"host {host}")
+        for group in range(2):
+            x = 30 + group * 360
+            picture.rect(x, y + 26, 340, 58, "white", COLORS[host * 2 + group])
+            picture.text(x + 8, y + 42, f"group {host * 2 + group}: one sequence, a ring", size=12)
+            for n in range(4):
+                picture.rect(x + 8 + n * 82, y + 50, 74, 26, COLORS[host * 2 + group])
+                picture.text(x + 45 + n * 82, y + 68, f"rank {host * 8 + group * 4 + n}", "middle", "white", 12)
+    said = (
+        "Keys travel within a group. Gradients are averaged over all 16 ranks, which share the weights (FSDP2, ZeRO)."
+    )
+    picture.text(15, 243, said, fill="#555555", size=12)
+    return picture.svg()
+
+
+def entries() -> str:
+    """Which entry to take."""
+    picture = Picture(900, 330, "Which entry to take")
+    rows = [
+        ("Have you a training script?", "no", "ringtile init, or ringtile train with one YAML file"),
+        ("Does it use a Trainer of transformers or TRL?", "yes", "ringtile.enable(trainer, config)"),
+        ("Is it axolotl?", "yes", "the plugin and two keys in its YAML"),
+        (
+            "Does the model call scaled_dot_product_attention?",
+            "yes",
+            "with ringtile.context_parallel(mesh, buffers): ...",
+        ),
+        ("Do you write the attention call yourself?", "yes", "ShardedSequence and ring_attention"),
+    ]
+    for n, (question, answer, entry) in enumerate(rows):
+        y = 15 + n * 62
+        picture.rect(15, y, 370, 38, "#eef3fa", COLORS[0])
+        picture.text(200, y + 24, question, "middle")
+        picture.arrow(385, y + 19, 500, y + 19)
+        picture.text(440, y + 13, answer, "middle", size=12)
+        picture.rect(502, y, 385, 38, COLORS[0])
+        picture.text(694, y + 24, entry, "middle", "white")
+        if n + 1 < len(rows):
+            picture.arrow(200, y + 38, 200, y + 60)
+            picture.text(212, y + 54, "yes" if answer == "no" else "no", size=12)
+    return picture.svg()
+
+
+def memory() -> str:
+    """Planned memory of Qwen3-8B on 8 GPUs: against the length, and by part at 128K."""
+    figures = json.loads((pathlib.Path(__file__).parent / "memory.json").read_text())["eight"]
+    picture = Picture(920, 420, "Qwen3-8B on 8 GPUs under FSDP2, planned")
+    left, bottom, width, height, low, high = 60, 340, 330, 300, 4.0, 12.0
+    lengths = [int(length) for length in next(iter(figures.values()))]
+    step = width / (len(lengths) - 1)
+
+    def place(gib: float) -> float:
+        return bottom - (min(max(math.log2(gib), low), high) - low) / (high - low) * height
+
+    for power in range(int(low), int(high) + 1):
+        picture.line([(left, place(2**power)), (left + width, place(2**power))], "#e4e4e4")
+        picture.text(left - 6, place(2**power) + 4, str(2**power), "end", size=11)
+    picture.text(left, 24, "GiB of a GPU at its peak, by tokens of a row")
+    for n, length in enumerate(lengths):
+        label = f"{length >> 10}K" if length < 2**20 else "1M"
+        picture.text(left + n * step, bottom + 18, label, "middle", size=11)
+    picture.line([(left, place(80)), (left + width, place(80))], "black", 1, "5,4")
+    picture.text(left + width, place(80) - 5, "80 GiB", "end", size=11)
+    names = ["checkpointing alone", *(f"+ {name}" for name in list(figures)[1:])]
+    for n, of_lengths in enumerate(figures.values()):
+        totals = [sum(count for part, count in parts.items() if part != "host") / GIB for parts in of_lengths.values()]
+        picture.line([(left + i * step, place(total)) for i, total in enumerate(totals)], COLORS[n], 2.5)
+        picture.rect(left + n % 2 * 180, 378 + n // 2 * 14 - 9, 10, 10, COLORS[n])
+        picture.text(left + n % 2 * 180 + 14, 378 + n // 2 * 14, names[n], size=11)
+    parts = [part for part in next(iter(figures.values()))["131072"] if part not in ("host", "reference", "kv cache")]
+    top = max(sum(of["131072"][part] for part in parts) for of in figures.values()) / GIB
+    picture.text(480, 24, "By part, 128K tokens (GiB)")
+    for n, (name, of_lengths) in enumerate(zip(names, figures.values(), strict=True)):
+        y, x = 44 + n * 50, 480.0
+        picture.text(480, y + 8, name, size=11)
+        for color, part in enumerate(parts):
+            share = of_lengths["131072"][part] / GIB / top * 380
+            if share >= 0.5:
+                picture.rect(round(x, 1), y + 13, round(share, 1), 18, COLORS[color % len(COLORS)])
+            x += share
+        total = sum(of_lengths["131072"][part] for part in parts) / GIB
+        picture.text(round(x, 1) + 5, y + 27, f"{total:.0f}", size=11)
+    for color, part in enumerate(parts):
+        picture.rect(480 + color % 4 * 108, 310 + color // 4 * 18, 10, 10, COLORS[color % len(COLORS)])
+        picture.text(494 + color % 4 * 108, 319 + color // 4 * 18, part, size=11)
+    said = "Figures of ringtile plan, not measured; each key is added to those above it."
+    picture.text(480, 366, said, fill="#555555", size=11)
+    return picture.svg()
+
+
+def speeds() -> str:
+    """Bars of the first table of docs/guide/performance.md: another backend's time over ringtile's."""
+    table = (ROOT / "docs" / "guide" / "performance.md").read_text().split("## Attention")[1]
+    found = re.findall(r"^\| ([^|]*) \| [^|]* \| `(\w+)` \| [\d.]* \| ([\d.]+) \|$", table, re.MULTILINE)
+    picture = Picture(800, 40 + 24 * len(found), "Attention on a CPU: the other backend's time over ringtile's")
+    picture.text(15, 22, "Forward and backward on a CPU: the other backend's time over ringtile's (1 = as fast)")
+    for n, (case, against, ratio) in enumerate(found):
+        y, length = 34 + n * 24, math.log2(float(ratio) * 2) * 75
+        picture.text(15, y + 14, f"{case}", size=12)
+        picture.text(235, y + 14, against, size=12)
+        picture.rect(370, y + 2, round(length, 1), 16, COLORS[0] if float(ratio) >= 1 else COLORS[1])
+        picture.text(376 + round(length, 1), y + 14, ratio, size=12)
+    picture.line([(445, 30), (445, 36 + 24 * len(found))], "black", 1, "3,3")
+    return picture.svg()
+
+
+def loss() -> str:
+    """Losses of `make train` on two ranks and in one process (loss.json), and their relative difference."""
+    runs = json.loads((pathlib.Path(__file__).parent / "loss.json").read_text())
+    ranks, one = runs["losses"], runs["losses_single"]
+    picture = Picture(760, 360, "Two ranks and one process: the same losses")
+    left, width = 70, 670
+    places = [left + n * width / (len(ranks) - 1) for n in range(len(ranks))]
+    low, high = min(ranks), max(ranks)
+
+    def place(value: float) -> float:
+        return 200 - (value - low) / (high - low) * 160
+
+    picture.text(15, 22, "make train: the loss of 30 steps, on two ranks (wide) and in one process (narrow)")
+    for value in (low, high):
+        picture.text(left - 8, place(value) + 4, f"{value:.2f}", "end", size=11)
+    picture.line([*zip(places, map(place, ranks), strict=True)], COLORS[4], 6)
+    picture.line([*zip(places, map(place, one), strict=True)], COLORS[1], 1.5)
+    picture.text(15, 236, "their relative difference; the dashed line is the limit of --compare, 1e-6")
+
+    def below(difference: float) -> float:
+        return 340 - (math.log10(max(difference, 1e-9)) + 9) / 3.2 * 90
+
+    for power in (-9, -8, -7, -6):
+        picture.text(left - 8, below(10**power) + 4, f"1e{power}", "end", size=11)
+    picture.line([(left, below(1e-6)), (left + width, below(1e-6))], "black", 1, "5,4")
+    differences = [abs(a - b) / abs(b) for a, b in zip(ranks, one, strict=True)]
+    picture.line([*zip(places, map(below, differences), strict=True)], COLORS[0], 1.5)
+    return picture.svg()
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    one.__name__: one for one in (masks, layouts, schemes, mesh, entries, memory, speeds, loss)
+}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw(), encoding="ascii")
