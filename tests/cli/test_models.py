@@ -11,13 +11,14 @@ from hf_training import enter_world
 from pool import run_ranks
 from ringtile.cli import main
 from ringtile.cli.models import decide, markdown, reason_of, split_page
-from ringtile.cli.tiny_models import causal_types, image_text_types, tiny_config, types_with_heads
+from ringtile.cli.tiny_models import tiny_config
+from ringtile.cli.tiny_training import all_types
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/models.md"
-TYPES = [*causal_types(), *image_text_types(), *types_with_heads()]
+TYPES = all_types()
 # Sinks, chunks, a balancing loss, a tower, learned positions, no attention; refused at enable, refused in the first
 # step; an encoder.
-FEW = ("gpt_oss", "llava", "roberta", "mamba", "rwkv", "bart")
+FEW = ("gpt_oss", "internvl:images", "llava", "roberta", "mamba", "rwkv", "bart")
 
 
 def _in_world(function, *arguments):

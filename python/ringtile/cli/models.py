@@ -1,7 +1,8 @@
 """`ringtile models [NAME ...]`: which types of models of transformers train exactly on two ranks.
 
-Each type is built tiny from its default configuration, with every kind of layer that it has, and trained on text for
-two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's balancing loss is on.
+Each type is built tiny from its default configuration, with every kind of layer that it has, and trained on text, or
+with images, for two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's
+balancing loss is on.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints a line per type. Status 1: one trains to other numbers, or fails without a refusal."""
-    from ringtile.cli.tiny_models import causal_types, image_text_types, types_with_heads
+    from ringtile.cli.tiny_training import all_types
     from ringtile.cli.workers import Workers
 
     if args.markdown is not None:
         split_page(args.markdown)
-    known = [*causal_types(), *image_text_types(), *types_with_heads()]
+    known = all_types()
     for name in args.names:
         if name not in known and not pathlib.Path(name).is_dir():
             raise ConfigError(f"NAME is {name}; expected a folder with a config.json, or one of {', '.join(known)}")

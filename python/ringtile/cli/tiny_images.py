@@ -22,12 +22,22 @@ START, END, IMAGE = VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1  # tokens aro
 FIRST_WORD, LAST_WORD = 3, VOCABULARY - 8  # tokens of text
 SIDE = 32  # pixels
 _MAX_POSITIONS = 256
+# The model types whose processors' pixels are imitated here.
+TYPES = (
+    *("aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
+    *("ernie4_5_vl_moe", "exaone4_5", "florence2", "gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "glm5_next"),
+    *("glm_ocr", "glmga", "got_ocr2", "hunyuan_vl", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl"),
+    *("lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2"),
+    *("paligemma", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "shieldgemma2", "smolvlm"),
+    "step3p7",
+)
 _SIZES = ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0))  # of images in turn, where images may differ: height, width
 _TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 for a token of an image
 _ELSEWHERE = VOCABULARY - 7  # the token of videos and sound, of which there are none
 
 
-def image_model(source: str | PretrainedConfig) -> PreTrainedModel:
+def image_model(source: str | PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model of images and text with random weights, the same every time; source: see `tiny_config`."""
     config = tiny_config(source)
     for name in vars(config):
@@ -37,7 +47,7 @@ def image_model(source: str | PretrainedConfig) -> PreTrainedModel:
             if kind not in ("pad", "bos", "eos"):
                 setattr(config, name, tokens.get(kind, _ELSEWHERE))
     config.get_text_config().max_position_embeddings = _MAX_POSITIONS
-    return with_random_weights(AutoModelForImageTextToText, config)
+    return with_random_weights(AutoModelForImageTextToText, config, dtype)
 
 
 class Images:
@@ -59,6 +69,8 @@ class Images:
             return {}
         if "image_grid_thw" in self._takes:
             return self._patches(images)
+        if "spatial_shapes" in self._takes:
+            return self._patches_with_shapes(images)
         if "image_position_ids" in self._takes:
             return self._patches_with_places(images)
         if "pixel_attention_mask" in self._takes:
@@ -122,6 +134,19 @@ class Images:
         width = channels * depth * vision.patch_size**2
         pixels = [_pixels(n, grid[1] * grid[2], width) for n, grid in zip(images, grids, strict=True)]
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
+
+    def _patches_with_shapes(self, images: list[int]) -> dict[str, Tensor]:
+        """(I, patches, pixels), the height and width of each image, and 0 for padding (LFM2-VL)."""
+        patch = self._config.vision_config.patch_size
+        side = SIDE // patch
+        shapes = torch.tensor([[int(side * part) for part in _size(number)] for number in images])
+        held = torch.arange(side * side) < shapes.prod(1)[:, None]
+        pixels = torch.stack([_pixels(number, side * side, 3 * patch**2) for number in images])
+        return {
+            "pixel_values": pixels * held[..., None],
+            "spatial_shapes": shapes,
+            "pixel_attention_mask": held.long(),
+        }
 
     def _patches_with_places(self, images: list[int]) -> dict[str, Tensor]:
         """(I, patches, pixels) with the place of each patch, -1 for padding (Gemma 4)."""

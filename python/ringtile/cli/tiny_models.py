@@ -153,10 +153,13 @@ _BESIDES: dict[str, dict[str, Any]] = {
     # With the usual 1e-6, norms of tiny embeddings amplify rounding: transformers' float32 is 4e-6 from float64.
     **{name: {"rms_norm_eps": 1e-2} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
     # Of the towers of images: windows of whole patches, features of layers that there are.
-    "qwen2_5_vl_vision": {"window_size": 32, "fullatt_block_indexes": [1]},
+    **{
+        name: {"window_size": 32, "fullatt_block_indexes": [1]}
+        for name in ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")
+    },
     **{name: {"deepstack_visual_indexes": [0, 1]} for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision")},
     "siglip_vision_model": {"vision_use_head": False},  # as in every checkpoint with a language model
-    "gemma3": {"mm_tokens_per_image": 4},
+    **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": _HEAD_DIM},
         **{"indexer_budget": 8, "indexer_compress_ratio": 2},
@@ -171,6 +174,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     **{name: {"vision_config": {"model_type": "gemma4_vision"}} for name in ("gemma4", "diffusion_gemma")},
 }
 
+IMAGES = "images"  # in place of a head: a language model's, with images
 _CLASSES_BY_HEAD: dict[str, tuple[Any, Any]] = {
     "masked-lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "token-classification": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
@@ -193,7 +197,7 @@ def types_with_heads() -> list[str]:
 
 
 def head_of(source: str | PretrainedConfig) -> str:
-    """A key of _CLASSES_BY_HEAD; "" for a language model, which shifts its labels. source: see `tiny_config`."""
+    """A key of _CLASSES_BY_HEAD, or IMAGES; "" for a language model on text. source: see `tiny_config`."""
     if isinstance(source, str):
         return source.partition(":")[2]
     architecture = (source.architectures or [""])[0]
@@ -206,7 +210,7 @@ def tiny_config(source: str | PretrainedConfig) -> PretrainedConfig:
     """A type's default configuration, or the one given, with the smallest sizes that keep its kinds of layers."""
     name = source.partition(":")[0] if isinstance(source, str) else ""
     config = CONFIG_MAPPING[name](**_PARTS.get(name, {})) if isinstance(source, str) else source
-    return _shrunk(config, is_decoder=not head_of(source))
+    return _shrunk(config, is_decoder=head_of(source) in ("", IMAGES))
 
 
 def tiny_model(config: PretrainedConfig, head: str = "", dtype: torch.dtype = torch.float32) -> PreTrainedModel:

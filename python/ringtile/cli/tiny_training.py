@@ -10,17 +10,33 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PrinterCallback, Trainer, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 import ringtile
 from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
-from ringtile.cli.tiny_models import VOCABULARY, head_of, tiny_config, tiny_model
+from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, TYPES, Images, image_model
+from ringtile.cli.tiny_models import (
+    IMAGES,
+    VOCABULARY,
+    causal_types,
+    head_of,
+    image_text_types,
+    tiny_config,
+    tiny_model,
+    types_with_heads,
+)
 from ringtile.errors import RingtileError
 from ringtile.hf.trainer import first_batch_of
 
 STEPS = 2
 LENGTHS = (24, 19, 21, 16)  # of the rows, two in a batch: longer than the windows and chunks of tiny configurations
 MAX_REL_WEIGHT_DIFF = 1e-5  # of a parameter, relative to its largest number
+
+
+def all_types() -> list[str]:
+    """The names that `ringtile models` knows."""
+    with_images = [f"{name}:{IMAGES}" for name in TYPES]
+    return [*causal_types(), *image_text_types(), *with_images, *types_with_heads()]
 
 
 def train(
@@ -30,7 +46,13 @@ def train(
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("ringtile").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
-    model = tiny_model(tiny_config(source), head_of(source), dtype)
+    data: dict[str, Any] = {}
+    if head_of(source) == IMAGES:
+        model = image_model(source, dtype)
+        data = {"train_dataset": _rows_with_images(), "data_collator": _Collator(model)}
+    else:
+        model = tiny_model(tiny_config(source), head_of(source), dtype)
+        data["train_dataset"] = _rows(None if head_of(source) != "token-classification" else model.config.num_labels)
     arguments = TrainingArguments(
         tempfile.mkdtemp(prefix="ringtile-models-"),
         max_steps=STEPS,
@@ -46,11 +68,7 @@ def train(
         save_strategy="no",
         remove_unused_columns=False,
     )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=_rows(None if head_of(source) != "token-classification" else model.config.num_labels),
-    )
+    trainer = Trainer(model=model, args=arguments, **data)
     trainer.remove_callback(PrinterCallback)
     try:
         if config is not None:
@@ -91,6 +109,25 @@ def equal(difference: dict[str, float]) -> bool:
     """Whether two runs in float32 agree to rounding. False for NaN."""
     limits = {"losses": MAX_REL_LOSS_DIFF, "gradient norms": MAX_REL_GRAD_NORM_DIFF, "weights": MAX_REL_WEIGHT_DIFF}
     return all(difference[name] <= limit for name, limit in limits.items())
+
+
+def _rows_with_images() -> list[dict[str, list[int]]]:
+    """Two rows with images in a batch, then one with two and one without."""
+    generator = torch.Generator().manual_seed(0)
+    images: list[list[int]] = [[0], [1], [2, 3], []]
+    counts = [length - 10 for length in LENGTHS]
+    words = [torch.randint(FIRST_WORD, LAST_WORD + 1, (count,), generator=generator).tolist() for count in counts]
+    return [{"words": of_row, "images": held} for of_row, held in zip(words, images, strict=True)]
+
+
+class _Collator:
+    """Makes a batch of rows with images."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._images = Images(model)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return self._images.batch([(row["words"], row["images"]) for row in rows], ignored=2)
 
 
 def _rows(num_labels: int | None) -> list[dict[str, torch.Tensor]]:

@@ -67,7 +67,10 @@ def register() -> None:
 
 
 def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of the model: replaces the mask of a sharded batch by an empty one, (B, 1, 0, 0)."""
+    """Forward pre-hook of the model: replaces the mask of a sharded batch by an empty one, (B, 1, 0, 0), and that of a
+    batch which the model is to get whole by the whole one."""
+    if (waiting := waiting_batch()) is not None:
+        return args, {**kwargs, "attention_mask": waiting.whole_mask}
     if active_batch() is not None:
         main = main_input(args, kwargs)
         assert main is not None  # of it the batch was made

@@ -51,6 +51,7 @@ class ShardedBatch:
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
     # Of a batch that is sharded where the language model begins (hf/seam.py): who may attend whom but for causality.
     documents: IntervalMask | None = None
+    whole_mask: Tensor | None = None  # (B, S): what the model then gets as its attention mask
     waits: bool = False  # for the language model, before which whole sequences run
     draws_masks: bool = False  # whether the model has drawn masks itself: each layer then gets one
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)

@@ -124,9 +124,11 @@ def shard_batch(
         batch.token_weights = sequence.shard(to_device(weights, main.device), dim=1)
     if shifts_labels and (inputs.get("labels") is not None or (rows is not None and targets in per_token)):
         local["labels"] = local["shift_labels"]  # labels make a model compute a loss, which reads shift_labels
-    if given:  # the model's own: whole, or absent
-        local = {name: x for name, x in local.items() if name in inputs or name == "shift_labels"}
-        local |= {name: inputs[name] for name in {*_PADDING, *given} - {"shift_labels"} if name in inputs}
+    if given:  # whole, or absent; but a Trainer counts a rank's tokens by its mask, which the model does not see
+        batch.whole_mask = inputs.get("attention_mask")
+        of_rank = {"shift_labels", "attention_mask"}
+        local = {name: x for name, x in local.items() if name in inputs or name in of_rank}
+        local |= {name: inputs[name] for name in {*_PADDING, *given} - of_rank if name in inputs}
     local["use_cache"] = False
     return local, batch
 
