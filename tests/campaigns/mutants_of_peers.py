@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "peers: gradients of keys replace those of another rank",
         "python/ringtile/attn/exchange.py",
-        "x[:, row : row + length].add_(part[:, packed : packed + length])",
-        "x[:, row : row + length].copy_(part[:, packed : packed + length])",
+        "torch._foreach_add_(sums, terms)",
+        "torch._foreach_copy_(sums, terms)",
         "tests/attn/test_ring.py -k world_size",
         source="NVIDIA/Megatron-LM#1464",
         case="grouped heads",
@@ -124,11 +124,11 @@ MUTANTS = [
     ),
     Mutant(
         "peers: each rank takes the mean over its own targets",
-        "python/ringtile/hf/inputs.py",
-        '    if shifts_labels and (inputs.get("labels") is not None',
-        '    local["num_items_in_batch"] = local["shift_labels"].ne(-100).sum()\n'
-        '    if shifts_labels and (inputs.get("labels") is not None',
-        "tests/hf/test_hf_exact.py -k padding",
+        "python/ringtile/hf/loss_on_shards.py",
+        "            batch.mean_share = self._mean_share(num_items_in_batch is not None)\n",
+        "            batch.mean_share = self._mean_share(num_items_in_batch is not None)\n"
+        '            num_items_in_batch = local["shift_labels"].ne(-100).sum().clamp_min(1) * self._trainer_factor()\n',
+        "tests/hf/test_hf_exact.py -k smoothing",
         source="NVIDIA/Megatron-LM#7452",
         case="token mean",
     ),
