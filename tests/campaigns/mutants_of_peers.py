@@ -37,7 +37,7 @@ MUTANTS = [
         "python/ringtile/attn/ulysses.py",
         "        adds = sum(len(share.kv_heads) for of_stage in shares for share in of_stage) > num_kv_heads\n",
         "        adds = False\n",
-        "tests/attn/test_schemes.py",
+        "tests/attn/test_schemes.py -k definition",
         source="pytorch/torchtitan#1283",
         case="ringtile-ulysses: one kv head",
     ),

@@ -226,6 +226,8 @@ def train(case: TrainingCase, sharded: bool) -> dict[str, Any]:
     }  # fmt: skip
     packed = case.packed and sharded
     model = tiny_model(config)
+    if not sharded:
+        model.set_attn_implementation("eager")  # sdpa, its default, leaves out softcap without a word
     trainer = Trainer(
         model=model,
         args=TrainingArguments(tempfile.mkdtemp(prefix="ringtile-verify-"), **given),
