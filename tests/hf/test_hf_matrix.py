@@ -21,7 +21,7 @@ CHOICES = {
     "MLPs": ("whole", "tiled"),
 }
 WORLDS = {"cp2": 2, "dp2 x cp2": 4}
-ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111, 0b0100)  # none is another's complement
+ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111, 0b1011)  # none is another's complement
 
 
 def _options(trainer: str, weights: str, activations: str, batches: str, rows: str) -> dict:
