@@ -256,6 +256,13 @@ MUTANTS = [
         "tests/tiled/test_tiled_mlp.py",
     ),
     Mutant(
+        "tiles: a tile's weight gradient replaces those before, under an engine",
+        "python/ringtile/tiled/weight_grad.py",
+        "weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))",
+        "weight_sum.copy_(dout.t().to(weight_sum.dtype) @ x.to(weight_sum.dtype))",
+        "tests/hf/test_hf_matrix.py -k ZeRO-3",
+    ),
+    Mutant(
         "tiles: random state of the recomputation not restored",
         "python/ringtile/tiled/mlp.py",
         "torch.set_rng_state(self.cpu_random_state)",
