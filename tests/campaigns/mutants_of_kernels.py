@@ -393,9 +393,9 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: CUDA keys end nowhere",
-        "cuda/attn/plain.cuh",
-        "return ld_global(p.key_begin + at) <= position && position < ld_global(p.key_end + at);",
-        "return ld_global(p.key_begin + at) <= position;",
+        "cuda/attn/mask_tiles.cuh",
+        "return {ld_global(p.key_begin + at), ld_global(p.key_end + at)};",
+        "return {ld_global(p.key_begin + at), 0x7fffffff};",
         "emulator test_attn_bwd",
     ),
     Mutant(
