@@ -29,7 +29,7 @@ def test_command_line_is_what_users_script_against() -> None:
         options[verb] = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
     assert options == {
         "train": {"--compare", "--plot"},
-        "verify": set(),
+        "verify": {"--backend", "--case", "--markdown"},
         "init": set(),
         "doctor": {"--bundle", "--config"},
         "models": {"--markdown"},
@@ -53,6 +53,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--intermediate-size",
             "--vocab-size",
             "--num-tiles",
+            "--num-completions",
         },
         "plan": {
             "--seq-len",

@@ -116,8 +116,8 @@ def shifted_too(trainer):
 def loaded_with_flash(trainer):
     trainer.data_collator = Labelled(packed, classes=True)
     config, switch = trainer.model.config, trainer.model.set_attn_implementation
-    config._attn_implementation_internal = "flash_attention_2"  # which no CPU loads, nor switches back to
-    trainer.model.set_attn_implementation = lambda name: switch("sdpa" if isinstance(name, dict) else name)
+    flash = config._attn_implementation_internal = "flash_attention_2"  # which no CPU loads, nor switches back to
+    trainer.model.set_attn_implementation = lambda names: switch("sdpa" if names[""] == flash else names)
 
 
 def of_encoder(words: str, prepare: Any) -> Refusal:
