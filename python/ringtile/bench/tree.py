@@ -143,3 +143,4 @@ def quick_comparisons() -> Iterator[Comparison]:
     """The comparisons quoted in the documentation."""
     for case in CASES:
         yield Comparison(Workload(case, "float32", 8192, 2, 2, 64), BACKENDS)
+        yield Comparison(Workload(case, "bfloat16", 16384, 16, 16, 128, device="cuda"), BACKENDS)
