@@ -22,6 +22,8 @@ from ringtile import (
     LayoutError,
     LoopbackWorld,
     RingMismatchError,
+    ShardedSequence,
+    attention,
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
@@ -30,6 +32,7 @@ from ringtile import (
     enable_context_parallel_dispatcher,
     flex_attention,
     plan,
+    ring_attention,
 )
 from ringtile.transport.groups import transport_of
 from strategies import dense
@@ -149,6 +152,25 @@ class Layer(nn.Module):
         return x + self.o(self.inner(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+def ring_over_a_mesh() -> None:
+    """A mesh of one dimension is its group; one of several is refused before any message."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mask, layout = IntervalMask.causal(10), Layout.zigzag(10, 2)
+    q, k, v = (torch.randn(1, 10, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    sequence = ShardedSequence(mask, layout, mesh["cp"])
+    outs = [ring_attention(*(sequence.shard(x, dim=1) for x in (q, k, v)), sequence)]
+    outs.append(
+        ring_attention(
+            *(layout.shard(x, 1, sequence.rank) for x in (q, k, v)), mask=mask, layout=layout, group=mesh["cp"]
+        )
+    )
+    for out in outs:
+        expected = attention(q, k, v, mask=mask)
+        torch.testing.assert_close(layout.unshard(out, dim=1, group=mesh["cp"]), expected, rtol=0, atol=1e-5)
+    with pytest.raises(InputError, match=r"dimensions \('dp', 'cp'\); pass one of them"):
+        ShardedSequence(mask, layout, mesh)
+
+
 def composed() -> None:
     """dp 1 x cp 2 x tp 2: outputs and every parameter's gradient against one process."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
@@ -180,6 +202,10 @@ def composed() -> None:
 
 def test_style_composes_with_tensor_parallelism_and_fsdp() -> None:
     run_ranks(4, composed)
+
+
+def test_a_mesh_is_its_group() -> None:
+    run_ranks(4, ring_over_a_mesh)
 
 
 # ---- bytes --------------------------------------------------------------------------------------

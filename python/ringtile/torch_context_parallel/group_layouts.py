@@ -26,7 +26,7 @@ from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import Group, transport_of
+from ringtile.transport.groups import Group, group_of_mesh, transport_of
 from ringtile.transport.loopback import LoopbackGroup
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Transport
 
@@ -34,16 +34,12 @@ Mesh = DeviceMesh | Group
 
 
 def group_of(mesh: Mesh) -> Group:
-    """The group of a mesh of one dimension, or the group itself. InputError: anything else."""
-    if isinstance(mesh, (dist.ProcessGroup, LoopbackGroup, str)):
-        return mesh
-    if not isinstance(mesh, DeviceMesh):
+    """Return the group of a mesh of one dimension, or the group itself. InputError: anything else."""
+    if not isinstance(mesh, (dist.ProcessGroup, DeviceMesh, LoopbackGroup, str)):
         raise InputError(
             f"mesh is a {type(mesh).__name__}; expected a DeviceMesh of one dimension, as in mesh['cp'], or a group"
         )
-    if mesh.ndim != 1:
-        raise InputError(f"the mesh has dimensions {mesh.mesh_dim_names}; pass one of them, as in mesh['cp']")
-    return mesh.get_group()
+    return group_of_mesh(mesh)
 
 
 def layout_of(layout: Layout | str, seq_len: int, world_size: int) -> Layout:

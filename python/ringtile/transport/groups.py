@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 from ringtile.errors import InputError, shown
@@ -21,7 +22,7 @@ from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_g
 from ringtile.transport.process_group import ProcessGroupTransport
 from ringtile.transport.transport import Transport
 
-Group = dist.ProcessGroup | LoopbackGroup | str
+Group = dist.ProcessGroup | DeviceMesh | LoopbackGroup | str
 
 _ALONE = LoopbackWorld(1).groups[0].transport
 # Weak: they say which transport belongs to a living group, and keep nothing alive.
@@ -33,7 +34,17 @@ def group_name(group: Group | None) -> str:
     """Return the name by which an op, which takes no objects, refers to a group; "" for None."""
     if group is None:
         return ""
+    group = group_of_mesh(group)
     return group if isinstance(group, str) else str(group.group_name)
+
+
+def group_of_mesh(group: Group) -> dist.ProcessGroup | LoopbackGroup | str:
+    """Return the group of a mesh, or the group itself. InputError: the mesh has several dimensions."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise InputError(f"the mesh has dimensions {group.mesh_dim_names}; pass one of them, as in mesh['cp']")
+    return group.get_group()
 
 
 def transport_of(group: Group | None) -> Transport:
@@ -43,6 +54,7 @@ def transport_of(group: Group | None) -> Transport:
     """
     if group is None or group == "":
         return _ALONE
+    group = group_of_mesh(group)
     if isinstance(group, str):
         if group in loopback_groups:
             return loopback_groups[group].transport
@@ -53,7 +65,10 @@ def transport_of(group: Group | None) -> Transport:
     if isinstance(group, LoopbackGroup):
         return group.transport
     if not isinstance(group, dist.ProcessGroup):
-        raise InputError(f"the group is {shown(group)}; expected a process group that this rank is a member of")
+        raise InputError(
+            f"the group is {shown(group)}; expected a process group that this rank is a member of, or a DeviceMesh of "
+            f"one dimension"
+        )
     with _transports_lock:
         if group not in _transports:
             _transports[group] = ProcessGroupTransport(group)
