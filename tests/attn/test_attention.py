@@ -13,7 +13,7 @@ import pytest
 import torch
 from oracle import dense_gradients
 from pool import run_program
-from ringtile import IntervalMask, attention, ops
+from ringtile import InputError, IntervalMask, attention, ops
 from strategies import dense
 from torch import Tensor
 
@@ -42,6 +42,15 @@ def run_attention(p: Problem, mask: IntervalMask) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
     out, lse = attention(*leaves, mask=mask, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, p.dout)
+
+
+def test_is_causal_says_a_mask() -> None:
+    p = problem(1, 9, 2, 1, 8)
+    for is_causal, mask in ((True, IntervalMask.causal(9)), (False, IntervalMask.full(9))):
+        assert torch.equal(attention(*p[:3], is_causal=is_causal), attention(*p[:3], mask=mask))
+    for given in ({}, {"mask": IntervalMask.causal(9), "is_causal": False}):
+        with pytest.raises(InputError, match="expected one of them"):
+            attention(*p[:3], **given)
 
 
 # ---- the accuracy rule --------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import arguments, derivatives, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
+from ringtile.errors import InputError, shown
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -87,18 +88,34 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: IntervalMask,
+    mask: IntervalMask | None = None,
+    is_causal: bool | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S."""
+    """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S.
+
+    is_causal, instead of a mask: whether it is causal or full. There is no default, which one of two would not expect.
+    """
+    if mask is None and is_causal is not None:
+        arguments.check_tensor("q", q)
+        mask = _mask_of(q.shape[1] if q.dim() > 1 else 1, bool(is_causal))
+    elif is_causal is not None or mask is None:
+        raise InputError(
+            f"mask is {shown(mask)} and is_causal {shown(is_causal)}; expected one of them, such as is_causal=True"
+        )
     check_types(mask)
     layout = _one_rank(mask.seq_len)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
     return ring_attention(q, k, v, mask=mask, layout=layout, return_lse=return_lse, **options)
+
+
+@functools.lru_cache(maxsize=64)
+def _mask_of(seq_len: int, is_causal: bool) -> IntervalMask:
+    return IntervalMask.causal(seq_len) if is_causal else IntervalMask.full(seq_len)
 
 
 @functools.lru_cache(maxsize=64)
