@@ -90,7 +90,9 @@ template <class Shape> struct query_numbers {
         const int tile = ld_shared(RT_SHARED(at, tile)),
                   first_token = tile * Shape::TILE + first + lane_index() % 4 * 2;
         uint32_t attended[2] = {0, 0}; // a bit for each column: the loop needs few registers
-#pragma unroll 4
+        // A kernel for both masks has no register to spare.
+        [[maybe_unused]] constexpr int UNROLLED = Shape::walk::SIDES == TWO_SIDES ? 4 : 1;
+#pragma unroll UNROLLED
         for (int i = 0; i < 2 * N; i++) {
             const int token = first_token + i / 2 * 8 + i % 2;
             const int position = token < p.num_queries ? position_of_query(p, token) : INT32_MAX;
