@@ -59,7 +59,7 @@ def _documented():
     _, _, rest = PAGE.read_text().partition("<!-- begin: ringtile models --markdown -->\n")
     found, verdict = {}, ""
     for line in rest.splitlines():
-        if line.startswith("**Exact**"):
+        if line.startswith("`"):
             found |= dict.fromkeys(re.findall(r"`([^`]+)`", line), ("exact", ""))
         elif match := re.match(r"\| (\w+) \| reason \|", line):
             verdict = match[1]
@@ -124,12 +124,14 @@ def test_unknown_name_is_told(capsys):
 def test_markdown_groups_the_types(tmp_path):
     rows = [
         {"type": "a", "verdict": "exact"},
+        {"type": "a:images", "verdict": "exact"},
         {"type": "b", "verdict": "refused", "class": "BForCausalLM", "reason": "BForCausalLM has none; add one"},
         {"type": "c", "verdict": "refused", "class": "CForCausalLM", "reason": "CForCausalLM has none; add one"},
     ]
     text = markdown(rows)
-    assert "3 types" in text
-    assert "1 exact, 2 refused" in text
+    assert "4 types" in text
+    assert "2 exact, 2 refused" in text
+    assert "<summary>Exact: 1 types of images and text, with images</summary>\n\n`a:images`\n" in text
     assert "| `b`, `c` | it has none |" in text
     page = tmp_path / "page.md"
     page.write_text("no table")

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 SECONDS = 120.0  # of one training, after which its ranks are taken to hang
 CONFIG = {"context_parallel_size": 2}
+# By what stands behind the colon of a type.
+_KINDS = {
+    "": "of language models, on text",
+    "images": "of images and text, with images",
+    "masked-lm": "of masked words",
+    "token-classification": "of classes of tokens",
+}
 BEGIN, END = "<!-- begin: ringtile models --markdown -->\n", "<!-- end -->\n"
 
 
@@ -108,7 +115,7 @@ def _decide(
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/guide/models.md: the exact types, and the others by reason."""
+    """The table of docs/guide/models.md: the exact types by kind, in boxes that open, and the others by reason."""
     import transformers
 
     of: dict[str, list[dict[str, Any]]] = {}
@@ -116,8 +123,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         of.setdefault(row["verdict"], []).append(row)
     counts = ", ".join(f"{len(of[verdict])} {verdict}" for verdict in sorted(of))
     lines = [f"{len(rows)} types of transformers {transformers.__version__}: {counts}.", ""]
-    if "exact" in of:
-        lines += [f"**Exact**: {_names(of.pop('exact'))}.", ""]
+    exact = of.pop("exact", [])
+    for kind, words in _KINDS.items():
+        if types := [row for row in exact if row["type"].partition(":")[2] == kind]:
+            summary = f"Exact: {len(types)} types {words}"
+            lines += [f'<details markdown="1"><summary>{summary}</summary>', "", _names(types), "", "</details>", ""]
     for verdict in sorted(of):
         reasons: dict[str, list[dict[str, Any]]] = {}
         for row in of[verdict]:
