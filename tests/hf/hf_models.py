@@ -38,7 +38,14 @@ FAMILIES = {
     "qwen3": ("qwen3", {}),
     "qwen3-sliding": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "mistral-sliding": ("mistral", {"sliding_window": 6}),
-    "gemma2": ("gemma2", {"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
+    "gemma2": (
+        "gemma2",
+        {
+            **{"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8},
+            # So low that scores of random weights meet it; sdpa, the default, leaves it out.
+            **{"attn_logit_softcapping": 0.5, "attn_implementation": "eager"},
+        },
+    ),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}),
     "granite": ("granite", {}),
     "cohere": ("cohere", {}),
