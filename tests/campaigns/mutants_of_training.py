@@ -191,6 +191,27 @@ MUTANTS = [
         "tests/hf/test_shared_prefix.py -k first_batch_proves_the_tree",
     ),
     Mutant(
+        "first batch: a group decides alone whether images are proved",
+        "python/ringtile/hf/first_batch.py",
+        "if num_tokens > _WITH_IMAGES:",
+        "if images and _num_tokens(inputs, images) > _WITH_IMAGES:",
+        "tests/hf/test_first_batch_groups.py -k images",
+    ),
+    Mutant(
+        "first batch: gradients of a steep model's second run have another scale",
+        "python/ringtile/first_batch/proof.py",
+        "again = run(True, scale=scale)",
+        "again = run(True)",
+        "tests/hf/test_first_batch_groups.py -k steeper",
+    ),
+    Mutant(
+        "tower: one group proves a later call",
+        "python/ringtile/hf/towers.py",
+        "self._proved[self._tower.training] = _Proved(None, None)",
+        "pass",
+        "tests/hf/test_towers.py -k later_ones",
+    ),
+    Mutant(
         "recurrences: a block's mask is not narrowed to its causal part",
         "python/ringtile/torch_context_parallel/recurrences.py",
         "return scope.sequence.causal",

@@ -473,6 +473,20 @@ def test_call_with_other_arguments_than_the_first_is_computed_by_every_rank(capl
     assert caplog.text.count("its first call had other arguments") == 1
 
 
+def test_first_call_that_is_not_understood_leaves_later_ones_whole():
+    """As many numbers as images are by chance no entries of them, and another group of the world has no such chance."""
+    models = [_model("llava") for _ in range(2)]
+
+    def run(group):
+        tower = models[group.transport.rank].model.vision_tower
+        towers.split(tower, "tower", group, Patches())
+        for count in (9, 5):
+            tower(**_tiles(), cu_seqlens=torch.zeros(count, dtype=torch.int32))
+        return group.transport.bytes_sent
+
+    assert LoopbackWorld(2).run(run) == [0, 0]
+
+
 def test_calls_of_one_rank_alone_are_left_alone():
     """Such as those of generation, in which ranks have different images."""
     model = _model("llava")

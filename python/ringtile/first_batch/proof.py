@@ -24,11 +24,11 @@ _STEEP_UNITS, _STEEP = 4096.0, 0.25
 
 
 def prove(run: Callable[..., Run], group: Group | None, *, averages: bool, num_tokens: int) -> Comparison:
-    """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
+    """Runs a loss whole, whole with other rounding, sharded, and whole again, and compares. A collective of the group.
 
     run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded; a group of one rank proves a tree
-    of rows. averages: whether the loss is the
-    mean of the ranks' losses; else it is their sum. num_tokens: of all rows together.
+    of rows. averages: whether the loss is the mean of the ranks' losses; else it is their sum. num_tokens: of all rows
+    together. Every group makes the same runs, whatever it finds: under FSDP2 and ZeRO-3 each is a collective of all.
     Raises RefusedError, on every rank, if rounding does not explain the difference, or where two whole runs differ.
     """
     began = time.perf_counter()
@@ -36,6 +36,7 @@ def prove(run: Callable[..., Run], group: Group | None, *, averages: bool, num_t
     whole = run(True, scale=scale)
     rounded = run(True, scale=scale, like=whole, rounding=True)
     sharded = run(False, scale=scale, like=whole)
+    again = run(True, scale=scale)
     size = transport_of(group).world_size
     losses = None if sharded.loss is None else _of_all_ranks(sharded.loss, group)
     loss = None if losses is None else losses.mean() if averages else losses.sum()
@@ -45,7 +46,7 @@ def prove(run: Callable[..., Run], group: Group | None, *, averages: bool, num_t
     _check(found, group, whole.trace.device)
     is_steep = found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
     if _of_all_ranks(torch.tensor(is_steep, device=whole.trace.device), group).any():
-        _check_repeats(whole, rounded, run(True), found, group)
+        _check_repeats(whole, rounded, again, found, group, scale)
     if not dist.is_initialized() or dist.get_rank() == 0:
         what = f"{size} ranks compute what one process does" if size > 1 else "a tree of rows computes what rows do"
         logger.info(
@@ -61,9 +62,9 @@ def prove(run: Callable[..., Run], group: Group | None, *, averages: bool, num_t
     return found
 
 
-def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group | None) -> None:
+def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group | None, scale: float) -> None:
     """Raises RefusedError if one process computes something else in a second run."""
-    repeated = compare(whole, rounded, again, loss=again.loss, gradient_scale=1.0, times=1 / TIMES)
+    repeated = compare(whole, rounded, again, loss=again.loss, gradient_scale=1.0, scale=scale, times=1 / TIMES)
     if repeated.difference:
         repeated.difference += " from run to run in one process: it draws random numbers that nothing counts"
     _check(repeated, group, whole.trace.device)

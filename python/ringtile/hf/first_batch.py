@@ -1,9 +1,9 @@
 """Before the first training step, and before a first evaluation, a cut of the first batch proves that the ranks of a
 group compute what one process computes (docs/design/first_batch.md).
 
-Each rank computes the Trainer's own loss on the cut three times: alone, with nothing sharded; alone again, with other
-rounding; and sharded over the group. Hidden states, loss and gradients are compared, module by module. Nothing of the
-run is changed by it.
+Each rank computes the Trainer's own loss on the cut four times: alone, with nothing sharded; alone, with other
+rounding; sharded over the group; and alone again. Hidden states, loss and gradients are compared, module by module.
+Nothing of the run is changed by it.
 """
 
 from __future__ import annotations
@@ -119,16 +119,22 @@ class FirstBatch:
     def _prove(
         self, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None]
     ) -> None:
-        """RefusedError, on every rank of the group: the sharded run differs by more than rounding explains."""
+        """RefusedError, on every rank of the group: the sharded run differs by more than rounding explains.
+
+        All ranks of the world decide alike what is proved: groups that make other forward passes of a model, or of its
+        tower, hang under FSDP2 and ZeRO-3, which gather weights in each.
+        """
         strategy = self._strategy
-        if key_of_tree(inputs) is not None:
+        images = strategy.of_model & {name for name, value in inputs.items() if value is not None}
+        num_tokens = _num_tokens(inputs, images) if images else 0
+        is_tree, num_tokens = strategy.group.largest_of_all(int(key_of_tree(inputs) is not None), num_tokens)
+        if is_tree:
             logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
             return
-        images = strategy.of_model & {name for name, value in inputs.items() if value is not None}
-        if images and _num_tokens(inputs, images) > _WITH_IMAGES:
+        if num_tokens > _WITH_IMAGES:
             logger.warning(
-                f"ringtile: the first batch has images and {_num_tokens(inputs, images)} tokens; of more than "
-                f"{_WITH_IMAGES} a cut is proved, without the images"
+                f"ringtile: the first batch has images and {num_tokens} tokens; of more than {_WITH_IMAGES} a cut is "
+                f"proved, without the images"
             )
             inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
         at_targets = strategy.config.shared_prefix

@@ -80,6 +80,15 @@ class ContextParallelGroup:
         """The mean of a tensor over the group, the same bits on all of its ranks. A collective."""
         return self.sum(value) / self.size
 
+    def largest_of_all(self, *numbers: int) -> list[int]:
+        """The largest of each number over all ranks of the world. A collective of the world."""
+        if self.size * self.data_size == 1:
+            return [*numbers]
+        largest = torch.tensor(numbers, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found: list[int] = largest.tolist()
+        return found
+
     def check_same_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, with the tensors that describe its documents on the host; checked to be the same on all ranks.
 

@@ -111,10 +111,12 @@ class _SplitTower:
         """The images of a call, and where its outputs hold them; None: every rank computes all."""
         arguments = _by_name(original, args, kwargs)
         images = "an argument has no name" if arguments is None else read(arguments, self._tower.config)
+        proved = self._proved.get(self._tower.training)
         if isinstance(images, str):
             self._say(images)
+            if proved is None:  # nor is a later call proved, of one group alone
+                self._proved[self._tower.training] = _Proved(None, None)
             return None
-        proved = self._proved.get(self._tower.training)
         if proved is None:
             proved = self._proved[self._tower.training] = self._prove(original, images)
         if proved.rows is None or len(images.patches) < 2:

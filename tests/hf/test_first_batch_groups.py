@@ -1,0 +1,86 @@
+"""Groups of one world that prove different first batches: under FSDP2 and ZeRO-3 each forward pass is a collective of
+all ranks, so that they must decide alike what they prove."""
+
+from typing import Any
+
+import pytest
+import ringtile
+import torch
+import torch.distributed as dist
+from hf_engines import engine as engine_arguments
+from hf_models import tiny_model
+from hf_training import Messages, Padded, make_trainer
+from pool import run_ranks
+from ringtile.cli.tiny_images import image_model
+from ringtile.first_batch import proof
+from ringtile.hf import first_batch
+from test_images import Padded as PaddedImages
+
+CONFIG = {"context_parallel_size": 2}
+
+
+def _is_first_group() -> bool:
+    return dist.get_rank() < 2
+
+
+def _longer_images(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Of the first group, so long that no images are proved."""
+    patch.setattr(first_batch, "_WITH_IMAGES", 100)
+    model = image_model("qwen3_vl")
+    collate = PaddedImages(model)
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        words = [*range(3, 13)] * (12 if _is_first_group() else 1)
+        return collate([{"words": words, "images": [0, 1]} for _ in rows])
+
+    rows = [{"words": [], "images": []}] * 8
+    return {"model": model, "trainer_arguments": {"train_dataset": rows, "data_collator": collator}}
+
+
+def _a_tree(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """In the first group."""
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = Padded()(rows)
+        if not _is_first_group():
+            return batch
+        length = batch["input_ids"].size(1)
+        tree = {"tree_parents": torch.tensor([[-1, 0, 0]]), "tree_lengths": torch.tensor([[4, 2, length - 6]])}
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"]} | tree
+
+    return {"model": tiny_model().train(), "trainer_arguments": {"data_collator": collator}}
+
+
+def _steeper(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What rounding does to the first group alone is so much that one process is asked twice."""
+    patch.setattr(proof, "_STEEP", 0.0 if _is_first_group() else 1.0)
+    return {"model": tiny_model().train()}
+
+
+MADE = {"longer images": _longer_images, "a tree": _a_tree, "steeper": _steeper}
+
+
+SAYS = {
+    "longer images": "of more than 100 a cut is proved, without the images",
+    "a tree": "the first batch is a tree",
+    "steeper": "rounding alone changes hidden states",
+}
+
+
+def _trained(what: str, engine: str) -> tuple[list[str], bool]:
+    """What ringtile warns of on this rank, and whether its first batch was proved."""
+    with pytest.MonkeyPatch.context() as patch, engine_arguments(engine) as arguments, Messages() as said:
+        steps = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+        trainer = make_trainer(**MADE[what](patch), **steps, **arguments, remove_unused_columns=False)
+        ringtile.enable(trainer, CONFIG)
+        trainer.train()
+        found = ringtile.hf.trainer.first_batch_of(trainer)
+        ringtile.restore(trainer)
+    return said, found is not None
+
+
+@pytest.mark.parametrize("what", ["longer images", pytest.param("a tree", marks=pytest.mark.long), "steeper"])
+def test_groups_prove_alike(what):
+    for rank, (said, proved) in enumerate(run_ranks(4, _trained, what, "FSDP2", timeout=100.0)):
+        assert proved == (what != "a tree")
+        assert [SAYS[what] in text for text in said] == [True] * (what != "steeper" or rank < 2)
