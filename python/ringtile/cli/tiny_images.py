@@ -34,7 +34,7 @@ TYPES = (
 )
 _SIZES = ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5), (1.0, 1.0))  # of images in turn, where images may differ: height, width
 _TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 for a token of an image
-_ELSEWHERE = VOCABULARY - 7  # the token of videos and sound, of which there are none
+ELSEWHERE = VOCABULARY - 7  # the token of videos and sound, of which there are none here
 
 
 def image_model(source: str | PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -45,7 +45,7 @@ def image_model(source: str | PretrainedConfig, dtype: torch.dtype = torch.float
             kind = name.rpartition("_token_")[0]
             tokens = {"image": IMAGE, "vision_start": START, "vision_end": END, "image_start": START, "image_end": END}
             if kind not in ("pad", "bos", "eos"):
-                setattr(config, name, tokens.get(kind, _ELSEWHERE))
+                setattr(config, name, tokens.get(kind, ELSEWHERE))
     config.get_text_config().max_position_embeddings = _MAX_POSITIONS
     return with_random_weights(AutoModelForImageTextToText, config, dtype)
 
@@ -91,15 +91,20 @@ class Images:
         of_image = features if isinstance(features, Tensor) else torch.cat([x.flatten(0, -2) for x in features])
         return of_image.numel() // of_image.size(-1)
 
+    def span(self, number: int) -> tuple[list[int], list[int]]:
+        """The tokens of an image, and their types."""
+        count = self.num_tokens(number)
+        return [START, *[IMAGE] * count, END], [0, *[1] * count, 0]
+
     def row(self, words: Sequence[int], images: Sequence[int]) -> tuple[list[int], list[int]]:
         """Words with images between them -> tokens, and their types: 1 for those of an image."""
         tokens: list[int] = []
         types: list[int] = []
         step = len(words) // (len(images) + 1)
         for i, number in enumerate(images):
-            count = self.num_tokens(number)
-            tokens += [*words[i * step : (i + 1) * step], START, *[IMAGE] * count, END]
-            types += [0] * (step + 1) + [1] * count + [0]
+            of_image, its_types = self.span(number)
+            tokens += [*words[i * step : (i + 1) * step], *of_image]
+            types += [0] * step + its_types
         tail = list(words[len(images) * step :])
         return tokens + tail, types + [0] * len(tail)
 

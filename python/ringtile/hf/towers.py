@@ -241,14 +241,15 @@ def _cheapest(images: Images) -> list[int]:
 
 
 def _kind(arguments: Mapping[str, Any]) -> object:
-    """What calls of one kind have alike."""
+    """What calls of one kind have alike. Strings are left out: LLaVA-OneVision hands one on with images, not videos."""
 
     def of(value: Any) -> object:
         if isinstance(value, Tensor):
             return value.dtype, value.dim()
         return value if isinstance(value, bool) else type(value)
 
-    return {name: of(value) for name, value in arguments.items() if value is not None and name != "return_dict"}
+    known = {name: x for name, x in arguments.items() if x is not None and not isinstance(x, str)}
+    return {name: of(value) for name, value in known.items() if name != "return_dict"}
 
 
 def _tensors(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:

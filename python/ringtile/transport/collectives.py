@@ -74,8 +74,9 @@ def _call(
 
 
 def _exchange(op: str, transport: Transport, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-    """Send and receive contiguous tensors, as bytes: gloo does not know every dtype."""
-    as_bytes = [{peer: x.view(torch.uint8) for peer, x in messages.items()} for messages in (sends, receives)]
+    """Send and receive contiguous tensors, as bytes: gloo does not know every dtype. Flat: a tensor without numbers is
+    contiguous whatever its strides, and no bytes if the last is not 1."""
+    as_bytes = [{peer: x.flatten().view(torch.uint8) for peer, x in messages.items()} for messages in (sends, receives)]
     transport.exchange(as_bytes[0], as_bytes[1], op).wait()
 
 
