@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -247,10 +248,16 @@ def test_calls_of_atens_cuda_kernels_mean_what_they_should(
 # ---- auto ---------------------------------------------------------------------------------------
 
 
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what was measured, and whom a plan remembers."""
+    monkeypatch.setattr(block, "_chosen", {})
+    monkeypatch.setattr(block, "_of_plan", weakref.WeakKeyDictionary())
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel is tested, none measured."""
-    monkeypatch.setattr(block, "_chosen", {})
+    forget(monkeypatch)
     checks.forget()
     yield
     checks.forget()
@@ -270,7 +277,7 @@ def test_where_several_may_run_the_faster_is_measured_once(fresh: None, monkeypa
     assert_close(run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "auto"), expected, FLOAT64_TOLERANCE)
     for seconds, chosen in (((1.0, 2.0), "ringtile"), ((2.0, 1.0), "aten")):
         answers = [*seconds, *seconds]  # forward and backward
-        monkeypatch.setattr(block, "_chosen", {})
+        forget(monkeypatch)
         monkeypatch.setattr(block, "_seconds", lambda *arguments, answers=answers: answers.pop(0))
         results = [run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "auto", chosen)]
         assert answers == []
@@ -308,7 +315,7 @@ def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch
     ran: list[str] = []
 
     def fastest(of: Any) -> str:
-        return block._fastest(backends, lambda backend: ran.append(backend.name), of, ()).name
+        return block._fastest(backends, lambda backend: ran.append(backend.name), of, ())[0].name
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert fastest(of) == "ringtile's attention"

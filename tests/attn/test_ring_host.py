@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
-from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence
-from ringtile.attn import ring
+from oracle import dense_gradients
+from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_attention
+from ringtile.attn import aten, choose, ring
+from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Final
 from ringtile.attn.call import AttentionCall
 from ringtile.transport.loopback import LoopbackGroup
+from strategies import dense
+from test_ring import MASKS, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -61,3 +66,44 @@ def test_a_round_makes_few_calls() -> None:
         "ringtile::attn_bwd_": 1,
         "aten::_foreach_add_.List": 1,
     }
+
+
+class Asked(InSquares):
+    """aten's kernel for CPUs, which counts how often it is asked what it lacks."""
+
+    num_asked = 0
+
+    def lacks(self, block: Any) -> str:
+        Asked.num_asked += 1
+        return super().lacks(block)
+
+
+def test_who_computes_is_asked_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where five backends are asked in every round. What a call differs in is asked anew: a backend that
+    was chosen without a gradient of lse, or without a softcap, would leave it out."""
+    (flash,) = aten.ATEN["cpu"]
+    monkeypatch.setitem(aten.ATEN, "cpu", (Asked(flash.name, flash.attend, flash.attend_backward),))
+    monkeypatch.setattr(choose, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
+    monkeypatch.setattr(choose, "_chosen", {})
+    monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: float(backend is choose.RINGTILE))
+    p = problem(v_head_dim=16)
+    sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
+    nothing = torch.zeros_like(p.dlse)
+
+    def layer(dlse: torch.Tensor, softcap: float = 0.0) -> int:
+        before, leaves = Asked.num_asked, [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+        out, lse = ring_attention(*leaves, sequence=sequence, softcap=softcap, return_lse=True)
+        of_lse = [] if dlse is nothing else [(lse, dlse)]
+        outputs, upstream = zip((out, p.dout), *of_lse, strict=True)
+        gradients = torch.autograd.grad(outputs, leaves, upstream)
+        expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), p.dout, dlse, softcap=softcap)
+        for one, other in zip((out, *gradients), (expected[0], *expected[2:]), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        return Asked.num_asked - before
+
+    for given in ((nothing,), (p.dlse,), (nothing, 2.0)):
+        assert layer(*given) > 0
+        assert layer(*given) == 0
+    monkeypatch.setattr(choose, "_captures", lambda q: True)  # which tests and measures nothing to be remembered
+    sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
+    assert layer(nothing) == layer(nothing) > 0

@@ -468,4 +468,19 @@ MUTANTS = [
         "return [node._replace(subtree_end=node.end) for node, end in zip(found, ends, strict=True)]",
         "tests/sequence/test_token_trees.py",
     ),
+    # ---- who computes
+    Mutant(
+        "attention: who computes a block without a gradient of lse is remembered for blocks with one",
+        "python/ringtile/attn/choose.py",
+        "call.softcap == 0, takes_dlse",
+        "call.softcap == 0",
+        "tests/attn/test_ring_host.py",
+    ),
+    Mutant(
+        "attention: what a capture falls back on is remembered",
+        "python/ringtile/attn/choose.py",
+        "if is_final and not _captures(q):",
+        "if is_final:",
+        "tests/attn/test_ring_host.py",
+    ),
 ]

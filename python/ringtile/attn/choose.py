@@ -11,11 +11,13 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
-from ringtile import ops, self_test
+from ringtile import self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running, why_slow
 from ringtile.attn.call import AttentionCall
@@ -29,32 +31,25 @@ logger = logging.getLogger(__name__)
 
 def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
     """Merge the keys of round i into the state."""
-    block = _block(call, i, q, k, v)
-    first, *others = backends = _checked(call, block)
-    if not others:
-        _warn_if_slow(first, block, backward=False)
-        first.forward(block, state)
-        return
+    known = _known(call)
+    block = _block(call, known, i, q, k, v)
 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, state._replace(out=out, lse=lse))
 
-    _fastest(backends, merge, block, (state.out, state.lse)).forward(block, state)
+    _backend(call, known, i, block, merge, (state.out, state.lse)).forward(block, state)
 
 
 def backward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
     """Add the gradients of round i."""
-    block = _block(call, i, q, k, v)
-    first, *others = backends = _checked(call, block, takes_dlse=final.dlse is not None)
-    if not others:
-        _warn_if_slow(first, block, backward=True)
-        first.backward(block, final, grads)
-        return
+    known = _known(call)
+    block = _block(call, known, i, q, k, v)
 
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
 
-    _fastest(backends, add, block, (grads.dq, grads.dk, grads.dv)).backward(block, final, grads)
+    takes_dlse = final.dlse is not None
+    _backend(call, known, i, block, add, grads[:3], takes_dlse).backward(block, final, grads)
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, takes_dlse: bool = False) -> None:
@@ -62,40 +57,68 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, ta
 
     shape: of the local tokens; q, k and v have its heads, or the share that this rank works on first.
     """
-    ring = call.sequence.ring
     if q.is_meta:
+        return
+    ring, known = call.sequence.ring, _known(call)
+    kind = _kind(call, q, takes_dlse), shape
+    if kind in known.checked:
         return
     sizes = {(shape.num_heads, shape.num_kv_heads)}
     if ring.heads is not None:
         own = [stage[ring.heads.place] for stage in call.sequence.shares(shape.num_heads, shape.num_kv_heads)]
         sizes = {(len(share.heads), len(share.kv_of_heads or share.kv_heads)) for share in own if share.heads}
-    elif _is_ringtiles(call, q) and not ops.why_no_kernels(q.device):
-        two_sides = any(round.key_bounds for round in ring.plan.rounds)
-        if not why_wrong(RINGTILE, q, k, v, call.dropout is not None, two_sides):
-            return
     for num_heads, num_kv_heads in sizes:  # where each query head has a kv head of its own, other kernels may run
         of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]
         for i in range(len(ring.plan.rounds)):
-            _able(call, _block(call, i, of_q, k[:, :, :1], v[:, :, :1]), takes_dlse)
+            _able(call, _block(call, known, i, of_q, k[:, :, :1], v[:, :, :1]), takes_dlse)
+    if not _captures(q):
+        known.checked.add(kind)
 
 
-# ---- who can ------------------------------------------------------------------------------------
-
-_masks: weakref.WeakKeyDictionary[RankPlan, tuple[BlockMask, ...]] = weakref.WeakKeyDictionary()
+# ---- what is known of a plan --------------------------------------------------------------------
 
 
-def _block(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor) -> Block:
+class _Known(NamedTuple):
+    """What does not change from layer to layer. On a GPU, where five backends may take part, asking all of them takes a
+    quarter of the host's time in a round."""
+
+    masks: tuple[BlockMask, ...]  # by round
+    checked: set[object]  # what `check` has let pass
+    backends: dict[object, Backend]  # what `_backend` has returned
+
+
+_of_plan: weakref.WeakKeyDictionary[RankPlan, _Known] = weakref.WeakKeyDictionary()
+
+
+def _known(call: AttentionCall) -> _Known:
     plan = call.sequence.ring.plan
-    masks = _masks.get(plan)
-    if masks is None:
+    found = _of_plan.get(plan)
+    if found is None:
         positions = call.sequence.positions_on(plan.begin.device)
-        masks = _masks[plan] = tuple(
-            BlockMask(plan.begin, plan.end, round.k_runs, round.key_bounds, positions) for round in plan.rounds
-        )
+        masks = (BlockMask(plan.begin, plan.end, each.k_runs, each.key_bounds, positions) for each in plan.rounds)
+        found = _of_plan[plan] = _Known(tuple(masks), set(), {})
+    return found
+
+
+def _kind(call: AttentionCall, q: Tensor, takes_dlse: bool) -> tuple[object, ...]:
+    """Return what decides who may compute the blocks of a plan, apart from shapes and dtype."""
+    about = call.attention_kernel, call.dropout is None, call.softcap == 0, takes_dlse
+    return *about, q.device, current_flash_attention_impl()
+
+
+def _captures(q: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured, in which nothing is tested or measured."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _block(call: AttentionCall, known: _Known, i: int, q: Tensor, k: Tensor, v: Tensor) -> Block:
     begin, end, *key_bounds = call.sequence.bounds_on(q.device, i)
     of_queries = call.sequence.positions_on(q.device) if key_bounds or call.dropout is not None else None
     about = call.scale, call.softcap, call.dropout, tuple(key_bounds), of_queries
-    return Block(q, k, v, masks[i], begin, end, *about)
+    return Block(q, k, v, known.masks[i], begin, end, *about)
+
+
+# ---- who can ------------------------------------------------------------------------------------
 
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:
@@ -111,9 +134,34 @@ _OTHERWISE = {
 }
 
 
-def _checked(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
-    """Return the same as `_able`, after `check`, which refuses ringtile's kernels where they are wrong."""
-    return [RINGTILE] if call.attention_kernel == "ringtile" else _able(call, block, takes_dlse)
+def _backend(
+    call: AttentionCall,
+    known: _Known,
+    i: int,
+    block: Block,
+    run: Callable[..., None],
+    states: tuple[Tensor, ...],
+    takes_dlse: bool = False,
+) -> Backend:
+    """Return who computes round i, after `check`, which refuses ringtile's kernels where they are wrong.
+
+    run, states: as in `_fastest`.
+    """
+    q, backward = block.q, len(states) == 3
+    if call.attention_kernel == "ringtile":
+        _warn_if_slow(RINGTILE, block, backward=backward)
+        return RINGTILE
+    kind, deterministic = _kind(call, q, takes_dlse), torch.are_deterministic_algorithms_enabled()
+    key = kind, i, backward, deterministic, q.dtype, q.shape, block.k.shape, block.v.shape
+    found = known.backends.get(key)
+    if found is None:
+        backends = _able(call, block, takes_dlse)
+        found, is_final = _fastest(backends, run, block, states)
+        if len(backends) == 1:
+            _warn_if_slow(found, block, backward=backward)
+        if is_final and not _captures(q):
+            known.backends[key] = found
+    return found
 
 
 def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
@@ -170,27 +218,30 @@ def _warn_if_slow(backend: Backend, block: Block, *, backward: bool) -> None:
 _chosen: dict[object, str] = {}
 
 
-def _fastest(backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]) -> Backend:
+def _fastest(
+    backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]
+) -> tuple[Backend, bool]:
     """Return the one that takes the least time here, measured once for blocks of about this size and mask.
 
     states: what run writes, which keeps its values. The first one, whose sums have one order, where torch is told to be
-    deterministic, as a clock is not; and where there is no memory for copies of the states.
+    deterministic, as a clock is not. It also stands in, and False says so, where nothing can be measured: while a CUDA
+    graph is captured, and where there is no memory for copies of the states.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        return backends[0]
+    if len(backends) == 1 or torch.are_deterministic_algorithms_enabled():
+        return backends[0], True
     q, k = block.q, block.k
     pieces = sum(map(len, block.mask.pieces or ()))
     sizes = (q.size(0), *q.shape[2:], k.size(2), *(number.bit_length() for number in (q.size(1), k.size(1), pieces)))
     key = (q.device, q.dtype, sizes, len(states), tuple(backend.name for backend in backends))
     if key not in _chosen:
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return backends[0]
+        if _captures(q):
+            return backends[0], False
         try:
             seconds = {each.name: _seconds(run, each, tuple(state.clone() for state in states)) for each in backends}
         except torch.OutOfMemoryError:
-            return backends[0]
+            return backends[0], False
         _chosen[key] = min(seconds, key=seconds.__getitem__)
-    return next(backend for backend in backends if backend.name == _chosen[key])
+    return next(backend for backend in backends if backend.name == _chosen[key]), True
 
 
 def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, ...]) -> float:
