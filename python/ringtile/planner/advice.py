@@ -46,30 +46,33 @@ def multiple_of(setup: Setup) -> int:
 
 
 def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
-    """The longest sequence whose peak is at most `memory` bytes, to 1 % below; known: one step that was planned.
+    """Return the longest sequence whose peak is at most `memory` bytes, to 1 % below. known: one step that was planned.
 
-    The peak is the largest of several sums that grow with the tokens, so it is convex: a line through two lengths that
-    fit ends below the limit.
+    The peak is the largest of several sums that grow with the tokens, so it is convex. The line through two lengths
+    meets the limit before the peak does where it lies between them, and after the peak does beyond both.
     """
-    size, unit = step.setup.ringtile.context_parallel_size, multiple_of(step.setup)
-    shortest = step.run(unit)
-    if shortest.total > memory:
-        return Longest(0, True)
-    fits, above = (known, None) if known.total <= memory else (shortest, known)
-    before = shortest if fits is known else None
+    unit = multiple_of(step.setup)
+    most = step.setup.ringtile.context_parallel_size * _MAX_LOCAL_TOKENS // unit * unit
+    above: StepMemory | None = None
+    before: StepMemory | None = None
+    fits = known
+    if known.total > memory:
+        fits, above = step.run(unit), known
+        if fits.total > memory:
+            return Longest(0, True)
     for _ in range(_STEPS):
-        if above is not None and above.seq_len - fits.seq_len <= max(unit, fits.seq_len // 100):
+        ends = [] if before is None else [_meets(before, fits, memory)]
+        ends += [] if above is None else [above.seq_len]
+        if ends and min(ends) - fits.seq_len <= max(unit, fits.seq_len // 100):
             break
-        guess = _between(fits, above, before, memory)
+        guess = 2 * fits.seq_len if not ends else ends[0] if above is None else _meets(fits, above, memory)
         guess = guess // unit * unit
-        if guess > size * _MAX_LOCAL_TOKENS:
-            if fits.seq_len >= size * _MAX_LOCAL_TOKENS // 2:
+        if guess > most:
+            if fits.seq_len >= most // 2:
                 return Longest(guess, False)
-            guess = size * _MAX_LOCAL_TOKENS // unit * unit
+            guess = most
         if guess <= fits.seq_len:
             break
-        if above is not None and guess >= above.seq_len:
-            guess = max((fits.seq_len + above.seq_len) // 2 // unit * unit, fits.seq_len + unit)
         found = step.run(guess)
         if found.total <= memory:
             before, fits = fits, found
@@ -78,13 +81,12 @@ def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
     return Longest(fits.seq_len, True)
 
 
-def _between(fits: StepMemory, above: StepMemory | None, before: StepMemory | None, memory: int) -> int:
-    """Where the line through two lengths meets the limit; without a second one, twice the length."""
-    other = above or before
-    if other is None or other.total == fits.total:
-        return 2 * fits.seq_len
-    slope = (other.total - fits.total) / (other.seq_len - fits.seq_len)
-    return fits.seq_len + int((memory - fits.total) / slope)
+def _meets(shorter: StepMemory, longer: StepMemory, memory: int) -> int:
+    """Return the tokens at which the line through two lengths meets the limit, or twice the longer for a level line."""
+    if longer.total <= shorter.total:
+        return 2 * longer.seq_len
+    slope = (longer.total - shorter.total) / (longer.seq_len - shorter.seq_len)
+    return shorter.seq_len + int((memory - shorter.total) / slope)
 
 
 def switches(setup: Setup, seq_len: int) -> list[Switch]:
