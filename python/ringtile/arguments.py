@@ -58,6 +58,14 @@ def check_dim(name: str, x: object, dim: int) -> int:
     return dim % x.dim()
 
 
+def check_device(name: str, x: object) -> None:
+    """InputError: x is no tensor, or on a device that ringtile does not know."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor")
+
+
 def check_devices(first_name: str, first: Tensor, **others: Tensor | None) -> None:
     """InputError: tensors that one call works on are on different devices."""
     for name, x in others.items():

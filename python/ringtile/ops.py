@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, self_test, torch_ops
-from ringtile.errors import BuildError, InputError
+from ringtile.errors import BuildError
 from ringtile.self_test import kernels
 from ringtile.self_test.child_process import Question
 
@@ -91,14 +91,6 @@ def why_no_kernels(device: torch.device) -> str:
     return why_not_on(device.index or 0) if device.type == "cuda" else ""
 
 
-def check_device(name: str, x: Tensor) -> None:
-    """Raise InputError for a tensor on a device that ringtile does not know."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor")
-
-
 def warn_of_missing_kernels() -> None:
     """Say so where there is a GPU, and an installation without kernels for it."""
     if torch.cuda.is_available() and (reason := why_no_cuda()):
@@ -165,9 +157,21 @@ def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
 setattr(_in_torch, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _for(name: str, x: Tensor) -> Any:
-    """Return the module whose functions compute calls on x: the kernels' ops, or torch_ops."""
-    return torch_ops if _in_torch(name, x.device, x.dtype) else _ops
+def _call(kernel: str, op: str, name: str, x: Tensor, *given: Any) -> Any:
+    """Call op on x, its first argument, which has that name, and others: one of KERNELS, or torch operations instead.
+
+    InputError: x is on no device that ringtile knows; or a tensor is sparse, nested or mkldnn, for which torch has no
+    kernel.
+    """
+    arguments.check_device(name, x)
+    module = torch_ops if _in_torch(kernel, x.device, x.dtype) else _ops
+    try:
+        return getattr(module, op)(x, *given)
+    except NotImplementedError:
+        for index, other in enumerate((x, *given)):
+            if isinstance(other, Tensor):
+                arguments.check_storage(f"argument {index}", other)
+        raise
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -187,17 +191,6 @@ def _register_fake(name: str, host: int = -1) -> None:
             arguments.check_devices(f"the first tensor of {name}", tensors[0], **others)
 
     torch.library.register_fake(f"ringtile::{name}", check)
-
-
-def _run(op: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call op. InputError for a sparse, nested or mkldnn tensor, which torch hands to no kernel."""
-    try:
-        return op(*given, **named)
-    except NotImplementedError:
-        for name, x in ({f"argument {index}": x for index, x in enumerate(given)} | named).items():
-            if isinstance(x, Tensor):
-                arguments.check_storage(name, x)
-        raise
 
 
 for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), ("shard_seq_", 1), ("unshard_seq_", 1)):
@@ -224,7 +217,7 @@ def attn_fwd_(*given: Any, **named: Any) -> None:
 
     Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
     """
-    _run(_ops.attn_fwd_, *given, **named)
+    _ops.attn_fwd_(*given, **named)
 
 
 def attn_bwd_(*given: Any, **named: Any) -> None:
@@ -237,7 +230,7 @@ def attn_bwd_(*given: Any, **named: Any) -> None:
 
     FlashAttention (arXiv:2205.14135), algorithm 4.
     """
-    _run(_ops.attn_bwd_, *given, **named)
+    _ops.attn_bwd_(*given, **named)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
@@ -246,8 +239,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     dout, out (B, N, H, Dv): one dtype, unit stride in the last dim; dlse, the gradient of lse, (B, H, N) float64,
     contiguous. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
     """
-    check_device("dout", dout)
-    return _run(_for("delta", dout).attn_delta, dout, out, dlse)  # type: ignore[no-any-return]
+    return _call("delta", "attn_delta", "dout", dout, out, dlse)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("ringtile::attn_delta")  # type: ignore[untyped-decorator]
@@ -266,14 +258,12 @@ def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
 
 def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
-    check_device("x", x)
-    _run(_for("shard", x).shard_seq_, x, runs, dim, y)
+    _call("shard", "shard_seq_", "x", x, runs, dim, y)
 
 
 def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
     """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
-    check_device("x", x)
-    _run(_for("shard", x).unshard_seq_, x, runs, dim, y)
+    _call("shard", "unshard_seq_", "x", x, runs, dim, y)
 
 
 @torch.library.custom_op("ringtile::shard_seq", mutates_args=())
@@ -396,15 +386,12 @@ def _(begin: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def glu_fwd(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     """act(gate) * up for (T, F) matrices of any row stride; kind is a value of GLU_KINDS (arXiv:2002.05202)."""
-    check_device("gate", gate)
-    result: Tensor = _run(_for("GLU", gate).glu_fwd, gate, up, kind)
-    return result
+    return _call("GLU", "glu_fwd", "gate", gate, up, kind)  # type: ignore[no-any-return]
 
 
 def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     """In place, in one pass over (T, F): gate and up become their gradients, dprod becomes act(gate) * up."""
-    check_device("gate", gate)
-    _run(_for("GLU", gate).glu_bwd_, gate, up, dprod, kind)
+    _call("GLU", "glu_bwd_", "gate", gate, up, dprod, kind)
 
 
 @torch.library.register_fake("ringtile::glu_fwd")  # type: ignore[untyped-decorator]
@@ -431,9 +418,8 @@ def cross_entropy_fwd_bwd_(
     An ignored token has loss 0 and a gradient of exactly 0. With want_grad False the logits keep their value. A label
     outside [0, V) is a RuntimeError on the CPU; on a GPU, which the call does not wait for, its token becomes NaN.
     """
-    check_device("logits", logits)
     given = logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad
-    _run(_for("loss", logits).cross_entropy_fwd_bwd_, *given)
+    _call("loss", "cross_entropy_fwd_bwd_", "logits", *given)
 
 
 # ---- dropout ------------------------------------------------------------------------------------
@@ -445,12 +431,11 @@ def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: i
     places int64 (T, 2), contiguous: the row and the position of each token. Which features stay is a function of seed,
     step, stream, row, position and feature alone: docs/design/dropout.md. seed, step and stream are in 0..2^32 - 1.
     """
-    check_device("x", x)
     for name, tensor in (("x", x), ("places", places)):
         arguments.check_tensor(name, tensor)
     derivatives.check_once("dropout", x, places)
-    result: Tensor = _for("dropout", x).dropout(_unit_last_stride(x), places, p, seed, step, stream)
-    return result
+    given = _unit_last_stride(x), places, p, seed, step, stream
+    return _call("dropout", "dropout", "x", *given)  # type: ignore[no-any-return]
 
 
 def _unit_last_stride(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ringtile import InputError, IntervalMask, Layout, RefusedError, ShardedSequence, ops
+from ringtile import InputError, IntervalMask, Layout, RefusedError, ShardedSequence, arguments, ops
 from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Block, BlockMask
@@ -145,7 +145,7 @@ def test_doctor_says_which_kernels_serve_a_gpu() -> None:
 
 def test_a_tensor_of_another_device_is_refused() -> None:
     with FakeTensorMode(), pytest.raises(InputError, match="x is on mps:0; expected a CPU or a CUDA tensor"):
-        ops.check_device("x", torch.empty(1, device="mps"))
+        arguments.check_device("x", torch.empty(1, device="mps"))
 
 
 @pytest.mark.parametrize(("reason", "says"), [("not built", True), ("is a build without CUDA", False)])

@@ -36,8 +36,8 @@ class AttentionDropout:
     step: int = 0
     stream: int = 0
 
-    def in_numbers(self, q: Tensor) -> AttentionDropout | None:
-        """Return it in plain numbers; None where nothing is dropped. InputError: malformed, or not for q."""
+    def in_numbers(self) -> AttentionDropout | None:
+        """Return it in plain numbers; None where nothing is dropped. InputError: they are none, or out of range."""
         probability = arguments.check_number("the probability of dropout", self.probability)
         if not 0 <= probability <= 1:
             raise InputError(f"the probability of dropout is {probability}; expected 0..1")
@@ -46,13 +46,6 @@ class AttentionDropout:
             numbers.append(arguments.check_int(f"the {name} of dropout", getattr(self, name)))
             if not 0 <= numbers[-1] < 2**32:
                 raise InputError(f"the {name} of dropout is {numbers[-1]}; expected 0..2^32 - 1")
-        arguments.check_tensor("rows of dropout", self.rows)
-        if self.rows.shape != q.shape[:1] or self.rows.dtype != torch.int64 or not self.rows.is_contiguous():
-            raise InputError(
-                f"rows of dropout are {self.rows.dtype} {tuple(self.rows.shape)}; expected int64 {tuple(q.shape[:1])}, "
-                f"contiguous: the number of each row of q"
-            )
-        arguments.check_devices("q", q, **{"rows of dropout": self.rows})
         return AttentionDropout(probability, self.rows, *numbers) if probability else None
 
     def of_heads(self, heads: range) -> AttentionDropout:
@@ -77,26 +70,20 @@ class AttentionCall(NamedTuple):
         Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
         sequence.
         """
-        check_tensors(q, k, v, self.scale, self.softcap, self.sinks)
-        sequence = self.sequence
-        if q.is_meta and sequence.world_size > 1:
-            raise InputError("q, k and v are on meta, which holds no data for the other ranks; expected a real device")
-        sequence.check_unchanged()
+        sequence, sinks, dropout = self.sequence, self.sinks, self.dropout
+        check_tensors(q, k, v, self.scale, self.softcap, sinks, None if dropout is None else dropout.rows)
+        sequence.check_call("q", q)
         sequence.transport.check_device(q.device)
-        (batch, num_queries, *_), num_keys = q.shape, k.shape[1]
+        num_queries, num_keys = q.shape[1], k.shape[1]
         if not num_queries == num_keys == sequence.local_len:
             raise InputError(
                 f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
                 f"{sequence.local_len} of {sequence.seq_len} tokens"
             )
-        if sequence.mask.begin.shape[0] not in (1, batch):
-            raise InputError(
-                f"the mask has {sequence.mask.begin.shape[0]} rows, the batch {batch}; expected the same number, or 1"
-            )
-        call = self
-        if self.sinks is not None:
-            call = call._replace(sinks=self.sinks.detach().to(ops.state_dtype(q.dtype)))
-        return call if self.dropout is None else call._replace(dropout=self.dropout.in_numbers(q))
+        if sinks is None and dropout is None:
+            return self
+        sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
+        return self._replace(sinks=sinks, dropout=dropout and dropout.in_numbers())
 
     def of_heads(self, heads: range) -> AttentionCall:
         """Return the call for some of the query heads."""
@@ -128,14 +115,22 @@ def check_options(
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, sinks: Tensor | None = None) -> None:
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
     """Raise InputError for tensors and numbers that the kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of ops.FLOAT_DTYPES, one device, unit stride in
     the last dim, head dims in 1..512, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0
-    or a normal number. sinks (H), where q is, of any float dtype.
+    or a normal number. sinks (H), where q is, of any float dtype. rows, of dropout, int64 (B), contiguous, where q is.
     """
-    ops.check_device("q", q)
+    arguments.check_device("q", q)
     dtype, device = q.dtype, q.device
     for name, x in (("q", q), ("k", k), ("v", v)):
         shape = x.shape
@@ -170,13 +165,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float,
             "expected the query heads to be a positive multiple of the kv heads"
         )
     arguments.check_scale_and_softcap(dtype, scale, softcap)
-    if sinks is None:
-        return
-    if sinks.shape != q.shape[2:3]:
-        raise InputError(
-            f"sinks has shape {tuple(sinks.shape)}; expected {tuple(q.shape[2:3])}, one number for each head of q"
-        )
-    if sinks.dtype not in ops.FLOAT_DTYPES:
-        raise InputError(f"sinks has dtype {sinks.dtype}, expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
-    arguments.check_devices("q", q, sinks=sinks)
-    arguments.check_storage("sinks", sinks)
+    if sinks is not None:
+        if sinks.shape != (heads,):
+            raise InputError(
+                f"sinks has shape {tuple(sinks.shape)}; expected ({heads},), one number for each head of q"
+            )
+        if sinks.dtype not in ops.FLOAT_DTYPES:
+            raise InputError(f"sinks has dtype {sinks.dtype}, expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
+        arguments.check_devices("q", q, sinks=sinks)
+        arguments.check_storage("sinks", sinks)
+    if rows is not None:
+        arguments.check_tensor("rows of dropout", rows)
+        if rows.shape != (batch,) or rows.dtype != torch.int64 or not rows.is_contiguous():
+            raise InputError(
+                f"rows of dropout are {rows.dtype} {tuple(rows.shape)}; expected int64 ({batch},), contiguous: the "
+                f"number of each row of q"
+            )
+        arguments.check_devices("q", q, **{"rows of dropout": rows})

@@ -278,12 +278,7 @@ def _check_tensors(
         if name in _OF_ONE_DTYPE and x.dtype != first.dtype:
             raise InputError(f"{name} has dtype {x.dtype} but {first_name} has {first.dtype}; cast them to one dtype")
         arguments.check_devices(first_name, first, **{name: x})
-    rows = sequence.mask.begin.size(0)
-    if rows not in (1, sizes["B"]):
-        raise InputError(f"the mask has {rows} rows, the batch {sizes['B']}; expected the same number, or 1")
-    if first.device.type == "meta" and sequence.world_size > 1:
-        raise InputError(f"{first_name} is on meta, which holds no data for the other ranks; expected a real device")
-    sequence.check_unchanged()
+    sequence.check_call(first_name, first)
     return dims, sizes
 
 

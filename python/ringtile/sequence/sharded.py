@@ -108,10 +108,15 @@ class ShardedSequence:
             raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
         return transport
 
-    def check_unchanged(self) -> None:
-        """Raise InputError where the mask is not what it was when the plan was made."""
+    def check_call(self, name: str, x: Tensor) -> None:
+        """Raise InputError where a call on x (B, N, ...) does not fit this sequence, or the mask was written to."""
         if not self._is_unchanged():
             raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
+        rows, batch = self.begin.shape[-2], x.shape[0]
+        if rows not in (1, batch):
+            raise InputError(f"the mask has {rows} rows, the batch {batch}; expected the same number, or 1")
+        if x.is_meta and self.world_size > 1:
+            raise InputError(f"{name} is on meta, which holds no data for the other ranks; expected a real device")
 
     def _is_unchanged(self) -> bool:
         return all(_version(x) == version for x, version in self._versions)

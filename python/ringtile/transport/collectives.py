@@ -58,7 +58,7 @@ def _call(
 ) -> contextlib.AbstractContextManager[None]:
     """Check x on this rank, then that every other rank makes the same call."""
     with transport.propagate_errors(op):
-        ops.check_device("the tensor", x)
+        arguments.check_device("the tensor", x)
         arguments.check_storage("the tensor", x)
         if x.size(dim) != size:
             raise InputError(
