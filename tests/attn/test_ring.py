@@ -415,7 +415,7 @@ def test_op_passes_opcheck(mask: IntervalMask) -> None:
 def test_backward_op_passes_opcheck(mask: IntervalMask) -> None:
     q, k, v, *others = (x.detach() if isinstance(x, Tensor) else x for x in op_arguments(mask))
     out, lse = torch.ops.ringtile.ring_attention(q, k, v, *others)
-    arguments = (torch.ones_like(out), torch.zeros_like(lse), q, k, v, out, lse, *others)
+    arguments = (torch.ones_like(out), torch.zeros_like(lse), out, lse, q, k, v, *others)
     torch.library.opcheck(torch.ops.ringtile.ring_attention_backward.default, arguments)
 
 

@@ -61,52 +61,33 @@ def attend(
     return out, lse
 
 
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor layout, Tensor? sinks, Tensor? rows, "
+    "float[] numbers, SymInt[] counters, str group_name, str attention_kernel, str scheme"
+)
+
+
 # Nor where it does not communicate: a graph of torch.compile's would go on with the mask that it was captured with.
-@torch.library.custom_op("ringtile::ring_attention", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
-def _ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    layout: Tensor,
-    sinks: Tensor | None,
-    rows: Tensor | None,
-    numbers: list[float],
-    counters: list[int],
-    group_name: str,
-    attention_kernel: str,
-    scheme: str,
-) -> tuple[Tensor, Tensor]:
-    given = begin, end, layout, sinks, rows, numbers, counters, group_name, attention_kernel, scheme
+@torch.library.custom_op(
+    "ringtile::ring_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)", tags=NOT_IN_CUDA_GRAPHS
+)
+def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     call = resolved(_call("forward", q, k, v, *given), q, k, v)
     return ulysses.forward(call, q, k, v, keep=False)[:2]
 
 
-@torch.library.custom_op("ringtile::ring_attention_backward", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
+@torch.library.custom_op(
+    "ringtile::ring_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=NOT_IN_CUDA_GRAPHS,
+)
 def _ring_attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    layout: Tensor,
-    sinks: Tensor | None,
-    rows: Tensor | None,
-    numbers: list[float],
-    counters: list[int],
-    group_name: str,
-    attention_kernel: str,
-    scheme: str,
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
-    given = begin, end, layout, sinks, rows, numbers, counters, group_name, attention_kernel, scheme
     call = resolved(_call("backward", q, k, v, *given), q, k, v)
-    stage = ulysses.Stage(q, k, v, out, lse)
+    stage, sinks = ulysses.Stage(q, k, v, out, lse), given[3]
     dq, dk, dv, dsinks = ulysses.backward(call, stage, Shape.of(q, k, v), dout, dlse, sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
@@ -124,19 +105,20 @@ def _call(direction: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Atten
 
 @_ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    sinks, (scale, softcap, _) = given[3], given[5]
-    check_tensors(q, k, v, scale, softcap, sinks)
+    sinks, rows, (scale, softcap, _) = given[3:6]
+    check_tensors(q, k, v, scale, softcap, sinks, rows)
     return ring.empty_outputs(q, v, q.dtype)
 
 
 @_ring_attention_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    sinks = given[5]
-    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    sinks = inputs[6]
+    dsinks = out.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return *(x.new_empty(x.shape) for x in inputs[:3]), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:8])
+    ctx.save_for_backward(*output, *inputs[:8])
     ctx.given = inputs[8:]
     ctx.set_materialize_grads(False)
 
@@ -146,13 +128,13 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     with propagate_errors(ctx.given[2], "ring_attention backward", saved[0]):
         derivatives.check_once("the backward of ring_attention", dout, dlse)
         if dout is None:
-            dout = torch.zeros_like(saved[3])
+            dout = torch.zeros_like(saved[0])
         dq, dk, dv, dsinks = _ring_attention_backward(dout, dlse, *saved, *ctx.given)
     return dq, dk, dv, None, None, None, None if saved[8] is None else dsinks, *[None] * 6
 
 
 def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.group_name = inputs[14]  # type: ignore[attr-defined]
+    ctx.group_name = inputs[-3]  # type: ignore[attr-defined]
 
 
 def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
