@@ -341,6 +341,20 @@ MUTANTS = [
         "tests/tiled/test_tiled_engines.py -k glu_kernels",
     ),
     Mutant(
+        "seam: features in the order of the tokens of another rank",
+        "python/ringtile/seam.py",
+        "return value[self._numbers]",
+        "return value[self._numbers.flip(0)]",
+        "tests/hf/test_videos.py",
+    ),
+    Mutant(
+        "context_parallel: a tower that is computed again is in the ring",
+        "python/ringtile/torch_context_parallel/mode.py",
+        "        if self.is_before:\n            if func is",
+        "        if self.is_before:\n            if 0 and func is",
+        "tests/torch_cp/test_torch_cp_images.py -k qwen3_vl",
+    ),
+    Mutant(
         "towers: images that mix are split",
         "python/ringtile/hf/towers.py",
         " and changed == 0 and moved <= 1\n",

@@ -18,6 +18,7 @@ from hf_engines import engine
 from hf_models import tiny_model, tiny_tokenizer
 from hf_training import Padded, enter_world, make_rows
 from ringtile.cli.projects.tiny_model import tiny_tokenizer as byte_tokenizer
+from ringtile.cli.tiny_images import Images, image_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -95,6 +96,13 @@ def _loop() -> Names:
 def _heads_first() -> Names:
     names = _loop()
     return names | {name: names[name].transpose(1, 2) for name in "qkv"}
+
+
+def _images() -> Names:
+    """Two rows with images, of which the second is padded."""
+    model = image_model("gemma3")
+    batch = Images(model).batch([(range(10, 24), [0, 1]), (range(30, 41), [2])])
+    return _loop() | {"model": model, "batch": batch}
 
 
 def _recurrent() -> Names:
@@ -246,9 +254,13 @@ def _is_unsharded(names: Names) -> None:
     assert names.get("y", names["out"]).shape == (B, S, H, D)
 
 
-def _has_gradients(names: Names) -> None:
+def _has_gradients_of_all(names: Names) -> None:
     assert names["loss"].isfinite()
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
+def _has_gradients(names: Names) -> None:
+    _has_gradients_of_all(names)
     assert names["labels"].shape[1] == S // W  # a buffer without restore stays sharded
 
 
@@ -271,6 +283,7 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "README.md 1": (lambda: _sequence(S), _is_unsharded),
     "docs/design/ring.md 0": (lambda: _sequence(S // W), _has_output),
     "docs/guide/hybrid.md 0": (_recurrent, _has_output),
+    "docs/guide/images.md 0": (_images, _has_gradients_of_all),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
     "docs/guide/pytorch.md 0": (_loop, _has_gradients),
     "docs/guide/pytorch.md 1": (_loop, _is_equal),

@@ -17,9 +17,10 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.buffers import as_list
 from ringtile.torch_context_parallel.first_block import Block, set_content
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
-from ringtile.torch_context_parallel.mode import RingMode, refusals_on_the_surface
+from ringtile.torch_context_parallel.mode import RingMode, entered, refusals_on_the_surface
 from ringtile.torch_context_parallel.noticing import ShardedBuffer
 from ringtile.torch_context_parallel.scope import AttentionScope
+from ringtile.torch_context_parallel.whole_inputs import Model
 from ringtile.transport.groups import Group, transport_of
 
 
@@ -34,6 +35,7 @@ def context_parallel(
     mask: IntervalMask | None = None,
     scheme: str = "ring",
     check: tuple[nn.Module, Callable[[], Tensor]] | None = None,
+    model: nn.Module | None = None,
 ) -> Iterator[None]:
     """Inside the block every buffer holds this rank's tokens, and PyTorch's attention functions run as a ring.
 
@@ -50,6 +52,10 @@ def context_parallel(
     check: a model and a function of no arguments that runs it on the buffers and returns a loss (), whose mean over the
     ranks is that of one process. Before the first block with this model it is computed on a cut of the buffers, whole
     and sharded, as `ringtile.check` does.
+
+    model: a transformers model of images or sound and text, as it is called: it gets whole inputs inside, the same on
+    every rank, and is sharded where its language model begins, so that its logits are of local tokens. Buffers are then
+    what else reads tokens, such as labels. One thread at a time.
 
     Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
     threads, each with a group of its own. A group of one rank leaves attention to PyTorch unless there is a mask.
@@ -68,6 +74,7 @@ def context_parallel(
         _check_types(check)
         if seq_len is None and scheme != "ring":
             raise InputError(f"the scheme is {scheme}, but there are no buffers; expected buffers, a Layout or a mask")
+        whole = None if model is None else _whole_inputs(model, seq_len, check)
     if check is not None and transport.world_size > 1 and check[0] not in _checked:
         _checked.add(check[0])
         Block(context_parallel, group, buffers, buffer_seq_dims, layout, mask, scheme).check(*check, averages=True)
@@ -94,7 +101,10 @@ def context_parallel(
     try:
         for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
             set_content(buffer, sequence.shard(buffer, dim))
-        with _in_force(group, scope, sequence, sharded):
+        with (
+            _in_force(group, scope, sequence, sharded) as mode,
+            contextlib.nullcontext() if whole is None else whole.sharded_inside(mode, sequence),
+        ):
             yield
     finally:
         for buffer, content in zip(buffers, full, strict=True):
@@ -112,10 +122,20 @@ def _check_types(check: object) -> None:
         raise InputError("check is not a pair; expected (model, function), where function() returns a loss")
 
 
+def _whole_inputs(model: nn.Module, seq_len: int | None, check: object) -> Model:
+    if seq_len is None:
+        raise InputError("a model that gets whole inputs, but no buffers; expected labels, a Layout or a mask")
+    if check is not None:
+        raise InputError("check cuts the buffers, not what a model gets whole; expected no check beside model")
+    if entered():
+        raise InputError("a model that gets whole inputs in a block inside another; expected it in the outermost block")
+    return Model(model)
+
+
 @contextlib.contextmanager
 def _in_force(
     group: Group, scope: AttentionScope, sequence: ShardedSequence | str, buffers: Sequence[ShardedBuffer] = ()
-) -> Iterator[None]:
+) -> Iterator[RingMode]:
     """Inside, attention runs over the scope, and the sequence, or the layout of that name, holds for ContextParallel.
 
     RefusedError when the block ends, if random numbers were drawn: no shard draws what the whole sequence would.
@@ -129,7 +149,7 @@ def _in_force(
     mode = RingMode(scope, buffers, enter)
     before = random_states()
     with refusals_on_the_surface(), enter():
-        yield
+        yield mode
     drawn = drawn_since(before)
     transport = transport_of(group)
     if drawn and transport.world_size > 1:

@@ -44,6 +44,7 @@ class RingMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.is_alone = is_alone
+        self.is_before = False  # in a model with a language model inside, which has not begun: nothing is sharded yet
         self.scope = scope
         self.enter: Enter = enter or (lambda: self)
         self.noticing = Noticing(scope, buffers)
@@ -53,6 +54,10 @@ class RingMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         eager = not torch.compiler.is_compiling()
+        if self.is_before:
+            if func is scaled_dot_product_attention:
+                self._before_attention()
+            return func(*args, **kwargs)
         if func in PUBLIC:
             self._before_attention()
             return in_scope(self.scope, func, args, kwargs)
@@ -91,10 +96,25 @@ class RingMode(TorchFunctionMode):
 
     def _before_attention(self) -> None:
         """Checkpoints that this call is made from recompute it in the same modes."""
-        depth = torch._C._len_torch_function_stack()
-        entered = [torch._C._get_function_stack_at(i) for i in range(depth)]
-        modes = [mode for mode in entered if isinstance(mode, RingMode)]  # without this one, while it handles a call
-        recompute_in({id(mode): mode.enter for mode in (*modes, self)}, caller_of(2), run_in_mode.__code__)
+        if self.is_before:
+            recompute_in({id(self): self._before}, caller_of(2), run_in_mode.__code__)
+            return
+        modes = (*entered(), self)  # which is not among them while it handles a call
+        recompute_in({id(mode): mode.enter for mode in modes}, caller_of(2), run_in_mode.__code__)
+
+    @contextlib.contextmanager
+    def _before(self) -> Iterator[None]:
+        was, self.is_before = self.is_before, True
+        try:
+            yield
+        finally:
+            self.is_before = was
+
+
+def entered() -> list[RingMode]:
+    """Those of this thread, outermost first."""
+    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [mode for mode in modes if isinstance(mode, RingMode)]
 
 
 @contextlib.contextmanager

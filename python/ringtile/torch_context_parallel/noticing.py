@@ -50,6 +50,7 @@ class Noticing:
     def __init__(self, scope: AttentionScope, buffers: Sequence[ShardedBuffer] = ()) -> None:
         self._scope = scope
         self._buffers = buffers
+        self.made_positions: ShardedBuffer | None = None  # those of a model that got whole inputs
         self._scores: set[int] = set()  # numbers of elements of products that may be scores
         self._windows: dict[tuple[ShardedSequence, int], bool] = {}  # whether the sequence's mask is as narrow
 
@@ -166,7 +167,8 @@ class Noticing:
         Those of a shard jump where its runs meet. Steps of 1 make transformers call attention with is_causal and no
         mask, which is right where the positions go on by 1, or the context's mask keeps the documents apart.
         """
-        for buffer in self._buffers if self._world_size > 1 else ():
+        made = [self.made_positions] if self.made_positions is not None else []
+        for buffer in (*self._buffers, *made) if self._world_size > 1 else ():
             positions = buffer.full.movedim(buffer.seq_dim, -1)
             is_this = buffer.local.data_ptr() == position_ids.data_ptr()
             if is_this and positions.dim() <= 2 and buffer.local.size(buffer.seq_dim) == position_ids.size(-1):
