@@ -120,7 +120,9 @@ class Keys:
 
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
-        return Message.empty(self.k, [((x.size(0), num_keys, *x.shape[2:]), dtype) for x in (self.k, self.v)])
+        batch, _, heads, k_dim = self.k.shape  # a shape costs what one size does
+        kinds = [((batch, num_keys, heads, dim), dtype) for dim in (k_dim, self.v.shape[3])]
+        return Message.empty(self.k, kinds)
 
     def _packed(self, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
         """Copy the rows of a transfer out of tensors like k and v."""

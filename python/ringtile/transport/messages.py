@@ -29,8 +29,8 @@ class Message(NamedTuple):
     @classmethod
     def empty(cls, like: Tensor, tensors: Sequence[Kind]) -> Message:
         """Make uninitialized tensors, on the device of like."""
-        if len(set(tensors)) == 1:  # two calls of torch, and not five, in each round of a ring
-            shape, dtype = tensors[0]
+        shape, dtype = tensors[0]
+        if tensors.count(tensors[0]) == len(tensors):  # two calls of torch, and not five, in each round of a ring
             flat = like.new_empty((len(tensors), *shape), dtype=dtype)
             return cls(flat, tuple(flat.unbind()))
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i][1].itemsize)  # so that each is aligned

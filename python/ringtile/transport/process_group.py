@@ -109,8 +109,7 @@ class ProcessGroupTransport(Transport):
         self._opened = True
 
     def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
-        tensors = [*sends.values(), *receives.values()]
-        if all(tensor.device.type == "cpu" for tensor in tensors):
+        if all(tensor.is_cpu for tensors in (sends, receives) for tensor in tensors.values()):
             return super()._post(sends, receives, tag, what)
         return self._post_batch(sends, receives, what)
 
@@ -119,10 +118,10 @@ class ProcessGroupTransport(Transport):
 
         NCCL tells messages between two ranks apart by their order alone.
         """
-        pairs = [(dist.irecv, receives), (dist.isend, sends)]
+        group = self._group()
         batch = [
-            dist.P2POp(function, tensor, group=self._group(), group_peer=peer)
-            for function, tensors in pairs
+            dist.P2POp(function, tensor, group=group, group_peer=peer)
+            for function, tensors in ((dist.irecv, receives), (dist.isend, sends))
             for peer, tensor in tensors.items()
             if tensor.numel() > 0
         ]

@@ -53,7 +53,7 @@ _SEARCH_SECONDS = 1.0  # how long a rank that lost a peer waits to hear who was 
 _Works = list[tuple[tuple[int, ...], Work]]  # with the peers of each
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Exchange:
     """Messages under way; their tensors stay untouched, and are kept alive, until `wait` returns."""
 
@@ -64,12 +64,13 @@ class Exchange:
 
     def wait(self) -> None:
         """Return when all have arrived. Raise PeerLostError or RingMismatchError. A profiler sees "ringtile::wait"."""
+        transport = self.transport
         with _span("ringtile::wait"):
-            self.transport.compare_headers()
+            transport.compare_headers()
             began = time.perf_counter()
             self.wait_for_messages()
-            self.transport.wait_seconds += time.perf_counter() - began
-        self.transport.arrived(self)
+            transport.wait_seconds += time.perf_counter() - began
+        transport.arrived(self)
 
     def wait_for_messages(self) -> None:
         """Wait without a look at headers."""
@@ -340,20 +341,12 @@ class Transport(abc.ABC):
     def _open(self, device: torch.device) -> None:  # noqa: B027
         """Do what all ranks must do together before any two of them exchange payloads on that device."""
 
-    @contextlib.contextmanager
-    def naming(self, peers: tuple[int, ...], what: str) -> Iterator[None]:
+    def naming(self, peers: tuple[int, ...], what: str) -> contextlib.AbstractContextManager[None]:
         """Turn the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
 
         peers: whose messages a RuntimeError in the body concerns; PeerGoneError says it itself.
         """
-        try:
-            yield
-        except PeerGoneError as gone:
-            raise self._lost([gone], what) from gone
-        except RuntimeError as error:
-            if isinstance(error, RingtileError) or not peers:
-                raise
-            raise self._lost([PeerGoneError(peer, reason_of(error)) for peer in peers], what) from error
+        return _Naming(self, peers, what)
 
     def _lost(self, gone: list[PeerGoneError], what: str) -> PeerLostError:
         """Return the error for peers that are gone, which blames the rank that was lost first."""
@@ -388,6 +381,25 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _end_messages(self) -> None:
         """Make the peers' waits for messages of this rank fail, from now on."""
+
+
+class _Naming:
+    """`Transport.naming`: a class costs a third of a generator, and each round of a ring enters several."""
+
+    __slots__ = ("_peers", "_transport", "_what")
+
+    def __init__(self, transport: Transport, peers: tuple[int, ...], what: str) -> None:
+        self._transport, self._peers, self._what = transport, peers, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, PeerGoneError):
+            raise self._transport._lost([error], self._what) from error
+        if self._peers and isinstance(error, RuntimeError) and not isinstance(error, RingtileError):
+            gone = [PeerGoneError(peer, reason_of(error)) for peer in self._peers]
+            raise self._transport._lost(gone, self._what) from error
 
 
 def reason_of(error: object) -> str:
