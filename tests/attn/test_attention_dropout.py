@@ -26,6 +26,7 @@ from ringtile import (
     LoopbackWorld,
     RefusedError,
     RingMismatchError,
+    ShardedSequence,
     attention,
     ops,
     ring_attention,
@@ -84,7 +85,7 @@ def run_ring(p: Problem, mask: IntervalMask, layout: Layout, **options: Any) -> 
     def on_rank(group: LoopbackGroup) -> Attention:
         rank = group.transport.rank
         q, k, v = (layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v))
-        out, lse = ring_attention(q, k, v, mask=mask, layout=layout, group=group, return_lse=True, **options)
+        out, lse = ring_attention(q, k, v, ShardedSequence(mask, layout, group), return_lse=True, **options)
         cotangents = [layout.shard(p.dout, 1, rank), layout.shard(p.dlse, 2, rank)]
         return Attention(out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [q, k, v], cotangents))
 
@@ -189,12 +190,12 @@ def test_nothing_and_all_can_be_dropped() -> None:
 
 
 def test_compiled_steps_share_a_graph_and_equal_the_others() -> None:
-    p, mask, layout = problem(), IntervalMask.causal(48), Layout.contiguous(48, 1)
+    p, sequence = problem(), ShardedSequence(IntervalMask.causal(48), Layout.contiguous(48, 1))
     rows = torch.tensor([3])
 
     def layer(q: Tensor, k: Tensor, v: Tensor, step: int) -> Tensor:
         drop = AttentionDropout(0.3, rows, 1, step, 2)
-        return ring_attention(q * 2, k, v, mask=mask, layout=layout, dropout=drop).sin()
+        return ring_attention(q * 2, k, v, sequence, dropout=drop).sin()
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -244,10 +245,10 @@ def test_bad_dropout_is_refused_by_name(drop: Any, message: str) -> None:
 
 def test_aten_is_refused_by_name() -> None:
     p = problem(dtype=torch.float32, v_head_dim=16)
-    arguments = {"mask": IntervalMask.causal(48), "layout": Layout.contiguous(48, 1), "attention_kernel": "aten"}
-    ring_attention(p.q, p.k, p.v, **arguments)
+    sequence = ShardedSequence(IntervalMask.causal(48), Layout.contiguous(48, 1))
+    ring_attention(p.q, p.k, p.v, sequence, attention_kernel="aten")
     with pytest.raises(RefusedError, match="draws dropout from a generator"):
-        ring_attention(p.q, p.k, p.v, dropout=dropout(), **arguments)
+        ring_attention(p.q, p.k, p.v, sequence, dropout=dropout(), attention_kernel="aten")
 
 
 @pytest.mark.parametrize(("name", "num_rounded"), [("attn_fwd_", 1), ("attn_bwd_", 2)])
@@ -288,7 +289,7 @@ def _disagree() -> list[str]:
     said = []
 
     def call(drop: AttentionDropout) -> None:
-        ring_attention(q, k, v, mask=IntervalMask.causal(48), layout=layout, group=dist.group.WORLD, dropout=drop)
+        ring_attention(q, k, v, ShardedSequence(IntervalMask.causal(48), layout, dist.group.WORLD), dropout=drop)
 
     for changes in DIFFERENT.values():
         call(dropout())

@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention, dense_gradients
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, attention, ops, ring_attention
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, ShardedSequence, attention, ops, ring_attention
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
 from strategies import any_masks, dense, layouts
@@ -69,7 +69,7 @@ def run_ring(
         rank = group.transport.rank
         q, k, v = (layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v))
         out, lse = ring_attention(
-            q, k, v, mask=mask, layout=layout, group=group, scale=scale, softcap=softcap, return_lse=True
+            q, k, v, ShardedSequence(mask, layout, group), scale=scale, softcap=softcap, return_lse=True
         )
         cotangents = [layout.shard(p.dout, 1, rank), layout.shard(p.dlse, 2, rank)]
         return Attention(out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [q, k, v], cotangents))
@@ -315,7 +315,7 @@ def test_strided_views_go_in_as_they_are() -> None:
     def on_rank(group: LoopbackGroup) -> Tensor:
         local = [x[:, layout.positions(group.transport.rank)[0] :][:, :12] for x in (q, k, v)]
         head, tail = Layout.from_runs([[(0, 1, 0, 12)], [(12, 1, 0, 12)]]), IntervalMask.causal(24)
-        return ring_attention(*local, mask=tail, layout=head, group=group)
+        return ring_attention(*local, ShardedSequence(tail, head, group))
 
     assert q.stride(1) != 4 * 16
     assert v.stride(1) == 8
@@ -343,7 +343,7 @@ def test_ring_under_checkpointing_has_the_same_gradients(use_reentrant: bool) ->
     layout = Layout.zigzag(48, 2)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, group: LoopbackGroup) -> Tensor:
-        return ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group).sin()
+        return ring_attention(q, k, v, ShardedSequence(MASKS["causal"], layout, group)).sin()
 
     def checkpointed(q: Tensor, k: Tensor, v: Tensor, group: LoopbackGroup) -> Tensor:
         out = checkpoint(plain, q, k, v, group, use_reentrant=use_reentrant)
@@ -359,7 +359,7 @@ def test_ring_used_twice_in_one_graph() -> None:
     layout = Layout.zigzag(48, 2)
 
     def once(name: str) -> Callable[[Tensor, Tensor, Tensor, LoopbackGroup], Tensor]:
-        return lambda q, k, v, group: ring_attention(q, k, v, mask=MASKS[name], layout=layout, group=group)
+        return lambda q, k, v, group: ring_attention(q, k, v, ShardedSequence(MASKS[name], layout, group))
 
     def twice(q: Tensor, k: Tensor, v: Tensor, group: LoopbackGroup) -> Tensor:
         return once("causal")(q, k, v, group) + once("window")(q, k, v, group)
@@ -422,10 +422,10 @@ def test_backward_op_passes_opcheck(mask: IntervalMask) -> None:
 @pytest.mark.parametrize("name", ["documents", "tree"])
 def test_ring_compiles_into_one_graph(name: str) -> None:
     p = problem()
-    mask, layout = MASKS[name], Layout.contiguous(48, 1)
+    sequence = ShardedSequence(MASKS[name], Layout.contiguous(48, 1))
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q * 2, k, v, mask=mask, layout=layout).sin()
+        return ring_attention(q * 2, k, v, sequence).sin()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = []
@@ -439,6 +439,9 @@ def test_ring_compiles_into_one_graph(name: str) -> None:
 # ---- what it refuses ----------------------------------------------------------------------------
 
 
+THREE_ROWS = ShardedSequence(IntervalMask(*torch.zeros(2, 3, 48, dtype=torch.int32)), Layout.contiguous(48, 1))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -448,20 +451,17 @@ def test_ring_compiles_into_one_graph(name: str) -> None:
         ({"q": torch.zeros(1, 48, 3, 16, dtype=torch.float64)}, "multiple of the kv heads"),
         ({"q": torch.zeros(1, 48, 16, 4, dtype=torch.float64).transpose(2, 3)}, "stride 4 in its last dim"),
         ({"q": torch.zeros(1, 47, 4, 16, dtype=torch.float64)}, "q has 47 tokens.*rank 0 48 of 48"),
-        ({"mask": IntervalMask.causal(40)}, "the mask is of 40 tokens, the layout of 48"),
-        ({"mask": IntervalMask(*torch.zeros(2, 3, 48, dtype=torch.int32))}, "mask has 3 rows, the batch 1"),
-        ({"layout": Layout.zigzag(48, 2)}, "layout is for 2 ranks, the group has 1"),
+        ({"sequence": THREE_ROWS}, "mask has 3 rows, the batch 1"),
         ({"scale": torch.nan}, "scale is nan"),
         ({"softcap": -1.0}, "softcap -1"),
-        ({"group": "no such group"}, "no process group named 'no such group'"),
+        ({"sequence": None}, "sequence is a NoneType; expected a ringtile.ShardedSequence"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     p = problem()
-    arguments = {"q": p.q, "k": p.k, "v": p.v, "mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), **change}
-    q, k, v = (arguments.pop(name) for name in "qkv")
+    sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
     with pytest.raises(InputError, match=message):
-        ring_attention(q, k, v, **arguments)
+        ring_attention(**{"q": p.q, "k": p.k, "v": p.v, "sequence": sequence, **change})
 
 
 def test_messages_of_at_most_two_rounds_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ class Call:
         q, k, v = (layout.shard(x, 1, dist.get_rank(group)).requires_grad_() for x in (p.q, p.k, p.v))
         mask = IntervalMask.sliding_window(self.seq_len, self.window)
         return ring_attention(
-            q, k, v, mask=mask, layout=layout, group=group, scale=self.scale, softcap=self.softcap
+            q, k, v, ShardedSequence(mask, layout, group), scale=self.scale, softcap=self.softcap
         )  # fmt: skip
 
 
@@ -114,9 +114,9 @@ def one_rank_refuses() -> list[str]:
     for refusing in ([1], [0, 1]):
         short = slice(0, 20 if rank in refusing else None)
         with pytest.raises(InputError if rank in refusing else RingMismatchError) as caught:
-            ring_attention(q, k[:, short], v[:, short], mask=mask, layout=layout, group=group)
+            ring_attention(q, k[:, short], v[:, short], ShardedSequence(mask, layout, group))
         messages.append(str(caught.value))
-    ring_attention(q, k, v, mask=mask, layout=layout, group=group)
+    ring_attention(q, k, v, ShardedSequence(mask, layout, group))
     return messages
 
 

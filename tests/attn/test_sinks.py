@@ -13,7 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatchError, attention, ring_attention
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    RingMismatchError,
+    ShardedSequence,
+    attention,
+    ring_attention,
+)
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, problem
@@ -45,7 +54,7 @@ def by_ring(p: Problem, sinks: Tensor, mask: IntervalMask, layout: Layout, **num
         leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
         leaves.append(sinks.detach().clone().requires_grad_())
         out, lse = ring_attention(
-            *leaves[:3], mask=mask, layout=layout, group=group, sinks=leaves[3], **numbers, return_lse=True
+            *leaves[:3], ShardedSequence(mask, layout, group), sinks=leaves[3], **numbers, return_lse=True
         )
         cotangents = [layout.shard(p.dout, 1, rank), layout.shard(p.dlse, 2, rank)]
         *gradients, dsinks = torch.autograd.grad([out, lse], leaves, cotangents)
@@ -153,7 +162,7 @@ def test_aten_with_sinks_equals_the_definition() -> None:
         leaves = [layout.shard(x.detach(), 1, group.transport.rank).requires_grad_() for x in (p.q, p.k, p.v)]
         leaves.append(sinks_of(p).requires_grad_())
         kernel: dict[str, Any] = {"attention_kernel": "aten", "sinks": leaves[3]}
-        out, lse = ring_attention(*leaves[:3], mask=mask, layout=layout, group=group, **kernel, return_lse=True)
+        out, lse = ring_attention(*leaves[:3], ShardedSequence(mask, layout, group), **kernel, return_lse=True)
         *gradients, dsinks = torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, group.transport.rank))
         return WithSinks(Attention(out.detach(), lse.detach(), *gradients), dsinks)
 
@@ -177,10 +186,10 @@ def test_sinks_of_any_dtype_get_gradients_of_theirs() -> None:
 
 def test_compiled_layer_with_sinks_has_the_same_gradients() -> None:
     p = problem()
-    mask, layout = MASKS["documents"], Layout.contiguous(48, 1)
+    sequence = ShardedSequence(MASKS["documents"], Layout.contiguous(48, 1))
 
     def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        out, lse = ring_attention(q * 2, k, v, mask=mask, layout=layout, sinks=sinks + 1, return_lse=True)
+        out, lse = ring_attention(q * 2, k, v, sequence, sinks=sinks + 1, return_lse=True)
         return out.sin() + lse.transpose(1, 2)[..., None]
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -228,7 +237,7 @@ def test_rank_that_alone_has_sinks_is_named_on_all_ranks(own: Tensor) -> None:
         rank = group.transport.rank
         local = [layout.shard(x, 1, rank) for x in (p.q, p.k, p.v)]
         try:
-            ring_attention(*local, mask=MASKS["causal"], layout=layout, group=group, sinks=own if rank else None)
+            ring_attention(*local, ShardedSequence(MASKS["causal"], layout, group), sinks=own if rank else None)
         except (RingMismatchError, InputError) as error:
             return str(error)
         return json.dumps("no error")
