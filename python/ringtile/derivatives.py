@@ -27,9 +27,8 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
         if forward_ad._current_level >= 0:
             raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
-    given = [x for x in tensors if x is not None]
-    is_inference = [x for x in given if x.is_inference()]
-    if is_inference and torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    given = [x for x in tensors if x is not None] if torch.is_grad_enabled() else ()
+    if any(x.requires_grad for x in given) and any(x.is_inference() for x in given):
         raise InputError(
             f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "
             "under torch.no_grad(), or call .clone() outside of inference mode"

@@ -143,14 +143,8 @@ def _backend(
     states: tuple[Tensor, ...],
     takes_dlse: bool = False,
 ) -> Backend:
-    """Return who computes round i, after `check`, which refuses ringtile's kernels where they are wrong.
-
-    run, states: as in `_fastest`.
-    """
+    """Return who computes round i. run, states: as in `_fastest`."""
     q, backward = block.q, len(states) == 3
-    if call.attention_kernel == "ringtile":
-        _warn_if_slow(RINGTILE, block, backward=backward)
-        return RINGTILE
     kind, deterministic = _kind(call, q, takes_dlse), torch.are_deterministic_algorithms_enabled()
     key = kind, i, backward, deterministic, q.dtype, q.shape, block.k.shape, block.v.shape
     found = known.backends.get(key)

@@ -18,7 +18,7 @@ from ringtile.transport.messages import Message
 from ringtile.transport.transport import Transport
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Keys:
     """One rank's keys and values, and the way to its peers."""
 

@@ -247,13 +247,12 @@ def _agreed(
     forward_call: int = 0,
     takes_dlse: bool = False,
 ) -> AbstractContextManager[None]:
-    """Make sure that this rank can compute, then agree with the others on all that must be the same.
+    """Agree with the other ranks on all that must be the same, if there are others and this rank can compute.
 
     shape: of the local tokens.
     """
     sequence, transport = call.sequence, call.sequence.transport
     if transport.world_size == 1:
-        choose.check(call, *qkv, shape, takes_dlse)
         return contextlib.nullcontext()
     op = f"ring_attention {direction}"
     with transport.propagate_errors(op):
