@@ -348,6 +348,13 @@ MUTANTS = [
         "tests/hf/test_videos.py",
     ),
     Mutant(
+        "rollouts: each row generates from the images of the first",
+        "python/ringtile/hf/rollouts.py",
+        "parts[row : row + 1]",
+        "parts[:1]",
+        "tests/hf/test_images_rollouts.py -k parted",
+    ),
+    Mutant(
         "context_parallel: a tower that is computed again is in the ring",
         "python/ringtile/torch_context_parallel/mode.py",
         "        if self.is_before:\n            if func is",

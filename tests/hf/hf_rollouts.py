@@ -7,6 +7,7 @@ import math
 import random
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -18,6 +19,7 @@ from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import hybrid, tiny_model, tiny_tokenizer, with_lora
 from hf_training import PROOF, Run, enter_world
+from ringtile.cli.tiny_images import LAST_WORD
 from transformers import Trainer
 
 EOS = 2
@@ -58,16 +60,27 @@ class Given:
         rows = args.per_device_train_batch_size * steps if trainer.model.training else args.per_device_eval_batch_size
         shares = [rows // self.group + (r < rows % self.group) for r in range(self.group)]
         first = rank // self.group * rows + sum(shares[: rank % self.group])
-        completions = [
-            completion_of(prompt, row, trainer.state.global_step) for row, prompt in enumerate(prompts, first)
-        ]
-        prompt_ids = trainer.processing_class(prompts)["input_ids"]
+        step, processor = trainer.state.global_step, trainer.processing_class
+        completions = [completion_of(words, row, step) for row, words in enumerate(map(_words, prompts), first)]
+        if hasattr(processor, "tokenizer"):  # of images, of which no completion holds a token
+            completions = [[min(token, LAST_WORD) for token in ids] for ids in completions]
+        if isinstance(prompts[0], str):
+            prompt_ids = getattr(processor, "tokenizer", processor)(prompts)["input_ids"]
+        else:
+            prompt_ids = trainer._tokenize_prompts(prompts)[0]
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,
             "logprobs": None,
             "row": list(range(len(prompts))),
         }
+
+
+def _words(prompt: str | list[dict[str, Any]]) -> str:
+    """Of a prompt that may hold images."""
+    if isinstance(prompt, str):
+        return prompt
+    return " ".join(part["text"] for message in prompt for part in message["content"] if part["type"] == "text")
 
 
 def completion_of(prompt: str, row: int, step: int) -> list[int]:
@@ -104,18 +117,25 @@ def make_rollouts(
     rewards: Any = None,
     model_dropout: float = 0.0,
     more: dict[str, Any] | None = None,
+    made: Callable[[], dict[str, Any]] = dict,
     **settings: Any,
 ) -> Trainer:
-    """group: the ranks that share a sequence. more: arguments of the Trainer."""
+    """group: the ranks that share a sequence. more: arguments of the Trainer; made: the same, the model too."""
     enter_world()
     warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
     package = importlib.import_module("trl")
     folder = folder or tempfile.mkdtemp(prefix="ringtile-test-")
-    model = hybrid(family) if family in HYBRIDS else tiny_model(family).train()
+    more = made() | (more or {})
+    model = more.pop("model", None) or (hybrid(family) if family in HYBRIDS else tiny_model(family).train())
     model.config._name_or_path = _saved(model, folder)  # from which a reference model is read
     model = with_lora(model, model_dropout) if lora or model_dropout else model
     config = SETTINGS | (OF_REWARDS if kind != "Distillation" else {}) | settings
-    arguments = {"processing_class": tiny_tokenizer(), **(more or {})}
+    arguments = {
+        "processing_class": tiny_tokenizer(),
+        "train_dataset": datasets.Dataset.from_list(make_prompts(12)),
+        "eval_dataset": datasets.Dataset.from_list(make_prompts(4, seed=1)),
+        **more,
+    }
     if kind == "Distillation":
         arguments["teacher_model"] = tiny_model(family, seed=3)
     else:
@@ -125,8 +145,6 @@ def make_rollouts(
     trainer: Trainer = getattr(package, f"{kind}Trainer")(
         model=model,
         args=getattr(package, f"{kind}Config")(f"{folder}/run", **config),
-        train_dataset=datasets.Dataset.from_list(make_prompts(12)),
-        eval_dataset=datasets.Dataset.from_list(make_prompts(4, seed=1)),
         **arguments,
     )
     if given and kind != "GRPO":

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
@@ -27,6 +29,8 @@ from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.model import own_attention
 from ringtile.random_states import host_random_states, random_digest, random_numbers_of, set_random_states
 from ringtile.tiled.tiles import at_most
+
+_OF_ROWS = ("num_images", "num_tiles")  # of TRL's batches: how many images, or tiles of some, each row has
 
 
 def generates(trainer: Trainer) -> bool:
@@ -112,8 +116,11 @@ class LossOnRollouts(LossOnSequences):
         if not names:
             return cut
         ids, mask = (torch.cat([cut[f"prompt_{name}"], cut[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+        images = {name: cut[name] for name in {*self.of_model, *_OF_ROWS} & cut.keys()}
         with torch.no_grad(), self.as_one_process(), self.step(True):
-            found = trainer._get_per_token_logps_and_entropies(model, ids, mask, cut["completion_ids"].size(1))[0]
+            found = trainer._get_per_token_logps_and_entropies(
+                model, ids, mask, cut["completion_ids"].size(1), **images
+            )[0]
         sums = {"old_logps": (found * cut["completion_mask"]).sum(1)}
         return cut | {name: sums.get(name, found) for name in names}
 
@@ -129,25 +136,24 @@ class LossOnRollouts(LossOnSequences):
         **kwargs: Any,
     ) -> Any:
         trainer: Any = self.trainer
-        if images is not None or multimodal_fields:
-            raise RefusedError(
-                f"{type(trainer).__name__} was given images; expected text alone: images cannot be sharded"
-            )
+        has_images = images is not None or bool(multimodal_fields)
+        rows = _rows(trainer, prompt_ids, images, multimodal_fields) if has_images else prompt_ids
 
-        def generate(rows: Sequence[Any]) -> Any:
+        def generate(some: Sequence[Any]) -> Any:
+            given = _unsplit(trainer, some) if has_images else (some, images, multimodal_fields)
             with self.step(False), own_attention(self.base), at_most(0):
-                return original(rows, images, multimodal_fields, *args, **kwargs)
+                return original(*given, *args, **kwargs)
 
         if getattr(trainer, "use_vllm", False):
             if trainer.vllm_mode == "server":  # which one rank of the world asks, for the rows of all
-                return generate(prompt_ids)
+                return generate(rows)
             sharing = trainer.vllm_tensor_parallel_size
             if sharing > 1 and len(prompt_ids) % self.group.size:
                 raise RefusedError(
                     f"{len(prompt_ids)} rows for {self.group.size} ranks, {sharing} of which share an instance of "
                     f"vLLM; expected as many rows on each: change per_device_train_batch_size or steps_per_generation"
                 )
-        return self._deal(prompt_ids, generate)
+        return self._deal(rows, generate)
 
     def _roll_out(self, original: Callable[..., Any], prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
@@ -169,7 +175,7 @@ class LossOnRollouts(LossOnSequences):
         counts = _counts(len(rows), group.size)
         first = sum(counts[: group.rank])
         mine, answer = rows[first : first + counts[group.rank]], None
-        shared = {"rows to generate": _hash(repr(rows)), "random numbers": _hash(random_digest())}
+        shared = {"rows to generate": _hash(repr(_without_pixels(rows))), "random numbers": _hash(random_digest())}
         if mine or _gathers_weights(self.trainer):  # a rank without rows helps the others to gather weights
             of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training, group.rank)
             with random_numbers_of(_hash(repr(of_rank))):
@@ -238,6 +244,81 @@ def _gathers_weights(trainer: Trainer) -> bool:
     """Whether a rank holds but a part of the weights."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     return isinstance(trainer.model, FSDPModule) or (plugin is not None and plugin.zero_stage == 3)
+
+
+def _rows(trainer: Any, prompt_ids: Sequence[Any], images: Any, fields: Mapping[str, Any]) -> list[Any]:
+    """Of each row to generate its prompt, its images, and its part of what the processor has made of all.
+
+    RefusedError: images in tiles, whose number in each row TRL does not count before it has generated.
+    """
+    counts = [len(of_row or ()) for of_row in images or [()] * len(prompt_ids)]
+    lengths = [len(ids) for ids in prompt_ids]
+    fields = {name: x if _is_of_tokens(x, lengths) else _tensor(x) for name, x in fields.items()}
+    pixels = fields.get("pixel_values")
+    in_rows = isinstance(pixels, Tensor) and pixels.dim() == 5 and pixels.size(0) == len(counts)
+    in_tiles = "image_grid_thw" not in fields and not in_rows and pixels is not None and len(pixels) != sum(counts)
+    if in_tiles or "spatial_shapes" in fields:
+        raise RefusedError(
+            f"{type(trainer).__name__} was given images in tiles; expected whole images, since it is not known which "
+            f"tiles a rank's rows have: turn them off in the image processor"
+        )
+    of_rows = _of_trl(trainer, "split_pixel_values_by_grid")({**fields, "num_images": counts})
+    for name, parts in of_rows.items():
+        if len(parts) != len(counts):
+            raise RefusedError(
+                f"{type(trainer).__name__} generates with {name} of {len(parts)} entries for {len(counts)} rows; "
+                f"expected one for each row, or for each image, of which there are {counts}"
+            )
+    return [
+        (ids, None if images is None else images[row], {name: parts[row : row + 1] for name, parts in of_rows.items()})
+        for row, ids in enumerate(prompt_ids)
+    ]
+
+
+def _is_of_tokens(value: Any, lengths: Sequence[int]) -> bool:
+    """Whether it is a list with an entry for each token of each row."""
+    return isinstance(value, list) and [len(x) if isinstance(x, list) else -1 for x in value] == [*lengths]
+
+
+def _tensor(value: Any) -> Tensor:
+    """As TRL makes it of what processors return without tensors."""
+    return value if isinstance(value, Tensor) else torch.tensor(np.array(value))
+
+
+def _unsplit(trainer: Any, rows: Sequence[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
+    """Prompts, images, and what the processor has made, of some rows."""
+    ids, images, of_rows = ([row[part] for row in rows] for part in range(3))
+    joined: dict[str, Any] = {}
+    for name in of_rows[0]:
+        parts = [part[name] for part in of_rows]
+        joined[name] = torch.cat(parts) if isinstance(parts[0], Tensor) else [x for part in parts for x in part]
+    if joined:
+        joined = _of_trl(trainer, "unsplit_pixel_values_by_grid")(joined)
+    counts = joined.pop("num_images", [])
+    if not any(counts):  # processors make no tensors of no images
+        joined = {name: x for name, x in joined.items() if not isinstance(x, Tensor)}
+    return ids, None if all(x is None for x in images) else images, joined
+
+
+def _of_trl(trainer: Any, name: str) -> Callable[..., Any]:
+    """A function of the module of TRL that the Trainer is of."""
+    modules = [sys.modules[cls.__module__] for cls in type(trainer).__mro__]
+    function: Callable[..., Any] = next(vars(module)[name] for module in modules if name in vars(module))
+    return function
+
+
+def _without_pixels(value: Any) -> Any:
+    """Rows, with digests of the images and tensors in them."""
+    if isinstance(value, Mapping):
+        return {name: _without_pixels(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_pixels(x) for x in value)
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        return tuple(value.shape), hashlib.sha256(held).hexdigest()
+    if hasattr(value, "tobytes"):  # an image, or an array
+        return getattr(value, "mode", None), value.size, hashlib.sha256(value.tobytes()).hexdigest()
+    return value
 
 
 def _hash(text: str) -> int:
