@@ -176,41 +176,16 @@ def _num_states(num_tokens: int) -> int:
 
 
 @torch.library.register_fake("ringtile::scan")  # type: ignore[untyped-decorator]
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    dt: Tensor | None,
-    D: Tensor | None,
-    seq_idx: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, num_heads, v_dim = v.shape
-    state = (q.size(3), v_dim)
+    state, keep = (q.size(3), v_dim), others[-1]
     kept = (batch, num_heads, _num_states(num_tokens) if keep else 0, *state)
     return v.new_empty(v.shape), g.new_empty(batch, num_heads, *state), g.new_empty(kept)
 
 
 @torch.library.register_fake("ringtile::scan_backward")  # type: ignore[untyped-decorator]
-def _(
-    dout: Tensor,
-    dfinal_state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    dt: Tensor | None,
-    D: Tensor | None,
-    seq_idx: Tensor,
-    initial_state: Tensor | None,
-    states: Tensor,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    q, k, v, g, beta, dt, D = inputs[:7]
     batch, num_tokens, num_heads, v_dim = v.shape
     has_factor = beta is not None or dt is not None
     shapes = [q.shape, k.shape, v.shape, g.shape]
@@ -237,19 +212,8 @@ def _(
 
 
 @torch.library.register_fake("ringtile::selective_scan_backward")  # type: ignore[untyped-decorator]
-def _(
-    dout: Tensor,
-    dfinal_state: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    seq_idx: Tensor,
-    initial_state: Tensor | None,
-    states: Tensor,
-) -> tuple[Tensor, ...]:
+def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    x, dt, A, B, C, D = inputs[:6]
     shapes = [x.shape, dt.shape, A.shape, B.shape, C.shape]
     shapes += [torch.Size([0 if D is None else x.size(2)]), torch.Size([x.size(0), *A.shape])]
     return tuple(A.new_empty(shape) for shape in shapes)

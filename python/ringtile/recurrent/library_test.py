@@ -92,7 +92,7 @@ def _delta(dtype: torch.dtype, dims: tuple[int, int], by_channel: bool) -> tuple
     incoming = {"dout": x.pop("dout"), "dfinal": x.pop("dfinal")}
     names = {"q": "q", "k": "k", "v": "v", "g": "g", "beta": "factor", "initial_state": "before"}
     wide = {name: y.double() for name, y in (x | incoming).items()} | {"D": torch.zeros(2, dtype=torch.float64)}
-    expected = defined_recurrence(_ROW, "kda" if by_channel else "delta", **wide)
+    expected = defined_recurrence(_ROW, "kda" if by_channel else "delta", wide)
     given = {name: x[of] for name, of in names.items()}
     return given, {"scale": 0.5}, incoming | dict(zip(_gradients((*names,)), expected, strict=True))
 
@@ -103,7 +103,7 @@ def _ssd(dtype: torch.dtype, dims: tuple[int, int], by_channel: bool) -> tuple[_
     A, D = -normal(generator, 2).abs().float() / 8, normal(generator, 2).float()
     wide = {name: y.double() for name, y in x.items()} | {"D": D.double(), "g": (dt.double() * A.double())}
     wide["q"] = wide["q"] * 2  # the definition's scale is 0.5
-    out, final, dC, dB, dx, dg, ddt, dinitial = defined_recurrence(_ROW, "ssd", **wide)
+    out, final, dC, dB, dx, dg, ddt, dinitial = defined_recurrence(_ROW, "ssd", wide)
     held = (_ROW.seq_idx() >= 0)[..., None]
     dD = torch.where(held, (wide["dout"] * wide["v"]).sum(-1), 0).sum((0, 1))
     results = (out, final.mT, dx, ddt + dg * A, (dg * dt).flatten(0, 1), dB, 2 * dC, dD, dinitial.mT)

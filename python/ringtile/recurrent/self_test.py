@@ -52,25 +52,16 @@ def recurrence(forward: Callable[..., Any], backward: Callable[..., Any], kind: 
     names = ("output", "final state", *(f"gradient of {name}" for name in ("q", "k", "v", "g", "beta or dt")))
     inputs = {"q": q, "k": k, "v": v, "g": g, "factor": factor, "before": before}
     inputs |= {"dout": dout, "dfinal": dfinal, "D": torch.zeros(H) if D is None else D}
-    expected = defined_recurrence(ROW, kind, **{name: x.double() for name, x in inputs.items()})
+    expected = defined_recurrence(ROW, kind, {name: x.double() for name, x in inputs.items()})
     got = (out, final, *gradients[:5], gradients[6])
     return _first_difference((*names, "gradient of the state"), got, expected, N + K + V)
 
 
-def defined_recurrence(
-    row: Row,
-    kind: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    factor: Tensor,
-    before: Tensor,
-    dout: Tensor,
-    dfinal: Tensor,
-    D: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def defined_recurrence(row: Row, kind: str, of: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """out, the final state, dq, dk, dv, dg, dfactor and the gradient of the initial state."""
+    q, k, v, g, factor, before, dout, dfinal, D = (
+        of[name] for name in ("q", "k", "v", "g", "factor", "before", "dout", "dfinal", "D")
+    )
     delta = kind != "ssd"
     keeps = g.exp() if kind == "kda" else g.exp()[..., None].expand(*g.shape, k.size(3))
     out, dq, dk, dv = (torch.zeros_like(x) for x in (v, q, k, v))
