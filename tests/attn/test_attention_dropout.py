@@ -34,8 +34,8 @@ from ringtile import (
 )
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
-from test_dropout import bound, random_word
-from test_ring import FLOAT64_TOLERANCE, Problem, assemble, assert_close, problem
+from test_dropout import random_word
+from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, problem
 from test_self_test import Ops
 from torch import Tensor
 
@@ -159,24 +159,6 @@ def test_masks_are_those_of_the_counters_in_every_world_and_layout(name: str, wo
         assert torch.equal(got, expected)
 
 
-def test_the_share_that_stays_is_that_of_chance() -> None:
-    """For each row, head, query and key alone, and in all: sums of independent draws of variance p (1 - p)."""
-    p = 0.1
-    mask, _ = masks_of(Layout.contiguous(128, 1), dropout(rows=(0, 1)), 4, p)
-    for dims in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
-        sums = mask.double().sum(dims)
-        draws = mask.numel() / sums.numel()
-        squares = (sums - draws * (1 - p)) ** 2 / (draws * p * (1 - p))
-        assert squares.sum() <= bound(sums.numel()), dims
-    # Pairs of neighbours are independent: the four outcomes occur as often as those of two draws.
-    chance = torch.tensor([p * p, p * (1 - p), p * (1 - p), (1 - p) ** 2])
-    for dim in range(4):
-        first, second = (mask.narrow(dim, at, mask.size(dim) - 1) for at in (0, 1))
-        counts = torch.bincount((2 * first.int() + second.int()).flatten(), minlength=4)
-        expected = chance * first.numel()
-        assert ((counts - expected) ** 2 / expected).sum() <= bound(3), dim
-
-
 def test_nothing_and_all_can_be_dropped() -> None:
     p, mask, layout = problem(), IntervalMask.causal(48), Layout.zigzag(48, 2)
     none, without = run_ring(p, mask, layout, dropout=dropout(0.0)), run_ring(p, mask, layout)
@@ -190,12 +172,14 @@ def test_nothing_and_all_can_be_dropped() -> None:
 
 
 def test_compiled_steps_share_a_graph_and_equal_the_others() -> None:
-    p, sequence = problem(), ShardedSequence(IntervalMask.causal(48), Layout.contiguous(48, 1))
-    rows = torch.tensor([3])
+    """With sinks and the log-sum-exp too."""
+    p, sequence = problem(), ShardedSequence(MASKS["documents"], Layout.contiguous(48, 1))
+    rows, of_heads = torch.tensor([3]), torch.linspace(-1, 3, 4, dtype=torch.float64)
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, step: int) -> Tensor:
+    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, step: int) -> Tensor:
         drop = AttentionDropout(0.3, rows, 1, step, 2)
-        return ring_attention(q * 2, k, v, sequence, dropout=drop).sin()
+        out, lse = ring_attention(q * 2, k, v, sequence, sinks=sinks + 1, dropout=drop, return_lse=True)
+        return out.sin() + lse.mT[..., None]
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -203,7 +187,7 @@ def test_compiled_steps_share_a_graph_and_equal_the_others() -> None:
     for step in range(3):
         results = []
         for function in (layer, compiled):
-            leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+            leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v, of_heads)]
             out = function(*leaves, step)
             results.append((out, *torch.autograd.grad(out, leaves, p.dout)))
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

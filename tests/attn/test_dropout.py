@@ -68,17 +68,6 @@ def bound(freedom: int) -> float:
     return freedom + 2 * math.sqrt(freedom * 20) + 2 * 20
 
 
-@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
-def test_the_share_that_stays_is_that_of_chance(p: float) -> None:
-    """In all, and for each feature and position alone: sums of independent draws of variance p (1 - p)."""
-    mask = kept(places_of(8, 256), 64, p).double().view(8, 256, 64)
-    for dims in ((0, 1, 2), (0, 1), (0, 2), (1, 2)):
-        sums = mask.sum(dims)
-        draws = mask.numel() / sums.numel()
-        squares = (sums - draws * (1 - p)) ** 2 / (draws * p * (1 - p))
-        assert squares.sum() <= bound(sums.numel()), dims
-
-
 def test_masks_of_neighbours_are_independent() -> None:
     """The four outcomes of each pair occur as often as those of two independent draws: 3 degrees of freedom."""
     p, places = 0.25, places_of(9, 129)

@@ -108,31 +108,6 @@ def test_a_sink_far_above_or_below_the_scores_is_exact() -> None:
     assert (without.attention.out - plain).abs().max() <= 8 * torch.finfo(torch.float32).eps * plain.abs().max()
 
 
-class Whole(torch.autograd.Function):
-    """A ring of three as one function of global tensors: backward runs the ranks' own backward."""
-
-    MASK, LAYOUT = IntervalMask.documents([2, 3]), Layout.striped(5, 3)
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, sinks)
-        zeros = v.new_zeros(*q.shape[:3], v.size(3)), q.new_zeros(q.size(0), q.size(2), q.size(1))
-        result = by_ring(Problem(q, k, v, *zeros), sinks, Whole.MASK, Whole.LAYOUT)
-        return result.attention.out, result.attention.lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
-        *inputs, sinks = (x.detach() for x in ctx.saved_tensors)
-        result = by_ring(Problem(*inputs, dout, dlse), sinks, Whole.MASK, Whole.LAYOUT)
-        return result.attention.dq, result.attention.dk, result.attention.dv, result.dsinks
-
-
-def test_ring_of_three_with_sinks_passes_gradcheck() -> None:
-    p = problem(seq_len=5, num_heads=2, num_kv_heads=1, head_dim=2, v_head_dim=1)
-    leaves = [x.requires_grad_() for x in (p.q, p.k, p.v, sinks_of(p))]
-    assert torch.autograd.gradcheck(Whole.apply, leaves, fast_mode=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_with_sinks_is_not_less_exact_than_torch(dtype: torch.dtype) -> None:
     """The yardstick is torch's softmax and products in the same dtype, as transformers computes sinks."""
@@ -179,26 +154,6 @@ def test_sinks_of_any_dtype_get_gradients_of_theirs() -> None:
         assert sinks.grad is not None
         assert sinks.grad.dtype == dtype
         assert sinks.grad.abs().sum() > 0
-
-
-# ---- under torch.compile -------------------------------------------------------------------------------------
-
-
-def test_compiled_layer_with_sinks_has_the_same_gradients() -> None:
-    p = problem()
-    sequence = ShardedSequence(MASKS["documents"], Layout.contiguous(48, 1))
-
-    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        out, lse = ring_attention(q * 2, k, v, sequence, sinks=sinks + 1, return_lse=True)
-        return out.sin() + lse.transpose(1, 2)[..., None]
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (layer, compiled):
-        leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v, sinks_of(p))]
-        out = function(*leaves)
-        results.append((out, *torch.autograd.grad(out, leaves, p.dout)))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 # ---- what is refused ----------------------------------------------------------------------------

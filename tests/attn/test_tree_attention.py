@@ -29,7 +29,7 @@ from ringtile.attn.pieces import MAX_STRETCHES, Piece, find_pieces
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense
-from test_ring import FLOAT64_TOLERANCE, Problem, WholeRing, assert_close, assert_within_8_ulp, problem, run_ring
+from test_ring import FLOAT64_TOLERANCE, Problem, assert_close, assert_within_8_ulp, problem, run_ring
 from test_schemes import run_scheme
 from torch import Tensor
 
@@ -221,13 +221,6 @@ def test_a_branch_leaves_no_trace_in_its_siblings(value: float) -> None:
         else:
             assert_within_8_ulp(*cuts, "the rest")
             assert other.out[:, :37].isfinite().all()
-
-
-def test_ring_of_two_passes_gradcheck_on_a_tree() -> None:
-    p = problem(seq_len=8, num_heads=2, num_kv_heads=1, head_dim=3, v_head_dim=2)
-    leaves = [x.requires_grad_() for x in (p.q, p.k, p.v)]
-    mask = IntervalMask.tree([-1, 0, 0, 2], [2, 2, 3, 1])
-    assert torch.autograd.gradcheck(WholeRing.apply, (*leaves, mask, Layout.zigzag(8, 2)), fast_mode=True)
 
 
 # ---- the plan -----------------------------------------------------------------------------------

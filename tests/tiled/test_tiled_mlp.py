@@ -87,15 +87,6 @@ def test_strided_input_and_gradient() -> None:
             assert_gradients_near(out, module(x), dout, (x, *module.parameters()), 30)
 
 
-@pytest.mark.in_torch_too
-@pytest.mark.parametrize("use_original_mlp", [False, True])
-def test_gradcheck(use_original_mlp) -> None:
-    module = Gated("gelu", bias=True).double()
-    x, _ = inputs(2, 3)
-    leaves = (x, *module.parameters())
-    assert torch.autograd.gradcheck(lambda x, *_: tiled_mlp(module, x, 4, use_original_mlp), leaves, fast_mode=True)
-
-
 # ---- how much is computed, how much is kept -----------------------------------------------------
 
 NUM_TOKENS = 24
