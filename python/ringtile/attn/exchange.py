@@ -26,7 +26,7 @@ class Keys:
     v: Tensor  # (B, N, G, Dv)
     ring: Ring
     transport: Transport
-    _sent: dict[object, Message] = field(default_factory=dict)  # the last one, by the rows that it holds
+    _sent: dict[object, Message] = field(default_factory=dict)  # the last one, by the places of its keys
 
     def blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each busy round i, and its block of keys k (B, n, G, D) and values v (B, n, G, Dv).
@@ -55,10 +55,9 @@ class Keys:
             if transfer.rank == me and transfer.is_head:
                 mine = tuple(x[:, : transfer.num_keys] for x in own)
                 continue
-            rows = transfer.num_keys if transfer.is_head else tuple(transfer.runs.flatten().tolist())
-            if (message := self._sent.get(rows)) is None:  # most rounds send the same rows to another rank
+            if (message := self._sent.get(transfer.places)) is None:  # most rounds send the same rows to another rank
                 self._sent.clear()
-                message = self._sent[rows] = self._packed(own, transfer)
+                message = self._sent[transfer.places] = self._packed(own, transfer)
             if transfer.rank == me:
                 mine = message.parts
             else:
@@ -109,9 +108,8 @@ class Keys:
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()
             for transfer, parts in zip(round.outgoing, returned, strict=True):
-                runs = [(0, 1, 0, transfer.num_keys)] if transfer.is_head else transfer.runs.tolist()
                 sums, terms = [], []
-                for row, _, packed, length in runs:
+                for row, packed, length in transfer.places:
                     sums += [_rows(x, row, length) for x in (dk, dv)]
                     terms += [_rows(part, packed, length) for part in parts]
                 torch._foreach_add_(sums, terms)  # on a GPU one launch
