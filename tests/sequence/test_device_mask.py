@@ -112,6 +112,18 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     assert all(ref() is not None for ref in refs)
 
 
+def test_positions_are_copied_once(gpu: FakeGpu) -> None:
+    """Which dropout and masks with two sides ask for in every round: a layout by documents has hundreds of runs."""
+    one = sequence()
+    assert one.ring  # made of real tensors
+    with gpu.mode:
+        positions = one.positions_on(GPU)
+        gpu.stream = "a second"
+        assert one.positions_on(GPU) is positions
+    assert positions.device == GPU
+    assert (gpu.recorded, Stream.waits) == ([(id(positions), "a second")], [("a second", "the first stream")])
+
+
 def test_a_copy_that_a_capture_cannot_make_is_refused_by_name(gpu: FakeGpu) -> None:
     one = sequence()
     gpu.captures = True

@@ -87,6 +87,7 @@ class ShardedSequence:
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._on_device: dict[torch.device, DeviceMask] = {}
+        self._positions: dict[torch.device, DeviceMask] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
         watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
         self._versions = [(x, _version(x)) for x in watched]
@@ -247,13 +248,12 @@ class ShardedSequence:
         return tensors[:2] + tensors[2 * i + 2 : 2 * i + 4]
 
     def positions_on(self, device: torch.device) -> Tensor:
-        """Return int64: the global positions of those queries, in the same order; on a GPU made anew, for which no
-        stream waits."""
-        return self._positions if device.type == "cpu" else self.ring.layout.positions(self.ring.plan.rank, device)
-
-    @functools.cached_property
-    def _positions(self) -> Tensor:
-        return self.ring.layout.positions(self.ring.plan.rank)
+        """Return int64: the global positions of those queries, in the same order; copied to a GPU and refused alike."""
+        if device not in self._positions:
+            plan, layout = self.ring.plan, self.ring.layout
+            self._positions[device] = DeviceMask(device, layout.positions(plan.rank))
+        (positions,) = self._positions[device].read()
+        return positions
 
     # ---- found again ----------------------------------------------------------------------------
 
