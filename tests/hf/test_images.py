@@ -1,12 +1,15 @@
 """Models of images and text, with images: on ranks as in one process, the weights of the tower included."""
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from cells import Cell, check, params, table
 from hf_training import TOLERANCE
+from peft import LoraConfig, get_peft_model
 from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -15,16 +18,17 @@ STEPS = {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_steps": 2
 # Gemma 4 has gradients of 14 at its random weights: a large step multiplies the rounding of the first.
 STEEP = {"gemma4": {"learning_rate": 1e-4}}
 # How many images are in each row of a batch: several, one, none in a row, none in a batch.
+PROJECTIONS = "qkv|proj|q_proj|v_proj|linear_fc1|fc1|up_proj|down_proj"  # of towers and language models
 NUM_IMAGES = (2, 1, 0, 1, 3, 0, 0, 0, 1, 1)
 
 
-def make_rows(num_rows: int, seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(num_rows: int, seed: int = 0, num_images: Sequence[int] = NUM_IMAGES) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(num_rows):
         count = int(torch.randint(8, 17, (), generator=generator))
         words = torch.randint(FIRST_WORD, LAST_WORD + 1, (count,), generator=generator)
-        rows.append({"words": words.tolist(), "images": [10 * i + j for j in range(NUM_IMAGES[i % len(NUM_IMAGES)])]})
+        rows.append({"words": words.tolist(), "images": [10 * i + j for j in range(num_images[i % len(num_images)])]})
     return rows
 
 
@@ -78,12 +82,25 @@ def of_text(outputs: Any, labels: Any) -> torch.Tensor:
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def made(name: str, packing: str = "") -> dict[str, Any]:
-    model = image_model(name)
+def made(name: str, packing: str = "", dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    model = image_model(name, dtype)
     collator = Packed(model, packing == "named") if packing else Padded(model)
     model.config.get_text_config().use_cache = False  # transformers cannot gather the cache of an evaluation
     data = {"train_dataset": make_rows(20), "eval_dataset": make_rows(5, seed=1), "data_collator": collator}
     return {"model": model, "trainer_arguments": {**data, "preprocess_logits_for_metrics": of_text}}
+
+
+def adapted(name: str, part: str) -> dict[str, Any]:
+    """With LoRA in the tower, in the language model, or in both. Adapters of a tower alone learn of images alone, so
+    that every row has one."""
+    options = made(name, dtype=torch.float64)
+    tower, text = (rf".*(visual|vision_tower).*\.({PROJECTIONS})", rf".*language_model.*\.({PROJECTIONS})")
+    targets = {"tower": tower, "language model": text, "both": f"({tower}|{text})"}[part]
+    torch.manual_seed(1)
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    rows = {"train_dataset": make_rows(20, num_images=(2, 1, 1, 3)) if part == "tower" else make_rows(20)}
+    adapted = get_peft_model(options["model"], lora).double()
+    return options | {"model": adapted, "trainer_arguments": options["trainer_arguments"] | rows}
 
 
 def cell(name: str, what: str = "", long: bool = True, **more: Any) -> Cell:
@@ -92,12 +109,9 @@ def cell(name: str, what: str = "", long: bool = True, **more: Any) -> Cell:
 
 
 EVERY_RUN = ("qwen2_5_vl", "qwen3_vl", "gemma3")  # M-RoPE and windows; deep features; images that attend both ways
-OTHERS = (
-    *("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma4", "internvl", "llava", "llava_next"),
-    *("llava_onevision", "glm4v", "smolvlm", "idefics3", "mistral3"),
-)
+OTHERS = ("qwen2_vl", "qwen3_5_moe", "llava_next")  # than those of PROMISED
 MODELS = [*(cell(name, long=name not in EVERY_RUN) for name in (*EVERY_RUN, *OTHERS))]
-# ---- numbers of ranks, engines, ways to train -----------------------------------------------------
+# ---- engines, ways to train -------------------------------------------------------------------------
 
 WHOLE = {"options": {"evaluate": True}, "predictions": 10 * TOLERANCE}  # after steps, of which each passes rounding on
 WRAPPED = {"gemma3": ["Gemma3DecoderLayer", "SiglipEncoderLayer"]}  # its tower has no model of text
@@ -115,39 +129,66 @@ WAYS = [
     cell("qwen3_vl", ", checkpointing", options={"gradient_checkpointing": True}),
     cell("gemma3", ", checkpointing", options={"gradient_checkpointing": True}),
     cell("qwen3_vl", ", own token average", options={"average_tokens_across_devices": False}),
-    *(
-        cell(name, f", {ranks} ranks", world=ranks, config={"context_parallel_size": ranks})
-        for name in EVERY_RUN
-        for ranks in (3, 4)
-    ),
-    *(cell(name, ", two groups", world=4, processes=2) for name in EVERY_RUN),
     *(under(name, engine) for name in EVERY_RUN for engine in ("FSDP2", "ZeRO-3")),
     *(cell("gemma3", f", {layout}", config={"layout": layout}) for layout in ("contiguous", "striped", "balanced")),
     cell("gemma3", ", ulysses", config={"context_parallel_scheme": "ulysses"}),
 ]
 
-# ---- packed rows -----------------------------------------------------------------------------------
+# ---- LoRA ------------------------------------------------------------------------------------------
 
 
-def packed(name: str, packing: str, long: bool = True) -> Cell:
-    """As each document does in a row of its own."""
+def lora(name: str, part: str, long: bool = True, **options: Any) -> Cell:
+    made = functools.partial(adapted, name, part)
+    what = ", checkpointing" * bool(options)
+    return Cell(f"{name}, LoRA in {part}{what}", STEPS | options, made=made, trained="lora", long=long)
+
+
+LORA = [
+    lora("qwen3_vl", "tower", long=False),
+    *(
+        lora(name, part)
+        for name in ("qwen3_vl", "gemma3")
+        for part in ("tower", "language model", "both")[name == "qwen3_vl" :]
+    ),
+    lora("qwen3_vl", "both", gradient_checkpointing=True),
+    lora("gemma3", "tower", gradient_checkpointing=True),
+]
+
+# ---- all that is promised, of all types of towers ----------------------------------------------------
+
+# In float64 but for norms and softmax, so that five steps pass no rounding on.
+PROMISED = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "gemma4", "internvl", "llava"),
+    *("llava_onevision", "glm4v", "smolvlm", "idefics3", "mistral3"),
+)
+WORLDS = {"2": (2, 2), "3": (3, 3), "4": (4, 4), "2 x 2": (4, 2)}  # ranks, and those that share a sequence
+PACKINGS = {"2": "by positions", "3": "named", "4": "by positions", "2 x 2": "named"}
+
+
+def promised(name: str, ranks: str, packing: str) -> Cell:
+    """Packed rows train as each document does in a row of its own."""
+    world, size = WORLDS[ranks]
+    alone = functools.partial(made, name, dtype=torch.float64)
     return Cell(
-        f"{name}, packed, {packing}",
-        STEPS | STEEP.get(name, {}),
-        made=functools.partial(made, name, packing),
-        made_alone=functools.partial(made, name),
-        ranks={"collator": None},  # but another, of `made`
-        long=long,
+        f"{name}, 5 steps, {ranks} ranks, {packing or 'padded'}",
+        STEPS | STEEP.get(name, {}) | {"max_steps": 5},
+        {"context_parallel_size": size},
+        made=functools.partial(made, name, packing, torch.float64),
+        made_alone=alone if packing else None,
+        ranks={"collator": None} if packing else {},  # but another, of `made`
+        world=world,
+        processes=world // size,
+        long=True,
     )
 
 
-PACKED = [
-    packed(name, packing)
-    for name in (*EVERY_RUN, "qwen3_5", "gemma4", "internvl")
-    for packing in ("by positions", "named")
+ALL = [
+    promised(name, ranks, packing)
+    for name, ranks in itertools.product(PROMISED, WORLDS)
+    for packing in ("", PACKINGS[ranks])
 ]
 
-CELLS = table(*MODELS, *WAYS, *PACKED)
+CELLS = table(*MODELS, *WAYS, *LORA, *ALL)
 
 
 @pytest.mark.parametrize("cell", params(CELLS))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError, LayoutError, RingMismatchError
 from ringtile.sequence.layout import Layout, Run
+from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from strategies import layouts, random_layouts
 from torch import Tensor
@@ -172,6 +173,19 @@ def test_unshard_compiles_whole() -> None:
 def test_unshard_ops_keep_their_schemas(op: str) -> None:
     x, layout = torch.randn(2, 4, requires_grad=True), Layout.striped(4, 1).tensor
     torch.library.opcheck(getattr(torch.ops.ringtile, op).default, (x, layout, 1, 4, ""))
+
+
+def test_shard_without_tokens_may_have_any_strides() -> None:
+    """Such as the features of a rank without an image, transposed."""
+    layout = torch.tensor([[0, 0, 1, 0, 6]])  # all of them on rank 0
+    whole = torch.arange(24.0).view(4, 6).t()
+
+    def gather(group: LoopbackGroup) -> Tensor:
+        mine = whole if group.transport.rank == 0 else whole[:0]
+        return all_gather_seq(mine, layout, 0, 6, group)
+
+    for full in LoopbackWorld(2).run(gather):
+        assert torch.equal(full, whole)
 
 
 def test_unshard_of_ranks_that_disagree_is_refused() -> None:
