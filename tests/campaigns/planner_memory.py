@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 34 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 40 trainings on CPU ranks, each in fresh processes. By hand:
 
     python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import importlib
 import json
@@ -34,7 +35,21 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "qwen3_moe", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
         **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     },
+    "qwen3_vl": {"model_type": "qwen3_vl", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
+    "gemma3": {"model_type": "gemma3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
 }
+# Of models of images and text: a tower, and images of a row with their side in pixels.
+VISION: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        **{"hidden_size": 256, "intermediate_size": 1024, "depth": 6, "num_heads": 8, "patch_size": 16},
+        **{"out_hidden_size": 256, "deepstack_visual_indexes": [1, 2], "num_position_embeddings": 256},
+    },
+    "gemma3": {
+        **{"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8},
+        **{"patch_size": 16, "image_size": 256, "vision_use_head": False},
+    },
+}
+NUM_IMAGES, SIDE = 8, 256
 SIZES: dict[str, dict[str, Any]] = {  # activations that outweigh the weights, and the other way round
     "long": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 8192},
     "wide": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 16384},
@@ -77,6 +92,12 @@ CASES: list[tuple[Any, ...]] = [
     ("zero3", "llama", "wide", 512, 1, False, {}),
     ("zero3", "qwen3", "wide", 1024, 1, False, CP),
     ("zero3", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+    ("single", "qwen3_vl", "long", 1024, 1, False, {}),
+    ("single", "gemma3", "long", 3072, 1, False, LOSS),
+    ("ddp", "gemma3", "long", 3072, 1, False, CP | LOSS | {"first_batch_check": False}),
+    ("ddp", "qwen3_vl", "long", 1024, 2, False, CP | LOSS | {"first_batch_check": False}),
+    ("ddp", "qwen3_vl", "long", 1024, 2, True, CP | LOSS | {"first_batch_check": False}),
+    ("fsdp2", "qwen3_vl", "long", 1024, 2, False, CP | LOSS | {"first_batch_check": False}),
     ("single", "llama", "grpo", 2048, 1, False, {}, 32, 8, True),
     ("single", "llama", "grpo", 512, 1, True, MLP, 32, 64, False),
     ("ddp", "llama", "grpo", 4096, 1, False, CP | {"first_batch_check": False}, 32, 8, True),
@@ -104,11 +125,46 @@ def name_of(case: tuple[Any, ...]) -> str:
 # ---- one rank of a run --------------------------------------------------------------------------
 
 
+def _config(model: str, sizes: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    text = {**MODELS[model], **sizes, "max_position_embeddings": 2**14}
+    if model not in VISION:
+        return AutoConfig.for_model(**text)
+    text["model_type"] += "_text"
+    vision = VISION[model] | ({"out_hidden_size": sizes["hidden_size"]} if model == "qwen3_vl" else {})
+    last = sizes["vocab_size"] - 1
+    return AutoConfig.for_model(
+        model, text_config=text, vision_config=vision, image_token_id=last, video_token_id=last - 1,
+        vision_start_token_id=last - 2, vision_end_token_id=last - 3, mm_tokens_per_image=64, image_token_index=last,
+    )  # fmt: skip
+
+
+def _with_images(config: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of tokens, the first of which are images, as their processor makes them."""
+    import torch
+
+    batch = _batch(rows)
+    side = SIDE // 16
+    for image in range(NUM_IMAGES):
+        batch["input_ids"][:, 66 * image] = config.get_text_config().vocab_size - 3
+        batch["input_ids"][:, 66 * image + 1 : 66 * image + 65] = config.get_text_config().vocab_size - 1
+    types = (batch["input_ids"] == config.get_text_config().vocab_size - 1).long()
+    count = NUM_IMAGES * len(rows)
+    if config.model_type == "gemma3":
+        return batch | {"pixel_values": torch.randn(count, 3, SIDE, SIDE), "token_type_ids": types}
+    grid = torch.tensor([[1, side, side]] * count)
+    return batch | {
+        **{"pixel_values": torch.randn(count * side * side, 2 * 3 * 16 * 16), "image_grid_thw": grid},
+        "mm_token_type_ids": types,
+    }
+
+
 def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: int) -> None:
     import ringtile
     import torch
     from hf_engines import engine as engine_arguments
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 
     engine, model, _, _, rows, checkpointing, keys, *grpo = case
     with engine_arguments(_ENGINES[engine]) as arguments:
@@ -124,8 +180,9 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
                 "gradient_checkpointing_kwargs": {"use_reentrant": False},
             }
         torch.manual_seed(0)
-        config = AutoConfig.for_model(**{**MODELS[model], **sizes, "max_position_embeddings": 2**14})
-        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        config = _config(model, sizes)
+        made: Any = AutoModelForImageTextToText if model in VISION else AutoModelForCausalLM
+        network = made.from_config(config, dtype=torch.float32)
         common = {
             **{"per_device_train_batch_size": rows, "max_steps": steps, "report_to": [], "use_cpu": True},
             **{"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **arguments},
@@ -133,16 +190,25 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
         if grpo:
             trainer = _grpo_trainer(network, common, seq_len, *grpo)
         else:
+            if model in VISION:
+                seq_len = max(seq_len, 66 * NUM_IMAGES)
+                common["remove_unused_columns"] = False
             data = [{"input_ids": torch.randint(3, 90, (seq_len,)).tolist()} for _ in range(8)]
             trainer = Trainer(
                 model=network,
                 args=TrainingArguments(tempfile.mkdtemp(), **common),
                 train_dataset=[{**row, "labels": row["input_ids"]} for row in data],
-                data_collator=lambda batch: {key: torch.tensor([row[key] for row in batch]) for key in batch[0]},
+                data_collator=functools.partial(_with_images, config) if model in VISION else _batch,
             )
         ringtile.enable(trainer, keys)
         trainer.train()
         ringtile.restore(trainer)
+
+
+def _batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    return {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
 
 
 def _grpo_trainer(
@@ -241,19 +307,19 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
     """The parts of the peak, as `ringtile plan --model` has them."""
     from ringtile.config import Config
     from ringtile.planner.grpo import Grpo
+    from ringtile.planner.images import ImageRows
     from ringtile.planner.step import Setup, TrainingStep
-    from transformers import AutoConfig
 
     engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
-    config = AutoConfig.for_model(**{**MODELS[model], **SIZES[size], "max_position_embeddings": 2**14})
     setup = Setup(
-        config,
+        _config(model, SIZES[size]),
         devices=1 if engine == "single" else 2,
         engine="ddp" if engine == "single" else engine,
         ringtile=Config(**keys),
         batch=rows,
         gradient_checkpointing=checkpointing,
         grpo=Grpo(*grpo) if grpo else None,
+        images=ImageRows(NUM_IMAGES, (SIDE, SIDE)) if model in VISION else None,
     )
     with TrainingStep(setup) as step:
         return step.run(seq_len).parts

@@ -86,6 +86,8 @@ def test_command_line_is_what_users_script_against() -> None:
             "--completion-tokens",
             "--generation-rows",
             "--reference-model",
+            "--images",
+            "--image-size",
             "--no-switches",
         },
     }

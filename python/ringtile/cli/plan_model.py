@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(--batch); 0: they are generated elsewhere",
     )
     group.add_argument("--reference-model", action="store_true", help="of a GRPO step: beta is above 0")
+    group.add_argument("--images", type=int, metavar="COUNT", help="of each row, of a model of images and text")
+    group.add_argument(
+        "--image-size", metavar="HEIGHTxWIDTH", help="of each image in pixels; not where a model takes one size only"
+    )
     group.add_argument("--no-switches", action="store_true", help="leave out what each switch saves")
 
 
@@ -87,6 +92,12 @@ def run(args: argparse.Namespace) -> Outcome:
     with _told_as_ours():
         with TrainingStep(setup) as step:
             num_parameters, at_peak = step.num_parameters, step.run(seq_len)
+            of_images = _tokens_of_images(setup, at_peak)
+            if of_images > seq_len:
+                raise ConfigError(
+                    f"--seq-len is {seq_len}, and --images {setup.images.count} are {of_images} tokens; expected at "
+                    f"least as many"
+                )
             fits = None if memory is None else longest(step, memory, at_peak)
         found = [] if args.no_switches else switches(setup, seq_len)
     print(
@@ -100,6 +111,8 @@ def run(args: argparse.Namespace) -> Outcome:
             f"{setup.grpo.generation_rows} rows at once by the ranks that share a sequence, "
             f"{'a' if setup.grpo.has_reference else 'no'} reference model"
         )
+    if at_peak.tower is not None:
+        print(_tower_text(setup, at_peak.tower))
     print()
     print(_table(at_peak))
     if at_peak.host_bytes:
@@ -110,16 +123,18 @@ def run(args: argparse.Namespace) -> Outcome:
         "parts": at_peak.parts,
         "total": at_peak.total,
         "host_bytes": at_peak.host_bytes,
+        "tower": at_peak.tower and dataclasses.asdict(at_peak.tower),
     }
     if memory is not None and fits is not None:
         verdict = "fits" if at_peak.total <= memory else "does NOT fit"
         more = "" if fits.is_planned else ", by a line through shorter ones"
         print(f"\n{bytes_text(at_peak.total)} of {bytes_text(memory)}: {tokens_text(seq_len)} tokens: {verdict}")
-        if fits.seq_len:
+        if fits.seq_len >= max(of_images, 1):
             print(f"longest sequence that fits: {fits.seq_len} tokens{more}")
         else:
             part, held = max(at_peak.parts.items(), key=lambda item: item[1])
-            print(f"no sequence fits, however short; the largest part here: {bytes_text(held)} of {part}")
+            shortest = "that holds the images" if of_images else "however short"
+            print(f"no sequence fits, {shortest}; the largest part here: {bytes_text(held)} of {part}")
         report |= {"memory": memory, "fits": at_peak.total <= memory, "longest": fits.seq_len}
     if not args.no_switches:
         report["switches"] = [switch._asdict() for switch in found]
@@ -211,7 +226,8 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     keys |= {"context_parallel_scheme": args.scheme, "tiled_mlp": args.tiled_mlp, "tiled_loss": args.tiled_loss}
     keys |= {"activation_offload": args.activation_offload}
     keys |= {} if args.tile_tokens is None else {"tile_tokens": args.tile_tokens}
-    config = model_config(args.model)
+    images = images_of(args, grpo)
+    config = model_config(args.model, images is not None)
     dtype = getattr(config, "dtype", None) or torch.float32
     if args.dtype is not None:
         if args.dtype not in _DTYPES:
@@ -228,33 +244,57 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         bf16=args.bf16,
         on_gpu=args.device != "cpu",
         grpo=grpo,
+        images=images,
     )
 
 
-def model_config(name: str) -> Any:
+def images_of(args: argparse.Namespace, grpo: Any) -> Any:
+    """The planner's ImageRows, or None without --images. ConfigError names the option."""
+    from ringtile.planner.images import ImageRows
+
+    if args.images is None:
+        if args.image_size is not None:
+            raise ConfigError("--image-size is of the images of a row; expected --images too, their number")
+        return None
+    if args.images < 1:
+        raise ConfigError(f"--images is {args.images}; expected at least 1, or none of the option for text alone")
+    if grpo is not None:
+        raise ConfigError("--images and --completion-tokens are given; expected one: a GRPO step is planned of text")
+    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", args.image_size or "1x1")
+    if found is None or not all(map(int, found.groups())):
+        raise ConfigError(f"--image-size is {args.image_size!r:.40}; expected pixels, HEIGHTxWIDTH: 1024x768")
+    return ImageRows(args.images, None if args.image_size is None else (int(found[1]), int(found[2])))
+
+
+def model_config(name: str, has_images: bool) -> Any:
     """The configuration in a folder, or the default one of a type. ConfigError names what is near."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     from ringtile.cli.limits import check_model_config
     from ringtile.cli.recipe import pretrained_config, told_as_ours
     from ringtile.cli.tiny_models import read_config
 
+    types, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
+    if has_images:
+        types, kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
     with told_as_ours("model"):
         if os.path.isdir(name):
             config: Any = read_config(name)
         elif "/" in name:
             config = pretrained_config({"name": name})
-        elif name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        elif name in types or name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             config = CONFIG_MAPPING[name]()
         else:
-            near = nearest_key(name, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+            near = nearest_key(name, list(types))
+            raise ConfigError(f"--model is {name[:MAX_KEY]!r}, which is no folder and no type of {kind}: {near}")
+        if config.model_type not in types:
+            more = "" if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else ", or --images too"
             raise ConfigError(
-                f"--model is {name[:MAX_KEY]!r}, which is no folder and no type of causal language model: {near}"
-            )
-        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ConfigError(
-                f"--model is of type {config.model_type}; expected a causal language model (ringtile models lists them)"
+                f"--model is of type {config.model_type}; expected a {kind} (ringtile models lists them){more}"
             )
         check_model_config(config, is_built=False)
     return config
@@ -266,6 +306,20 @@ def hosts_of(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:
     if per_host < 1:
         raise ConfigError(f"--ranks-per-host is {per_host}; expected at least 1")
     return tuple(rank // per_host for rank in range(num_ranks))
+
+
+def _tokens_of_images(setup: Any, memory: Any) -> int:
+    """Of a row."""
+    return 0 if memory.tower is None else int(setup.images.count * memory.tower.tokens)
+
+
+def _tower_text(setup: Any, tower: Any) -> str:
+    size = "" if setup.images.size is None else " of {} x {} pixels".format(*setup.images.size)
+    return (
+        f"{setup.images.count} images{size} a row, {tower.tokens} tokens each; a tower of "
+        f"{tower.parameters / 1e9:.3f} G parameters: a rank computes {tower.own} of {tower.images} images, "
+        f"{tower.flops / 1e12:.3g} TFLOP forward, and sends {bytes_text(tower.sent_bytes)}: features and gradients"
+    )
 
 
 def _table(memory: Any) -> str:
@@ -290,5 +344,5 @@ def _name_of(dtype: torch.dtype) -> str:
 def _json_of(setup: Any) -> dict[str, Any]:
     fields = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
     fields |= {"model": setup.model.model_type, "dtype": _name_of(setup.dtype)}
-    fields |= {"grpo": setup.grpo and dataclasses.asdict(setup.grpo)}
+    fields |= {name: fields[name] and dataclasses.asdict(fields[name]) for name in ("grpo", "images")}
     return fields | {"ringtile": setup.ringtile.model_dump(mode="json", exclude_unset=True)}

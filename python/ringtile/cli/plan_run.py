@@ -19,6 +19,7 @@ _SAID = {
     **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "dtype"), None),
     **dict.fromkeys(("gradient_checkpointing", "activation_offload", "tiled_mlp", "tiled_loss", "bf16"), False),
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
+    **{"images": None, "image_size": None},  # nor of images
     **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},
 }
 _PLANNED = ("adamw_torch", "adamw_torch_fused")

@@ -310,7 +310,31 @@ class _Gather:
         return all_gather_seq(x, layout_of(counts, self.owned), place.dim, sum(counts), self.group)
 
 
-def _whole(output: Any, gather: _Gather, path: str = "output") -> Any:
+def gathered(
+    local: Any,
+    images: Images,
+    owned: Sequence[Sequence[int]],
+    rank: int,
+    group: Group | None,
+    name: str,
+    sent: Callable[[Tensor, Tensor], None],
+) -> Any:
+    """The outputs of a tower for all images, of those of a rank's own. sent(local, whole): told what travels."""
+    own = owned[rank]
+    mine = read(images.take(own), None)
+    assert isinstance(mine, Images)
+    rows = {path: place for path, x in _tensors(local) if (place := mine.rows(x)) is not None}
+    gather = _Gather(name, group, images, rows, owned, own, own)
+
+    def telling(path: str, x: Tensor) -> Tensor:
+        whole = gather(path, x)
+        sent(x, whole)
+        return whole
+
+    return _whole(local, telling)
+
+
+def _whole(output: Any, gather: Callable[[str, Tensor], Tensor], path: str = "output") -> Any:
     """An output with the features of all images. Of a ModelOutput, each when it is read."""
     if isinstance(output, Tensor):
         return gather(path, output)
@@ -332,7 +356,7 @@ class Features:
     """
 
     local: Any
-    _gather: _Gather = field(repr=False)
+    _gather: Callable[[str, Tensor], Tensor] = field(repr=False)
     _path: str = field(default="output", repr=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -362,7 +386,7 @@ class Features:
 class _Layers(Sequence[Any]):
     """The outputs of all layers, each gathered when it is read."""
 
-    def __init__(self, local: Sequence[Any], gather: _Gather, path: str) -> None:
+    def __init__(self, local: Sequence[Any], gather: Callable[[str, Tensor], Tensor], path: str) -> None:
         self._local, self._gather, self._path = local, gather, path
         self._whole: dict[int, Any] = {}
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 PARTS = (
-    *("weights", "gradients", "optimizer", "reference", "activations", "attention", "logits", "kv cache", "buffers"),
-    "engine",
+    *("weights", "gradients", "optimizer", "reference", "activations", "attention", "tower", "logits", "kv cache"),
+    *("buffers", "engine"),
 )
 
 _aten = torch.ops.aten
@@ -51,6 +51,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.total = self.peak = 0
         self.at_peak = dict(self.parts)
         self.flops = 0  # of matrix products
+        self.attention_flops = 0  # of a tower's forward
+        self.has_numbers = False  # whether some tensors are not fake, and ops on these compute
+        self._reads_numbers = False  # whether new tensors are not fake
         self.gradients_made_by_engine: Callable[[], int] = lambda: 0  # bytes of gradients that no hook has seen
         self.in_backward = False
         self._gradients_at_peak = 0
@@ -60,7 +63,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         """Forgets the peak and the flops so far."""
-        self.peak, self.flops, self._at_new_peak = 0, 0, False
+        self.peak, self.flops, self.attention_flops, self._at_new_peak = 0, 0, 0, False
         self._grow(0)
 
     @contextlib.contextmanager
@@ -71,6 +74,15 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._part = before
+
+    @contextlib.contextmanager
+    def reading_numbers(self) -> Iterator[None]:
+        """Inside, tensors are real that are made of real ones, or of none: small ones, of the sizes of images."""
+        before, self._reads_numbers = self._reads_numbers, True
+        try:
+            yield
+        finally:
+            self._reads_numbers = before
 
     def count(self, x: Tensor, part: str) -> None:
         """Counts the storage of a tensor, or moves it to another part."""
@@ -149,6 +161,9 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a DTensor, whose local ops come here
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if self._is_of_numbers(args, kwargs):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         if packet is _aten._local_scalar_dense:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
         if packet in (_aten.nonzero, _aten.nonzero_static):
@@ -164,12 +179,21 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.parts["engine"] += copy.num_bytes
             self._grow(copy.num_bytes)
             self._free(copy)
+        if self._part == "tower" and "scaled_dot_product" in func.name():
+            q, k, v = args[:3]
+            self.attention_flops += 2 * (q.numel() + q[..., :1].numel() * v.size(-1)) * k.size(-2)
         if (first := _PRODUCTS.get(packet)) is not None:
             self.flops += 2 * args[first].numel() * args[first + 1].size(-1)
         for x in tree_iter(out):
             if isinstance(x, Tensor) and x.untyped_storage() not in self._storages:
                 self.count(x, self._part_of(func, x))
         return out
+
+    def _is_of_numbers(self, args: Any, kwargs: Any) -> bool:
+        if not self._reads_numbers and not self.has_numbers:
+            return False
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        return (self._reads_numbers or bool(tensors)) and not any(isinstance(x, FakeTensor) for x in tensors)
 
     def _part_of(self, func: Any, x: Tensor) -> str:
         if self._part is not None:

@@ -21,9 +21,11 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -41,6 +43,7 @@ from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
 from ringtile.planner.engines import make_engine, silent_ranks
 from ringtile.planner.grpo import Grpo
+from ringtile.planner.images import ImageRows, PlannedImages, TowerShare, attend_as_loaded
 from ringtile.planner.live import Live
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -69,6 +72,7 @@ class Setup:
     bf16: bool = False  # mixed precision, as training.bf16
     on_gpu: bool = False
     grpo: Grpo | None = None  # a GRPO step, of rows of prompts and completions
+    images: ImageRows | None = None  # of a model of images and text
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ class StepMemory:
     seq_len: int
     phases: dict[str, dict[str, int]]  # the parts of the peak of each, by PARTS; one where a step only trains
     host_bytes: int  # of offloaded hidden states
-    product_flops: int  # of matrix products, attention not counted
+    product_flops: int  # of matrix products, attention not counted but for that of a tower
     attention: tuple[tuple[Shape, IntervalMask], ...]  # of each call of attention, where ranks share a sequence or not
+    tower: TowerShare | None = None
 
     @property
     def phase(self) -> str:
@@ -108,6 +113,7 @@ class TrainingStep:
         self._calls: list[tuple[Shape, IntervalMask]] = []
         self._offload: _Offload | None = None
         self._reference: PreTrainedModel | None = None
+        self._images: PlannedImages | None = None
 
     def __enter__(self) -> TrainingStep:
         setup, stack = self.setup, self._stack
@@ -129,7 +135,7 @@ class TrainingStep:
         self._close()
 
     def _close(self) -> None:
-        for name in ("_engine", "_model", "_reference", "_offload", "_batch"):
+        for name in ("_engine", "_model", "_reference", "_offload", "_batch", "_images"):
             vars(self).pop(name, None)
         _steps.clear()
         gc.collect()  # FSDP2's modules, in cycles, before their ranks are gone
@@ -140,10 +146,10 @@ class TrainingStep:
         setup = self.setup
         mixed_zero = setup.bf16 and setup.engine.startswith("zero")
         dtype = torch.bfloat16 if mixed_zero else setup.dtype
-        with _few_modules():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                setup.model, dtype=dtype, trust_remote_code=False
-            )
+        with _few_modules(), no_init_weights():  # fake tensors hold no numbers, which some initializations read
+            made: Any = AutoModelForCausalLM if setup.images is None else AutoModelForImageTextToText
+            model: PreTrainedModel = made.from_config(setup.model, dtype=dtype, trust_remote_code=False)
+            model.tie_weights()
         check(model, setup)
         _switch_attention(model)
         return model
@@ -154,6 +160,8 @@ class TrainingStep:
             grpo.check(setup.engine)
         model = self._make_model().train()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if setup.images is not None:
+            self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
         patches = Patches()
         self._stack.callback(patches.restore)
         if setup.ringtile.tiled_mlp:
@@ -202,6 +210,8 @@ class TrainingStep:
         sequence = ShardedSequence(mask, layout, group, scheme=setup.ringtile.context_parallel_scheme)
         zero = torch.zeros((), dtype=torch.int64)
         batch = ShardedBatch(sequence, seq_len, seq_len, zero, zero)
+        if self._images is not None:
+            self._images.enter(group, size)
         phases: dict[str, dict[str, int]] = {}
         with self._fake, live, _planning(self), as_on("cuda" if setup.on_gpu else "cpu"):
             if setup.grpo is not None and setup.grpo.generation_rows:
@@ -217,7 +227,10 @@ class TrainingStep:
             for name in phases.keys() - {"prefill", "decode"}:
                 phases[name]["buffers"] += mask.begin.nbytes + mask.end.nbytes
         host = 0 if self._offload is None else self._offload.host_bytes
-        return StepMemory(seq_len, phases, host, live.flops, tuple(self._calls))
+        share = None if self._images is None else self._images.share
+        # Attention in a tower: its backward is 2.5 times its forward.
+        flops = live.flops + (9 if setup.gradient_checkpointing else 7) * live.attention_flops // 2
+        return StepMemory(seq_len, phases, host, flops, tuple(self._calls), share)
 
     def _peak(self, phase: Callable[[], None]) -> dict[str, int]:
         """The parts of a phase's peak."""
@@ -258,6 +271,8 @@ class TrainingStep:
                 inputs["shift_labels"] = inputs["labels"]
                 del inputs["attention_mask"]
             inputs["num_items_in_batch"] = torch.ones((), dtype=torch.int64)
+            if self._images is not None:
+                inputs |= self._images.inputs(loaded, local_len)
         if self.setup.grpo is not None:
             inputs["fused_lm_head"] = True
         return inputs, loaded
@@ -348,7 +363,7 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
 def _switch_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
-    model.set_attn_implementation(_NAME)
+    model.set_attn_implementation(attend_as_loaded(model, _NAME))
     if model.config.get_text_config()._attn_implementation != _NAME:
         raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
@@ -375,12 +390,14 @@ def _attention(
 
 
 def _mask(**options: Any) -> Tensor | None:
-    """On whole sequences, transformers makes a mask where a window is shorter than the sequence, or where prompts of
-    several rows that are generated are padded."""
+    """On whole sequences, transformers makes a mask where a window is shorter than the sequence, where prompts of
+    several rows that are generated are padded, or where images attend both ways."""
     step, window = _steps[-1], options.get("local_size")
     if step._batch is None and options["batch_size"] > 1:
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})  # type: ignore[no-any-return]
     is_sharded = step._batch is not None and step._batch.sequence.world_size > 1
+    if step._images is not None and step._images.draws_masks and not is_sharded:
+        return sdpa_mask(**{**options, "allow_is_causal_skip": False})  # type: ignore[no-any-return]
     if is_sharded or window is None or options["kv_length"] <= window:
         return None
     return sdpa_mask(**options)  # type: ignore[no-any-return]
