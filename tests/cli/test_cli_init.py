@@ -21,7 +21,7 @@ import ringtile
 import torch
 import torch.distributed as dist
 import yaml
-from hf_engines import engine, needs_deepspeed
+from hf_engines import engine
 from hf_training import TOLERANCE, enter_world
 from pool import Pool, run_ranks
 from ringtile.cli import init, main
@@ -30,7 +30,7 @@ from test_hf_axolotl import needs_axolotl, registered, validated
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
 TEXTS = PACKAGE / "cli" / "projects"
-ENGINES = {"trainer": "DDP", "sft": "DDP", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+ENGINES = {"zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
 
 def make(kind: str, folder: pathlib.Path) -> pathlib.Path:
@@ -150,7 +150,8 @@ def run_script(folder: pathlib.Path, name: str = "DDP", alone: bool = False, key
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))  # the pool's
-        stack.callback(sys.modules.pop, "tiny_model", None)
+        for module in ("tiny_model", "tiny_vlm"):
+            stack.callback(sys.modules.pop, module, None)
         stack.callback(enter_world)
         stack.enter_context(engine(name))
         enable = (lambda *unused: None) if alone else ringtile.enable
@@ -217,13 +218,12 @@ def replace(path: pathlib.Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["trainer", "torch", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "zero3", "fsdp2"))]
+    "kind",
+    ["trainer", "torch", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("sft", "vlm", "zero3", "fsdp2"))],
 )
 def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Path) -> None:
-    if kind == "zero3":
-        needs_deepspeed()
-    if kind == "sft":
-        pytest.importorskip("trl")
+    for package in init.PROJECTS[kind].packages:
+        pytest.importorskip(package)
     folder = make(kind, tmp_path / "project")
     without_clipping(folder)
     if kind in ("zero3", "fsdp2"):  # the CPU stands for an accelerator

@@ -67,6 +67,13 @@ PROJECTS = {
         optimizer="adamw_torch          # or sgd, adafactor, ...",
         learning_rate="0.01",
     ),
+    "vlm": Project(
+        "TRL's SFTTrainer, with images",
+        script("train_vlm.py", "training.yaml", "training_vlm.yaml") | {"tiny_vlm.py": ("tiny_vlm.py",)},
+        packages={"trl": "trl", "PIL": "pillow"},
+        change="set `MODEL` and `row` in `train.py`",
+        arguments="TrainingArguments, which SFTConfig has too",
+    ),
     "axolotl": Project(
         "axolotl",
         {"axolotl.yaml": ("axolotl.yaml",), "tiny_model.py": ("tiny_model.py",)},
