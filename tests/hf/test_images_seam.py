@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import ringtile
 import torch
-from cells import Refusal, check_on_ranks, params, table
+from cells import Cell, Refusal, check, check_on_ranks, params, table
 from hf_models import tiny_model
 from hf_training import enter_world, make_trainer
 from pool import run_ranks
 from ringtile.cli.tiny_images import image_model
 from ringtile.hf.batch import active_batch
 from ringtile.hf.seam import language_model
-from test_images import Padded, made
+from test_images import STEPS, Padded, made, make_rows
 
 # Of four packed documents, by the images in each.
 BEFORE, AFTER = [[0], [], [1], []], [[], [0], [1], []]
@@ -79,6 +79,13 @@ def two_language_models() -> dict[str, Any]:
     return options
 
 
+def without_images() -> dict[str, Any]:
+    options = two_language_models()
+    return options | {
+        "trainer_arguments": options["trainer_arguments"] | {"train_dataset": make_rows(8, num_images=(0,))}
+    }
+
+
 def hand(model: torch.nn.Module, **arguments: Any) -> dict[str, Any]:
     """Make a model give its language model more than it does."""
     _, text = language_model(model)
@@ -125,6 +132,14 @@ REFUSED = table(
 @pytest.mark.parametrize("refusal", params(REFUSED))
 def test_what_the_seam_does_not_know_is_refused(refusal: Refusal) -> None:
     check_on_ranks(__name__, "REFUSED", refusal)
+
+
+CELLS = table(Cell("text alone, though it is not known where images enter", STEPS, made=without_images))
+
+
+@pytest.mark.parametrize("cell", params(CELLS))
+def test_text_trains_where_images_are_refused(cell: Cell) -> None:
+    check(__name__, cell)
 
 
 def test_models_of_text_have_no_seam():
