@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant(
         "dropout: queries at their local places",
         "python/ringtile/sequence/sharded.py",
-        "return self.ring.layout.positions(self.ring.plan.rank)",
-        "return torch.arange(self.ring.layout.local_len(self.ring.plan.rank))",
+        "DeviceMask(device, layout.positions(plan.rank))",
+        "DeviceMask(device, torch.arange(layout.local_len(plan.rank)))",
         "tests/attn/test_attention_dropout.py -k masks_are_those",
     ),
     Mutant(

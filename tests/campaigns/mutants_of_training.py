@@ -9,7 +9,7 @@ MUTANTS = [
     Mutant(
         "ring: rows of another round sent again",
         "python/ringtile/attn/exchange.py",
-        "self._sent.get(rows)",
+        "self._sent.get(transfer.places)",
         "next(iter(self._sent.values()), None)",
         "tests/attn/test_ring.py -k world_size",
     ),
