@@ -37,7 +37,9 @@ _TYPES = ("token_type_ids", "mm_token_type_ids")  # 1 for a token of an image
 ELSEWHERE = VOCABULARY - 7  # the token of videos and sound, of which there are none here
 
 
-def image_model(source: str | PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def image_model(
+    source: str | PretrainedConfig, dtype: torch.dtype = torch.float32, factory: Any = AutoModelForImageTextToText
+) -> PreTrainedModel:
     """A tiny model of images and text with random weights, the same every time; source: see `tiny_config`."""
     config = tiny_config(source)
     for name in vars(config):
@@ -47,7 +49,7 @@ def image_model(source: str | PretrainedConfig, dtype: torch.dtype = torch.float
             if kind not in ("pad", "bos", "eos"):
                 setattr(config, name, tokens.get(kind, ELSEWHERE))
     config.get_text_config().max_position_embeddings = _MAX_POSITIONS
-    return with_random_weights(AutoModelForImageTextToText, config, dtype)
+    return with_random_weights(factory, config, dtype)
 
 
 class Images:

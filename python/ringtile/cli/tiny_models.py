@@ -158,6 +158,11 @@ _BESIDES: dict[str, dict[str, Any]] = {
         for name in ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "exaone4_5_vision")
     },
     **{name: {"deepstack_visual_indexes": [0, 1]} for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision")},
+    # Of the towers of sound: as wide as the text; a projector that takes 2 or 4 outputs as one.
+    "qwen3_asr_encoder": {"output_dim": _HIDDEN},
+    "qwen2_5_omni_audio_encoder": {"output_dim": _HIDDEN, "n_window": 32},
+    "voxtral_encoder": {"intermediate_size": 2 * _HIDDEN},
+    "glmasr_encoder": {"intermediate_size": 4 * _HIDDEN},
     "siglip_vision_model": {"vision_use_head": False},  # as in every checkpoint with a language model
     **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
     "qwen4_exp_text": {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringtile.errors import RefusedError
 from ringtile.hf import checks, data
 from ringtile.hf.batch import ShardedBatch, active, active_batch
-from ringtile.hf.model_loss import watch_loss
+from ringtile.hf.model_loss import check_loss, watch_loss
 from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
@@ -31,6 +31,8 @@ class LossOnShards(Strategy):
         checks.check_mean_over_targets(self.trainer, self.base)
         checks.check_model(self.base, proved=self.config.first_batch_check)
         checks.check_recurrent(self.trainer, self.base)
+        if checks.uses_model_loss(self.trainer):
+            check_loss(self.base)
 
     @property
     def entry(self) -> nn.Module:

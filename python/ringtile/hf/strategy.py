@@ -29,7 +29,7 @@ from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.inputs import shard_batch
 from ringtile.hf.layers import layer_masks, num_layers
 from ringtile.hf.masks import mask_of_batch
-from ringtile.hf.model_loss import shifts_labels
+from ringtile.hf.model_loss import loss_of_its_own, shifts_labels
 from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
@@ -240,11 +240,7 @@ class Strategy(abc.ABC):
                 f"through ringtile in a forward pass; expected all: the others would see a shard only"
             )
         if watches_loss and batch.loss_calls == 0:
-            raise RefusedError(
-                f"{name} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it would "
-                f"shift the labels again, within each shard. Give the Trainer a compute_loss_func, which gets "
-                f"the logits and labels of full sequences"
-            )
+            raise loss_of_its_own(self.base)
 
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""

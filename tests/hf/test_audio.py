@@ -1,0 +1,123 @@
+"""Models of sound and text, with sound: on ranks as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from cells import Cell, Refusal, check, check_enable, check_on_ranks, params, table
+from ringtile.cli.tiny_images import ELSEWHERE, END, START, Images, image_model
+from ringtile.cli.tiny_models import tiny_config, tiny_model
+from test_images import STEPS, make_rows
+from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+LENGTHS = (1.0, 0.5, 0.75)  # of sounds in turn, over the longest
+
+
+class Sounds(Images):
+    """What makes sounds, by number, for one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._base, self._config = model, model.base_model, model.config
+        forwards = (type(model).forward, type(self._base).forward)
+        self._takes = {name for forward in forwards for name in inspect.signature(forward).parameters}
+        self._sizes = [self._count(number) for number in range(len(LENGTHS))]
+
+    def pixels(self, rows: Any) -> dict[str, torch.Tensor]:
+        """The features (A, mel, T) of the sounds of each row, and which are no padding."""
+        numbers = [number for row in rows for number in row]
+        if not numbers:
+            return {}
+        audio = self._config.audio_config
+        length = 2 * (audio.n_window if hasattr(audio, "n_window") else getattr(audio, "max_source_positions", 64))
+        features = torch.stack(
+            [torch.randn(audio.num_mel_bins, length, generator=torch.Generator().manual_seed(n)) for n in numbers]
+        )
+        masks = torch.stack([torch.arange(length) < int(length * LENGTHS[n % len(LENGTHS)]) for n in numbers]).long()
+        names = {"feature_attention_mask", "input_features_mask"} & self._takes
+        if names:
+            features = features * masks[:, None]
+        return {"input_features": features, **dict.fromkeys(names, masks)}
+
+    def span(self, number: int) -> tuple[list[int], list[int]]:
+        count = self._sizes[number % len(LENGTHS)]
+        return [START, *[ELSEWHERE] * count, END], [0] * (count + 2)
+
+    @torch.no_grad()
+    def _count(self, number: int) -> int:
+        features = self.pixels([[number]])
+        if not hasattr(self._base, "get_audio_features"):  # Qwen2-Audio
+            lengths = features["feature_attention_mask"].sum(-1)
+            return int(self._base.audio_tower._get_feat_extract_output_lengths(lengths)[1])
+        output = self._base.get_audio_features(**features, return_dict=True)
+        found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+        return found.numel() // found.size(-1)
+
+
+class Padded:
+    """A data collator that pads rows with sounds on the right."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._sounds = Sounds(model)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return self._sounds.batch([(row["words"], row["images"]) for row in rows], ignored=3)
+
+
+def made(name: str) -> dict[str, Any]:
+    factory = AutoModelForSeq2SeqLM if name == "audioflamingo3" else AutoModelForMultimodalLM
+    model = image_model(name, factory=factory)
+    model.config.get_text_config().use_cache = False
+    model.config.audio_token_id = ELSEWHERE  # Voxtral's default is None
+    return {"model": model, "trainer_arguments": {"train_dataset": make_rows(20), "data_collator": Padded(model)}}
+
+
+def cell(name: str, ranks: int = 2, long: bool = True, **more: Any) -> Cell:
+    world = {"world": ranks, "config": {"context_parallel_size": ranks}}
+    return Cell(f"{name}, {ranks} ranks", STEPS, made=functools.partial(made, name), long=long, **world, **more)
+
+
+# Towers that get one sound beside the other are split; those that get their frames one after another are not.
+WHOLE = {"says": ("ringtile: every rank computes all images of",)}
+MODELS = {"voxtral": {}, "audioflamingo3": {}, "glmasr": {}}
+MODELS |= dict.fromkeys(("qwen3_asr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), WHOLE)
+CELLS = table(
+    *(cell(name, ranks, (name, ranks) != ("voxtral", 2), **more) for name, more in MODELS.items() for ranks in (2, 3))
+)
+
+
+@pytest.mark.parametrize("cell", params(CELLS))
+def test_ranks_train_with_sound_as_one_process(cell: Cell) -> None:
+    check(__name__, cell)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def made_phi4() -> dict[str, Any]:
+    """Text, and features of one sound."""
+    model = tiny_model(tiny_config("phi4_multimodal"))
+    ids = torch.arange(3, 35)[None]
+
+    def batch(rows: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": ids, "labels": ids, "audio_input_features": torch.ones(1, 16, 80)}
+
+    return {"model": model, "trainer_arguments": {"data_collator": batch}}
+
+
+OF_A_RUN = table(
+    Refusal("no language model", "the batch holds audio_input_features", STEPS, made=made_phi4),
+)
+
+
+@pytest.mark.parametrize("refusal", params(OF_A_RUN))
+def test_sound_that_is_not_understood_is_refused(refusal: Refusal) -> None:
+    check_on_ranks(__name__, "OF_A_RUN", refusal)
+
+
+def test_a_loss_of_its_own_is_refused_before_a_run() -> None:
+    words = "Qwen2AudioForConditionalGeneration does not hand shift_labels to self.loss_function"
+    check_enable(Refusal("a loss of its own", words, STEPS, made=functools.partial(made, "qwen2_audio")))
