@@ -1,8 +1,17 @@
-"""Bugs that other stacks had in public, put into ringtile: a test must catch each, and `ringtile verify` too."""
+"""Bugs that other stacks had in public, put into ringtile: a test must catch each, and `ringtile verify` too.
+
+`python tests/campaigns/mutants_of_peers.py` writes their table into docs/guide/gauntlet.md.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mutant import Mutant
+from ringtile.cli.models import replace_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "gauntlet.md"
+BEGIN = "<!-- begin: python tests/campaigns/mutants_of_peers.py -->\n"
 
 MUTANTS = [
     Mutant(
@@ -206,3 +215,18 @@ MUTANTS = [
         case="token mean",
     ),
 ]
+
+
+def table() -> str:
+    """A row for each bug: its source, and what finds it."""
+    rows = ["| bug | published as | found by the case | and by |", "| --- | --- | --- | --- |"]
+    for mutant in MUTANTS:
+        repository, _, number = mutant.source.partition("#")
+        source = f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
+        test = mutant.test.partition(" ")[0]
+        rows.append(f"| {mutant.name.removeprefix('peers: ')} | {source} | `{mutant.case}` | `{test}` |")
+    return "\n".join([*rows, ""])
+
+
+if __name__ == "__main__":
+    replace_table(PAGE, table(), BEGIN)

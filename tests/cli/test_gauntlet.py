@@ -7,6 +7,7 @@ import math
 import pathlib
 from typing import Any
 
+import mutants_of_peers
 import pytest
 import torch
 from pool import run_command
@@ -118,6 +119,10 @@ def test_page_says_what_was_found() -> None:
     page = table.page(rows)
     assert "| causal | exact | **wrong** 2e+00 |" in page
     assert "| `torch` | window | refused: Error: no windows |" in page
+
+
+def test_page_lists_the_bugs_that_are_put_into_ringtile() -> None:
+    assert mutants_of_peers.table() in mutants_of_peers.PAGE.read_text(encoding="ascii")
 
 
 @pytest.mark.long
