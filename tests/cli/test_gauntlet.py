@@ -105,20 +105,25 @@ def test_every_case_and_backend_is_named_once() -> None:
     assert all(sum(row) == case.seq_len for case in attention_cases.CASES for row in case.documents)
     assert len({*trained}) == len(trained)
     for one in backends().values():
-        assert {*one.documented} <= {*names}
+        assert {*one.documented} <= {*names, *trained}
     with pytest.raises(ConfigError, match="--backend is nobody's; expected all, or one of ringtile"):
         backend("nobody's")
 
 
 def test_page_says_what_was_found() -> None:
     rows = [
-        {"backend": "ringtile", "case": "causal", "verdict": "exact", "words": "", "documented": ""},
-        {"backend": "torch", "case": "causal", "verdict": "wrong", "words": "", "difference": 2.0, "documented": ""},
-        {"backend": "torch", "case": "window", "verdict": "refused", "words": "Error: no | windows", "documented": ""},
+        {"backend": "ringtile", "case": "causal", "verdict": "exact", "words": ""},
+        {"backend": "accelerate", "case": "causal", "verdict": "wrong", "words": "", "difference": 2.0},
+        {"backend": "accelerate", "case": "sinks", "verdict": "refused", "words": "Error: no | sinks"},
+        {"backend": "ringtile", "case": "sinks", "verdict": "exact", "words": "", "trains": True},
+        {"backend": "accelerate", "case": "sinks", "verdict": "crashed", "words": "Error: sinks", "trains": True},
     ]
-    page = table.page(rows)
+    page = table.page([{"trains": False, "documented": "", **row} for row in rows])
     assert "| causal | exact | **wrong** 2e+00 |" in page
-    assert "| `torch` | window | refused: Error: no windows |" in page
+    assert "| sinks |  | refused |" in page
+    assert "| sinks | exact | **crashed** | gpt-oss: sinks and windows |" in page
+    assert "| `accelerate` | sinks | refused: Error: no sinks |" in page
+    assert "| `accelerate` | sinks (training) | crashed: Error: sinks |" in page
 
 
 def test_page_lists_the_bugs_that_are_put_into_ringtile() -> None:

@@ -39,7 +39,8 @@ class Judge:
         found = verdict(self.ranks.call(run, self.one.name, case, seconds=SECONDS))
         if found["verdict"] not in ("exact", "wrong", "not offered"):
             self.ranks.close()
-        return {"case": case.name, **found, "documented": self.one.documented.get(case.name, "")}
+        documented = self.one.documented.get(case.name, "")
+        return {"case": case.name, "trains": False, **found, "documented": documented}
 
     def close(self) -> None:
         self.ranks.close()
@@ -78,10 +79,22 @@ def run(name: str, case: AttentionCase) -> dict[str, Any]:
     except NotOfferedError as error:
         return {"kind": "not offered", "words": str(error)}
     except Exception as error:
-        kind = "refused" if is_deliberate(error) else "crashed"
-        return {"kind": kind, "words": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        return raised(error)
     dist.barrier()
     return compare(case, outputs, one.dtype)
+
+
+def train(name: str, case: TrainingCase) -> dict[str, Any]:
+    """On a rank: what it has trained, or what was raised, as in `run`."""
+    try:
+        return training_cases.train(case, name)
+    except Exception as error:
+        return raised(error)
+
+
+def raised(error: Exception) -> dict[str, Any]:
+    kind = "refused" if is_deliberate(error) else "crashed"
+    return {"kind": kind, "words": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
 
 
 def is_deliberate(error: Exception) -> bool:
@@ -120,17 +133,21 @@ def compare(case: AttentionCase, outputs: Outputs, dtype: torch.dtype) -> dict[s
 
 
 class TrainingJudge:
-    """Ranks that train by ringtile, and one process that is the reference."""
+    """Ranks that train by a backend, and one process that is the reference."""
 
-    def __init__(self) -> None:
-        self.ranks, self.alone = Workers(training_cases.RANKS), Workers(1)
+    def __init__(self, one: Backend) -> None:
+        self.one, self.ranks, self.alone = one, Workers(training_cases.RANKS), Workers(1)
 
     def judge(self, case: TrainingCase) -> dict[str, Any]:
-        (expected,) = self.alone.call(training_cases.train, case, False, seconds=START_SECONDS)
-        results = self.ranks.call(training_cases.train, case, True, seconds=START_SECONDS)
-        words = [str(result) for result in (expected, *results) if isinstance(result, BaseException)]
-        found = {"verdict": "crashed", "words": words[0]} if words else training_cases.compare(results, expected)
-        return {"case": case.name, **found, "documented": ""}
+        (expected,) = self.alone.call(training_cases.train, case, "", seconds=START_SECONDS)
+        results = self.ranks.call(train, self.one.name, case, seconds=START_SECONDS)
+        all_results = [expected, *results]
+        failed = any(isinstance(result, BaseException) or "kind" in result for result in all_results)
+        found = verdict(all_results) if failed else training_cases.compare(results, expected)
+        if self.one.package != "ringtile":
+            self.ranks.close()  # what it has changed in a process stays there
+        documented = self.one.documented.get(case.name, "")
+        return {"case": case.name, "trains": True, **found, "documented": documented}
 
     def close(self) -> None:
         self.ranks.close()

@@ -43,8 +43,8 @@ def run(names: list[str], cases: list[str], markdown: pathlib.Path | None) -> Ou
 def _of(one: Backend, cases: list[str]) -> list[dict[str, Any]]:
     rows = []
     judges: list[tuple[Any, Sequence[AttentionCase | TrainingCase]]] = [(judge.Judge(one), attention_cases.CASES)]
-    if one.trains:
-        judges.append((judge.TrainingJudge(), training_cases.CASES))
+    if one.trainer is not None:
+        judges.append((judge.TrainingJudge(one), training_cases.CASES))
     for ranks, its_cases in judges:
         try:
             for case in its_cases:
@@ -64,7 +64,7 @@ def _of(one: Backend, cases: list[str]) -> list[dict[str, Any]]:
 def page(rows: list[dict[str, Any]]) -> str:
     """The tables of attention and of training, and what was said where a cell is not exact."""
     names = [name for name in backends() if any(row["backend"] == name for row in rows)]
-    cells = {(row["backend"], row["case"]): row for row in rows}
+    cells = {(row["backend"], row["case"], row["trains"]): row for row in rows}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, gloo, {judge.RANKS} ranks, no GPU"
     lines = [f"{today}, {machine}, Python {platform.python_version()}, torch {torch.__version__}.", ""]
@@ -74,14 +74,18 @@ def page(rows: list[dict[str, Any]]) -> str:
     ]
     lines += ["", "| case | " + " | ".join(f"`{name}`" for name in names) + " |", "| --- |" + " --- |" * len(names)]
     for case in attention_cases.CASES:
-        lines.append(f"| {case.name} | " + " | ".join(_cell(cells.get((name, case.name))) for name in names) + " |")
+        lines.append(
+            f"| {case.name} | " + " | ".join(_cell(cells.get((name, case.name, False))) for name in names) + " |"
+        )
     lines += ["", "| case | what it is | stands for |", "| --- | --- | --- |"]
     lines += [f"| {case.name} | {case.what} | {_link(case.bug, case.source)} |" for case in attention_cases.CASES]
-    lines += ["", "Training, through transformers' Trainer on 2 ranks:", ""]
-    lines += ["| case | what it is | `ringtile` | stands for |", "| --- | --- | --- | --- |"]
+    lines += ["", f"Training, through transformers' Trainer on {training_cases.RANKS} ranks:", ""]
+    trainers = [name for name in names if backend(name).trainer is not None]
+    lines += ["| case | " + " | ".join(f"`{name}`" for name in trainers) + " | what it is | stands for |"]
+    lines += ["| --- |" + " --- |" * len(trainers) + " --- | --- |"]
     for trained in training_cases.CASES:
-        cell = _cell(cells.get(("ringtile", trained.name)))
-        lines.append(f"| {trained.name} | {trained.what} | {cell} | {_link(trained.bug, trained.source)} |")
+        its = " | ".join(_cell(cells.get((name, trained.name, True))) for name in trainers)
+        lines.append(f"| {trained.name} | {its} | {trained.what} | {_link(trained.bug, trained.source)} |")
     lines += [
         "",
         "Where a cell is neither exact nor `-`:",
@@ -94,8 +98,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         for row in rows:
             if row["backend"] == name and row["verdict"] not in ("exact", "not offered"):
                 words = f"{row['words']}; {row['documented']}" if row["documented"] else row["words"]
-                of.setdefault((row["verdict"], _plain(words)), []).append(row["case"])
-        lines += [f"| `{name}` | {', '.join(where)} | {kind}: {words} |" for (kind, words), where in of.items()]
+                where = f"{row['case']} (training)" if row["trains"] else row["case"]
+                of.setdefault((row["verdict"], _plain(words)), []).append(where)
+        lines += [f"| `{name}` | {', '.join(its)} | {kind}: {words} |" for (kind, words), its in of.items()]
     return "\n".join([*lines, ""])
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,11 @@ from torch import Tensor
 
 from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs, gradient
 from ringtile.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from ringtile.cli.gauntlet.training_cases import TrainingCase
 
 
 class NotOfferedError(Exception):
@@ -29,6 +35,9 @@ class Backend:
 
     attend: called on every rank with the whole inputs, gives whole outputs. dtype: what its kernels take. documented:
     by the name of a case, words of its documentation that exclude the case. setup: said of it in the page.
+    trainer: makes the Trainer of transformers that the package shards, by a function that takes TrainingArguments;
+    None: the package leaves the loop to its users. multiple: to which those who train with it pad their rows, all with
+    position ids.
     """
 
     name: str
@@ -39,7 +48,8 @@ class Backend:
     dtype: torch.dtype = torch.float32
     documented: Mapping[str, str] = field(default_factory=dict)
     imports: tuple[str, ...] = ()  # modules that take long
-    trains: bool = False  # whether it has the Trainer of transformers train
+    trainer: Callable[[TrainingCase, Callable[..., Trainer]], Trainer] | None = None
+    multiple: int = 1
 
     def version(self) -> str | None:
         """None where it is not installed."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import ringtile
 from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
 from ringtile.cli.gauntlet.backends import Backend, sharded
 from ringtile.sequence.layout import PADDED_LIKE
 from ringtile.sequence.mask import IntervalMask
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from ringtile.cli.gauntlet.training_cases import TrainingCase
 
 
 def _attend(scheme: str, layout: str, case: AttentionCase, inputs: Inputs) -> Outputs:
@@ -43,6 +50,16 @@ def _mask(case: AttentionCase) -> IntervalMask:
     return mask
 
 
+def _trainer(case: TrainingCase, make: Callable[..., Trainer]) -> Trainer:
+    import torch.distributed as dist
+
+    trainer = make()
+    # The check of the first batch is left out, which would refuse what this is to find.
+    config = {"first_batch_check": False, "context_parallel_size": dist.get_world_size(), **case.ringtile}
+    ringtile.enable(trainer, config)
+    return trainer
+
+
 _SETUP = "attention over a ShardedSequence, scheme {}, layout {}"
 BACKENDS = [
     Backend(
@@ -51,7 +68,7 @@ BACKENDS = [
         install="pip install ringtile",
         attend=functools.partial(_attend, scheme, layout),
         setup=_SETUP.format(scheme, layout),
-        trains=name == "ringtile",
+        trainer=_trainer if name == "ringtile" else None,
     )
     for name, scheme, layout in (("ringtile", "ring", "zigzag"), ("ringtile-ulysses", "ulysses", "contiguous"))
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,11 @@ from torch import Tensor, nn
 from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
 from ringtile.cli.gauntlet.backends import Backend, NotOfferedError
 from ringtile.cli.gauntlet.block_on_cpu import install_aten_flash_attention
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from ringtile.cli.gauntlet.training_cases import TrainingCase
 
 
 def _attend(accelerate: bool, case: AttentionCase, inputs: Inputs) -> Outputs:
@@ -70,6 +77,18 @@ class _Model(nn.Module):
         self.config: Any = SimpleNamespace(layer_types=kinds)
 
 
+def _trainer(case: TrainingCase, make: Callable[..., Trainer]) -> Trainer:
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, ParallelismConfig
+
+    install_aten_flash_attention()
+    # It sets up FSDP2, without which it shards no sequence, on accelerators only: this rank's CPU is shown as one.
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", ACCELERATE_BYPASS_DEVICE_MAP="true")
+    PartialState._prepare_backend = lambda *given: ("gloo", DistributedType.MULTI_GPU)
+    sharded = ParallelismConfig(cp_size=dist.get_world_size())
+    return make(use_cpu=False, fsdp=True, fsdp_config={"version": 2}, parallelism_config=sharded)
+
+
 _CAUSAL_ONLY = "its source: dropping the mask is only equivalent for plain causal attention"
 BACKENDS = [
     Backend(
@@ -85,10 +104,12 @@ BACKENDS = [
         package="accelerate",
         install="pip install accelerate",
         attend=functools.partial(_attend, True),
+        trainer=_trainer,
+        multiple=4,
         setup="the same behind the hooks that Accelerator.prepare attaches to a model with cp_size",
         documented=dict.fromkeys(
             ("documents", "many documents", "rows of documents", "bidirectional documents", "bidirectional", "prefix",
-             "padding left"),
+             "padding left", "packed"),
             _CAUSAL_ONLY,
         ),
     ),
