@@ -16,4 +16,4 @@ ON_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="there is no GPU")
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: IntervalMask, **options: Any) -> Any:
     """`ringtile.attention`, never by aten: on a GPU "auto" may choose its kernels."""
     layout = Layout.contiguous(mask.seq_len, 1)
-    return ring_attention(q, k, v, ShardedSequence(mask, layout), attention_kernel="ringtile", **options)
+    return ring_attention(q, k, v, ShardedSequence.of(mask, layout), attention_kernel="ringtile", **options)
