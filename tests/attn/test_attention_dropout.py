@@ -6,18 +6,15 @@ Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_attention, dense_gradients
-from pool import run_ranks
 from ringtile import (
     AttentionDropout,
     InputError,
@@ -265,27 +262,22 @@ DIFFERENT = {
 }
 
 
-def _disagree() -> list[str]:
-    """What rank 1 and rank 0 hear when rank 1 drops something else, once after they have agreed before."""
-    layout, rank = Layout.zigzag(48, 2), dist.get_rank()
-    p = problem()
-    q, k, v = (layout.shard(x, 1, rank) for x in (p.q, p.k, p.v))
-    said = []
-
-    def call(drop: AttentionDropout) -> None:
-        ring_attention(q, k, v, ShardedSequence(IntervalMask.causal(48), layout, dist.group.WORLD), dropout=drop)
-
-    for changes in DIFFERENT.values():
-        call(dropout())
-        try:
-            call(dataclasses.replace(dropout(), **changes) if rank == 1 else dropout())
-            said.append("nothing")
-        except RingMismatchError as error:
-            said.append(str(error))
-    return said
-
-
 def test_ranks_that_drop_differently_are_told() -> None:
-    for said in run_ranks(2, _disagree):
+    """Both, when rank 1 drops something else, once after they have agreed before."""
+    p, layout = problem(), Layout.zigzag(48, 2)
+
+    def on_rank(group: LoopbackGroup) -> list[str]:
+        rank, said = group.transport.rank, []
+        q, k, v = (layout.shard(x, 1, rank) for x in (p.q, p.k, p.v))
+        sequence = ShardedSequence(IntervalMask.causal(48), layout, group)
+        for changes in DIFFERENT.values():
+            ring_attention(q, k, v, sequence, dropout=dropout())
+            changed = replace(dropout(), **changes) if rank == 1 else dropout()
+            with pytest.raises(RingMismatchError) as caught:
+                ring_attention(q, k, v, sequence, dropout=changed)
+            said.append(str(caught.value))
+        return said
+
+    for said in LoopbackWorld(2).run(on_rank):
         for field, text in zip(DIFFERENT, said, strict=True):
             assert text.startswith(f"ranks disagree on {field} in call"), text

@@ -104,29 +104,6 @@ def test_disagreement_is_named_on_every_rank(world_size: int, odd: int, names: l
             assert re.match(expected, messages[name]), messages[name]
 
 
-def one_rank_refuses() -> list[str]:
-    """Rank 1 has too few keys; then both ranks have; then a call that is right."""
-    group = dist.new_group()
-    rank, layout, mask = dist.get_rank(), Layout.zigzag(48, 2), IntervalMask.causal(48)
-    p = problem(dtype=torch.float32)
-    q, k, v = (layout.shard(x, 1, rank) for x in (p.q, p.k, p.v))
-    messages = []
-    for refusing in ([1], [0, 1]):
-        short = slice(0, 20 if rank in refusing else None)
-        with pytest.raises(InputError if rank in refusing else RingMismatchError) as caught:
-            ring_attention(q, k[:, short], v[:, short], ShardedSequence(mask, layout, group))
-        messages.append(str(caught.value))
-    ring_attention(q, k, v, ShardedSequence(mask, layout, group))
-    return messages
-
-
-def test_refused_arguments_are_told_to_the_other_ranks() -> None:
-    waiting, refusing = run_ranks(2, one_rank_refuses)
-    assert "rank 1 has ring_attention forward, refused: q has 24 tokens, k and v have 20" in waiting[0]
-    for message in (waiting[1], *refusing):
-        assert message.startswith("q has 24 tokens, k and v have 20")
-
-
 def out_of_order() -> list[str]:
     """Rank 0 calls A then B, rank 1 calls B then A; then rank 1 goes backward where rank 0 goes forward."""
     group = dist.new_group()

@@ -89,7 +89,7 @@ MUTANTS = [
         "python/ringtile/transport/transport.py",
         "with contextlib.suppress(RingtileError), self._numbered(said):",
         "if False:",
-        "tests/attn/test_ring_failures.py -k refused",
+        "tests/transport/test_refusals_told.py -k later",
     ),
     Mutant(
         "collectives: gradient of unshard not summed",
