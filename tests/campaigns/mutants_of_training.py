@@ -205,6 +205,20 @@ MUTANTS = [
         "tests/hf/test_first_batch_groups.py -k steeper",
     ),
     Mutant(
+        "tower: an empty part of features keeps its strides",
+        "python/ringtile/transport/collectives.py",
+        "local.contiguous() if local.numel() else _resized(local, dim, num_local)",
+        "local.contiguous()",
+        "tests/sequence/test_layout.py -k any_strides",
+    ),
+    Mutant(
+        "planner: a rank sends its features to itself too",
+        "python/ringtile/planner/images.py",
+        "others = self._world_size - 1",
+        "others = self._world_size",
+        "tests/planner/test_planner_images.py -k planned_as_it_runs",
+    ),
+    Mutant(
         "tower: one group proves a later call",
         "python/ringtile/hf/towers.py",
         "self._proved[self._tower.training] = _Proved(None, None)",
