@@ -16,11 +16,9 @@ from ringtile.first_batch import proof
 from ringtile.hf import first_batch
 from test_images import Padded as PaddedImages
 
-CONFIG = {"context_parallel_size": 2}
-
 
 def _is_first_group() -> bool:
-    return dist.get_rank() < 2
+    return dist.get_rank() < dist.get_world_size() // 2
 
 
 def _longer_images(patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -57,7 +55,12 @@ def _steeper(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"model": tiny_model().train()}
 
 
-MADE = {"longer images": _longer_images, "a tree": _a_tree, "steeper": _steeper}
+def _steeper_pairs(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    reference = {"trainer_arguments": {"ref_model": tiny_model(seed=3)}}
+    return _steeper(patch) | reference | {"trainer_class": "trl.DPOTrainer"}
+
+
+MADE = {"longer images": _longer_images, "a tree": _a_tree, "steeper": _steeper, "pairs": _steeper_pairs}
 
 
 SAYS = {
@@ -67,12 +70,12 @@ SAYS = {
 }
 
 
-def _trained(what: str, engine: str) -> tuple[list[str], bool]:
+def _trained(what: str, config: dict[str, Any]) -> tuple[list[str], bool]:
     """What ringtile warns of on this rank, and whether its first batch was proved."""
-    with pytest.MonkeyPatch.context() as patch, engine_arguments(engine) as arguments, Messages() as said:
+    with pytest.MonkeyPatch.context() as patch, engine_arguments("FSDP2") as arguments, Messages() as said:
         steps = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
         trainer = make_trainer(**MADE[what](patch), **steps, **arguments, remove_unused_columns=False)
-        ringtile.enable(trainer, CONFIG)
+        ringtile.enable(trainer, config)
         trainer.train()
         found = ringtile.hf.trainer.first_batch_of(trainer)
         ringtile.restore(trainer)
@@ -81,6 +84,16 @@ def _trained(what: str, engine: str) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("what", ["longer images", pytest.param("a tree", marks=pytest.mark.long), "steeper"])
 def test_groups_prove_alike(what):
-    for rank, (said, proved) in enumerate(run_ranks(4, _trained, what, "FSDP2", timeout=100.0)):
+    for rank, (said, proved) in enumerate(run_ranks(4, _trained, what, {"context_parallel_size": 2}, timeout=100.0)):
         assert proved == (what != "a tree")
         assert [SAYS[what] in text for text in said] == [True] * (what != "steeper" or rank < 2)
+
+
+@pytest.mark.long
+def test_groups_of_one_rank_prove_alike():
+    """Which prove a tree of rows against the rows."""
+    pytest.importorskip("trl")
+    config = {"context_parallel_size": 1, "shared_prefix": True}
+    for rank, (said, proved) in enumerate(run_ranks(2, _trained, "pairs", config, timeout=100.0)):
+        assert proved
+        assert [SAYS["steeper"] in text for text in said] == [True] * (rank == 0)
