@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 40 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 44 trainings on CPU ranks, each in fresh processes. By hand:
 
     python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
@@ -59,8 +59,8 @@ SIZES: dict[str, dict[str, Any]] = {  # activations that outweigh the weights, a
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 CP = {"context_parallel_size": 2}
 MLP, LOSS = {"tiled_mlp": True, "tile_tokens": 512}, {"tiled_loss": True, "tile_tokens": 512}
-# engine or "single", model, size, tokens, rows, gradient checkpointing, ringtile's keys; of a GRPO step also the tokens
-# of a completion, rows of a generation batch, and whether it has a reference model
+# engine or "single", model and its adapters' rank, size, tokens, rows, gradient checkpointing, ringtile's keys; of
+# a GRPO step also the tokens of a completion, rows of a generation batch, and whether it has a reference model
 CASES: list[tuple[Any, ...]] = [
     ("single", "llama", "long", 4096, 1, False, {}),
     ("single", "llama", "long", 2048, 4, False, {}),
@@ -98,6 +98,10 @@ CASES: list[tuple[Any, ...]] = [
     ("ddp", "qwen3_vl", "long", 1024, 2, False, CP | LOSS | {"first_batch_check": False}),
     ("ddp", "qwen3_vl", "long", 1024, 2, True, CP | LOSS | {"first_batch_check": False}),
     ("fsdp2", "qwen3_vl", "long", 1024, 2, False, CP | LOSS | {"first_batch_check": False}),
+    ("single", "llama+lora8", "wide", 1024, 1, False, {}),
+    ("single", "llama+lora8", "long", 4096, 2, True, MLP | LOSS),
+    ("fsdp2", "llama+lora8", "wide", 1024, 1, True, CP | {"first_batch_check": False}),
+    ("zero2", "llama+lora8", "wide", 1024, 1, False, CP | {"first_batch_check": False}),
     ("single", "llama", "grpo", 2048, 1, False, {}, 32, 8, True),
     ("single", "llama", "grpo", 512, 1, True, MLP, 32, 64, False),
     ("ddp", "llama", "grpo", 4096, 1, False, CP | {"first_batch_check": False}, 32, 8, True),
@@ -164,6 +168,7 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
     import ringtile
     import torch
     from hf_engines import engine as engine_arguments
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, TrainingArguments
 
     engine, model, _, _, rows, checkpointing, keys, *grpo = case
@@ -180,9 +185,12 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
                 "gradient_checkpointing_kwargs": {"use_reentrant": False},
             }
         torch.manual_seed(0)
+        model, _, lora_rank = model.partition("+lora")
         config = _config(model, sizes)
         made: Any = AutoModelForImageTextToText if model in VISION else AutoModelForCausalLM
         network = made.from_config(config, dtype=torch.float32)
+        if lora_rank:
+            network = get_peft_model(network, LoraConfig(r=int(lora_rank), target_modules="all-linear"))
         common = {
             **{"per_device_train_batch_size": rows, "max_steps": steps, "report_to": [], "use_cpu": True},
             **{"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **arguments},
@@ -308,9 +316,11 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
     from ringtile.config import Config
     from ringtile.planner.grpo import Grpo
     from ringtile.planner.images import ImageRows
-    from ringtile.planner.step import Setup, TrainingStep
+    from ringtile.planner.setup import Setup
+    from ringtile.planner.step import TrainingStep
 
     engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
+    model, _, lora_rank = model.partition("+lora")
     setup = Setup(
         _config(model, SIZES[size]),
         devices=1 if engine == "single" else 2,
@@ -318,6 +328,7 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
         ringtile=Config(**keys),
         batch=rows,
         gradient_checkpointing=checkpointing,
+        lora_rank=int(lora_rank or 0),
         grpo=Grpo(*grpo) if grpo else None,
         images=ImageRows(NUM_IMAGES, (SIDE, SIDE)) if model in VISION else None,
     )

@@ -12,13 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from ringtile.cli import main
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.planner.advice import longest, switches
 from ringtile.planner.live import Live
+from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import parse_bytes, parse_tokens, tokens_text
-from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from ringtile.planner.step import StepMemory, TrainingStep
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -84,11 +86,15 @@ def test_parameters_and_state_are_those_of_the_real_model(model_type: str) -> No
     assert parts["optimizer"] == 2 * num_bytes + steps
 
 
-@pytest.mark.parametrize("model_type", _TYPES)
-def test_activations_are_what_autograd_really_saves(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model_type", "lora_rank"), [*((name, 0) for name in _TYPES), ("llama", 4)])
+def test_activations_are_what_autograd_really_saves(
+    model_type: str, lora_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the passes, to the byte, live the storages that a real forward saves, each once, and the loss."""
     config, seq_len = config_of(model_type, num_hidden_layers=1), 48
     real = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+    if lora_rank:
+        real = get_peft_model(real, LoraConfig(r=lora_rank, target_modules="all-linear"))
     ids = torch.randint(V, (1, seq_len))
     kept = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()} | {
         ids.untyped_storage().data_ptr()
@@ -104,7 +110,7 @@ def test_activations_are_what_autograd_really_saves(model_type: str, monkeypatch
         loss = real(input_ids=ids, labels=ids, use_cache=False).loss
     expected = sum(num_bytes for pointer, (num_bytes, _) in saved.items() if pointer not in kept)
     between: list[int] = []
-    with TrainingStep(Setup(config)) as step:
+    with TrainingStep(Setup(config, lora_rank=lora_rank)) as step:
 
         def look() -> None:
             parts = step._live.parts
@@ -113,6 +119,42 @@ def test_activations_are_what_autograd_really_saves(model_type: str, monkeypatch
         monkeypatch.setattr(step._engine, "before_backward", look)
         step.run(seq_len)
     assert between == [expected + loss.nbytes]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+def test_adapters_alone_have_gradients_and_state(engine: str) -> None:
+    """bfloat16 weights and PEFT's float32 adapters; DeepSpeed casts these, and updates a float32 copy."""
+    config, ranks = config_of(), 4
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    frozen = sum(parameter.numel() for parameter in real.parameters())
+    real = get_peft_model(real, LoraConfig(r=8, target_modules="all-linear"))
+    trained = sum(parameter.numel() for parameter in real.parameters() if parameter.requires_grad)
+    setup = Setup(config, devices=ranks, engine=engine, dtype=torch.bfloat16, bf16=True, lora_rank=8)
+    with TrainingStep(setup) as step:
+        assert step.num_parameters == frozen + trained
+        parts = step.run(64).parts
+    if engine == "ddp":
+        assert parts["weights"] == 2 * frozen + 4 * trained
+        assert parts["optimizer"] == pytest.approx(8 * trained, rel=0.01)
+    elif engine == "fsdp2":  # accelerate makes float32 of what is trained
+        assert parts["optimizer"] == pytest.approx(8 * trained / ranks, rel=0.01)
+    else:
+        assert parts["weights"] == pytest.approx(2 * (frozen + trained) / ranks, rel=0.01)
+        assert parts["optimizer"] == pytest.approx(12 * trained / ranks, rel=0.01)
+
+
+def test_what_optimizers_keep_and_what_the_host_keeps() -> None:
+    config = config_of(tie_word_embeddings=False)
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    count, embedding = real.num_parameters(), real.get_input_embeddings().weight.numel()
+    kept = {name: planned(64, Setup(config, optimizer=name)).parts["optimizer"] for name in ("sgd", "adamw_8bit")}
+    assert kept["sgd"] == 0
+    assert kept["adamw_8bit"] == pytest.approx((2 + 1 / 32) * (count - embedding) + 8 * embedding, rel=1e-3)
+    zero3 = Setup(config, devices=2, engine="zero3", dtype=torch.bfloat16, bf16=True)
+    on_device, offloaded = (planned(64, dataclasses.replace(zero3, offload_optimizer=on)) for on in (False, True))
+    assert (on_device.optimizer_host_bytes, offloaded.parts["optimizer"]) == (0, 0)
+    assert offloaded.optimizer_host_bytes == pytest.approx((12 + 2) * count / 2, rel=1e-3)
+    assert on_device.total - offloaded.total == pytest.approx(offloaded.optimizer_host_bytes, rel=1e-3)
 
 
 def test_a_storage_is_counted_once_and_while_it_lives() -> None:

@@ -13,7 +13,8 @@ from ringtile.cli import main
 from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.planner.grpo import Grpo
-from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import StepMemory, TrainingStep
 from test_planner import E, config_of, planned
 from transformers import AutoModelForCausalLM
 

@@ -13,7 +13,8 @@ from ringtile.cli.tiny_images import image_model
 from ringtile.config import Config
 from ringtile.hf.model import towers
 from ringtile.planner.images import ImageRows
-from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import StepMemory, TrainingStep
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig

@@ -10,7 +10,8 @@ import ringtile
 import torch
 from counting import relative_error
 from ringtile.planner.live import _PRODUCTS, Live
-from ringtile.planner.step import Setup, TrainingStep
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import TrainingStep
 from ringtile.tiled import weight_grad
 from ringtile.tiled.tiles import as_on
 from ringtile.tiled.weight_grad import add_linear_grads_

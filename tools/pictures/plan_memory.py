@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from ringtile.config import Config
-from ringtile.planner.step import Setup, TrainingStep
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import TrainingStep
 from transformers import Qwen3Config
 
 FIGURES = pathlib.Path(__file__).with_name("memory.json")

@@ -18,6 +18,7 @@ from ringtile.cli import Outcome, plan_run
 from ringtile.cli.output import check_output, write_output
 from ringtile.config import MAX_KEY, Config, nearest_key
 from ringtile.errors import ConfigError
+from ringtile.planner.optimizers import OPTIMIZERS
 from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme
 
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
     group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
+    group.add_argument(
+        "--lora-rank", type=int, default=0, metavar="R", help="of PEFT's adapters on all linear layers; 0: none (0)"
+    )
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose state is held (adamw)")
+    group.add_argument("--offload-optimizer", action="store_true", help="as DeepSpeed's offload_optimizer: on the host")
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose memory it is (cuda)")
     group.add_argument(
         "--completion-tokens", metavar="C", help="a GRPO step of TRL: so many of a row's tokens are generated"
@@ -102,6 +108,7 @@ def run(args: argparse.Namespace) -> Outcome:
         found = [] if args.no_switches else switches(setup, seq_len)
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
+        f"{f', of which adapters of rank {setup.lora_rank} are trained' if setup.lora_rank else ''}"
         f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
         f"rows; {setup.devices} ranks, {setup.engine}, {setup.ringtile.context_parallel_size} share a sequence"
     )
@@ -117,6 +124,8 @@ def run(args: argparse.Namespace) -> Outcome:
     print(_table(at_peak))
     if at_peak.host_bytes:
         print(f"and on the host {bytes_text(at_peak.host_bytes)} of offloaded hidden states")
+    if at_peak.optimizer_host_bytes:
+        print(f"and on the host {bytes_text(at_peak.optimizer_host_bytes)} of the optimizer's and of gradients")
     report: dict[str, Any] = {"setup": _json_of(setup), "parameters": num_parameters, "seq_len": seq_len}
     report |= {
         "phases": at_peak.phases,
@@ -124,6 +133,7 @@ def run(args: argparse.Namespace) -> Outcome:
         "total": at_peak.total,
         "host_bytes": at_peak.host_bytes,
         "tower": at_peak.tower and dataclasses.asdict(at_peak.tower),
+        "optimizer_host_bytes": at_peak.optimizer_host_bytes,
     }
     if memory is not None and fits is not None:
         verdict = "fits" if at_peak.total <= memory else "does NOT fit"
@@ -206,7 +216,7 @@ def grpo_of(args: argparse.Namespace, seq_len: int) -> Any:
 
 def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     """The planner's Setup. ConfigError names the option."""
-    from ringtile.planner.step import Setup
+    from ringtile.planner.setup import Setup
 
     devices = 1 if args.devices is None else args.devices
     if devices < 1:
@@ -214,8 +224,14 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     size = devices if args.context_parallel_size is None else args.context_parallel_size
     if size < 1 or devices % size:
         raise ConfigError(f"--context-parallel-size is {size}; expected a number that divides --devices, {devices}")
+    if args.lora_rank < 0:
+        raise ConfigError(f"--lora-rank is {args.lora_rank}; expected a rank, as 16, or 0 for no adapters")
     if args.batch < 1:
         raise ConfigError(f"--batch is {args.batch}; expected at least 1")
+    if args.offload_optimizer and not args.engine.startswith("zero"):
+        raise ConfigError(
+            f"--offload-optimizer is DeepSpeed's, and --engine is {args.engine}; expected zero1, zero2 or zero3"
+        )
     if args.activation_offload and not args.gradient_checkpointing:
         raise ConfigError(
             "--activation-offload moves only the inputs of checkpointed layers; set --gradient-checkpointing too"
@@ -243,6 +259,9 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         dtype=dtype,
         bf16=args.bf16,
         on_gpu=args.device != "cpu",
+        lora_rank=args.lora_rank,
+        optimizer=args.optimizer,
+        offload_optimizer=args.offload_optimizer,
         grpo=grpo,
         images=images,
     )

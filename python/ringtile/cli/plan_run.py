@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ringtile.errors import ConfigError
+from ringtile.planner.optimizers import OPTIMIZERS
 from ringtile.planner.sizes import parse_tokens
 from ringtile.scheme import Scheme
 
@@ -21,8 +22,14 @@ _SAID = {
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
     **{"images": None, "image_size": None},  # nor of images
     **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},
+    **{"optimizer": "adamw", "offload_optimizer": False},
 }
-_PLANNED = ("adamw_torch", "adamw_torch_fused")
+# Values of training.optim, and what they are for the planner.
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
+    **{"adamw_bnb_8bit": "adamw_8bit"},
+    **{name: name for name in OPTIMIZERS if name != "adamw"},
+}
 
 
 def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
@@ -31,7 +38,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
 
     from ringtile.cli.limits import check_model_config
     from ringtile.cli.recipe import Recipe, check_fits, make_encoder, make_model_config, pretrained_config, told_as_ours
-    from ringtile.planner.step import Setup
+    from ringtile.planner.setup import Setup
 
     for name, default in _SAID.items():
         if getattr(args, name) != default:
@@ -56,9 +63,10 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
             f"context_parallel_size"
         )
     fsdp = _fsdp_of(training)
-    engine = _engine_of(training, fsdp)
-    optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or _PLANNED[0]))
-    if optimizer not in _PLANNED:
+    zero = _zero_of(training)
+    engine = _engine_of(training, fsdp, zero)
+    optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or "adamw_torch"))
+    if optimizer not in _OPTIMIZERS:
         print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")
     if not Scheme.parse(keys.context_parallel_scheme).is_resolved:
         print(f"note: context_parallel_scheme is {keys.context_parallel_scheme}, which ranks measure; planned as ring")
@@ -75,11 +83,14 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         dtype=getattr(config, "dtype", None) or torch.float32,
         bf16=bool(training.get("bf16")),
         on_gpu=args.device != "cpu",
+        lora_rank=args.lora_rank,
+        optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
+        offload_optimizer=_offloads(zero, "offload_optimizer"),
     )
     return setup, seq_len
 
 
-def _engine_of(training: Mapping[str, Any], fsdp: Mapping[str, Any]) -> str:
+def _engine_of(training: Mapping[str, Any], fsdp: Mapping[str, Any], zero: Mapping[str, Any]) -> str:
     """Who shards weights and their state. ConfigError: what the planner does not know."""
     if training.get("fsdp"):
         version = fsdp.get("version", 2)
@@ -88,16 +99,22 @@ def _engine_of(training: Mapping[str, Any], fsdp: Mapping[str, Any]) -> str:
                 f"training.fsdp_config: version is {version!r:.40}; expected 2: ringtile trains under no other FSDP"
             )
         return "fsdp2"
-    zero = _mapping_of(training, "deepspeed").get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
-    for key in ("offload_optimizer", "offload_param"):
-        held = zero.get(key)
-        if isinstance(held, Mapping) and held.get("device", "none") != "none":
-            print(f"note: training.deepspeed offloads ({key}), which is not planned: it is counted on the device")
+    if _offloads(zero, "offload_param"):
+        print("note: training.deepspeed has offload_param, which is not planned: the weights are counted on the device")
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"training.deepspeed: zero_optimization.stage is {stage!r:.40}; expected 0 to 3")
     return f"zero{stage}" if stage else "ddp"
+
+
+def _zero_of(training: Mapping[str, Any]) -> Mapping[str, Any]:
+    zero = _mapping_of(training, "deepspeed").get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def _offloads(zero: Mapping[str, Any], key: str) -> bool:
+    held = zero.get(key)
+    return isinstance(held, Mapping) and held.get("device", "none") != "none"
 
 
 def _fsdp_of(training: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ringtile.errors import RingtileError
+from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import Rates
-from ringtile.planner.step import Setup, StepMemory, TrainingStep
+from ringtile.planner.step import StepMemory, TrainingStep
 from ringtile.sequence.cost import Plan, plan_of
 from ringtile.sequence.layout import Layout
 
@@ -110,6 +111,8 @@ def switches(setup: Setup, seq_len: int) -> list[Switch]:
         for engine in ("fsdp2", "zero3"):
             if setup.engine != engine:
                 changes[f"--engine {engine}"] = dataclasses.replace(setup, engine=engine)
+    if setup.engine.startswith("zero") and not setup.offload_optimizer:
+        changes["offload_optimizer: {device: cpu}"] = dataclasses.replace(setup, offload_optimizer=True)
     return [_tried(key, changed, seq_len) for key, changed in changes.items()]
 
 

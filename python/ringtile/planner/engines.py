@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile.errors import InputError
 from ringtile.planner.live import Live
+from ringtile.planner.optimizers import OF_EMBEDDINGS, OPTIMIZERS
+from ringtile.planner.setup import Setup
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 # DeepSpeed's defaults, in elements: transformers sets them only where the configuration says "auto".
@@ -28,9 +30,11 @@ REDUCE_BUCKET, MAX_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
 class Plain:
     """One process, or DDP: whole weights, gradients and optimizer state; DDP also copies gradients into buckets."""
 
-    def __init__(self, model: nn.Module, live: Live, num_ranks: int, on_gpu: bool) -> None:
-        self.model, self.live, self.num_ranks, self.on_gpu = model, live, num_ranks, on_gpu
+    def __init__(self, setup: Setup, model: nn.Module, live: Live) -> None:
+        self.setup, self.model, self.live = setup, model, live
+        self.optimizer: torch.optim.Optimizer | None = None
         self.held: list[Tensor] = []  # what the engine keeps throughout
+        self.host_bytes = 0  # what it keeps on the host
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -40,7 +44,7 @@ class Plain:
         """Counts weights and the engine's own buffers; returns the model to run. Inside the fake mode, once."""
         for parameter in self.model.parameters():
             self.live.count(parameter, "weights")
-        if self.num_ranks > 1:
+        if self.setup.devices > 1:
             self.hold("engine", sum(p.numel() for p in self.parameters), self.parameters[0].dtype)
         self.watch_gradients()
         self.make_states()
@@ -52,12 +56,22 @@ class Plain:
             self.live.count(parameter, "reference")
 
     def make_states(self) -> None:
+        if self.setup.optimizer != "adamw":
+            self.hold("optimizer", sum(map(self.state_bytes, self.parameters)), torch.uint8)
+            return
         self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter)
         with self.live.making("optimizer"):
             self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def state_bytes(self, parameter: nn.Parameter) -> int:
+        """Of an optimizer that is not run, for this rank's part of a parameter."""
+        name, part = self.setup.optimizer, getattr(parameter, "_local_tensor", parameter)
+        if any(m.weight is parameter for m in self.model.modules() if isinstance(m, nn.Embedding)):
+            name = OF_EMBEDDINGS.get(name, name)
+        return int(OPTIMIZERS[name] * part.numel())
 
     def watch_gradients(self) -> None:
         for parameter in self.parameters:
@@ -77,8 +91,10 @@ class Plain:
     def step(self) -> None:
         """The optimizer's step; afterwards no gradient is left."""
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def hold(self, part: str, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer that stays."""
@@ -90,26 +106,32 @@ class Plain:
 class Fsdp2(Plain):
     """torch's fully_shard, wrapped by accelerate as `fsdp_config: {version: 2}` has it."""
 
-    def __init__(self, model: nn.Module, live: Live, num_ranks: int, on_gpu: bool, plugin: Any, mixed: bool) -> None:
-        super().__init__(model, live, num_ranks, on_gpu)
-        self.plugin, self.mixed = plugin, mixed
-
     def prepare(self) -> nn.Module:
+        from accelerate.utils import FullyShardedDataParallelPlugin
         from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.plugin.set_auto_wrap_policy(self.model)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=False,
+            activation_checkpointing=self.setup.gradient_checkpointing,
+        )
+        if self.setup.bf16:
+            plugin.set_mixed_precision("bf16")
+        plugin.set_auto_wrap_policy(self.model)
         with _disable_current_modes():  # its ranks are real numbers
-            mesh = init_device_mesh("cpu", (self.num_ranks,), mesh_dim_names=("dp",))
+            mesh = init_device_mesh("cpu", (self.setup.devices,), mesh_dim_names=("dp",))
         self.accelerator = accelerator = cast("Any", SimpleNamespace)(
-            state=SimpleNamespace(fsdp_plugin=self.plugin),
+            state=SimpleNamespace(fsdp_plugin=plugin),
             torch_device_mesh={("dp",): mesh},
             parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
-            mixed_precision="bf16" if self.mixed else "no",
+            mixed_precision="bf16" if self.setup.bf16 else "no",
             is_main_process=False,
             device=torch.device("cpu"),
         )
-        if self.plugin.activation_checkpointing:
+        if plugin.activation_checkpointing:
             self.model = fsdp2_apply_ac(accelerator, self.model)
         self.model = fsdp2_prepare_model(accelerator, self.model)
         for parameter in self.model.parameters():
@@ -134,17 +156,16 @@ class Fsdp2(Plain):
 class Zero(Plain):
     """DeepSpeed's buffers. ZeRO-1 and -2: flat weights, this rank's part of them and of the optimizer's state in
     float32, gradients through one bucket into this rank's part. ZeRO-3: this rank's part of the weights too, and
-    gathered weights up to MAX_LIVE_PARAMETERS, which DeepSpeed keeps from the forward to the backward."""
-
-    def __init__(self, model: nn.Module, live: Live, num_ranks: int, on_gpu: bool, stage: int) -> None:
-        super().__init__(model, live, num_ranks, on_gpu)
-        self.stage = stage
+    gathered weights up to MAX_LIVE_PARAMETERS, which DeepSpeed keeps from the forward to the backward.
+    With offload_optimizer this rank's part of the gradients, and all that is float32, is on the host."""
 
     def prepare(self) -> nn.Module:
+        self.stage, self.offload = int(self.setup.engine[-1]), self.setup.offload_optimizer
         total = sum(p.numel() for p in self.parameters)
-        part, dtype = math.ceil(total / self.num_ranks), self.parameters[0].dtype
+        everything = sum(p.numel() for p in self.model.parameters())  # frozen weights too
+        part, dtype = math.ceil(total / self.setup.devices), self.parameters[0].dtype
         self.bucket_numel = (
-            REDUCE_BUCKET if self.on_gpu else min(REDUCE_BUCKET, total)
+            REDUCE_BUCKET if self.setup.on_gpu else min(REDUCE_BUCKET, total)
         )  # a CPU's pages come when written
         if self.stage < 3:
             for parameter in self.model.parameters():
@@ -152,14 +173,14 @@ class Zero(Plain):
         else:
             for parameter in self.model.parameters():
                 self.live.ignore(parameter)  # stands for a part and for what is gathered of it
-            self.hold("weights", part, dtype)
-            self.hold("gradients", part, dtype)
+            self.hold("weights", math.ceil(everything / self.setup.devices), dtype)
+            self.hold_or_offload("gradients", part, dtype)
             self.hold("engine", self.bucket_numel, dtype)
-        for _ in range(3):  # a copy of the weights to update, and AdamW's two states
-            self.hold("optimizer", part, torch.float32)
+        self.hold_or_offload("optimizer", part, torch.float32)  # a copy of the weights to update
+        self.hold_or_offload("optimizer", int(OPTIMIZERS[self.setup.optimizer] * part), torch.uint8)
         self.part, self.dtype = part, dtype
         self.gathered: Tensor | None = None
-        self.num_gathered = min(total, MAX_LIVE_PARAMETERS)
+        self.num_gathered = min(everything, MAX_LIVE_PARAMETERS)
         self.bucket: list[Tensor] = []
         self.own: list[Tensor] = []  # this rank's part of the gradients
         self.watch_gradients()
@@ -171,7 +192,7 @@ class Zero(Plain):
                 self.gathered = torch.empty(self.num_gathered, dtype=self.dtype)
 
     def before_backward(self) -> None:
-        if self.stage < 3 and self.on_gpu:
+        if self.stage < 3 and self.setup.on_gpu:
             with self.live.making("engine"):
                 self.bucket = [torch.empty(self.bucket_numel, dtype=self.dtype)]
         self.num_in_bucket = 0
@@ -188,11 +209,11 @@ class Zero(Plain):
         parameter.grad = None
 
     def _reduce(self) -> None:
-        copies = 2 if self.stage == 3 and not self.on_gpu else 1  # gloo copies what ZeRO-3 scatters
+        copies = 2 if self.stage == 3 and not self.setup.on_gpu else 1  # gloo copies what ZeRO-3 scatters
         with self.live.making("engine"):
             torch.empty(copies * self.num_in_bucket, dtype=self.dtype)  # the bucket again, flat, while it is reduced
         self.num_in_bucket = 0
-        if self.stage < 3 and not self.own:
+        if self.stage < 3 and not self.own and not self.offload:
             with self.live.making("gradients"):
                 self.own = [torch.empty(self.part, dtype=self.dtype)]
 
@@ -200,31 +221,23 @@ class Zero(Plain):
         self._reduce()
         self.gathered = None
         self.bucket = []
-        with self.live.making("gradients"):
-            self.own.append(torch.empty(self.part, dtype=torch.float32))  # flat, for the optimizer
+        if not self.offload:
+            with self.live.making("gradients"):
+                self.own.append(torch.empty(self.part, dtype=torch.float32))  # flat, for the optimizer
         self.own = []
 
+    def hold_or_offload(self, part: str, numel: int, dtype: torch.dtype) -> None:
+        """A buffer that stays, on the host where the optimizer is there."""
+        if self.offload:
+            self.host_bytes += numel * dtype.itemsize
+        else:
+            self.hold(part, numel, dtype)
 
-def make_engine(
-    name: str, model: nn.Module, live: Live, num_ranks: int, *, on_gpu: bool, mixed: bool, checkpointing: bool
-) -> Plain:
-    """The engine of that name, not yet prepared. checkpointing: whether FSDP2 checkpoints the layers it wraps."""
-    if name == "fsdp2":
-        from accelerate.utils import FullyShardedDataParallelPlugin
 
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            reshard_after_forward=True,
-            cpu_ram_efficient_loading=False,
-            activation_checkpointing=checkpointing,
-        )
-        if mixed:
-            plugin.set_mixed_precision("bf16")
-        return Fsdp2(model, live, num_ranks, on_gpu, plugin, mixed)
-    if name.startswith("zero"):
-        return Zero(model, live, num_ranks, on_gpu, stage=int(name[-1]))
-    return Plain(model, live, num_ranks, on_gpu)
+def make_engine(setup: Setup, model: nn.Module, live: Live) -> Plain:
+    """The engine of the setup, not yet prepared."""
+    kind = Fsdp2 if setup.engine == "fsdp2" else Zero if setup.engine.startswith("zero") else Plain
+    return kind(setup, model, live)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
@@ -31,7 +30,6 @@ from transformers.masking_utils import sdpa_mask
 
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
-from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.hf import checks, recurrent
 from ringtile.hf.batch import ShardedBatch
@@ -41,10 +39,11 @@ from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
+from ringtile.planner.adapters import add_lora
 from ringtile.planner.engines import make_engine, silent_ranks
-from ringtile.planner.grpo import Grpo
-from ringtile.planner.images import ImageRows, PlannedImages, TowerShare, attend_as_loaded
+from ringtile.planner.images import PlannedImages, TowerShare, attend_as_loaded
 from ringtile.planner.live import Live
+from ringtile.planner.setup import Setup
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -59,29 +58,13 @@ _NAME = "ringtile_plan"  # of the attention implementation
 
 
 @dataclass(frozen=True)
-class Setup:
-    """A training, apart from the length of its sequences."""
-
-    model: PretrainedConfig
-    devices: int = 1
-    engine: str = "ddp"  # of ENGINES
-    ringtile: Config = field(default_factory=Config)
-    batch: int = 1  # rows of a rank's batch
-    gradient_checkpointing: bool = False
-    dtype: torch.dtype = torch.float32  # of the weights
-    bf16: bool = False  # mixed precision, as training.bf16
-    on_gpu: bool = False
-    grpo: Grpo | None = None  # a GRPO step, of rows of prompts and completions
-    images: ImageRows | None = None  # of a model of images and text
-
-
-@dataclass(frozen=True)
 class StepMemory:
     """Bytes of one rank at the peak of a step."""
 
     seq_len: int
     phases: dict[str, dict[str, int]]  # the parts of the peak of each, by PARTS; one where a step only trains
     host_bytes: int  # of offloaded hidden states
+    optimizer_host_bytes: int  # of what the engine keeps there
     product_flops: int  # of matrix products, attention not counted but for that of a tower
     attention: tuple[tuple[Shape, IntervalMask], ...]  # of each call of attention, where ranks share a sequence or not
     tower: TowerShare | None = None
@@ -152,6 +135,8 @@ class TrainingStep:
             model.tie_weights()
         check(model, setup)
         _switch_attention(model)
+        if setup.lora_rank:
+            add_lora(model, setup.lora_rank, torch.bfloat16 if mixed_zero else torch.float32)  # which DeepSpeed casts
         return model
 
     def _build(self) -> None:
@@ -175,20 +160,12 @@ class TrainingStep:
         by_engine = setup.engine == "fsdp2"
         if setup.gradient_checkpointing and not by_engine:
             model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        self._engine = make_engine(
-            setup.engine,
-            model,
-            self._live,
-            setup.devices,
-            on_gpu=setup.on_gpu,
-            mixed=setup.bf16,
-            checkpointing=setup.gradient_checkpointing,
-        )
+        self._engine = make_engine(setup, model, self._live)
         with self._live:
             for buffer in model.buffers():
                 self._live.count(buffer, "buffers")
             self._model = self._engine.prepare()
-            if setup.grpo is not None and setup.grpo.has_reference:
+            if setup.grpo is not None and setup.grpo.has_reference and not setup.lora_rank:  # else the model's own
                 self._reference = self._make_model().train(False)
                 grpo.add_log_probs(self._reference, entropy=False)
                 for buffer in self._reference.buffers():
@@ -230,7 +207,7 @@ class TrainingStep:
         share = None if self._images is None else self._images.share
         # Attention in a tower: its backward is 2.5 times its forward.
         flops = live.flops + (9 if setup.gradient_checkpointing else 7) * live.attention_flops // 2
-        return StepMemory(seq_len, phases, host, flops, tuple(self._calls), share)
+        return StepMemory(seq_len, phases, host, self._engine.host_bytes, flops, tuple(self._calls), share)
 
     def _peak(self, phase: Callable[[], None]) -> dict[str, int]:
         """The parts of a phase's peak."""
@@ -238,7 +215,7 @@ class TrainingStep:
         phase()
         return self._live.finish()
 
-    def _generate(self, settings: Grpo, seq_len: int) -> dict[str, dict[str, int]]:
+    def _generate(self, settings: grpo.Grpo, seq_len: int) -> dict[str, dict[str, int]]:
         """A rank's part of the group's rows, which are not sharded."""
         self._batch = None
         prompt, rows = settings.prompt_tokens(seq_len), settings.generation_rows

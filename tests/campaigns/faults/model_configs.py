@@ -64,7 +64,8 @@ def prepared() -> dict[str, dict[str, Any]]:
     """The configurations. Imports what a plan needs, so that each trial takes a fraction of a second."""
     import transformers
     from ringtile.cli.tiny_models import tiny_config
-    from ringtile.planner.step import Setup, TrainingStep
+    from ringtile.planner.setup import Setup
+    from ringtile.planner.step import TrainingStep
 
     found: dict[str, dict[str, Any]] = {}
     for name in TYPES:
