@@ -3,58 +3,15 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from cells import Cell, Refusal, check, check_enable, check_on_ranks, params, table
-from ringtile.cli.tiny_images import ELSEWHERE, END, START, Images, image_model
 from ringtile.cli.tiny_models import tiny_config, tiny_model
+from ringtile.cli.tiny_sounds import Sounds, sound_model
 from test_images import STEPS, make_rows
-from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-
-LENGTHS = (1.0, 0.5, 0.75)  # of sounds in turn, over the longest
-
-
-class Sounds(Images):
-    """What makes sounds, by number, for one model."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._base, self._config = model, model.base_model, model.config
-        forwards = (type(model).forward, type(self._base).forward)
-        self._takes = {name for forward in forwards for name in inspect.signature(forward).parameters}
-        self._sizes = [self._count(number) for number in range(len(LENGTHS))]
-
-    def pixels(self, rows: Any) -> dict[str, torch.Tensor]:
-        """The features (A, mel, T) of the sounds of each row, and which are no padding."""
-        numbers = [number for row in rows for number in row]
-        if not numbers:
-            return {}
-        audio = self._config.audio_config
-        length = 2 * (audio.n_window if hasattr(audio, "n_window") else getattr(audio, "max_source_positions", 64))
-        features = torch.stack(
-            [torch.randn(audio.num_mel_bins, length, generator=torch.Generator().manual_seed(n)) for n in numbers]
-        )
-        masks = torch.stack([torch.arange(length) < int(length * LENGTHS[n % len(LENGTHS)]) for n in numbers]).long()
-        names = {"feature_attention_mask", "input_features_mask"} & self._takes
-        if names:
-            features = features * masks[:, None]
-        return {"input_features": features, **dict.fromkeys(names, masks)}
-
-    def span(self, number: int) -> tuple[list[int], list[int]]:
-        count = self._sizes[number % len(LENGTHS)]
-        return [START, *[ELSEWHERE] * count, END], [0] * (count + 2)
-
-    @torch.no_grad()
-    def _count(self, number: int) -> int:
-        features = self.pixels([[number]])
-        if not hasattr(self._base, "get_audio_features"):  # Qwen2-Audio
-            lengths = features["feature_attention_mask"].sum(-1)
-            return int(self._base.audio_tower._get_feat_extract_output_lengths(lengths)[1])
-        output = self._base.get_audio_features(**features, return_dict=True)
-        found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-        return found.numel() // found.size(-1)
+from transformers import PreTrainedModel
 
 
 class Padded:
@@ -68,10 +25,8 @@ class Padded:
 
 
 def made(name: str) -> dict[str, Any]:
-    factory = AutoModelForSeq2SeqLM if name == "audioflamingo3" else AutoModelForMultimodalLM
-    model = image_model(name, factory=factory)
+    model = sound_model(name)
     model.config.get_text_config().use_cache = False
-    model.config.audio_token_id = ELSEWHERE  # Voxtral's default is None
     return {"model": model, "trainer_arguments": {"train_dataset": make_rows(20), "data_collator": Padded(model)}}
 
 

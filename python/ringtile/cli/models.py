@@ -1,8 +1,8 @@
 """`ringtile models [NAME ...]`: which types of models of transformers train exactly on two ranks.
 
 Each type is built tiny from its default configuration, with every kind of layer that it has, and trained on text, or
-with images, for two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a mixture's
-balancing loss is on.
+with images or sound, for two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a
+mixture's balancing loss is on.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ CONFIG = {"context_parallel_size": 2}
 _KINDS = {
     "": "of language models, on text",
     "images": "of images and text, with images",
+    "sound": "of sound and text, with sound",
     "masked-lm": "of masked words",
     "token-classification": "of classes of tokens",
 }

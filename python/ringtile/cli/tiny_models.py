@@ -179,7 +179,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     **{name: {"vision_config": {"model_type": "gemma4_vision"}} for name in ("gemma4", "diffusion_gemma")},
 }
 
-IMAGES = "images"  # in place of a head: a language model's, with images
+IMAGES, SOUND = "images", "sound"  # in place of a head: a language model's, with images or sound
 _CLASSES_BY_HEAD: dict[str, tuple[Any, Any]] = {
     "masked-lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "token-classification": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
@@ -202,7 +202,7 @@ def types_with_heads() -> list[str]:
 
 
 def head_of(source: str | PretrainedConfig) -> str:
-    """A key of _CLASSES_BY_HEAD, or IMAGES; "" for a language model on text. source: see `tiny_config`."""
+    """A key of _CLASSES_BY_HEAD, IMAGES or SOUND; "" for a language model on text. source: see `tiny_config`."""
     if isinstance(source, str):
         return source.partition(":")[2]
     architecture = (source.architectures or [""])[0]
@@ -215,7 +215,7 @@ def tiny_config(source: str | PretrainedConfig) -> PretrainedConfig:
     """A type's default configuration, or the one given, with the smallest sizes that keep its kinds of layers."""
     name = source.partition(":")[0] if isinstance(source, str) else ""
     config = CONFIG_MAPPING[name](**_PARTS.get(name, {})) if isinstance(source, str) else source
-    return _shrunk(config, is_decoder=head_of(source) in ("", IMAGES))
+    return _shrunk(config, is_decoder=head_of(source) in ("", IMAGES, SOUND))
 
 
 def tiny_model(config: PretrainedConfig, head: str = "", dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import PretrainedConfig, PrinterCallback, Trainer, TrainingArguments
 
 import ringtile
+from ringtile.cli import tiny_images, tiny_sounds
 from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
-from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, TYPES, Images, image_model
+from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
 from ringtile.cli.tiny_models import (
     IMAGES,
+    SOUND,
     VOCABULARY,
     causal_types,
     head_of,
@@ -35,8 +37,8 @@ MAX_REL_WEIGHT_DIFF = 1e-5  # of a parameter, relative to its largest number
 
 def all_types() -> list[str]:
     """The names that `ringtile models` knows."""
-    with_images = [f"{name}:{IMAGES}" for name in TYPES]
-    return [*causal_types(), *image_text_types(), *with_images, *types_with_heads()]
+    others = [f"{name}:{IMAGES}" for name in tiny_images.TYPES] + [f"{name}:{SOUND}" for name in tiny_sounds.TYPES]
+    return [*causal_types(), *image_text_types(), *others, *types_with_heads()]
 
 
 def train(
@@ -47,9 +49,11 @@ def train(
     logging.getLogger("ringtile").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     data: dict[str, Any] = {}
-    if head_of(source) == IMAGES:
-        model = image_model(source, dtype)
-        data = {"train_dataset": _rows_with_images(), "data_collator": _Collator(model)}
+    if head_of(source) in (IMAGES, SOUND):
+        images = head_of(source) == IMAGES
+        model = image_model(source, dtype) if images else tiny_sounds.sound_model(source, dtype)
+        made = Images(model) if images else tiny_sounds.Sounds(model)
+        data = {"train_dataset": _rows_with_images(), "data_collator": _Collator(made)}
     else:
         model = tiny_model(tiny_config(source), head_of(source), dtype)
         data["train_dataset"] = _rows(None if head_of(source) != "token-classification" else model.config.num_labels)
@@ -121,10 +125,10 @@ def _rows_with_images() -> list[dict[str, list[int]]]:
 
 
 class _Collator:
-    """Makes a batch of rows with images."""
+    """Makes a batch of rows with images or sounds."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._images = Images(model)
+    def __init__(self, images: Images) -> None:
+        self._images = images
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return self._images.batch([(row["words"], row["images"]) for row in rows], ignored=2)
