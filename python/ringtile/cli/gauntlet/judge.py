@@ -76,8 +76,6 @@ def run(name: str, case: AttentionCase) -> dict[str, Any]:
     one = backend(name)
     try:
         outputs = one.attend(case, case.tensors(one.dtype))
-    except NotOfferedError as error:
-        return {"kind": "not offered", "words": str(error)}
     except Exception as error:
         return raised(error)
     dist.barrier()
@@ -93,6 +91,8 @@ def train(name: str, case: TrainingCase) -> dict[str, Any]:
 
 
 def raised(error: Exception) -> dict[str, Any]:
+    if isinstance(error, NotOfferedError):
+        return {"kind": "not offered", "words": str(error)}
     kind = "refused" if is_deliberate(error) else "crashed"
     return {"kind": kind, "words": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
 

@@ -81,6 +81,8 @@ def _trainer(case: TrainingCase, make: Callable[..., Trainer]) -> Trainer:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, ParallelismConfig
 
+    if case.ringtile:
+        raise NotOfferedError("it has no tiles")
     install_aten_flash_attention()
     # It sets up FSDP2, without which it shards no sequence, on accelerators only: this rank's CPU is shown as one.
     os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", ACCELERATE_BYPASS_DEVICE_MAP="true")
