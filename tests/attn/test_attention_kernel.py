@@ -18,17 +18,7 @@ from aten_stand_ins import STAND_INS, in_a_sequence, install_libraries
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
-from ringtile import (
-    Config,
-    ConfigError,
-    InputError,
-    IntervalMask,
-    Layout,
-    LoopbackWorld,
-    RefusedError,
-    ShardedSequence,
-    ring_attention,
-)
+from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ring_attention
 from ringtile import self_test as checks
 from ringtile.attn import aten
 from ringtile.attn import choose as block
@@ -52,8 +42,8 @@ def run_ring(p: Problem, mask: IntervalMask, layout: Layout, kernel: str, **opti
     def on_rank(group: LoopbackGroup) -> Attention:
         rank = group.transport.rank
         leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
-        options["sequence"] = ShardedSequence(mask, layout, group)
-        out, lse = ring_attention(*leaves, return_lse=True, attention_kernel=kernel, **options)
+        parts = {"mask": mask, "layout": layout, "group": group}
+        out, lse = ring_attention(*leaves, **parts, return_lse=True, attention_kernel=kernel, **options)
         return Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, rank)))
 
     return assemble(LoopbackWorld(layout.world_size).run(on_rank), layout)
@@ -450,8 +440,8 @@ def test_no_key_is_sent_where_no_provider_is_right(fresh: None, monkeypatch: pyt
     def on_rank(group: LoopbackGroup) -> str:
         q, k, v = (layout.shard(x.detach(), 1, group.transport.rank) for x in (p.q, p.k, p.v))
         with pytest.raises(RefusedError) as caught:
-            ring_attention(q, k, v, ShardedSequence(MASKS["causal"], layout, group), attention_kernel="ringtile")
-        ring_attention(q, k, v, ShardedSequence(MASKS["causal"], layout, group), attention_kernel="aten")
+            ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="ringtile")
+        ring_attention(q, k, v, mask=MASKS["causal"], layout=layout, group=group, attention_kernel="aten")
         return str(caught.value)
 
     for message in LoopbackWorld(2).run(on_rank):
@@ -480,7 +470,7 @@ def test_a_kernel_is_tested_once_and_without_the_callers_modes(fresh: None, monk
     monkeypatch.setattr(attn_self_test, "run_case", testing)
     before = torch.get_rng_state()
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        ring_attention(p.q, p.k, p.v, ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1)))
+        ring_attention(p.q, p.k, p.v, mask=MASKS["causal"], layout=Layout.contiguous(48, 1))
     run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "ringtile")
     assert len(calls) == 1
     assert set(checks.failures.values()) == {""}
@@ -501,8 +491,7 @@ def test_a_kernel_is_tested_once_and_without_the_callers_modes(fresh: None, monk
 def test_what_aten_cannot_compute_is_refused_by_name(change: dict[str, Any], options: Any, reason: str) -> None:
     """And is ringtile's with auto, also where the faster is asked for."""
     p = problem(**{"v_head_dim": 16, **change})
-    layout = options.pop("layout", Layout.contiguous(48, 1))
-    given = {"sequence": ShardedSequence(MASKS["causal"], layout), **options}
+    given = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), **options}
     with pytest.raises(RefusedError, match=f"attention_kernel is 'aten', but for .*{reason}.*to auto or ringtile"):
         ring_attention(p.q, p.k, p.v, **given, attention_kernel="aten")
     out = ring_attention(p.q, p.k, p.v, **given, attention_kernel="auto")
@@ -512,7 +501,7 @@ def test_what_aten_cannot_compute_is_refused_by_name(change: dict[str, Any], opt
 def test_a_gradient_of_the_log_sum_exp_is_refused_by_name() -> None:
     p = problem(v_head_dim=16)
     leaves = [x.requires_grad_() for x in (p.q, p.k, p.v)]
-    given: Any = {"sequence": ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1)), "return_lse": True}
+    given: Any = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), "return_lse": True}
     out, lse = ring_attention(*leaves, **given, attention_kernel="aten")
     with pytest.raises(RefusedError, match="takes no gradient of the log-sum-exp"):
         torch.autograd.grad([out, lse], leaves, [p.dout, p.dlse])
@@ -528,17 +517,13 @@ def test_a_mask_of_too_many_calls_is_refused_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(aten.ATEN, "cpu", (dataclasses.replace(flash, max_squares=3),))
     p = problem(v_head_dim=16)
     with pytest.raises(RefusedError, match=r"would be called \d+ times for a block's mask, more than 3 times"):
-        ring_attention(
-            *(p.q, p.k, p.v),
-            ShardedSequence(MASKS["window"], Layout.contiguous(48, 1)),
-            attention_kernel="aten",
-        )
+        ring_attention(*(p.q, p.k, p.v), mask=MASKS["window"], layout=Layout.contiguous(48, 1), attention_kernel="aten")
 
 
 def test_unknown_kernels_are_refused() -> None:
     p = problem()
-    sequence, unknown = ShardedSequence(MASKS["full"], Layout.contiguous(48, 1)), {"attention_kernel": "cudnn"}
+    given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}
     with pytest.raises(InputError, match="attention_kernel is 'cudnn'; expected one of auto, ringtile, aten"):
-        ring_attention(p.q, p.k, p.v, sequence, **unknown)
+        ring_attention(p.q, p.k, p.v, **given, attention_kernel="cudnn")
     with pytest.raises(ConfigError, match="attention_kernel is 'flash'"):
         Config(attention_kernel="flash")

@@ -410,7 +410,9 @@ THREE_ROWS = ShardedSequence(IntervalMask(*torch.zeros(2, 3, 48, dtype=torch.int
         ({"sequence": THREE_ROWS}, "mask has 3 rows, the batch 1"),
         ({"scale": torch.nan}, "scale is nan"),
         ({"softcap": -1.0}, "softcap -1"),
-        ({"sequence": None}, "sequence is a NoneType; expected a ringtile.ShardedSequence"),
+        ({"sequence": None}, "mask is a NoneType; expected an IntervalMask"),
+        ({"sequence": 3}, "sequence is a int; expected a ShardedSequence, or mask="),
+        ({"mask": MASKS["causal"]}, "got a sequence and mask, layout or group"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:

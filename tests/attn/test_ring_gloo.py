@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from oracle import Attention, dense_gradients
 from pool import run_ranks
-from ringtile import IntervalMask, Layout, ShardedSequence, plan, ring_attention
+from ringtile import IntervalMask, Layout, plan, ring_attention
 from ringtile.transport.groups import transport_of
 from strategies import dense
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, problem, run_ring
@@ -38,7 +38,7 @@ def forward_and_backward(
     transport = transport_of(group)
     leaves = [layout.shard(x, 1, transport.rank).requires_grad_() for x in (p.q, p.k, p.v)]
     before = transport.bytes_sent
-    out, lse = ring_attention(*leaves, ShardedSequence(mask, layout, group), return_lse=True)
+    out, lse = ring_attention(*leaves, mask=mask, layout=layout, group=group, return_lse=True)
     between = transport.bytes_sent
     cotangents = [layout.shard(p.dout, 1, transport.rank), layout.shard(p.dlse, 2, transport.rank)]
     gradients = torch.autograd.grad([out, lse], leaves, cotangents)
@@ -101,11 +101,10 @@ def test_causal_zigzag_moves_three_quarters_of_the_keys() -> None:
 
 def compiled_and_eager() -> list[bool]:
     """A compiled ring layer, whose graph refers to the group by its name, against the plain one."""
-    p, layout = problem(), Layout.zigzag(48, dist.get_world_size())
-    sequence = ShardedSequence(MASKS["documents"], layout, dist.group.WORLD)
+    p, layout, mask = problem(), Layout.zigzag(48, dist.get_world_size()), MASKS["documents"]
 
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ring_attention(q * 2, k, v, sequence).sin()
+        return ring_attention(q * 2, k, v, mask=mask, layout=layout, group=dist.group.WORLD).sin()
 
     results = []
     for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):

@@ -12,17 +12,7 @@ import torch
 from counting import Counting
 from kernels_off import WHY, kernels_off
 from oracle import dense_gradients
-from ringtile import (
-    IntervalMask,
-    Layout,
-    LoopbackWorld,
-    RefusedError,
-    ShardedSequence,
-    ops,
-    ring_attention,
-    self_test,
-    torch_ops,
-)
+from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, ops, ring_attention, self_test, torch_ops
 from strategies import dense
 from torch import Tensor
 
@@ -203,7 +193,7 @@ def test_a_ring_without_kernels_is_the_definition(kernel: str) -> None:
     def on_rank(group: Any) -> list[Tensor]:
         rank = group.transport.rank
         leaves = [layout.shard(x, 1, rank).requires_grad_() for x in (q, k, v)]
-        out = ring_attention(*leaves, ShardedSequence(mask, layout, group), attention_kernel=kernel)
+        out = ring_attention(*leaves, mask=mask, layout=layout, group=group, attention_kernel=kernel)
         return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, 1, rank))]
 
     with kernels_off():
@@ -227,5 +217,5 @@ def test_attention_that_only_a_missing_kernel_computes_is_refused(options: dict[
         kernels_off(),
         pytest.raises(RefusedError, match="ringtile's attention is not in use here: not built") as refused,
     ):
-        ring_attention(q, k, v, ShardedSequence(IntervalMask.causal(48), Layout.contiguous(48, 1)), **options)
+        ring_attention(q, k, v, mask=IntervalMask.causal(48), layout=Layout.contiguous(48, 1), **options)
     assert str(refused.value).endswith(message)

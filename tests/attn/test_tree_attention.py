@@ -288,7 +288,7 @@ def test_a_tree_of_many_branches_is_refused_by_aten() -> None:
     q = torch.randn(1, wide.seq_len, 2, 8)
     layout = Layout.contiguous(wide.seq_len, 1)
     with pytest.raises(RefusedError, match=r"aten's flash attention takes masks of few pieces.* auto or ringtile"):
-        ring_attention(q, q, q, ShardedSequence(wide, layout), attention_kernel="aten")
+        ring_attention(q, q, q, mask=wide, layout=layout, attention_kernel="aten")
     of_rank = rank_plan(IntervalMask.shared_prefix(16, [16, 16]), Layout.contiguous(48, 1), 0)
     round = of_rank.rounds[0]
     found = find_pieces(of_rank.begin, of_rank.end, round.k_runs, round.key_bounds, torch.arange(48))
@@ -305,7 +305,7 @@ def test_ranks_with_other_trees_notice() -> None:
     def on_rank(group: LoopbackGroup) -> str:
         q = torch.randn(1, 10, 1, 4)
         try:
-            ring_attention(q, q, q, ShardedSequence(masks[group.transport.rank], Layout.zigzag(20, 2), group))
+            ring_attention(q, q, q, mask=masks[group.transport.rank], layout=Layout.zigzag(20, 2), group=group)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"

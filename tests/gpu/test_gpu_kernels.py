@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from device import DEVICE, ON_GPU, attention
 from oracle import dense_gradients
-from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops
+from ringtile import IntervalMask, Layout, RefusedError, ops
 from strategies import dense
 from torch import Tensor
 
@@ -331,7 +331,7 @@ def test_small_recurrences_are_those_of_the_cpu(name: str, dtype: torch.dtype) -
     results = []
     for tensors in ([x.cpu().double() for x in given], given):
         leaves = [x.requires_grad_() for x in tensors]
-        out = getattr(ringtile, name)(*leaves, sequence=ShardedSequence(mask, layout))
+        out = getattr(ringtile, name)(*leaves, mask=mask, layout=layout)
         results.append([out.detach(), *torch.autograd.grad(out.double().square().sum(), leaves)])
     bound = 100 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
     for expected, got in zip(*results, strict=True):

@@ -13,7 +13,7 @@ import torch
 from device import DEVICE, ON_GPU
 from oracle import Attention
 from pool import run_ranks
-from ringtile import Layout, LoopbackWorld, ShardedSequence, ring_attention
+from ringtile import Layout, LoopbackWorld, ring_attention
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import ATEN
 from ringtile.transport.loopback import LoopbackGroup
@@ -28,10 +28,7 @@ def run_ring(p: Problem, mask: str, layout: Layout, own_streams: bool = False) -
         with stream:
             leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
             out, lse = ring_attention(
-                *leaves,
-                ShardedSequence(MASKS[mask], layout, group),
-                attention_kernel="ringtile",
-                return_lse=True,
+                *leaves, mask=MASKS[mask], layout=layout, group=group, attention_kernel="ringtile", return_lse=True
             )
             gradients = torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, rank))
             return Attention(*(x.detach().cpu() for x in (out, lse, *gradients)))
@@ -82,5 +79,5 @@ def test_aten_kernels_return_what_ringtile_expects(head_dim: int, num_kv_heads: 
 def test_attention_by_aten_kernels_obeys_the_accuracy_rule(mask: str, kernel: str) -> None:
     p = problem(torch.bfloat16, 128, 128, num_kv_heads=2)
     leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
-    out = ring_attention(*leaves, ShardedSequence(MASKS[mask], Layout.contiguous(256, 1)), attention_kernel=kernel)
+    out = ring_attention(*leaves, mask=MASKS[mask], layout=Layout.contiguous(256, 1), attention_kernel=kernel)
     assert_not_less_exact_than_torch(p, MASKS[mask], [out.detach(), *torch.autograd.grad(out, leaves, p.dout)])

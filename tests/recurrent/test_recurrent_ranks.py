@@ -339,7 +339,7 @@ def test_what_is_refused_and_how() -> None:
 
     def said(error: type[Exception], mask: Any = causal, layout: Any = one, **changes: Any) -> str:
         with pytest.raises(error) as caught:
-            ringtile.gated_delta_rule(**{**tensors, **changes}, sequence=ShardedSequence(mask, layout))
+            ringtile.gated_delta_rule(**{**tensors, **changes}, mask=mask, layout=layout)
         return str(caught.value)
 
     assert "token 5 (row 0) attends [1, 6); expected causal documents" in said(
@@ -350,12 +350,12 @@ def test_what_is_refused_and_how() -> None:
     begin, end = causal.begin.clone(), causal.end.clone()
     begin[0, 7] = end[0, 7] = 0
     assert "token 8 (row 0) attends [0, 9)" in said(RefusedError, IntervalMask(begin, end))  # a document with a hole
-    huge = ringtile.gated_delta_rule(
-        **tensors, sequence=ShardedSequence(causal, one), scale=1e200
-    )  # finite, its square is not
+    huge = ringtile.gated_delta_rule(**tensors, mask=causal, layout=one, scale=1e200)  # finite, its square is not
     assert huge.isfinite().all()
     assert "the mask has 2 rows, the batch 1" in said(InputError, IntervalMask.documents([[48], [48]]))
     assert "mask is a Tensor" in said(InputError, torch.ones(3))
+    with pytest.raises(InputError, match="got a sequence and mask, layout or group"):
+        ringtile.gated_delta_rule(**tensors, sequence=ShardedSequence(causal, one), mask=causal)
 
 
 def rank_refuses() -> list[str]:
@@ -367,7 +367,7 @@ def rank_refuses() -> list[str]:
     def call(layout: Layout, mask: IntervalMask, error: type[Exception], scale: float = 1.0, **changes: Any) -> None:
         local = {n: layout.shard(x, 1, rank) for n, x in problem(case, 1, SEQ_LEN).items()} | changes
         with pytest.raises(error) as caught:
-            ringtile.gated_delta_rule(**local, sequence=ShardedSequence(mask, layout, group), scale=scale)
+            ringtile.gated_delta_rule(**local, mask=mask, layout=layout, group=group, scale=scale)
         messages.append(str(caught.value))
 
     causal, zigzag = IntervalMask.causal(SEQ_LEN), Layout.zigzag(SEQ_LEN, 2)
@@ -380,7 +380,7 @@ def rank_refuses() -> list[str]:
         local = {n: zigzag.shard(x, 1, rank).requires_grad_() for n, x in problem(case, 1, SEQ_LEN).items()}
         if forward or rank == 0:
             with pytest.raises(RingMismatchError) if not forward else pytest.MonkeyPatch.context() as caught:
-                out[0] = ringtile.gated_delta_rule(**local, sequence=ShardedSequence(causal, zigzag, group))
+                out[0] = ringtile.gated_delta_rule(**local, mask=causal, layout=zigzag, group=group)
         else:
             with pytest.raises(RingMismatchError) as caught:
                 out[0].sum().backward()  # type: ignore[union-attr]

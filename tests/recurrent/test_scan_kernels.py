@@ -13,7 +13,7 @@ import pytest
 import ringtile
 import scan_oracle
 import torch
-from ringtile import InputError, IntervalMask, Layout, RefusedError, ShardedSequence, self_test
+from ringtile import InputError, IntervalMask, Layout, RefusedError, self_test
 from ringtile.recurrent import kernels
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
@@ -267,7 +267,7 @@ def public(kind: str, tensors: dict[str, Tensor], **options: Any) -> Tensor:
     function: Callable[..., Tensor] = getattr(ringtile, FUNCTION.get(kind, "gated_delta_rule"))
     num_tokens = options.pop("num_tokens", N)
     mask, layout = IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1)
-    return function(**given, **options, sequence=ShardedSequence(mask, layout))
+    return function(**given, **options, mask=mask, layout=layout)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,15 +41,17 @@ def test_shard_and_unshard_are_those_of_the_layout() -> None:
     assert LoopbackWorld(2).run(on_rank) == [True, True]
 
 
-def test_attention_with_a_window_is_attention_under_a_narrower_mask() -> None:
+def test_attention_over_a_sequence_is_attention_over_its_parts() -> None:
     p = problem()
 
     def on_rank(group: LoopbackGroup) -> None:
         sequence = ShardedSequence(IntervalMask.causal(48), Layout.zigzag(48, 2), group)
         q, k, v = (sequence.shard(x, 1) for x in (p.q, p.k, p.v))
+        out = ring_attention(q, k, v, mask=sequence.mask, layout=sequence.layout, group=group)
+        assert torch.equal(ring_attention(q, k, v, sequence), out)
         narrow = ring_attention(q, k, v, sequence & IntervalMask.sliding_window(48, 5))
         assert torch.equal(ring_attention(q, k, v, sequence.with_window(5)), narrow)
-        assert not torch.equal(narrow, ring_attention(q, k, v, sequence))
+        assert not torch.equal(narrow, out)
 
     LoopbackWorld(2).run(on_rank)
 
@@ -118,8 +120,7 @@ def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = ShardedSequence(CAUSAL, ONE)
 
     def attend() -> None:
-        equal = ShardedSequence.of(CAUSAL, ONE)
-        out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, equal)
+        out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, mask=CAUSAL, layout=ONE)
         op_out, _ = attend_through_op(p.q, p.k, p.v, sequence, 0.25)
         (out + op_out).sum().backward()
 
@@ -220,6 +221,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "mask": (lambda: ShardedSequence(None, ONE), "mask is a NoneType; expected an IntervalMask"),  # type: ignore[arg-type]
     "layout": (lambda: ShardedSequence(CAUSAL, "zigzag"), "layout is a str; expected a Layout"),  # type: ignore[arg-type]
     "group": (lambda: ShardedSequence(CAUSAL, ONE, "nobody"), "no process group named 'nobody'"),
+    "both": (
+        lambda: ring_attention(*[torch.zeros(1, 40, 1, 8)] * 3, ShardedSequence(CAUSAL, ONE), mask=CAUSAL),  # type: ignore[misc]
+        "got a sequence and mask, layout or group",
+    ),
 }
 
 

@@ -9,15 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import (
-    ContextParallel,
-    IntervalMask,
-    Layout,
-    LoopbackWorld,
-    ShardedSequence,
-    context_parallel,
-    ring_attention,
-)
+from ringtile import ContextParallel, IntervalMask, Layout, LoopbackWorld, context_parallel, ring_attention
 from ringtile.attn.op import SequenceTensors, attend
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
@@ -88,8 +80,7 @@ def test_a_block_compiles_whole_and_once_for_all_lengths(way: str) -> None:
 # ---- the op in graphs ---------------------------------------------------------------------------
 
 
-SEQUENCE = ShardedSequence(IntervalMask.causal(6), Layout.contiguous(6, 1))
-TENSORS = SEQUENCE.begin, SEQUENCE.end, SEQUENCE.layout_tensor
+MASK, LAYOUT = IntervalMask.causal(6), Layout.contiguous(6, 1)
 
 
 def qkv() -> list[Tensor]:
@@ -103,7 +94,7 @@ def ring_of_one(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, lay
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_keeps_the_op(mode: str) -> None:
-    arguments = (*qkv(), *TENSORS)
+    arguments = (*qkv(), MASK.begin, MASK.end, LAYOUT.tensor)
     graph = make_fx(ring_of_one, tracing_mode=mode)(*arguments)
     assert [node.target for node in graph.graph.nodes].count(RING) == 1
     assert graph(*arguments).equal(ring_of_one(*arguments))
@@ -113,7 +104,7 @@ def test_joint_export_has_forward_and_backward_op() -> None:
     def forward(*arguments: Tensor) -> tuple[Tensor]:
         return (ring_of_one(*arguments),)
 
-    arguments = (*(t.requires_grad_() for t in qkv()), *TENSORS)
+    arguments = (*(t.requires_grad_() for t in qkv()), MASK.begin, MASK.end, LAYOUT.tensor)
     graph = aot_export_joint_simple(forward, arguments, trace_joint=True)
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(RING) == 1
@@ -123,7 +114,7 @@ def test_joint_export_has_forward_and_backward_op() -> None:
 def test_export_keeps_the_op() -> None:
     class Module(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return ring_attention(q, k, v, SEQUENCE)
+            return ring_attention(q, k, v, mask=MASK, layout=LAYOUT)
 
     program = torch.export.export(Module(), tuple(qkv()))
     assert [node.target for node in program.graph.nodes].count(RING) == 1

@@ -161,7 +161,7 @@ def ring_over_a_mesh() -> None:
     outs = [ring_attention(*(sequence.shard(x, dim=1) for x in (q, k, v)), sequence)]
     outs.append(
         ring_attention(
-            *(layout.shard(x, 1, sequence.rank) for x in (q, k, v)), ShardedSequence(mask, layout, mesh["cp"])
+            *(layout.shard(x, 1, sequence.rank) for x in (q, k, v)), mask=mask, layout=layout, group=mesh["cp"]
         )
     )
     for out in outs:

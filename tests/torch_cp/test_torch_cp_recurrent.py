@@ -152,7 +152,7 @@ def test_a_module_under_context_parallel_takes_the_layout_that_its_tokens_were_s
         return out  # type: ignore[no-any-return]
 
     x, weight, _ = inputs()
-    whole = ringtile.causal_conv1d(x, weight, sequence=ShardedSequence(IntervalMask.causal(S), Layout.contiguous(S, 1)))
+    whole = ringtile.causal_conv1d(x, weight, mask=IntervalMask.causal(S), layout=Layout.contiguous(S, 1))
     for out in LoopbackWorld(2).run(rank):
         torch.testing.assert_close(out, whole)
 
@@ -172,7 +172,7 @@ def test_a_sequence_that_the_call_names_is_its_own() -> None:
             with context_parallel(group, layout=layout, mask=DOCUMENTS):
                 assert torch.equal(ringtile.causal_conv1d(local, weight), documents)
                 assert torch.equal(ringtile.causal_conv1d(local, weight, sequences[IntervalMask.causal(S)]), causal)
-                by_parts = ringtile.causal_conv1d(local, weight, sequence=ShardedSequence(causal_mask, layout, group))
+                by_parts = ringtile.causal_conv1d(local, weight, mask=causal_mask, layout=layout, group=group)
                 assert torch.equal(by_parts, causal)
 
     causal_mask = IntervalMask.causal(S)
@@ -216,7 +216,7 @@ def test_what_a_recurrence_cannot_know_is_refused() -> None:
     for message in messages[2:]:
         assert "x is (2, 24, 36); expected (2, 12, 36)" in message
     x, weight, _ = inputs()
-    with pytest.raises(InputError, match="sequence is a NoneType; expected a ringtile"):
+    with pytest.raises(InputError, match="mask is a NoneType; expected an IntervalMask"):
         ringtile.causal_conv1d(x, weight)  # in no block
-    with torch.device("cpu"), pytest.raises(InputError, match="sequence is a NoneType"):
+    with torch.device("cpu"), pytest.raises(InputError, match="mask is a NoneType"):
         ringtile.causal_conv1d(x, weight)  # in a mode that knows no sequence

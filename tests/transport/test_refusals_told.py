@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import run_ranks
+from pool import Pool
 from ringtile import (
     InputError,
     Layout,
@@ -41,6 +41,8 @@ LABELS = torch.arange(B * S * H).view(B, S, H) % V
 WEIGHT = torch.linspace(-1, 1, V * D, dtype=torch.float64).view(V, D)
 # What one of two ranks passes instead; faults/op_calls.py draws others, for ranks that are threads.
 WRONG_OF_ONE_RANK: dict[str, dict[str, Any]] = {
+    "mask None": {"mask": None},
+    "no group": {"group": None},
     "meta": {"q": tokens()[:, :4].to("meta")},
     "freed": {"k": tokens()[:, :4]},  # freed below: no freed tensor travels to a rank
     "scale too large": {"scale": 1e400},
@@ -53,7 +55,7 @@ def one_rank_refuses() -> dict[str, tuple[str, float]]:
     rank, told = dist.get_rank(), {}
     layout = Layout.zigzag(S, 2)
     q = layout.shard(tokens(), 1, rank)
-    usual: dict[str, Any] = {"q": q, "k": q, "v": q, "sequence": ShardedSequence(MASK, layout, dist.group.WORLD)}
+    usual: dict[str, Any] = {"q": q, "k": q, "v": q, "mask": MASK, "layout": layout, "group": dist.group.WORLD}
     expected = ring_attention(**usual)
     for name, change in WRONG_OF_ONE_RANK.items():
         arguments = {**usual, **change} if rank == 0 else usual
@@ -77,7 +79,11 @@ def one_rank_refuses() -> dict[str, tuple[str, float]]:
 
 
 def test_what_one_rank_refuses_is_told_to_the_others() -> None:
-    refusing, other = run_ranks(2, one_rank_refuses)
+    pool = Pool(2)  # a call without a group can be told where there is one group only
+    try:
+        refusing, other = pool.run(one_rank_refuses)
+    finally:
+        pool.close()
     assert len(refusing) == len(WRONG_OF_ONE_RANK) + 3
     for name, (message, _) in refusing.items():
         assert message.startswith(("InputError", "RefusedError")), (name, message)

@@ -24,15 +24,18 @@ from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
-from ringtile.transport.groups import is_traced
+from ringtile.transport.groups import Group, is_traced
 
 
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequence: ShardedSequence,
+    sequence: ShardedSequence | None = None,
     *,
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -43,14 +46,15 @@ def ring_attention(
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
 
     q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16, float16;
-    unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank. scale: 1 /
-    sqrt(D) if None. softcap c > 0 turns scores x into c tanh(x / c). sinks (H), of any float dtype: attention sinks,
-    one more key of each query head, whose score is the sink whatever the query, and whose value is 0; they are the same
-    on every rank, which is not compared, and their gradient is that by this rank's queries, as a parameter's. dropout:
-    of the weights, after the softmax; it does not depend on ranks or layout. Every rank of the group makes the same
-    calls in the same order, forward and backward; one group serves one thread. Differentiable once. attention_kernel:
-    "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may differ from run to
-    run); "ringtile" is ringtile's; "aten" has aten's compute it, and refuses what they cannot.
+    unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or mask, layout
+    and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into c tanh(x / c).
+    sinks (H), of any float dtype: attention sinks, one more key of each query head, whose score is the sink whatever
+    the query, and whose value is 0; they are the same on every rank, which is not compared, and their gradient is that
+    by this rank's queries, as a parameter's. dropout: of the weights, after the softmax; it does not depend on ranks or
+    layout. Every rank of the group makes the same calls in the same order, forward and backward; one group serves one
+    thread. Differentiable once. attention_kernel: "auto" is ringtile's kernels on a CPU, and on a GPU whichever
+    measure faster (so that bits may differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it,
+    and refuses what they cannot.
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
@@ -59,19 +63,21 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
     """
-    through_op = not is_plain(q)
+    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
+    parts: Any = mask, layout, group
     try:
-        if not isinstance(sequence, op.SequenceTensors):
-            check_given(sequence)
+        check_given("ring_attention", sequence, *parts)
         scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
         if not through_op:
-            call = AttentionCall(sequence, scale, softcap, attention_kernel, sinks, dropout, return_lse).fitted(q, k, v)
+            made = sequence or ShardedSequence.of(*parts)
+            call = AttentionCall(made, scale, softcap, attention_kernel, sinks, dropout, return_lse).fitted(q, k, v)
     except Exception as error:
         if not is_traced(q):
-            tell_others("ring_attention", error, sequence)
+            tell_others("ring_attention", error, sequence, layout, group)
         raise
     if through_op:
-        out, lse = op.attend(q, k, v, sequence, scale, softcap, sinks, dropout, attention_kernel)
+        given = sequence or op.SequenceTensors.of(*parts)
+        out, lse = op.attend(q, k, v, given, scale, softcap, sinks, dropout, attention_kernel)
     else:  # dispatching a Python op costs more than a small block
         out, lse = _attend(call, q, k, v, sinks)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
@@ -103,12 +109,8 @@ def attention(
         )
     check_types(mask)
     layout = _one_rank(mask.seq_len)
-    if is_plain(q):
-        sequence: Any = ShardedSequence.of(mask, layout)
-    else:  # which may be traced, where no sequence can be made
-        sequence = op.SequenceTensors(*mask.bounds, layout.tensor)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    return ring_attention(q, k, v, sequence, return_lse=return_lse, **options)
+    return ring_attention(q, k, v, mask=mask, layout=layout, return_lse=return_lse, **options)
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,14 +135,13 @@ def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor 
 
 
 def is_plain(q: Tensor) -> bool:
-    """Return whether nothing but autograd looks at the call: no compiler, no fake or other tensor, no dispatch mode, no
-    function transform.
+    """Return whether nothing but autograd looks at the call: no fake or other tensor, no dispatch mode, no function
+    transform.
 
     Tracing, selective checkpointing and vmap see ops only.
     """
     return (
-        not torch.compiler.is_compiling()
-        and type(q) in (Tensor, torch.nn.Parameter)
+        type(q) in (Tensor, torch.nn.Parameter)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and not torch._C._is_tracing()

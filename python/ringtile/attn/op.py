@@ -15,9 +15,11 @@ from ringtile import arguments, derivatives
 from ringtile.attn import ring, ulysses
 from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_tensors
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import propagate_errors, transport_of
+from ringtile.transport.groups import Group, group_name, propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ class SequenceTensors(NamedTuple):
     layout_tensor: Tensor
     group_name: str = ""
     scheme: str = "ring"
+
+    @classmethod
+    def of(cls, mask: IntervalMask, layout: Layout, group: Group | None) -> SequenceTensors:
+        return cls(*mask.bounds, layout.tensor, group_name(group))
 
 
 def attend(

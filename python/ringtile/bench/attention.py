@@ -32,7 +32,6 @@ from ringtile.bench.compare import Candidate, measure_each, results
 from ringtile.bench.rows import DEVICES, Comparison, Cost, Grid, check_device
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.sharded import ShardedSequence
 
 MAX_ERROR_SEQ_LEN = 1024  # the float64 result is computed up to this length
 WARM_UP_SEQ_LEN = 64
@@ -42,8 +41,8 @@ def ringtile_attend(kernel: AttentionKernel, case: Case, device: str = "cpu") ->
     """By ringtile's kernels, or by whom "auto" takes, which on a CPU are the same."""
     if kernel == "auto" and device == "cpu":
         return None
-    sequence = ShardedSequence(case.mask, Layout.contiguous(case.mask.seq_len, 1))
-    return lambda q, k, v: ring_attention(q, k, v, sequence, attention_kernel=kernel)
+    layout = Layout.contiguous(case.mask.seq_len, 1)
+    return lambda q, k, v: ring_attention(q, k, v, mask=case.mask, layout=layout, attention_kernel=kernel)
 
 
 def torch_attend(case: Case, device: str = "cpu") -> Attend | None:

@@ -27,8 +27,11 @@ from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.recurrence import Operand, Recurrence, walk
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.state_passing import Halos
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
 from ringtile.transport.agreement import HeaderValue
+from ringtile.transport.groups import Group
 
 # Of each tensor, a letter for each dim. The output is shaped as the first one; its third dim is that of the heads.
 _DIMS = {
@@ -40,6 +43,7 @@ _DIMS = {
 _OPTIONAL = ("bias", "D")
 _OF_ONE_DTYPE = ("q", "k", "B", "C")  # that of the first tensor
 _STATE = {"gated_delta_rule": "BHKV", "ssd": "BHVK", "selective_scan": "BCK"}
+_Given = tuple[Any, Any, Any, Any]  # sequence, mask, layout, group
 
 _P = ParamSpec("_P")
 PUBLIC: set[Callable[..., Tensor]] = set()  # the functions of this module
@@ -67,19 +71,22 @@ def causal_conv1d(
     *,
     bias: Tensor | None = None,
     activation: str = "",
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Convolve each channel with the W - 1 tokens before, of the same document or path of a tree: depthwise, causal.
 
     x (B, N, C): the local tokens; weight (C, W), weight[:, W - 1] for the token itself; W of 2..8; bias (C);
-    activation: "" or "silu". sequence: on every rank alike, causal documents, or trees, each of whose paths from a root
-    is one, and runs of neighboring tokens; inside `context_parallel` its own, if none is given. Returns y (B, N, C) of
-    x's dtype, computed in float32 (float64 for float64). Padding, the tokens that do not attend themselves, has output
-    and gradient 0. Differentiable once.
+    activation: "" or "silu". sequence, or mask, layout and group, as in `ring_attention`, on every rank alike: causal
+    documents, or trees, each of whose paths from a root is one, and runs of neighboring tokens; inside
+    `context_parallel` its own, if none is given. Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
+    float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
 
     Raises InputError, RefusedError (another mask or layout), RingMismatchError, PeerLostError.
     """
     op, tensors = "causal_conv1d", {"x": x, "weight": weight, "bias": bias}
-    with _checking(op, tensors, sequence) as documents:
+    with _checking(op, tensors, (sequence, mask, layout, group)) as documents:
         _, sizes = _check_tensors(op, tensors, documents)
         if not 2 <= sizes["W"] <= MAX_WIDTH:
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
@@ -118,20 +125,24 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     scheme: str | None = None,
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Compute the gated delta rule (arXiv:2412.06464), or Kimi delta attention where g has a decay for each channel.
 
     For each document: S_t = diag(exp g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t^T S_t)^T; out_t = scale q_t^T S_t, with
     S = 0 before it. q, k (B, N, G, K), v (B, N, H, V), H a multiple of G; g (B, N, H) or (B, N, H, K), the log of the
     decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. scheme:
-    "states", "heads" (which takes any layout), "auto" for the one that is faster at its first call of a kind, or None
-    for the one that goes with the sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to
-    rounding. sequence, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
+    "states", "heads" (which takes any layout), "auto" for the one that is faster at
+    its first call of a kind, or None for the one that goes with the
+    sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to rounding. sequence, mask, layout,
+    group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
     are in float32 (float64 for float64). Differentiable once.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     options = {"scale": scale}
-    return _recurrence("gated_delta_rule", tensors, sequence, scheme, options)
+    return _recurrence("gated_delta_rule", tensors, (sequence, mask, layout, group), scheme, options)
 
 
 @_public
@@ -145,16 +156,19 @@ def ssd(
     *,
     D: Tensor | None = None,
     scheme: str | None = None,
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Compute Mamba-2's state space layer (arXiv:2405.21060).
 
     For each document: h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T; y_t = h_t C_t + D x_t, with h = 0 before it.
     x (B, N, H, V), dt (B, N, H) after its softplus, A (H) negative, B, C (B, N, G, K), H a multiple of G, D (H).
-    scheme: as in `gated_delta_rule`. sequence, padding, errors: as in `causal_conv1d`. Returns y
+    scheme: as in `gated_delta_rule`. sequence, mask, layout, group, padding, errors: as in `causal_conv1d`. Returns y
     (B, N, H, V) of x's dtype; states and sums are in float32 (float64 for float64). Differentiable once.
     """
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-    return _recurrence("ssd", tensors, sequence, scheme, {})
+    return _recurrence("ssd", tensors, (sequence, mask, layout, group), scheme, {})
 
 
 @_public
@@ -168,28 +182,27 @@ def selective_scan(
     *,
     D: Tensor | None = None,
     scheme: str | None = None,
+    mask: IntervalMask | None = None,
+    layout: Layout | None = None,
+    group: Group | None = None,
 ) -> Tensor:
     """Compute Mamba's selective scan (arXiv:2312.00752).
 
     For each document, and each channel of x with a state h of K numbers: h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t;
     y_t = h_t C_t + D x_t, with h = 0 before it. x, dt (B, N, C), dt after its softplus, A (C, K) negative, B, C
     (B, N, K), D (C). Apply a gate outside: y * silu(z). scheme: as in `gated_delta_rule`; heads are groups of 64
-    channels, or channels if they are no multiple of 64. sequence, padding, errors: as in
+    channels, or channels if they are no multiple of 64. sequence, mask, layout, group, padding, errors: as in
     `causal_conv1d`. Returns y (B, N, C) of x's dtype; states and sums are in float32 (float64 for float64).
     Differentiable once.
     """
     tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-    return _recurrence("selective_scan", tensors, sequence, scheme, {})
+    return _recurrence("selective_scan", tensors, (sequence, mask, layout, group), scheme, {})
 
 
 def _recurrence(
-    op: str,
-    tensors: Mapping[str, Tensor | None],
-    sequence: ShardedSequence | None,
-    scheme: str | None,
-    options: dict[str, Any],
+    op: str, tensors: Mapping[str, Tensor | None], given: _Given, scheme: str | None, options: dict[str, Any]
 ) -> Tensor:
-    with _checking(op, tensors, sequence) as documents:
+    with _checking(op, tensors, given) as documents:
         dims, sizes = _check_tensors(op, tensors, documents)
         _check_heads(op, sizes)
         first = tensors[next(iter(dims))]
@@ -221,20 +234,22 @@ def _recurrence(
 
 
 @contextlib.contextmanager
-def _checking(op: str, tensors: Mapping[str, Tensor | None], sequence: ShardedSequence | None) -> Iterator[Documents]:
+def _checking(op: str, tensors: Mapping[str, Tensor | None], given: _Given) -> Iterator[Documents]:
     """Yield the documents of the call; any error here or in the body is told to the other ranks, who would wait."""
+    sequence, mask, layout, group = given
     try:
         for name, x in tensors.items():
             if x is not None or name not in _OPTIONAL:
                 arguments.check_tensor(name, x)
         derivatives.check_once(op, *tensors.values(), vmap=False)
-        check_given(sequence)
-        assert sequence is not None
+        check_given(op, sequence, mask, layout, group)
+        if sequence is None:
+            sequence = ShardedSequence.of(mask, layout, group)
         documents = Documents(sequence)
         _ = documents.facts.forest  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
-        tell_others(op, error, sequence)
+        tell_others(op, error, sequence, layout, group)
         raise
 
 

@@ -29,7 +29,7 @@ from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types, found_on
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
-from ringtile.transport.groups import Group, group_name, transport_of
+from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
@@ -329,16 +329,25 @@ _lock = threading.Lock()
 # ---- given to a call ----------------------------------------------------------------------------
 
 
-def check_given(sequence: Any) -> None:
-    """Raise InputError where a call got something else in the place of a sequence."""
-    if not isinstance(sequence, ShardedSequence):
+def check_given(op: str, sequence: Any, mask: Any, layout: Any, group: Any) -> None:
+    """Raise InputError unless op got a ShardedSequence, or mask, layout and group, from which one is made."""
+    if sequence is None:
+        check_types(mask, layout)
+    elif not isinstance(sequence, ShardedSequence):
         raise InputError(
-            f"sequence is a {type(sequence).__name__}; expected a ringtile.ShardedSequence(mask, layout, group)"
+            f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
         )
+    elif any(part is not None for part in (mask, layout, group)):
+        raise InputError(f"{op} got a sequence and mask, layout or group; expected one or the other")
 
 
-def tell_others(op: str, error: Exception, sequence: Any) -> None:
+def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: Any) -> None:
     """Tell the other ranks, who would wait for this one, why it makes no call of op: if the group is known."""
     with contextlib.suppress(RingtileError):
         if isinstance(sequence, ShardedSequence):
-            sequence.transport.fail(f"{op} forward", error)
+            transport = sequence.transport
+        elif group is None and isinstance(layout, Layout):  # forgotten?
+            transport = transport_of(only_group_of(layout.world_size))
+        else:
+            transport = transport_of(group)
+        transport.fail(f"{op} forward", error)

@@ -13,13 +13,15 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force
 from ringtile.torch_context_parallel.scope import AttentionScope
 
+_PARTS = ("sequence", "mask", "layout", "group")
+
 
 def in_scope(
     scope: AttentionScope, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """function(*args, **kwargs), over the causal part of the scope's sequence unless the call says which."""
     call = _signature(function).bind(*args, **kwargs)
-    if call.arguments.get("sequence") is None:
+    if all(call.arguments.get(name) is None for name in _PARTS):
         call.arguments["sequence"] = _causal_sequence(scope, call.args[0])
     return function(*call.args, **call.kwargs)
 

@@ -91,7 +91,7 @@ class AttentionScope:
     ) -> Any:
         """`ring_attention` of this scope's sequence: out (B, N, H, Dv), with return_lse (out, lse)."""
         sequence = self.sequence
-        if sequence is None and not is_plain(q):
+        if sequence is None and (torch.compiler.is_compiling() or not is_plain(q)):
             with propagate_errors(self.group, "attention", q):
                 check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.

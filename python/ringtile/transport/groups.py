@@ -83,3 +83,11 @@ def propagate_errors(group: Group | None, op: str, x: object) -> contextlib.Abst
 def is_traced(x: object) -> bool:
     """Return whether x stands for a tensor of a later run: a compiler's fake one."""
     return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter))
+
+
+def only_group_of(world_size: int) -> dist.ProcessGroup | None:
+    """Return the group that a call over so many ranks must mean when it names none; None: none, or a choice."""
+    if world_size == 1 or not dist.is_initialized():
+        return None
+    found = [group for group in dist.distributed_c10d._world.pg_map if dist.get_world_size(group) == world_size]
+    return found[0] if len(found) == 1 else None

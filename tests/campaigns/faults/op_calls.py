@@ -68,7 +68,7 @@ def attention(draw: Draw) -> str:
             out = ringtile.attention(*leaves, mask=mask, scale=scale, softcap=softcap)
         else:
             layout = draw.layout(seq_len, 1, mask)
-            out = ring_attention(*leaves, ShardedSequence(mask, layout), scale=scale, softcap=softcap)
+            out = ring_attention(*leaves, mask=mask, layout=layout, scale=scale, softcap=softcap)
     scale = None if scale is None else float(scale)
     allowed = dense(mask).expand(batch, -1, -1)
     if out.device.type == "meta":
@@ -179,13 +179,13 @@ def over_ranks(
     """The whole output, of ranks of which one may pass something else; or None, and what is wrong with who was told."""
     layout = draw.layout(seq_len, world_size, mask)
     odd = draw.random.randrange(world_size)
-    name = draw.random.choice(["q", "k", "v", "scale", "softcap", "attention_kernel"])
+    name = draw.random.choice(["q", "k", "v", "scale", "softcap", "mask", "layout", "attention_kernel"])
     changes = {name: draw.of(draw.tensor((1, 4, 2, 4), torch.float64), 0.123)} if draw.chance(0.5) else {}
 
     def on_rank(group: Any) -> tuple[Tensor | None, RingtileError | None]:
         sequence = ShardedSequence(mask, layout, group)
         sharded = {n: sequence.shard(x, 1) if n in "qkv" else x for n, x in arguments.items()}
-        usual = {**sharded, "sequence": sequence}
+        usual = {**sharded, "mask": mask, "layout": layout, "group": group}
         error = None
         try:
             ring_attention(**{**usual, **(changes if sequence.rank == odd else {})})

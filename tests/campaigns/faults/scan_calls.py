@@ -132,7 +132,7 @@ def run(
         or not isinstance(mask, IntervalMask)
         or not isinstance(layout, Layout)
     ):
-        function(**tensors, **options, sequence=ShardedSequence(mask, layout))
+        function(**tensors, **options, mask=mask, layout=layout)
         return ""
 
     def on_rank(group: Any) -> tuple[Tensor, Tensors]:
