@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -274,6 +275,9 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
 
     if transport.rank == transport.world_size - 1:
         transport.exchange = fatal  # type: ignore[method-assign]
+    importlib.import_module(
+        "torch._dynamo"
+    )  # which torch imports at the first call of an op: seconds on a busy machine
     start = time.monotonic()
     try:
         USUAL.forward(dist.group.WORLD).sum().backward()
