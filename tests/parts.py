@@ -24,8 +24,8 @@ TESTS = Path(__file__).parent
 def parts() -> list[list[str]]:
     """What pytest is given for each part: equally long, and more than two cores, since ranks often wait."""
     trainings = sorted(TESTS.glob("hf/test_*.py"))
-    middle = len(trainings) * 2 // 3
-    hf = [*trainings[:middle], TESTS / "planner", TESTS / "torch_cp"]
+    middle = len(trainings) * 3 // 5
+    hf = [*trainings[:middle], TESTS / "torch_cp"]
     of_layers = ("package", "recurrent", "sequence", "tiled", "transport")
     layers = [*trainings[middle:], *(TESTS / name for name in of_layers)]
     others = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS / "hf", *hf, *layers}

@@ -50,7 +50,9 @@ def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]
     return report
 
 
-@pytest.mark.parametrize("name", ["attention", "mlp", "loss", "scan", "ring"])
+@pytest.mark.parametrize(
+    "name", ["attention", "loss", *(pytest.param(name, marks=pytest.mark.long) for name in ("mlp", "scan", "ring"))]
+)
 def test_a_gpus_workloads_are_on_their_device(name: str) -> None:
     """On meta, where a tensor of another device is an error: every input, and the plain MLP, forward and backward."""
     subject = importlib.import_module(f"ringtile.bench.{name}")
