@@ -357,6 +357,8 @@ def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.Capture
         (["RUN", "--num-heads", "4"], "of one attention layer"),
         (["RUN", "--generation-rows", "8"], "--generation-rows is given beside"),
         (["RUN", "--devices", "3"], "expected a multiple of 2"),
+        (["RUN", "--lora-rank", "-1"], "--lora-rank is -1; expected a rank"),
+        (["--model", "FOLDER", "--seq-len", "64", "--offload-optimizer"], "expected zero1, zero2 or zero3"),
         (["RUN", "--seq-len", "8K"], "model.max_position_embeddings is 4096; expected at least 8192"),
         (["--model", "FOLDER", "--seq-len", "64", "--offload"], "--gradient-checkpointing too"),
         (["--model", "FOLDER", "--seq-len", "64", "--num-heads", "4"], "of one attention layer"),

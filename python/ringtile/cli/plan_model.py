@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> Outcome:
             f"--{given[0].replace('_', '-')} is of one attention layer; expected it without --model, whose "
             f"configuration says it, with --devices for the ranks"
         )
+    if args.lora_rank < 0:
+        raise ConfigError(f"--lora-rank is {args.lora_rank}; expected a rank, as 16, or 0 for no adapters")
     if args.plot:
         check_output(args.plot, "--plot")
     if args.run is not None:
@@ -224,8 +226,6 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     size = devices if args.context_parallel_size is None else args.context_parallel_size
     if size < 1 or devices % size:
         raise ConfigError(f"--context-parallel-size is {size}; expected a number that divides --devices, {devices}")
-    if args.lora_rank < 0:
-        raise ConfigError(f"--lora-rank is {args.lora_rank}; expected a rank, as 16, or 0 for no adapters")
     if args.batch < 1:
         raise ConfigError(f"--batch is {args.batch}; expected at least 1")
     if args.offload_optimizer and not args.engine.startswith("zero"):

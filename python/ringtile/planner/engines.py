@@ -57,7 +57,7 @@ class Plain:
 
     def make_states(self) -> None:
         if self.setup.optimizer != "adamw":
-            self.hold("optimizer", sum(map(self.state_bytes, self.parameters)), torch.uint8)
+            self.hold("optimizer", self.state_bytes(), torch.uint8)
             return
         self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
         for parameter in self.parameters:
@@ -66,12 +66,15 @@ class Plain:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def state_bytes(self, parameter: nn.Parameter) -> int:
-        """Of an optimizer that is not run, for this rank's part of a parameter."""
-        name, part = self.setup.optimizer, getattr(parameter, "_local_tensor", parameter)
-        if any(m.weight is parameter for m in self.model.modules() if isinstance(m, nn.Embedding)):
-            name = OF_EMBEDDINGS.get(name, name)
-        return int(OPTIMIZERS[name] * part.numel())
+    def state_bytes(self) -> int:
+        """Of an optimizer that is not run, for this rank's parts of the parameters."""
+        name, total = self.setup.optimizer, 0
+        embeddings = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        for parameter in self.parameters:
+            part = getattr(parameter, "_local_tensor", parameter)
+            held = OF_EMBEDDINGS.get(name, name) if id(parameter) in embeddings else name
+            total += int(OPTIMIZERS[held] * part.numel())
+        return total
 
     def watch_gradients(self) -> None:
         for parameter in self.parameters:
