@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from unittest import mock
@@ -33,25 +33,37 @@ def parts() -> list[list[str]]:
 
 
 def main() -> int:
-    for name in TRAINERS:
-        with contextlib.suppress(ImportError):  # what is not installed is skipped by the tests of it
-            importlib.import_module(name)
+    import_all(TRAINERS)
     children = []
     for part in parts():
         sys.stdout.flush()
         if (child := os.fork()) == 0:
-            os._exit(_run(part))
+            os._exit(run([*sys.argv[1:], *part]))
         children.append(child)
     return max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children])
 
 
-def _run(part: Sequence[str]) -> int:
-    resource_tracker.ensure_running()
-    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
+def import_all(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):  # what is not installed is skipped by the tests of it
+            importlib.import_module(name)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs pytest in a process that has imported what its ranks need: their server is a fork of it."""
+    with servers_forked():
         start_server()
-    code = int(pytest.main([*sys.argv[1:], *part]))
+    code = int(pytest.main(list(arguments)))
     sys.stdout.flush()
     return code
+
+
+@contextlib.contextmanager
+def servers_forked() -> Iterator[None]:
+    """The server of ranks that multiprocessing starts inside is a fork of this process."""
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
+        yield
 
 
 def _fork(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:

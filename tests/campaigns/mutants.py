@@ -3,6 +3,8 @@
 Each mutant names the line, its broken form, and the test that must fail. The breaks are made in a git worktree of HEAD
 (build/mutants), one after another; the checkout itself is never touched. `python tests/campaigns/mutants.py WORD ...`
 runs the mutants whose names contain one of the words.
+
+What tests import takes longer than most of them. This process imports all of it but ringtile, and each run is a fork.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mutants_of_kernels
@@ -19,19 +23,50 @@ import mutants_of_training
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+import parts  # noqa: E402
+import pool  # noqa: E402
+
 TREE = ROOT / "build" / "mutants"
-PYTHON = ROOT / ".venv" / "bin" / "python"
+IMPORTED = ("accelerate", "rich.console", "rich.table", "yaml", "pydantic", *pool.TRAINERS)
 
 MUTANTS = [*mutants_of_kernels.MUTANTS, *mutants_of_training.MUTANTS, *mutants_of_peers.MUTANTS]
 
 
-def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command], cwd=TREE, text=True, capture_output=True, env={**os.environ, **environment}
-    )
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], cwd=TREE, text=True, capture_output=True)
 
 
-def passes(test: str) -> tuple[bool, str]:
+def in_fork(function: Callable[[], object], *, keeps_bytecode: bool) -> tuple[bool, str]:
+    """Whether a function of the worktree returns 0 in a fork of this process, and the end of what it printed."""
+    with tempfile.TemporaryFile() as printed:
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            try:
+                os.dup2(printed.fileno(), 1)
+                os.dup2(printed.fileno(), 2)
+                os.chdir(TREE)
+                sys.path[:] = [
+                    str(TREE / "python"),
+                    *(path for path in sys.path if not path.startswith(str(ROOT / "tests"))),
+                ]
+                os.environ["PYTHONPATH"] = str(TREE / "python")
+                # A file's bytecode is known by its second and its size: two mutants of a line may share them.
+                sys.dont_write_bytecode = not keeps_bytecode
+                os.environ |= {} if keeps_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
+                code = function()
+            except SystemExit as end:
+                code = end.code
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0 if code in (0, None) else 1)
+        ok = os.waitpid(child, 0)[1] == 0
+        printed.seek(0)
+        return ok, printed.read().decode(errors="replace")[-1000:]
+
+
+def passes(test: str, *, is_broken: bool = True) -> tuple[bool, str]:
     """Return whether a test passes in the worktree, and the end of what it printed."""
     kind, _, program = test.partition(" ")
     if kind in ("c", "emulator"):
@@ -40,17 +75,22 @@ def passes(test: str) -> tuple[bool, str]:
         if built.returncode:
             return False, "DOES NOT COMPILE: " + built.stderr[-500:]
         done = run(out)
-    else:
-        done = run(PYTHON, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test.split(), PYTHONPATH="python")
-    return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
+        return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", *test.split()]
+    return in_fork(lambda: parts.run(arguments), keeps_bytecode=not is_broken)
 
 
-def verified(mutant: Mutant) -> tuple[bool, str]:
+def verified(mutant: Mutant, *, is_broken: bool = True) -> tuple[bool, str]:
     """Whether `ringtile verify` finds nothing wrong with the mutant's case, and the end of what it printed."""
     backend, _, case = mutant.case.rpartition(": ")
-    command = (PYTHON, "-m", "ringtile", "verify", "--backend", backend or "ringtile", "--case", case)
-    done = run(*command, PYTHONPATH="python")
-    return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
+
+    def verify() -> object:
+        from ringtile.cli import main
+
+        with parts.servers_forked():
+            return main(["verify", "--backend", backend or "ringtile", "--case", case])
+
+    return in_fork(verify, keeps_bytecode=not is_broken)
 
 
 def prepare() -> None:
@@ -70,14 +110,15 @@ def prepare() -> None:
 def main() -> int:
     words = sys.argv[1:]
     chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    parts.import_all([name for name in IMPORTED if not name.startswith("ringtile")])
     prepare()
     for test in sorted({mutant.test for mutant in chosen}):  # a test that is red anyway shows nothing
-        ok, said = passes(test)
+        ok, said = passes(test, is_broken=False)
         if not ok:
             print(f"red without a mutant: {test}\n{said}")
             return 2
     for case, mutant in {mutant.case: mutant for mutant in chosen if mutant.case}.items():
-        ok, said = verified(mutant)
+        ok, said = verified(mutant, is_broken=False)
         if not ok:
             print(f"verify finds {case} wrong without a mutant\n{said}")
             return 2

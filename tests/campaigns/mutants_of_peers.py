@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from mutant import Mutant
-from ringtile.cli.models import replace_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "gauntlet.md"
 BEGIN = "<!-- begin: python tests/campaigns/mutants_of_peers.py -->\n"
@@ -229,4 +228,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    from ringtile.cli.models import replace_table
+
     replace_table(PAGE, table(), BEGIN)
