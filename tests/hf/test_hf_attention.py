@@ -10,7 +10,7 @@ from hf_models import tiny_encoder, tiny_model
 from ringtile.cli import tiny_models
 from ringtile.hf import attention, layers, model, packing
 from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
-from ringtile.hf.inputs import shard_batch
+from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
 from torch._dynamo.utils import counters
@@ -45,9 +45,7 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
 
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
-        local, sharded = shard_batch(
-            batch, layout=layout, group=group, makes_positions=True, positions_separate=separate
-        )
+        local, sharded = shard_batch(batch, Reading(positions_separate=separate), layout=layout, group=group)
         model.pin_rope_length(own, Patches())
         with torch.no_grad(), active(sharded):
             return sharded.unshard(own(**local).logits)
@@ -126,7 +124,7 @@ def test_batches_of_one_shape_share_a_compiled_model():
         batch = {"input_ids": _ids(), "attention_mask": LEFT_PADDED.roll(row, dims=0)}
         logits = []
         for whole in (switched, compiled):
-            local, _ = shard_batch(batch, layout="zigzag", group=None, makes_positions=True, layers=windows)
+            local, _ = shard_batch(batch, Reading(layers=windows), layout="zigzag", group=None)
             logits.append(whole(**local).logits)
         assert torch.equal(*logits)
         compilations.add(counters["frames"]["ok"])
@@ -196,7 +194,7 @@ def test_switching_is_undone():
 def _run_shard(switched, batch=None):
     """Calls a model that refuses before anything is sent on the local batch of rank 0 of 2."""
     inputs, group = batch or {"input_ids": _ids()}, LoopbackWorld(2).groups[0]
-    local, sharded = shard_batch(inputs, layout="zigzag", group=group, makes_positions=True)
+    local, sharded = shard_batch(inputs, Reading(), layout="zigzag", group=group)
     with active(sharded):
         return switched(**local)
 
@@ -204,7 +202,7 @@ def _run_shard(switched, batch=None):
 def test_layer_that_is_computed_again_without_its_batch_is_refused():
     """A checkpoint that ringtile has not seen, since it was set inside the forward pass."""
     switched, _ = _on_ringtile(tiny_model())
-    local, sharded = shard_batch({"input_ids": _ids()}, layout="zigzag", group=None, makes_positions=True)
+    local, sharded = shard_batch({"input_ids": _ids()}, Reading(), layout="zigzag", group=None)
     layer, checkpoint = switched.model.layers[1], torch.utils.checkpoint.checkpoint
     original = layer.forward
     layer.forward = lambda *args, **kwargs: checkpoint(original, *args, use_reentrant=False, **kwargs)
@@ -293,7 +291,7 @@ def test_gradients_equal_the_whole_model(use_reentrant):
         own = copy.deepcopy(switched)
         if use_reentrant is not None:
             own.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        local, sharded = shard_batch(batch, layout="zigzag", group=group, makes_positions=True)
+        local, sharded = shard_batch(batch, Reading(), layout="zigzag", group=group)
         keep_in_checkpoints(own)
         with active(sharded):
             loss = own(**local, num_items_in_batch=sharded.num_targets).loss

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import ringtile
 import torch
-from ringtile.hf.inputs import shard_batch
+from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
 from ringtile.transport.loopback import LoopbackWorld
 from torch.nn import functional
@@ -24,10 +24,11 @@ def _positions(*lengths):
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-def _shard(inputs, layout="zigzag", world_size=2, **options):
+def _shard(inputs, layout="zigzag", world_size=2, **reading):
     """[(local batch, ShardedBatch)] of every rank."""
-    options = {"layout": layout, "makes_positions": True, **options}
-    return LoopbackWorld(world_size).run(lambda group: shard_batch(inputs, group=group, **options))
+    return LoopbackWorld(world_size).run(
+        lambda group: shard_batch(inputs, Reading(**reading), layout=layout, group=group)
+    )
 
 
 def _dense(mask):

@@ -15,7 +15,7 @@ from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
 from ringtile.first_batch.run import TIMES
-from ringtile.hf.inputs import shard_batch
+from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shared_rows import share, unfold
 from ringtile.hf.trainer import first_batch_of
@@ -100,7 +100,7 @@ def test_refuses_what_is_no_row(more: dict[str, torch.Tensor], words: str) -> No
 
 def test_refuses_chunks() -> None:
     tree, rows = share({"input_ids": torch.tensor([[3, 4, 5], [3, 4, 6]])}, None)
-    _, batch = shard_batch(tree, layout="zigzag", group=None, makes_positions=True, rows=rows)
+    _, batch = shard_batch(tree, Reading(), layout="zigzag", group=None, rows=rows)
     with pytest.raises(ringtile.RefusedError, match="a layer attends in chunks"):
         batch.narrowed(LayerMask(chunk=2))
 

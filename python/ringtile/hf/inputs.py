@@ -9,7 +9,7 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,53 +47,59 @@ _REFUSED_SWITCHES = {
 }
 
 
+class Reading(NamedTuple):
+    """How a model reads a batch."""
+
+    makes_positions: bool = True  # it counts 0, 1, ... for a batch without position ids, and so does `shard_batch`
+    positions_separate: bool = True  # position ids that start again start a document
+    takes_rows: bool = False  # it takes position ids (3 or 4, B, S) too
+    causal: bool = True  # it attends no later token
+    shifts_labels: bool = True  # a token predicts the next label, not its own
+    layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
+    besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
+
+
 def shard_batch(
     inputs: Mapping[str, Any],
+    reading: Reading,
     *,
-    on_host: Mapping[str, Any] | None = None,
     layout: str,
     group: Group | None,
-    makes_positions: bool,
-    positions: Tensor | None = None,
-    layers: Iterable[LayerMask] = (),
-    positions_separate: bool = True,
-    takes_rows: bool = False,
-    causal: bool = True,
-    shifts_labels: bool = True,
-    attention_kernel: AttentionKernel = "auto",
     scheme: str = "ring",
+    attention_kernel: AttentionKernel = "auto",
+    on_host: Mapping[str, Any] | None = None,
+    positions: Tensor | None = None,
     rows: SharedRows | None = None,
-    of_model: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch.
 
-    `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N).
-    `attention_mask` (B, S) and the keys of packed batches become the mask; the local `attention_mask` (B, N) is left
-    for code that counts tokens. on_host: what `masks.read` returned for this batch, if it was called. makes_positions:
-    the model counts 0, 1, ... for a batch without position ids, and so does this function; positions (B, S): the model
-    would make these instead. layers: what the model's layers attend, whose masks torch.compile cannot make.
-    positions_separate: whether position ids that start again start a document, for this model. takes_rows: whether the
-    model takes `position_ids` (3 or 4, B, S) too, which become (3 or 4, B, N). causal: whether the model attends no
-    later token. shifts_labels: whether a token predicts the next label; else it predicts its own, and there are no
-    `shift_labels`. rows: of which this batch, of one row, is the tree. of_model: what the model takes besides, such as
-    images; a batch with any of these stays whole but for its labels: it is sharded inside the model (hf/seam.py).
-    Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError, InputError.
+    `input_ids` (B, S) or `inputs_embeds` (B, S, E), `labels`, `shift_labels`, `position_ids` (B or 1, S) become (B, N),
+    and (3 or 4, B, S) become (3 or 4, B, N). `attention_mask` (B, S) and the keys of packed batches become the mask;
+    the local `attention_mask` (B, N) is left for code that counts tokens. There are no `shift_labels` where the model
+    does not shift. A batch with anything that the model takes besides text stays whole but for its labels: it is
+    sharded inside the model (hf/seam.py). on_host: what `masks.read` returned for this batch, if it was called.
+    positions (B, S): the model would make these instead of 0, 1, .... rows: of which this batch, of one row, is the
+    tree. Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError,
+    InputError.
     """
     main = main_input((), inputs)
     if main is None or main.dim() < 2:
         raise InputError(f"the batch holds {sorted(inputs)}; expected input_ids (B, S) or inputs_embeds (B, S, E)")
     batch_size, seq_len = main.shape[:2]
+    causal, shifts_labels = reading.causal, reading.shifts_labels
     # token_type_ids are embedded by encoders; decoders (Gemma 3) read from them which tokens attend later ones.
     unknown = {
         name for name, is_known in (("token_type_ids", not causal), ("shift_labels", shifts_labels)) if not is_known
     }
     targets = "shift_labels" if shifts_labels else "labels"
-    given = {name: inputs[name] for name in of_model if inputs.get(name) is not None}
-    _refuse(inputs, ({*_PADDING, *_GLOBAL_KEYS} - unknown) | of_model)
-    per_token = _per_token(inputs, main, makes_positions, positions, takes_rows, shifts_labels)
+    given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
+    _refuse(inputs, ({*_PADDING, *_GLOBAL_KEYS} - unknown) | reading.besides)
+    per_token = _per_token(inputs, main, reading, positions)
     on_host = read(inputs)[0] if on_host is None else on_host
-    made = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal) if rows is None else rows.mask
-    documents = mask_of_batch(on_host, batch_size, seq_len, positions_separate, causal=False) if given else None
+    made = (
+        mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal) if rows is None else rows.mask
+    )
+    documents = mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal=False) if given else None
     world_size = transport_of(group).world_size
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = made.padded(padding)
@@ -111,7 +117,7 @@ def shard_batch(
         documents=documents,
         waits=bool(given),
     )
-    for layer in layers:
+    for layer in reading.layers:
         batch.narrowed(layer)
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
     for name, tensor in per_token.items():
@@ -154,12 +160,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _per_token(
-    inputs: Mapping[str, Any],
-    main: Tensor,
-    makes_positions: bool,
-    positions: Tensor | None,
-    takes_rows: bool,
-    shifts_labels: bool,
+    inputs: Mapping[str, Any], main: Tensor, reading: Reading, positions: Tensor | None
 ) -> dict[str, Tensor]:
     """The global tensors with one entry per token: the keys of _PADDING, and labels that are not to be shifted."""
     batch_size, seq_len = main.shape[:2]
@@ -168,16 +169,16 @@ def _per_token(
             raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
     per_token = {name: inputs[name] for name in _PADDING if inputs.get(name) is not None}
     if "position_ids" not in per_token:
-        if not makes_positions:
+        if not reading.makes_positions:
             raise RefusedError(
                 "the batch has no position_ids, and ringtile does not know how this model counts positions; add "
                 "position_ids (B, S) in your data collator: a shard does not know its positions"
             )
         counted = torch.arange(seq_len, device=main.device)[None]
         per_token["position_ids"] = counted if positions is None else positions.to(main.device)
-    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, takes_rows)
+    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, reading.takes_rows)
     per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
-    if inputs.get("labels") is not None and not shifts_labels:
+    if inputs.get("labels") is not None and not reading.shifts_labels:
         per_token["labels"] = inputs["labels"]
     elif inputs.get("labels") is not None and "shift_labels" not in per_token:
         per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]

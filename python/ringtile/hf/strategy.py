@@ -26,7 +26,7 @@ from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
 from ringtile.hf.dropout import CountedDropout, check_countable
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.inputs import shard_batch
+from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import layer_masks, num_layers
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model_loss import loss_of_its_own, shifts_labels
@@ -142,20 +142,14 @@ class Strategy(abc.ABC):
             positions = None
         local, batch = shard_batch(
             given,
-            on_host=on_host if rows is None else None,
+            self._reading(),
             layout=self.config.layout,
             group=None if self.proves_whole else self.group.process_group,
-            makes_positions=self.positions.makes_ids or self.config.first_batch_check,
-            positions=positions,
-            layers=self.layers,
-            positions_separate=bool(self.packing.separate),
-            takes_rows=self.packing.takes_rows,
-            causal=self.causal,
-            shifts_labels=self.shifts_labels,
-            attention_kernel=self.config.attention_kernel,
             scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
+            attention_kernel=self.config.attention_kernel,
+            on_host=on_host if rows is None else None,
+            positions=positions,
             rows=rows,
-            of_model=self.of_model,
         )
         if self.trainer.args.process_index == 0:
             self.positions.check_largest(batch.max_position)
@@ -168,6 +162,17 @@ class Strategy(abc.ABC):
         places = None if batch.rows is None else batch.rows.places
         self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs), places), at_seam=batch.waits)
         return local, batch
+
+    def _reading(self) -> Reading:
+        return Reading(
+            makes_positions=self.positions.makes_ids or self.config.first_batch_check,
+            positions_separate=bool(self.packing.separate),
+            takes_rows=self.packing.takes_rows,
+            causal=self.causal,
+            shifts_labels=self.shifts_labels,
+            layers=self.layers,
+            besides=self.of_model,
+        )
 
     # ---- the first batch ------------------------------------------------------------------------
 
