@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringtile import arguments
 from ringtile.errors import InputError
-from ringtile.tiled.loss import Job, tiled_outputs
+from ringtile.tiled.loss import Job, LossCall, tiled_outputs
 from ringtile.tiled.tiles import tiles
 from ringtile.tiled.vocab_parallel import CHUNK_COLUMNS, group_of
 from ringtile.transport.groups import Group, transport_of
@@ -62,11 +62,9 @@ def tiled_log_probs(
         logit_scale = arguments.check_number("logit_scale", logit_scale) / temperature
         # c tanh(x / c) / temperature = C tanh((x / temperature) / C) with C = c / temperature
         softcap = arguments.check_number("softcap", softcap) / temperature
-    outputs = tiled_outputs(
-        _WithEntropy if return_entropy else Job,
-        *(hidden, weight, labels, bias, "none", ignore_index, 0.0, logit_scale, softcap, 0.0),
-        *(None, tile_tokens, group),
-    )
+    call = LossCall(hidden, weight, labels, bias, "none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    kind = _WithEntropy if return_entropy else Job
+    outputs = tiled_outputs(kind, call._replace(tile_tokens=tile_tokens, group=group))
     if not return_entropy:
         return -outputs
     loss, entropy = outputs.unbind(-1)

@@ -91,31 +91,34 @@ def tiled_linear_cross_entropy(
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
     RingMismatchError: the ranks of the group were given different hidden sizes, labels or options.
     """
-    return tiled_outputs(
-        Job,
-        *(hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss),
-        *(num_items, tile_tokens, group),
+    call = LossCall(
+        hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss
     )
+    return tiled_outputs(Job, call._replace(num_items=num_items, tile_tokens=tile_tokens, group=group))
 
 
-def tiled_outputs(
-    kind: type[Job],
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    logit_scale: float,
-    softcap: float,
-    z_loss: float,
-    num_items: int | float | Tensor | None,
-    tile_tokens: int | None,
-    group: Group | None,
-) -> Tensor:
-    """What a kind of job computes of each token, (..., *kind.outputs), or its reduction: `tiled_linear_cross_entropy`
-    is that of `Job`, and says what the arguments are."""
+class LossCall(NamedTuple):
+    """The arguments of `tiled_linear_cross_entropy`."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    reduction: str
+    ignore_index: int
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    z_loss: float = 0.0
+    num_items: int | float | Tensor | None = None
+    tile_tokens: int | None = None
+    group: Group | None = None
+
+
+def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
+    """What a kind of job computes of each token, (..., *kind.outputs), or its reduction: the loss is that of `Job`."""
+    hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss = call[:10]
+    num_items, tile_tokens, group = call[10:]
     group = group_of(weight, group)
     with transport_of(group).propagate_errors(_NAME):
         for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
